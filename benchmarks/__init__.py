@@ -1,1 +1,2 @@
-"""Benchmarks. Run one with ``python -m benchmarks.NAME``; it prints medians, and ratios within one run."""
+"""Benchmarks. Run one with ``python -m benchmarks.NAME``; it prints medians, and ratios within one
+run."""

@@ -1,14 +1,15 @@
-"""Time of a 32 MiB store and load with an idle and with a busy scheduler, and delay of the scheduler's own loop.
+"""Time of a 32 MiB store and load with an idle and with a busy scheduler, and delay of the
+scheduler's own loop.
 
-The scheduler is one Python thread that works in short bursts and polls the store about once a millisecond, as an
-engine's step loop does. Idle and busy, ``ProcessHost`` and ``ThreadHost`` alternate in changing order, because the
-disk's own speed varies by a third within seconds and must affect all of them alike. The remaining uncertainty of a
-ratio of medians is shown as an interval (bootstrap, 95 %). A ratio above its target is a miss, however wide the
-interval is.
+The scheduler is one Python thread that works in short bursts and polls the store about once a
+millisecond, as an engine's step loop does. Idle and busy, ``ProcessHost`` and ``ThreadHost``
+alternate in changing order, because the disk's own speed varies by a third within seconds and must
+affect all of them alike. The remaining uncertainty of a ratio of medians is shown as an interval
+(bootstrap, 95 %). A ratio above its target is a miss, however wide the interval is.
 
-The second part is a flood: the loop is a ticker that is due each millisecond, polls, and submits a new store or load
-for each one that ended. The lateness of its ticks is compared, in alternation, with the same ticker without jobs in
-flight.
+The second part is a flood: the loop is a ticker that is due each millisecond, polls, and submits a
+new store or load for each one that ended. The lateness of its ticks is compared, in alternation,
+with the same ticker without jobs in flight.
 """
 
 from __future__ import annotations
@@ -41,18 +42,37 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=31)
     parser.add_argument("--loads", type=int, default=2, help="for each store")
     parser.add_argument("--hosts", nargs="+", default=["process", "thread"])
-    parser.add_argument("--options", default="", help="of the URL, e.g. placement=extents")
-    parser.add_argument("--flood-s", type=float, default=1.0, help="seconds of one turn of the ticker")
+    parser.add_argument(
+        "--options", default="", help="of the URL, e.g. placement=extents"
+    )
+    parser.add_argument(
+        "--flood-s", type=float, default=1.0, help="seconds of one turn of the ticker"
+    )
     arguments = parser.parse_args()
     touch_memory()
     rows = [row for count in arguments.blocks for row in measure(count, arguments)]
     columns = ["32 MiB job", "idle", "busy", "busy / idle", "95 %", f"<= {MAX_RATIO}"]
     columns += ["wait p99", "max wait", f"p99 <= {MAX_GAP_S * 1e3:.0f} ms"]
-    show("Jobs beside a scheduler, and what its busy loop waits for persistkv", columns, rows)
+    show(
+        "Jobs beside a scheduler, and what its busy loop waits for persistkv",
+        columns,
+        rows,
+    )
     rows = [row for count in arguments.blocks for row in flood(count, arguments)]
-    columns = ["flood of 32 MiB jobs", "jobs/s", "p99 without", "p99 beside", "max without", "max beside"]
+    columns = [
+        "flood of 32 MiB jobs",
+        "jobs/s",
+        "p99 without",
+        "p99 beside",
+        "max without",
+        "max beside",
+    ]
     columns.append(f"p99 + {MAX_GAP_S * 1e3:.0f} ms at most")
-    show(f"How late a ticker of {TICK_S * 1e3:.0f} ms is, without and beside a flood", columns, rows)
+    show(
+        f"How late a ticker of {TICK_S * 1e3:.0f} ms is, without and beside a flood",
+        columns,
+        rows,
+    )
 
 
 def measure(count: int, arguments: argparse.Namespace) -> list[list[str]]:
@@ -79,23 +99,31 @@ def measure(count: int, arguments: argparse.Namespace) -> list[list[str]]:
         for client in clients.values():
             client.close()
     return [
-        row_of(f"{count} x {rig.block_bytes >> 10} KiB", operation, host, seconds, waits)
+        row_of(
+            f"{count} x {rig.block_bytes >> 10} KiB", operation, host, seconds, waits
+        )
         for operation in ("store", "load")
         for host in clients
     ]
 
 
-def open_clients(rig: Rig, directory: str, arguments: argparse.Namespace) -> dict[str, StoreClient]:
+def open_clients(
+    rig: Rig, directory: str, arguments: argparse.Namespace
+) -> dict[str, StoreClient]:
     """Open a store for each host."""
     options = f"&{arguments.options}" * bool(arguments.options)
-    clients = {host: rig.client(f"lmdb://{directory}/{host}?capacity=8GiB{options}", host) for host in arguments.hosts}
+    clients = {
+        host: rig.client(f"lmdb://{directory}/{host}?capacity=8GiB{options}", host)
+        for host in arguments.hosts
+    }
     for client in clients.values():
         client.open()
     return clients
 
 
 def flood(count: int, arguments: argparse.Namespace) -> list[list[str]]:
-    """Measure the ticker without and with a flood of one block size, in alternation, on each host."""
+    """Measure the ticker without and with a flood of one block size, in alternation, on each
+    host."""
     rig = Rig(2 * count, JOB_BYTES // count)
     late: dict[tuple[str, bool], list[float]] = defaultdict(list)
     jobs: dict[str, int] = defaultdict(int)
@@ -105,21 +133,34 @@ def flood(count: int, arguments: argparse.Namespace) -> list[list[str]]:
         for run in range(arguments.runs):
             for host, client in clients.items():
                 for flooded in (False, True) if run % 2 else (True, False):
-                    ticks, ended = tick(client, numbers, count * flooded, arguments.flood_s)
+                    ticks, ended = tick(
+                        client, numbers, count * flooded, arguments.flood_s
+                    )
                     late[host, flooded] += ticks
                     jobs[host] += ended
         for client in clients.values():
             client.close()
     return [
-        flood_row(f"{count} x {rig.block_bytes >> 10} KiB, {host}", late[host, False], late[host, True], rate)
-        for host, rate in ((host, ended / arguments.runs / arguments.flood_s) for host, ended in jobs.items())
+        flood_row(
+            f"{count} x {rig.block_bytes >> 10} KiB, {host}",
+            late[host, False],
+            late[host, True],
+            rate,
+        )
+        for host, rate in (
+            (host, ended / arguments.runs / arguments.flood_s)
+            for host, ended in jobs.items()
+        )
     ]
 
 
-def tick(client: StoreClient, numbers: Iterator[int], count: int, seconds: float) -> tuple[list[float], int]:
+def tick(
+    client: StoreClient, numbers: Iterator[int], count: int, seconds: float
+) -> tuple[list[float], int]:
     """Tick for ``seconds`` under a flood of jobs of ``count`` blocks; with 0 blocks, without jobs.
 
-    :returns: lateness of each tick in seconds, and number of jobs that ended. No job is in flight on return.
+    :returns: lateness of each tick in seconds, and number of jobs that ended. No job is in flight
+        on return.
     """
     flying: dict[int, list[bytes]] = {}
     late: list[float] = []
@@ -141,7 +182,11 @@ def tick(client: StoreClient, numbers: Iterator[int], count: int, seconds: float
 
 
 def refill(
-    client: StoreClient, numbers: Iterator[int], count: int, flying: dict[int, list[bytes]], held: list[bytes]
+    client: StoreClient,
+    numbers: Iterator[int],
+    count: int,
+    flying: dict[int, list[bytes]],
+    held: list[bytes],
 ) -> None:
     """Submit at most one store and one load.
 
@@ -155,7 +200,9 @@ def refill(
         submit(client, "load", held, number)
 
 
-def flood_row(name: str, without: list[float], beside: list[float], rate: float) -> list[str]:
+def flood_row(
+    name: str, without: list[float], beside: list[float], rate: float
+) -> list[str]:
     """Return the table row: lateness of ticks without and with a flood."""
     p99 = [percentile(late, 0.99) for late in (without, beside)]
     return [
@@ -187,8 +234,12 @@ def row_of(
     waits: dict[tuple[str, str, bool], list[float]],
 ) -> list[str]:
     """Return the table row: medians, their ratio, and the scheduler's waits."""
-    idle, busy = (statistics.median(seconds[operation, host, flag]) for flag in (False, True))
-    low, high = ratio_interval(seconds[operation, host, True], seconds[operation, host, False])
+    idle, busy = (
+        statistics.median(seconds[operation, host, flag]) for flag in (False, True)
+    )
+    low, high = ratio_interval(
+        seconds[operation, host, True], seconds[operation, host, False]
+    )
     spent = waits[operation, host, True]
     p99 = percentile(spent, 0.99)
     return [

@@ -1,24 +1,28 @@
-"""Durable stores and promotions of 32 MiB jobs, compared with raw disk I/O of the same bytes in the same run.
+"""Durable stores and promotions of 32 MiB jobs, compared with raw disk I/O of the same bytes in the
+same run.
 
-A store job ends when its blocks are visible, hence durable. It is measured alone, and as a quarter of the time of four
-jobs that are submitted at once, as a busy engine does: these share transactions, and one is planned while another is
-written. There are two raw writes for comparison, both O_DIRECT + fdatasync: to the end of a growing file, and over disk
-blocks that were allocated and written before. The target is a ratio to the growing file, because the writes of a store
-that is not full are new to the file system, too. The ratio to overwriting is also shown: it is the bound for a full
-store that reuses its space.
+A store job ends when its blocks are visible, hence durable. It is measured alone, and as a quarter
+of the time of four jobs that are submitted at once, as a busy engine does: these share
+transactions, and one is planned while another is written. There are two raw writes for comparison,
+both O_DIRECT + fdatasync: to the end of a growing file, and over disk blocks that were allocated
+and written before. The target is a ratio to the growing file, because the writes of a store that is
+not full are new to the file system, too. The ratio to overwriting is also shown: it is the bound
+for a full store that reuses its space.
 
-A warm promotion (all files were read before, because a store itself writes and reads past the page cache) is compared
-with preadv into the same buffers from the page cache plus the xxh3 of each MiB. A cold promotion (all files are dropped
-from the page cache, which is checked) is compared with the faster of two raw cold reads: O_DIRECT, or through the page
-cache. Cold promotions are also measured as four jobs that are submitted at once, against raw reads of as many bytes,
-one after the other: the disk serves other jobs while one prepares its first read or processes its last one.
+A warm promotion (all files were read before, because a store itself writes and reads past the page
+cache) is compared with preadv into the same buffers from the page cache plus the xxh3 of each MiB.
+A cold promotion (all files are dropped from the page cache, which is checked) is compared with the
+faster of two raw cold reads: O_DIRECT, or through the page cache. Cold promotions are also measured
+as four jobs that are submitted at once, against raw reads of as many bytes, one after the other:
+the disk serves other jobs while one prepares its first read or processes its last one.
 
-Another figure for cold promotions, without a target, is that of a verifying reader without a store: two threads, preadv
-past the page cache, and the xxh3 of each MiB. It separates the cost of verification from the cost of the store.
+Another figure for cold promotions, without a target, is that of a verifying reader without a store:
+two threads, preadv past the page cache, and the xxh3 of each MiB. It separates the cost of
+verification from the cost of the store.
 
-Rows are shuffled, as an engine's are, and are in huge pages, as the primary tier's are. Loaded bytes are compared with
-the stored ones and cleared. Raw cold reads use the same rows, which are cleared as well: a read into recently filled
-memory is faster.
+Rows are shuffled, as an engine's are, and are in huge pages, as the primary tier's are. Loaded
+bytes are compared with the stored ones and cleared. Raw cold reads use the same rows, which are
+cleared as well: a read into recently filled memory is faster.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ JOB_BYTES = 32 << 20  # 32 MiB
 STORE_TARGET = 0.75
 WARM_TARGET = 0.8
 COLD_TARGET = 0.9
-PAUSE_S = 0.2  # before a cold read: a new host maps the rows meanwhile, as it does while an engine loads its model
+# before a cold read: a new host maps the rows meanwhile, as it does while an engine loads its model
+PAUSE_S = 0.2
 IN_LINE = 4  # jobs that are submitted at once, so that work is always queued
 FIRST_IN_LINE = 1 << 20  # id of the first of these jobs
 VERIFYING_THREADS = 2  # as many as the read threads of a store
@@ -58,19 +63,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, nargs="+", default=[512, 64, 16])
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--loads", type=int, default=4, help="warm ones, for each store")
+    parser.add_argument(
+        "--loads", type=int, default=4, help="warm ones, for each store"
+    )
     parser.add_argument("--hosts", nargs="+", default=["process", "inline"])
-    parser.add_argument("--options", nargs="+", default=[""], help="variants of the URL, e.g. placement=extents")
-    parser.add_argument("--raw-threads", type=int, default=1, help="of the raw warm read: as many as the store uses")
-    parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        default=[""],
+        help="variants of the URL, e.g. placement=extents",
+    )
+    parser.add_argument(
+        "--raw-threads",
+        type=int,
+        default=1,
+        help="of the raw warm read: as many as the store uses",
+    )
+    parser.add_argument(
+        "--directory",
+        help="on the disk to be measured; a temporary directory by default",
+    )
     arguments = parser.parse_args()
     touch_memory()
     rows = []
     for count in arguments.blocks:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            seconds = measure(Job(count, JOB_BYTES, IN_LINE), Path(directory), arguments)
+            seconds = measure(
+                Job(count, JOB_BYTES, IN_LINE), Path(directory), arguments
+            )
         rows += table(f"{count} x {JOB_BYTES // count >> 10} KiB", seconds, arguments)
-    columns = ["32 MiB job", "median", "GB/s", "÷ raw", "target", "÷ overwrite, verified"]
+    columns = [
+        "32 MiB job",
+        "median",
+        "GB/s",
+        "÷ raw",
+        "target",
+        "÷ overwrite, verified",
+    ]
     show("At the disk's speed: durable store, promotion warm and cold", columns, rows)
 
 
@@ -102,7 +131,15 @@ def warm(
     stored = []
     for run in range(arguments.runs + WARM_UP):
         keys = [fresh_keys(len(job.source)) for _ in range(1 + IN_LINE)]
-        taken = warm_round(job, raw, clients, {name: store[0] for name, store in stores.items()}, run, keys, arguments)
+        taken = warm_round(
+            job,
+            raw,
+            clients,
+            {name: store[0] for name, store in stores.items()},
+            run,
+            keys,
+            arguments,
+        )
         if run >= WARM_UP:
             stored.append(keys)
             for name, values in taken.items():
@@ -132,7 +169,9 @@ def warm_round(
         )
         taken[f"store, {name}"].append(job.store(client, run, alone))
         fill_page_cache([paths[name]])
-        taken[f"warm, {name}"] += [job.load(client, run, alone) for _ in range(arguments.loads)]
+        taken[f"warm, {name}"] += [
+            job.load(client, run, alone) for _ in range(arguments.loads)
+        ]
 
     turns: list[Callable[[], None]] = [
         lambda: taken["raw new"].append(raw.write_new()),
@@ -147,7 +186,11 @@ def warm_round(
 
 
 def cold(
-    job: Job, raw: RawDisk, stores: dict[str, tuple[Path, str, str]], seconds: Seconds, stored: list[Stored]
+    job: Job,
+    raw: RawDisk,
+    stores: dict[str, tuple[Path, str, str]],
+    seconds: Seconds,
+    stored: list[Stored],
 ) -> None:
     """Measure loads by new clients; of the store, the page cache has only what opening read.
 
@@ -188,7 +231,9 @@ def cold(
 
 def open_client(job: Job, path: Path, host: str, options: str) -> StoreClient:
     """Return an open client."""
-    client = job.rig.client(f"lmdb://{path}?capacity=32GiB" + f"&{options}" * bool(options), host)
+    client = job.rig.client(
+        f"lmdb://{path}?capacity=32GiB" + f"&{options}" * bool(options), host
+    )
     client.open()
     return client
 
@@ -198,12 +243,15 @@ def name_of(host: str, options: str) -> str:
     return f"{host} {options}".rstrip()
 
 
-def table(size: str, seconds: Seconds, arguments: argparse.Namespace) -> list[list[str]]:
+def table(
+    size: str, seconds: Seconds, arguments: argparse.Namespace
+) -> list[list[str]]:
     """Return the rows of one block size."""
     median = {name: statistics.median(values) for name, values in seconds.items()}
     line = f" {IN_LINE} in line,"
     cold, cold_in_line = (
-        min(median[f"raw cold,{some} O_DIRECT"], median[f"raw cold,{some} buffered"]) for some in ("", line)
+        min(median[f"raw cold,{some} O_DIRECT"], median[f"raw cold,{some} buffered"])
+        for some in ("", line)
     )
     yardsticks = {
         "store": (median["raw new"], STORE_TARGET),
@@ -213,12 +261,23 @@ def table(size: str, seconds: Seconds, arguments: argparse.Namespace) -> list[li
     }
     rows = []
     for name in sorted(median, key=lambda name: (order_of(name), name)):
-        row = [f"{size}: {name}", f"{median[name] * 1e3:.1f} ms", f"{JOB_BYTES / median[name] / 1e9:.2f}"]
-        kind = max((kind for kind in yardsticks if name.startswith(kind)), key=len, default=None)
+        row = [
+            f"{size}: {name}",
+            f"{median[name] * 1e3:.1f} ms",
+            f"{JOB_BYTES / median[name] / 1e9:.2f}",
+        ]
+        kind = max(
+            (kind for kind in yardsticks if name.startswith(kind)),
+            key=len,
+            default=None,
+        )
         if kind is not None:
             base, target = yardsticks[kind]
             ratio = base / median[name]
-            row += [f"{ratio:.2f}", f">= {target}: {'yes' if ratio >= target else 'NO'}"]
+            row += [
+                f"{ratio:.2f}",
+                f">= {target}: {'yes' if ratio >= target else 'NO'}",
+            ]
             if kind == "store":
                 row.append(f"{median['raw overwrite'] / median[name]:.2f}")
             elif kind.startswith("cold"):
@@ -228,8 +287,17 @@ def table(size: str, seconds: Seconds, arguments: argparse.Namespace) -> list[li
 
 
 def order_of(name: str) -> int:
-    """Return the sort key: stores first, then warm, then cold operations, each after its raw yardsticks."""
-    order = ("raw new", "raw overwrite", "store", "raw warm", "warm", "raw cold", "cold")
+    """Return the sort key: stores first, then warm, then cold operations, each after its raw
+    yardsticks."""
+    order = (
+        "raw new",
+        "raw overwrite",
+        "store",
+        "raw warm",
+        "warm",
+        "raw cold",
+        "cold",
+    )
     return next(place for place, start in enumerate(order) if name.startswith(start))
 
 

@@ -1,7 +1,9 @@
-"""Memory of a store's host under a flood: more store jobs than the disk can write, and concurrent loads.
+"""Memory of a store's host under a flood: more store jobs than the disk can write, and concurrent
+loads.
 
-Shown are the peak of the host's anonymous memory (RssAnon), less its value after opening and less the growth of its
-index, against ``staging_bytes``; the dropped bytes; and the CPU time per gigabyte.
+Shown are the peak of the host's anonymous memory (RssAnon), less its value after opening and less
+the growth of its index, against ``staging_bytes``; the dropped bytes; and the CPU time per
+gigabyte.
 """
 
 from __future__ import annotations
@@ -39,10 +41,19 @@ class Flooded(NamedTuple):
 
 
 def flood(
-    rig: Rig, url: str, *, codec: str, per_job: int, seconds: float, queue_bytes: int, staging_bytes: int
+    rig: Rig,
+    url: str,
+    *,
+    codec: str,
+    per_job: int,
+    seconds: float,
+    queue_bytes: int,
+    staging_bytes: int,
 ) -> Flooded:
     """Submit store jobs of ``per_job`` blocks without a pause, and load stored blocks."""
-    client = rig.client(url, codec=codec, staging_bytes=staging_bytes, max_queue_bytes=queue_bytes)
+    client = rig.client(
+        url, codec=codec, staging_bytes=staging_bytes, max_queue_bytes=queue_bytes
+    )
     client.open()
     before = host_bytes(client)
     sampled = before
@@ -52,21 +63,34 @@ def flood(
     job_bytes = per_job * rig.block_bytes
     job, begin = 0, time.perf_counter()
     loads: dict[int, int] = {}
-    free = [rows // 2 + slot * per_job for slot in range(min(LOADS, rows // 2 // per_job))]
+    free = [
+        rows // 2 + slot * per_job for slot in range(min(LOADS, rows // 2 // per_job))
+    ]
     jobs: dict[int, list[bytes]] = {}
     loaded = 0
     while time.perf_counter() - begin < seconds:
         job += 1
         keys = jobs[job] = fresh_keys(per_job)
         first = draw.randrange(rows // 2 - per_job + 1)
-        client.submit_store(job, f"request {job // 16}", keys, range(first, first + per_job), range(per_job), job_bytes)
+        client.submit_store(
+            job,
+            f"request {job // 16}",
+            keys,
+            range(first, first + per_job),
+            range(per_job),
+            job_bytes,
+        )
         if job % 16 == 0:
             chain = (keys,)
-            client.end_request(RequestEnd(f"request {job // 16}", f"manifest {job}", chain, 16, 16))
+            client.end_request(
+                RequestEnd(f"request {job // 16}", f"manifest {job}", chain, 16, 16)
+            )
         if stored and free:
             job += 1
             loads[job] = free.pop()
-            client.submit_load(job, draw.choice(stored), range(loads[job], loads[job] + per_job))
+            client.submit_load(
+                job, draw.choice(stored), range(loads[job], loads[job] + per_job)
+            )
         for outcome in client.poll():
             if outcome.job_id in loads:
                 free.append(loads.pop(outcome.job_id))
@@ -74,7 +98,11 @@ def flood(
             else:
                 keys = jobs.pop(outcome.job_id)
                 stored += [] if outcome.failed or len(stored) > 1000 else [keys]
-        sampled = max(sampled, host_bytes(client) - INDEX_BYTES * len(client)) if job % 8 == 0 else sampled
+        sampled = (
+            max(sampled, host_bytes(client) - INDEX_BYTES * len(client))
+            if job % 8 == 0
+            else sampled
+        )
         if client.num_jobs * job_bytes > queue_bytes // 2:
             time.sleep(0.0005)  # refused jobs fail at once: sleep instead of spinning
     client.flush(600.0)
@@ -102,8 +130,11 @@ def host_bytes(client: StoreClient) -> int:
 
 
 def fill_with_values(rig: Rig) -> None:
-    """Fill the rows with normally distributed bfloat16 values, so that codecs have something to compress."""
-    values = np.random.default_rng(0).standard_normal(rig.rows.size // 2, dtype=np.float32)
+    """Fill the rows with normally distributed bfloat16 values, so that codecs have something to
+    compress."""
+    values = np.random.default_rng(0).standard_normal(
+        rig.rows.size // 2, dtype=np.float32
+    )
     rig.rows.reshape(-1).view(np.uint16)[:] = values.view(np.uint32) >> 16
 
 
@@ -115,9 +146,13 @@ def main() -> None:
     parser.add_argument("--block-kib", type=int, nargs="+", default=[64, 2048])
     parser.add_argument("--codecs", nargs="+", default=["raw", "planes"])
     parser.add_argument("--capacity", default="4GiB")
-    parser.add_argument("--directory", help="where the store is made; a temporary directory by default")
+    parser.add_argument(
+        "--directory", help="where the store is made; a temporary directory by default"
+    )
     arguments = parser.parse_args()
-    staging, queue = (parse_size(getattr(arguments, name), name=name) for name in ("staging", "queue"))
+    staging, queue = (
+        parse_size(getattr(arguments, name), name=name) for name in ("staging", "queue")
+    )
     lines = []
     for kib in arguments.block_kib:
         rig = Rig(ROWS_BYTES // (kib << 10), kib << 10)
@@ -138,7 +173,15 @@ def main() -> None:
                     )
                 lines.append(line(f"{codec}, {per_job} x {kib} KiB", shown, staging))
                 print(*lines[-1], flush=True)
-    columns = ["jobs", "host's memory", f"≤ {arguments.staging}", "stored", "dropped", "loaded", "CPU s/GB"]
+    columns = [
+        "jobs",
+        "host's memory",
+        f"≤ {arguments.staging}",
+        "stored",
+        "dropped",
+        "loaded",
+        "CPU s/GB",
+    ]
     show("A host under a flood", columns, lines)
 
 

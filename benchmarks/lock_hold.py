@@ -1,8 +1,10 @@
-"""How long a commit holds the writer lock of a full local store of many packs: the time that other engines wait.
+"""How long a commit holds the writer lock of a full local store of many packs: the time that other
+engines wait.
 
-``python -m benchmarks.lock_hold --packs 1000000`` fills a store with packs of one page each. Then it commits usual
-batches, which evict as much as they add, and large packs, each of which evicts hundreds of small ones. The reference is
-a raw write of one page with a sync, because a transaction ends with two of them.
+``python -m benchmarks.lock_hold --packs 1000000`` fills a store with packs of one page each. Then
+it commits usual batches, which evict as much as they add, and large packs, each of which evicts
+hundreds of small ones. The reference is a raw write of one page with a sync, because a transaction
+ends with two of them.
 """
 
 from __future__ import annotations
@@ -54,24 +56,41 @@ class Holds:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packs", type=int, default=100_000, help="packs in the full store")
-    parser.add_argument("--commits", type=int, default=200, help="measured commits of each kind")
-    parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--packs", type=int, default=100_000, help="packs in the full store"
+    )
+    parser.add_argument(
+        "--commits", type=int, default=200, help="measured commits of each kind"
+    )
+    parser.add_argument(
+        "--directory",
+        help="on the disk to be measured; a temporary directory by default",
+    )
     arguments = parser.parse_args()
     holds = Holds()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         raw = [_raw_sync(Path(directory)) for _ in range(arguments.commits)]
         url = f"lmdb://{directory}/store?capacity={arguments.packs * BYTES_A_PACK}"
         with (
-            mock.patch.object(WriterLock, "held", lambda lock, *some, **more: holds.held(lock, *some, **more)),
+            mock.patch.object(
+                WriterLock,
+                "held",
+                lambda lock, *some, **more: holds.held(lock, *some, **more),
+            ),
             closing(open_backend(url)) as backend,
         ):
             measure(backend, holds, arguments.packs, arguments.commits)
             packs = backend.stats().packs
     rows = [("raw write of a page, synced", *_of(raw))]
     rows += [(kind, *_of(seconds)) for kind, seconds in holds.seconds.items()]
-    show(f"Time under the writer lock, {packs:,} packs", ["per transaction", "median ms", "p99", "longest"], rows)
+    show(
+        f"Time under the writer lock, {packs:,} packs",
+        ["per transaction", "median ms", "p99", "longest"],
+        rows,
+    )
 
 
 def measure(backend: Backend, holds: Holds, packs: int, commits: int) -> None:
@@ -80,16 +99,28 @@ def measure(backend: Backend, holds: Holds, packs: int, commits: int) -> None:
     number = 0
     is_full = False
     while not is_full:
-        batch = [sample_pack(namespace, number + more, blocks=1, block_bytes=512) for more in range(AT_ONCE)]
+        batch = [
+            sample_pack(namespace, number + more, blocks=1, block_bytes=512)
+            for more in range(AT_ONCE)
+        ]
         is_full = bool(backend.commit(namespace, CommitBatch(batch)).evicted)
         number += AT_ONCE
     for kind, blocks, count, turns in (
         (f"commit of {USUAL} packs", 1, USUAL, commits),
-        (f"pack of {LARGE_BLOCKS} pages", LARGE_BLOCKS, 1, min(commits, packs // (4 * LARGE_BLOCKS))),
+        (
+            f"pack of {LARGE_BLOCKS} pages",
+            LARGE_BLOCKS,
+            1,
+            min(commits, packs // (4 * LARGE_BLOCKS)),
+        ),
     ):
         for turn in range(turns + 3):
-            holds.kind = kind if turn > 2 else "filling"  # the first ones find no reservation of their size
-            more = [sample_pack(namespace, number + place, blocks=blocks, block_bytes=4096) for place in range(count)]
+            # the first ones find no reservation of their size
+            holds.kind = kind if turn > 2 else "filling"
+            more = [
+                sample_pack(namespace, number + place, blocks=blocks, block_bytes=4096)
+                for place in range(count)
+            ]
             backend.commit(namespace, CommitBatch(more))
             number += count
 
@@ -105,7 +136,11 @@ def _raw_sync(directory: Path) -> float:
 def _of(seconds: list[float]) -> tuple[str, str, str]:
     ordered = sorted(seconds)
     found = (statistics.median(ordered), ordered[int(0.99 * len(ordered))], ordered[-1])
-    return (f"{1000 * found[0]:.2f}", f"{1000 * found[1]:.2f}", f"{1000 * found[2]:.2f}")
+    return (
+        f"{1000 * found[0]:.2f}",
+        f"{1000 * found[1]:.2f}",
+        f"{1000 * found[2]:.2f}",
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Index at scale: memory per block, opening, lookups, and pauses while the lookup table is replaced.
+"""Index at scale: memory per block, opening, lookups, and pauses while the lookup table is
+replaced.
 
 The first opening reads the catalogue, the next one the file in which the first one saved its index.
 
-Memory is the growth, from an empty to a full store, of the anonymous and shared pages of engine and host process
-(``Pss_Anon`` and ``Pss_Shmem``: shared pages count in proportion). Blocks have 4 KiB, so that they fit the disk; only
-the number of keys matters.
+Memory is the growth, from an empty to a full store, of the anonymous and shared pages of engine and
+host process (``Pss_Anon`` and ``Pss_Shmem``: shared pages count in proportion). Blocks have 4 KiB,
+so that they fit the disk; only the number of keys matters.
 """
 
 from __future__ import annotations
@@ -48,10 +49,15 @@ PREFIX = 4096
 
 
 def shared_and_anonymous(pid: int) -> int:
-    """Return the bytes of a process's anonymous and shared-memory pages; shared pages count in proportion."""
+    """Return the bytes of a process's anonymous and shared-memory pages; shared pages count in
+    proportion."""
     gc.collect()
     with open(f"/proc/{pid}/smaps_rollup") as lines:
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+        return sum(
+            int(line.split()[1]) << 10
+            for line in lines
+            if line.startswith(("Pss_Anon", "Pss_Shmem"))
+        )
 
 
 def open_tier(url: str) -> tuple[PersistentTier, float]:
@@ -83,7 +89,11 @@ def measure(url: str, empty: str) -> dict[str, float]:
     memory = memory_of(tier) - base
     backend = open_backend(url, read_only=True)
     tables = backend.changes(Identity.of({"benchmark": BLOCK_BYTES}).digest, None).added
-    keys = [OffloadKey(bytes(bytearray(key))) for table in tables for key in table.keys.unpack()]
+    keys = [
+        OffloadKey(bytes(bytearray(key)))
+        for table in tables
+        for key in table.keys.unpack()
+    ]
     backend.close()
     assert len(keys) == held
     request = ReqContext("r")
@@ -94,7 +104,10 @@ def measure(url: str, empty: str) -> dict[str, float]:
     for _ in range(9):
         probe.append(seconds_of(known.__contains__, names))
         lookup.append(seconds_of(lambda key: tier.lookup(key, request), names))
-    prefixes = [keys[start : start + PREFIX] for start in range(0, min(len(keys), 50 * PREFIX) - PREFIX, PREFIX)]
+    prefixes = [
+        keys[start : start + PREFIX]
+        for start in range(0, min(len(keys), 50 * PREFIX) - PREFIX, PREFIX)
+    ]
     begin = time.perf_counter()
     assert all(tier.lookup_prefix(prefix, request) == PREFIX for prefix in prefixes)
     prefix = (time.perf_counter() - begin) / len(prefixes) / PREFIX
@@ -115,7 +128,8 @@ def measure(url: str, empty: str) -> dict[str, float]:
 def open_again(url: str) -> float:
     """Return the seconds of an opening that loads the index from its file."""
     deadline = time.monotonic() + 60
-    while not index_files(url) and time.monotonic() < deadline:  # the host process writes it after the engine closed
+    # the host process writes it after the engine closed
+    while not index_files(url) and time.monotonic() < deadline:
         time.sleep(0.1)
     tier, seconds = open_tier(url)
     tier.shutdown()
@@ -126,7 +140,9 @@ def index_files(url: str) -> list[Path]:
     return list(Path(StoreUrl.parse(url).location).glob("index-*"))
 
 
-def seconds_of(probe: Callable[[OffloadKey], object], names: Sequence[OffloadKey]) -> float:
+def seconds_of(
+    probe: Callable[[OffloadKey], object], names: Sequence[OffloadKey]
+) -> float:
     """Return the mean seconds of a probe."""
     begin = time.perf_counter()
     for name in names:
@@ -135,11 +151,24 @@ def seconds_of(probe: Callable[[OffloadKey], object], names: Sequence[OffloadKey
 
 
 def pauses(blocks: int, per_pack: int) -> tuple[float, float]:
-    """Return the longest step, in seconds, of the host and of the engine while a full table is replaced."""
-    data = np.random.default_rng(0).integers(0, 256, (blocks, 36), dtype=np.uint8).tobytes()
+    """Return the longest step, in seconds, of the host and of the engine while a full table is
+    replaced."""
+    data = (
+        np.random.default_rng(0)
+        .integers(0, 256, (blocks, 36), dtype=np.uint8)
+        .tobytes()
+    )
     size = per_pack * 36
     tables = [
-        PackTable(bytes(16), number.to_bytes(16, "big"), "raw", 0, 0, b"", PackedKeys(data[start : start + size], 36))
+        PackTable(
+            bytes(16),
+            number.to_bytes(16, "big"),
+            "raw",
+            0,
+            0,
+            b"",
+            PackedKeys(data[start : start + size], 36),
+        )
         for number, start in enumerate(range(0, len(data), size))
     ]
     index, reader = Index(), LookupTable()
@@ -150,7 +179,9 @@ def pauses(blocks: int, per_pack: int) -> tuple[float, float]:
     while index.version == version or index.replacing or reader.release_some():
         if index.version == version:
             keys = PackedKeys.of(fresh_keys(per_pack))
-            table = PackTable(bytes(16), b"new" + number.to_bytes(13, "big"), "raw", 0, 0, b"", keys)
+            table = PackTable(
+                bytes(16), b"new" + number.to_bytes(13, "big"), "raw", 0, 0, b"", keys
+            )
             number += 1
             host.append(timed(lambda table=table: index.add([table])))  # type: ignore[misc]
         if number % 100 == 0:  # another process removed packs
@@ -176,18 +207,35 @@ def timed(call: Callable[[], object]) -> float:
 def in_a_fresh_process(url: str, empty: str) -> dict[str, float]:
     for path in index_files(url):
         path.unlink()
-    command = [sys.executable, "-m", "benchmarks.lookup", "--url", url, "--empty", empty]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.lookup",
+        "--url",
+        url,
+        "--empty",
+        empty,
+    ]
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(answer.stdout))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000_000])
     parser.add_argument("--per-pack", type=int, nargs="+", default=[20, 512])
     parser.add_argument("--runs", type=int, default=3, help="the median is shown")
-    parser.add_argument("--directory", help="where the stores are made; a temporary directory by default")
-    parser.add_argument("--no-pauses", action="store_true", help="leave out the replacement of the table")
+    parser.add_argument(
+        "--directory",
+        help="where the stores are made; a temporary directory by default",
+    )
+    parser.add_argument(
+        "--no-pauses",
+        action="store_true",
+        help="leave out the replacement of the table",
+    )
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--empty", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -198,12 +246,18 @@ def main() -> None:
     for blocks in arguments.blocks:
         for per_pack in arguments.per_pack:
             with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-                url = f"lmdb://{directory}/store?capacity={blocks * BLOCK_BYTES * 3 // 2}"
+                url = (
+                    f"lmdb://{directory}/store?capacity={blocks * BLOCK_BYTES * 3 // 2}"
+                )
                 fill(Rig(per_pack, BLOCK_BYTES), url, blocks, per_pack)
                 empty = f"lmdb://{directory}/empty?capacity=64MiB"
                 runs = [in_a_fresh_process(url, empty) for _ in range(arguments.runs)]
-            found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-            host, engine = (0.0, 0.0) if arguments.no_pauses else pauses(blocks, per_pack)
+            found = {
+                name: statistics.median(run[name] for run in runs) for name in runs[0]
+            }
+            host, engine = (
+                (0.0, 0.0) if arguments.no_pauses else pauses(blocks, per_pack)
+            )
             lines.append(
                 [
                     f"{found['held']:,.0f} in packs of {per_pack}",
@@ -216,7 +270,15 @@ def main() -> None:
                 ]
             )
             print(*lines[-1], flush=True)
-    columns = ["blocks", "bytes a block", "opening", "again", "lookup ÷ set", "key of a prefix", "pauses"]
+    columns = [
+        "blocks",
+        "bytes a block",
+        "opening",
+        "again",
+        "lookup ÷ set",
+        "key of a prefix",
+        "pauses",
+    ]
     show("Index and lookup table", columns, lines)
     print(
         f"targets: {MAX_BLOCK_BYTES} bytes, {MAX_OPEN_S:g} s for a million blocks, {MAX_RATIO:g}, "

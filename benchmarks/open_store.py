@@ -1,7 +1,8 @@
 """Time that a restarted engine waits for its store: opening 100,000 blocks after a clean shutdown.
 
-The host's work (read the catalogue, build the index) and the engine's work (map the lookup table) are timed together in
-the caller's process, which excludes all other costs. The start of a host process is shown separately.
+The host's work (read the catalogue, build the index) and the engine's work (map the lookup table)
+are timed together in the caller's process, which excludes all other costs. The start of a host
+process is shown separately.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ def fill(rig: Rig, url: str, num_blocks: int, per_pack: int) -> None:
     client.open()
     for job in range(num_blocks // per_pack):
         keys = fresh_keys(per_pack)
-        client.submit_store(job, f"request {job}", keys, range(per_pack), range(per_pack), per_pack * rig.block_bytes)
+        client.submit_store(
+            job,
+            f"request {job}",
+            keys,
+            range(per_pack),
+            range(per_pack),
+            per_pack * rig.block_bytes,
+        )
         finish(client, job)
     client.close()
 
@@ -43,7 +51,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument(
-        "--block-kib", type=int, default=4, help="small, so that the disk holds them; keys are what counts"
+        "--block-kib",
+        type=int,
+        default=4,
+        help="small, so that the disk holds them; keys are what counts",
     )
     parser.add_argument("--per-pack", type=int, nargs="+", default=[1000, 100, 20])
     parser.add_argument("--runs", type=int, default=9)
@@ -61,11 +72,26 @@ def main() -> None:
                 opened["store"].append(seconds)
                 opened["process"].append(open_once(rig, url, "process")[0])
                 opened["start"].append(open_once(rig, empty, "process")[0])
-        store, process, start = (statistics.median(opened[name]) for name in ("store", "process", "start"))
+        store, process, start = (
+            statistics.median(opened[name]) for name in ("store", "process", "start")
+        )
         verdict = "yes" if store < TARGET_S else "NO"
         milliseconds = [f"{value * 1e3:.0f} ms" for value in (store, process, start)]
-        rows.append([f"{held:,} in packs of {per_pack}", milliseconds[0], verdict, *milliseconds[1:]])
-    columns = ["blocks", "open", f"< {TARGET_S * 1e3:.0f} ms", "with a host process", "host process, empty store"]
+        rows.append(
+            [
+                f"{held:,} in packs of {per_pack}",
+                milliseconds[0],
+                verdict,
+                *milliseconds[1:],
+            ]
+        )
+    columns = [
+        "blocks",
+        "open",
+        f"< {TARGET_S * 1e3:.0f} ms",
+        "with a host process",
+        "host process, empty store",
+    ]
     show("Opening a store after a clean end", columns, rows)
 
 

@@ -1,8 +1,9 @@
 """Cost of persistence when no KV is reused.
 
-Two engines on one model answer the same never-repeated prompts in alternation, one with a persistent tier behind the
-primary one, one without. A pair is one turn of each, in changing order. A turn ends when all its stores are durable, so
-that no I/O of one turn overlaps the next; the wait counts (a real engine would overlap it with the next request).
+Two engines on one model answer the same never-repeated prompts in alternation, one with a
+persistent tier behind the primary one, one without. A pair is one turn of each, in changing order.
+A turn ends when all its stores are durable, so that no I/O of one turn overlaps the next; the wait
+counts (a real engine would overlap it with the next request).
 """
 
 from __future__ import annotations
@@ -60,13 +61,21 @@ def main() -> None:
         model = Path(directory) / "model"
         make_checkpoint(model)
         url = f"lmdb://{directory}/store?capacity=32GiB"
-        with Engine.open(model) as without, Engine.open(model, url, codec=arguments.codec) as with_tier:
+        with (
+            Engine.open(model) as without,
+            Engine.open(model, url, codec=arguments.codec) as with_tier,
+        ):
             ratios, seconds = [], []
             at_open = cpu_seconds(with_tier)
             for pair in range(arguments.pairs + 2):
-                prompts = draw.integers(0, 256, (arguments.requests, arguments.tokens)).tolist()
+                prompts = draw.integers(
+                    0, 256, (arguments.requests, arguments.tokens)
+                ).tolist()
                 engines = [without, with_tier] if pair % 2 else [with_tier, without]
-                taken = {engine: turn(engine, prompts, arguments.new_tokens) for engine in engines}
+                taken = {
+                    engine: turn(engine, prompts, arguments.new_tokens)
+                    for engine in engines
+                }
                 if pair >= 2:
                     ratios.append(taken[with_tier] / taken[without] - 1)
                     seconds.append(taken[without])
@@ -74,14 +83,28 @@ def main() -> None:
             counters = host_stats(with_tier).counters
     low, high = median_interval(ratios)
     show(
-        f"Cost of persistence, {len(ratios)} pairs of {arguments.requests} requests, nothing reused",
+        f"Cost of persistence, {len(ratios)} pairs of {arguments.requests} requests, nothing "
+        f"reused",
         ["figure", "value", "target"],
         [
             ["one turn without the tier", f"{statistics.median(seconds):.2f} s", ""],
             ["slow-down, median", f"{statistics.median(ratios):+.1%}", ""],
-            ["slow-down, 95 % interval", f"{low:+.1%} to {high:+.1%}", f"upper end <= {MAX_SLOWDOWN:.0%}"],
-            ["stored", f"{counters.stored_raw_bytes / 1e9:.2f} GB, {counters.dropped_blocks} blocks dropped", ""],
-            ["CPU of the host process", f"{spent / counters.stored_raw_bytes * 1e9:.2f} s/GB", ""],
+            [
+                "slow-down, 95 % interval",
+                f"{low:+.1%} to {high:+.1%}",
+                f"upper end <= {MAX_SLOWDOWN:.0%}",
+            ],
+            [
+                "stored",
+                f"{counters.stored_raw_bytes / 1e9:.2f} GB, {counters.dropped_blocks} blocks "
+                f"dropped",
+                "",
+            ],
+            [
+                "CPU of the host process",
+                f"{spent / counters.stored_raw_bytes * 1e9:.2f} s/GB",
+                "",
+            ],
         ],
     )
 

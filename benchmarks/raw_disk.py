@@ -27,7 +27,9 @@ class RawDisk:
     :param targets: target buffers, page-aligned, one per block.
     """
 
-    def __init__(self, directory: Path, rows: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    def __init__(
+        self, directory: Path, rows: Sequence[memoryview], targets: Sequence[memoryview]
+    ) -> None:
         self._rows, self._targets = rows, targets
         self._num_bytes = sum(map(len, rows))
         self._growing = _open(directory / "growing", os.O_DIRECT)
@@ -55,7 +57,9 @@ class RawDisk:
     def overwrite(self, run: int) -> float:
         """Overwrite written disk blocks with O_DIRECT, then fdatasync; return the seconds."""
         begin = time.perf_counter()
-        transfer(os.pwritev, self._preallocated, self._rows, run % _SLOTS * self._num_bytes)
+        transfer(
+            os.pwritev, self._preallocated, self._rows, run % _SLOTS * self._num_bytes
+        )
         os.fdatasync(self._preallocated)
         return time.perf_counter() - begin
 
@@ -71,10 +75,13 @@ class RawDisk:
 
         return self._share(read, threads)
 
-    def read_cold(self, run: int, *, direct: bool, into: Sequence[Sequence[memoryview]] = ()) -> float:
+    def read_cold(
+        self, run: int, *, direct: bool, into: Sequence[Sequence[memoryview]] = ()
+    ) -> float:
         """Read with an empty page cache, past it (``direct``) or through it; return the seconds.
 
-        :param into: targets of each of several jobs, read one after the other; by default the own targets, once.
+        :param into: targets of each of several jobs, read one after the other; by default the own
+            targets, once.
         """
         drop_page_cache(self._paths)
         fd = self._preallocated if direct else self._buffered
@@ -83,10 +90,13 @@ class RawDisk:
             transfer(os.preadv, fd, targets, slot % _SLOTS * self._num_bytes)
         return time.perf_counter() - begin
 
-    def read_cold_verified(self, run: int, threads: int, into: Sequence[Sequence[memoryview]] = ()) -> float:
+    def read_cold_verified(
+        self, run: int, threads: int, into: Sequence[Sequence[memoryview]] = ()
+    ) -> float:
         """Read past an empty page cache and compute the xxh3 of each frame; return the seconds.
 
-        :param threads: they share each job; each one verifies the 4 MiB of a call before its next read.
+        :param threads: they share each job; each one verifies the 4 MiB of a call before its next
+            read.
         :param into: as in ``read_cold``.
         """
         drop_page_cache(self._paths)
@@ -105,7 +115,9 @@ class RawDisk:
 
         return self._share(read, threads)
 
-    def _share(self, read: Callable[[npt.NDArray[np.int64]], None], threads: int) -> float:
+    def _share(
+        self, read: Callable[[npt.NDArray[np.int64]], None], threads: int
+    ) -> float:
         """Return the seconds that the threads take, each with its part of the targets' numbers.
 
         All threads run before the clock starts.
@@ -128,7 +140,8 @@ class RawDisk:
 
 
 def checksums(buffers: Sequence[memoryview]) -> list[int]:
-    """Return the xxh3 of each frame: of consecutive blocks of 1 MiB together, or of one larger block."""
+    """Return the xxh3 of each frame: of consecutive blocks of 1 MiB together, or of one larger
+    block."""
     found: list[int] = []
     digest, size = xxhash.xxh3_64(), 0
     for buffer in buffers:
@@ -144,7 +157,8 @@ def fill_page_cache(paths: Sequence[Path]) -> None:
     """Read all files below the directories, to fill the page cache with as much as it holds."""
     buffer = bytearray(8 << 20)
     for file in [file for path in paths for file in path.rglob("*") if file.is_file()]:
-        with suppress(FileNotFoundError), file.open("rb", buffering=0) as stream:  # a status file is replaced
+        # a status file is replaced
+        with suppress(FileNotFoundError), file.open("rb", buffering=0) as stream:
             while stream.readinto(buffer):
                 pass
 

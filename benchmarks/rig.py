@@ -17,11 +17,12 @@ from rich.table import Table
 
 
 def touch_memory(share: float = 0.7) -> None:
-    """Touch free memory once, so that the page cache grows into pages that the machine already backs.
+    """Touch free memory once, so that the page cache grows into pages that the machine already
+    backs.
 
-    In a virtual machine the first access to a page faults into the hypervisor. Measured here: appending and syncing
-    32 MiB took 86 ms in memory that was never used, and 20 ms in memory that was. Machines with a long uptime have
-    already used theirs.
+    In a virtual machine the first access to a page faults into the hypervisor. Measured here:
+    appending and syncing 32 MiB took 86 ms in memory that was never used, and 20 ms in memory that
+    was. Machines with a long uptime have already used theirs.
 
     :param share: fraction of the free memory.
     """
@@ -36,7 +37,9 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95, resamples: int = 10_000) -> tuple[float, float]:
+def median_interval(
+    values: Sequence[float], confidence: float = 0.95, resamples: int = 10_000
+) -> tuple[float, float]:
     """Return a bootstrap confidence interval of the median; the seed is fixed."""
     return nested_median_interval([values], confidence, resamples)
 
@@ -46,12 +49,17 @@ def nested_median_interval(
 ) -> tuple[float, float]:
     """Return a bootstrap confidence interval of the median of all values; the seed is fixed.
 
-    For values whose errors correlate within a group: each resample draws groups, and then values of each drawn group.
+    For values whose errors correlate within a group: each resample draws groups, and then values of
+    each drawn group.
     """
     draw = random.Random(0)
     medians = sorted(
         statistics.median(
-            [value for group in draw.choices(groups, k=len(groups)) for value in draw.choices(group, k=len(group))]
+            [
+                value
+                for group in draw.choices(groups, k=len(groups))
+                for value in draw.choices(group, k=len(group))
+            ]
         )
         for _ in range(resamples)
     )
@@ -59,11 +67,15 @@ def nested_median_interval(
     return medians[int(resamples * tail)], medians[int(resamples * (1 - tail)) - 1]
 
 
-def ratio_interval(values: Sequence[float], base: Sequence[float], resamples: int = 2_000) -> tuple[float, float]:
-    """Return a bootstrap confidence interval (95 %) of the ratio of two medians; the seed is fixed."""
+def ratio_interval(
+    values: Sequence[float], base: Sequence[float], resamples: int = 2_000
+) -> tuple[float, float]:
+    """Return a bootstrap confidence interval (95 %) of the ratio of two medians; the seed is
+    fixed."""
     draw = random.Random(0)
     medians = [
-        [statistics.median(draw.choices(part, k=len(part))) for part in (values, base)] for _ in range(resamples)
+        [statistics.median(draw.choices(part, k=len(part))) for part in (values, base)]
+        for _ in range(resamples)
     ]
     ratios = sorted(value / held for value, held in medians)
     return ratios[resamples // 40], ratios[-resamples // 40 - 1]
@@ -88,7 +100,9 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=120).print(table)
 
 
-def show_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_markdown(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
     """Print a Markdown table, followed by the machine."""
     print(f"\n{title}:\n")
     for row in (columns, ["---"] + ["---:"] * (len(columns) - 1), *rows):
@@ -99,5 +113,15 @@ def show_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
 def machine() -> str:
     """Return processor, kernel and Python version in one line."""
     with open("/proc/cpuinfo") as info:
-        model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "?")
-    return f"{os.cpu_count()} × {model}, Linux {platform.release()}, Python {platform.python_version()}"
+        model = next(
+            (
+                line.split(":")[1].strip()
+                for line in info
+                if line.startswith("model name")
+            ),
+            "?",
+        )
+    return (
+        f"{os.cpu_count()} × {model}, Linux {platform.release()}, Python "
+        f"{platform.python_version()}"
+    )

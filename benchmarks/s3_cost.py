@@ -1,9 +1,11 @@
-"""Number of requests to S3, counted by a proxy, and per 1,000 tokens compared with one object per block.
+"""Number of requests to S3, counted by a proxy, and per 1,000 tokens compared with one object per
+block.
 
     python -m benchmarks.s3_cost [--endpoint http://127.0.0.1:7480] [--packs 10000]
 
-Without ``--endpoint``, a moto server runs in a process of its own. Credentials come from the environment; the default
-is ``test``. The stored blocks are noise with the exponents of bfloat16 values, which gives the codecs some work.
+Without ``--endpoint``, a moto server runs in a process of its own. Credentials come from the
+environment; the default is ``test``. The stored blocks are noise with the exponents of bfloat16
+values, which gives the codecs some work.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ MOST_BESIDE_PACKS = 2
 MOST_TO_OPEN = 50
 OPENED = Identity.of({"benchmark": "open"})
 IDLE_REFRESH_S = 1.0
-LEAST_PAUSE = 0.75  # shortest time between two refreshes, as a share of the interval: refreshes have jitter
+# shortest time between two refreshes, as a share of the interval: refreshes have jitter
+LEAST_PAUSE = 0.75
 
 
 class Model(NamedTuple):
@@ -44,7 +47,10 @@ class Model(NamedTuple):
     block_bytes: int
 
 
-MODELS = (Model("demo: 8 layers of 512", 256 << 10), Model("8B: 32 layers, 8 KV heads of 128", 2 << 20))
+MODELS = (
+    Model("demo: 8 layers of 512", 256 << 10),
+    Model("8B: 32 layers, 8 KV heads of 128", 2 << 20),
+)
 
 
 CODECS = ("raw", "planes")
@@ -57,12 +63,17 @@ def sample_memory(num_bytes: int) -> memoryview:
     return memoryview(np.tile(tile, -(-num_bytes // len(tile)))[:num_bytes].data)
 
 
-def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, tokens: int) -> list[str]:
+def count_request(
+    url: str, proxy: CountingProxy, model: Model, codec: str, tokens: int
+) -> list[str]:
     """Store one request and promote it through another handle; return a row of the table."""
     blocks = tokens // TOKENS_PER_BLOCK
     layout = RowLayout(model.block_bytes, (GroupLayout(((0, model.block_bytes),)),))
     rows = Rows(sample_memory(blocks * model.block_bytes), layout)
-    identity, options = Identity.of({"benchmark": model.name, "codec": codec}), StoreOptions(codec=codec)
+    identity, options = (
+        Identity.of({"benchmark": model.name, "codec": codec}),
+        StoreOptions(codec=codec),
+    )
     store = Store(open_alone(url), identity, rows, options, url=url)
     keys = fresh_keys(blocks)
     proxy.take()
@@ -79,9 +90,16 @@ def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, toke
     store = Store(backend, identity, rows, options, url=url)
     proxy.take()
     assert store.read(keys, range(blocks)) == []
-    promoted, num_packs = proxy.take(), len(list(backend.changes(store.namespace, None).added))
+    promoted, num_packs = (
+        proxy.take(),
+        len(list(backend.changes(store.namespace, None).added)),
+    )
     store.close()
-    held = stored - num_packs <= MOST_BESIDE_PACKS and promoted == num_packs and not missing
+    held = (
+        stored - num_packs <= MOST_BESIDE_PACKS
+        and promoted == num_packs
+        and not missing
+    )
     per_1000, each = 1000 / tokens, 1000 / TOKENS_PER_BLOCK
     return [
         f"{model.name}, {codec}",
@@ -100,7 +118,9 @@ def fill(url: str, packs: int, per_commit: int, blocks: int) -> None:
     namespace = backend.open_namespace(OPENED).id
     content = np.zeros((blocks, 8), dtype=np.uint8)
     for first in range(0, packs, per_commit):
-        batch = [pack_of(namespace, content) for _ in range(min(per_commit, packs - first))]
+        batch = [
+            pack_of(namespace, content) for _ in range(min(per_commit, packs - first))
+        ]
         backend.commit(namespace, CommitBatch(batch, [sample_manifest(f"r{first}")]))
     backend.close()
 
@@ -116,7 +136,12 @@ def count_open(url: str, proxy: CountingProxy, packs: int, name: str) -> list[st
     backend.close()
     assert found == packs
     held = "yes" if opening <= MOST_TO_OPEN else "NO"
-    return [f"open {packs:,} packs{name}", f"{opening}", f"<= {MOST_TO_OPEN}: {held}", f"{seconds:.2f} s"]
+    return [
+        f"open {packs:,} packs{name}",
+        f"{opening}",
+        f"<= {MOST_TO_OPEN}: {held}",
+        f"{seconds:.2f} s",
+    ]
 
 
 def count_idle(url: str, proxy: CountingProxy, refreshes: int) -> list[str]:
@@ -141,23 +166,47 @@ def count_idle(url: str, proxy: CountingProxy, refreshes: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--endpoint")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the request that is stored and promoted")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=4096,
+        help="of the request that is stored and promoted",
+    )
     parser.add_argument("--packs", type=int, default=10_000)
     parser.add_argument("--per-commit", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=128, help="of a pack of those")
-    parser.add_argument("--refreshes", type=int, default=20, help="how long an engine idles")
+    parser.add_argument(
+        "--refreshes", type=int, default=20, help="how long an engine idles"
+    )
     arguments = parser.parse_args()
-    with server(arguments.endpoint) as endpoint, tempfile.TemporaryDirectory() as directory:
-        bucket, proxy = make_bucket(endpoint), CountingProxy(urlsplit(endpoint).port or 80)
+    with (
+        server(arguments.endpoint) as endpoint,
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        bucket, proxy = (
+            make_bucket(endpoint),
+            CountingProxy(urlsplit(endpoint).port or 80),
+        )
 
         def url(prefix: str, cache: str = "no") -> str:
             return f"s3://{bucket}/{prefix}?endpoint_url=http://127.0.0.1:{proxy.port}&cache={cache}"
 
         pairs = [(model, codec) for model in MODELS for codec in CODECS]
-        rows = [count_request(url("request"), proxy, model, codec, arguments.tokens) for model, codec in pairs]
-        columns = ["model, codec", "store", "promote", "1,000 misses", "packs + 2, ranges + 0, 0"]
+        rows = [
+            count_request(url("request"), proxy, model, codec, arguments.tokens)
+            for model, codec in pairs
+        ]
+        columns = [
+            "model, codec",
+            "store",
+            "promote",
+            "1,000 misses",
+            "packs + 2, ranges + 0, 0",
+        ]
         columns += ["store, per 1,000 tokens / one object a block", "promote, the same"]
         show(f"Requests of one context of {arguments.tokens} tokens", columns, rows)
         packs, per_commit = arguments.packs, arguments.per_commit

@@ -1,13 +1,15 @@
-"""Requests, cost and visibility of engines that share a bucket, on a simulated bucket that counts requests.
+"""Requests, cost and visibility of engines that share a bucket, on a simulated bucket that counts
+requests.
 
     python -m benchmarks.s3_fleet [--engines 1 2 10 100] [--minutes 10] [--backlog 10000]
 
-All engines run the real code of the shared store in simulated time (``s3_simulation``); each commits one pack per 10 s.
-Prices: see ``s3_simulation.PRICE_OF``; a month has 730 hours. Storage and transfer are not included. The uploads of the
-packs are shown apart: they are requests of any store without a catalogue, too.
+All engines run the real code of the shared store in simulated time (``s3_simulation``); each
+commits one pack per 10 s. Prices: see ``s3_simulation.PRICE_OF``; a month has 730 hours. Storage
+and transfer are not included. The uploads of the packs are shown apart: they are requests of any
+store without a catalogue, too.
 
-The work grows with the square of the number of engines, since each reads the commits of all: 100 engines run for a
-third of the time, 1,000 (``--engines 1000``) for two minutes.
+The work grows with the square of the number of engines, since each reads the commits of all: 100
+engines run for a third of the time, 1,000 (``--engines 1000``) for two minutes.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ class Engine:
         backend = SharedBackend(self._blobs, options, clock=process, background=False)
         try:
             self._work(backend, draw)
-        finally:  # only a kill ends it: no request is made any more, but the memory is released
+        finally:
+            # only a kill ends it: no request is made any more, but the memory is released
             self._blobs.close()
             backend.close()
 
@@ -179,8 +182,8 @@ class Fleet:
         self.alive.append(self._start())
 
     def delays(self, begin: float, end: float) -> list[float]:
-        """Return the times after which engines that watch saw the packs that others committed between two moments;
-        infinity: never.
+        """Return the times after which engines that watch saw the packs that others committed
+        between two moments; infinity: never.
         """
         found: list[float] = []
         readers = [engine for engine in self.alive if engine.watches]
@@ -194,8 +197,11 @@ class Fleet:
         return found
 
 
-def run_fleet(engines: int, minutes: float, directory: Path, *, kill: bool) -> tuple[Counter[str], list[float]]:
-    """Return the requests of all engines in that time by kind, and the times until others saw their packs."""
+def run_fleet(
+    engines: int, minutes: float, directory: Path, *, kill: bool
+) -> tuple[Counter[str], list[float]]:
+    """Return the requests of all engines in that time by kind, and the times until others saw their
+    packs."""
     fleet = Fleet(engines, directory)
     fleet.run(WARM_UP_S)
     fleet.take()
@@ -211,7 +217,9 @@ def run_fleet(engines: int, minutes: float, directory: Path, *, kill: bool) -> t
     return requests, delays
 
 
-def row_of_fleet(engines: int, minutes: float, directory: Path, *, kill: bool) -> list[str]:
+def row_of_fleet(
+    engines: int, minutes: float, directory: Path, *, kill: bool
+) -> list[str]:
     started = time.perf_counter()
     requests, delays = run_fleet(engines, minutes, directory, kill=kill)
     hours = minutes / 60 * engines
@@ -244,11 +252,19 @@ def show_fleet(sizes: Sequence[int], minutes: float, directory: Path) -> None:
             if kill and engines == 1:
                 continue
             shorter = min(minutes, max(LEAST_MINUTES, ENGINE_MINUTES / engines))
-            rows.append(row_of_fleet(engines, shorter, directory / f"{engines}-{kill}", kill=kill))
+            rows.append(
+                row_of_fleet(
+                    engines, shorter, directory / f"{engines}-{kill}", kill=kill
+                )
+            )
             sys.stderr.write(" · ".join(rows[-1]) + "\n")
     heads = ["engines", *KINDS, "a month", "without packs", "target"]
     heads += ["others see a pack: p50 / p99 / most", "target", "took"]
-    show(f"Requests per engine and hour, up to {minutes:g} minutes simulated", heads, rows)
+    show(
+        f"Requests per engine and hour, up to {minutes:g} minutes simulated",
+        heads,
+        rows,
+    )
 
 
 def show_idle(directory: Path) -> None:
@@ -266,9 +282,15 @@ def show_idle(directory: Path) -> None:
         cost = dollars(requests) * HOURS_PER_MONTH
         figures = [f"{requests[kind]:,}" for kind in KINDS]
         name = f"while {busy} others commit" if busy else "alone"
-        rows.append([name, *figures, f"${cost:.2f}", verdict(cost, MOST_IDLE_COST, "$")])
+        rows.append(
+            [name, *figures, f"${cost:.2f}", verdict(cost, MOST_IDLE_COST, "$")]
+        )
         sys.stderr.write(" · ".join(rows[-1]) + "\n")
-    show("Requests per hour of an engine that is idle", ["", *KINDS, "a month", "target"], rows)
+    show(
+        "Requests per hour of an engine that is idle",
+        ["", *KINDS, "a month", "target"],
+        rows,
+    )
 
 
 def show_backlog(commits: int, directory: Path) -> None:
@@ -281,7 +303,10 @@ def show_backlog(commits: int, directory: Path) -> None:
     waiting = len(backlog(world))
     world.latency = lambda _: 0.05
     begin = world.now
-    engines = [Engine(world, f"engine{number}", directory, watches=False) for number in range(3)]
+    engines = [
+        Engine(world, f"engine{number}", directory, watches=False)
+        for number in range(3)
+    ]
     while backlog(world, until=begin) and world.now < begin + 600.0:
         world.run(world.now + 1.0)
     took = world.now - begin
@@ -290,13 +315,26 @@ def show_backlog(commits: int, directory: Path) -> None:
         requests.update(engine.take())
     world.end()
     figures = [f"{requests[kind]:,}" for kind in KINDS]
-    row = [f"{waiting:,}", *figures, f"{took:.0f} s", verdict(took, MOST_BACKLOG_S, "s")]
-    show("A backlog, merged by three engines; 50 ms a request", ["commits", *KINDS, "took", "target"], [row])
+    row = [
+        f"{waiting:,}",
+        *figures,
+        f"{took:.0f} s",
+        verdict(took, MOST_BACKLOG_S, "s"),
+    ]
+    show(
+        "A backlog, merged by three engines; 50 ms a request",
+        ["commits", *KINDS, "took", "target"],
+        [row],
+    )
 
 
 def backlog(world: World, until: float = float("inf")) -> list[str]:
     """Return the names of commits that are not merged and were written before a moment."""
-    return [name for name, (_, at) in world.blobs.items() if NAMES.is_commit(name) and at - START < until]
+    return [
+        name
+        for name, (_, at) in world.blobs.items()
+        if NAMES.is_commit(name) and at - START < until
+    ]
 
 
 def main() -> None:
@@ -305,8 +343,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 10, 100])
-    parser.add_argument("--minutes", type=float, default=10.0, help="simulated; fewer for many engines")
-    parser.add_argument("--backlog", type=int, default=10_000, help="commits; 0: skip it")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="simulated; fewer for many engines"
+    )
+    parser.add_argument(
+        "--backlog", type=int, default=10_000, help="commits; 0: skip it"
+    )
     parser.add_argument("--no-idle", action="store_true", help="skip the idle engine")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -58,11 +58,14 @@ class CountingProxy:
         self._upstream_port = upstream_port
         self._counts: Counter[str] = Counter()
         self._taken = 0
-        self._live: set[asyncio.Task[None]] = set()  # the event loop has only weak references to tasks
+        # the event loop has only weak references to tasks
+        self._live: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        starting = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop)
+        starting = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop
+        )
         self._server = starting.result()
         self.port: int = self._server.sockets[0].getsockname()[1]
 
@@ -79,7 +82,9 @@ class CountingProxy:
 
     async def _connect(self, reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._upstream_port)
+            up_reader, up_writer = await asyncio.open_connection(
+                "127.0.0.1", self._upstream_port
+            )
             answers = asyncio.create_task(self._pass_on(up_reader, writer))
             requests = Requests(self._counts)
             while data := await reader.read(_PIECE_BYTES):

@@ -24,7 +24,8 @@ from persistkv_s3 import S3Backend
 
 @contextmanager
 def server(given: str | None) -> Iterator[str]:
-    """Yield the endpoint of an S3 server: the given one, or by default a moto server in a process of its own.
+    """Yield the endpoint of an S3 server: the given one, or by default a moto server in a process
+    of its own.
 
     Credentials that are missing in the environment are set to ``test`` and ``testsecret``.
     """
@@ -70,12 +71,15 @@ def make_bucket(endpoint: str) -> str:
 
 def pack_of(namespace: bytes, blocks: ByteArray) -> PackWriter:
     """Return a pack of these blocks under new random keys."""
-    segment = Segment(0, blocks.shape[1], fresh_keys(len(blocks)), StagedBlocks([blocks]), 0)
+    segment = Segment(
+        0, blocks.shape[1], fresh_keys(len(blocks)), StagedBlocks([blocks]), 0
+    )
     return PackWriter(namespace, RawCodec(), [segment])
 
 
 def open_alone(url: str) -> S3Backend:
-    """Open a store without its background work, whose requests depend on time: ``benchmarks.s3_fleet`` counts them."""
+    """Open a store without its background work, whose requests depend on time:
+    ``benchmarks.s3_fleet`` counts them."""
     parsed = StoreUrl.parse(url)
     options, rest = S3Backend.split_options(parsed)
     blobs = S3Backend.open_blobs(parsed, rest, read_only=False)

@@ -1,10 +1,11 @@
 """Engines of a shared store in simulated time, on a bucket in memory that counts requests.
 
-1. Each engine has a thread. One thread runs at a time: until its next request or pause, which take simulated time. The
-   thread with the earliest time runs next, so the same seed gives the same result.
+1. Each engine has a thread. One thread runs at a time: until its next request or pause, which take
+   simulated time. The thread with the earliest time runs next, so the same seed gives the same
+   result.
 2. A request takes effect half of its latency after it was sent.
-3. An engine makes one request after the other. Where a real one makes several at once, to read the inbox, each of
-   them except the first takes an equal part of the time.
+3. An engine makes one request after the other. Where a real one makes several at once, to read the
+   inbox, each of them except the first takes an equal part of the time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from persistkv.storage.shared import Clock
 START = 1_800_000_000.0
 """Time on the medium's clock at the beginning, in seconds since the epoch."""
 PRICE_OF = {"PUT": 0.005, "LIST": 0.005, "GET": 0.0004, "DELETE": 0.0}
-"""US dollars per 1,000 requests: S3 Standard in us-east-1, https://aws.amazon.com/s3/pricing/, as of 2026."""
+"""US dollars per 1,000 requests: S3 Standard in us-east-1, https://aws.amazon.com/s3/pricing/, as
+of 2026."""
 CONNECTIONS = 16
 _PAGE = 1000  # names in one answer to LIST
 _STACK_BYTES = 1 << 20  # 1 MiB: of a thread
@@ -101,7 +103,9 @@ class World:
 
     def wait(self, process: Process, when: float) -> None:
         """Let other processes run until a time; the calling thread is that of ``process``."""
-        is_next = when <= self._until and (not self._events or when < self._events[0][0])
+        is_next = when <= self._until and (
+            not self._events or when < self._events[0][0]
+        )
         if is_next:
             self.now = when
             return
@@ -134,14 +138,18 @@ class Process(Clock):
     :param program: runs in a thread of its own; ends by returning or with ``KilledError``.
     """
 
-    def __init__(self, world: World, name: str, program: Callable[[Process], None]) -> None:
+    def __init__(
+        self, world: World, name: str, program: Callable[[Process], None]
+    ) -> None:
         self.world = world
         self.name = name
         self.random = random.Random(f"{world.seed} {name}")
         self.is_dead = False
         self._turn = threading.Semaphore(0)
         threading.stack_size(_STACK_BYTES)
-        self._thread = threading.Thread(target=self._run, args=(program,), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(program,), name=name, daemon=True
+        )
         self._is_started = False
         world.start(self)
 
@@ -200,7 +208,8 @@ class CountingBlobs(Blobs):
         self._process = process
         self._world = process.world
         self._counts: Counter[str] = Counter()
-        self._is_reading = False  # whether the last request has read a commit in the inbox
+        # whether the last request has read a commit in the inbox
+        self._is_reading = False
         self._is_closed = False
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
@@ -215,7 +224,9 @@ class CountingBlobs(Blobs):
         self._process.sleep(after_s)
         return written
 
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
         is_commit = "/inbox/" in name
         share = 1 / CONNECTIONS if is_commit and self._is_reading else 1.0
         after_s = self._begin("GET", share)
@@ -261,7 +272,8 @@ class CountingBlobs(Blobs):
         return self._counts
 
     def _begin(self, kind: str, share: float = 1.0) -> float:
-        """Count a request, and let time pass until it takes effect; return the seconds from then to the answer."""
+        """Count a request, and let time pass until it takes effect; return the seconds from then to
+        the answer."""
         if self._is_closed:
             raise RefusedError("the engine was killed")
         self._counts[kind] += 1

@@ -1,4 +1,5 @@
-"""Cost of the tiers for the scheduler: lookups, and stores with eviction and a cascade, as the primary tier grows.
+"""Cost of the tiers for the scheduler: lookups, and stores with eviction and a cascade, as the
+primary tier grows.
 
 The secondary tier accepts every block and keeps none, so that the figures are the manager's own.
 """
@@ -14,7 +15,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from benchmarks.rig import show
-from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
+from persistkv.base import (
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    make_offload_key,
+)
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
@@ -60,15 +67,24 @@ class NullTier(SecondaryTierManager):
 def keys_from(start: int, count: int) -> list[OffloadKey]:
     """Return keys of the length of vLLM's, distributed like hashes."""
     words = np.random.default_rng(start).bytes(32 * count)
-    return [make_offload_key(words[32 * number : 32 * number + 32], 0) for number in range(count)]
+    return [
+        make_offload_key(words[32 * number : 32 * number + 32], 0)
+        for number in range(count)
+    ]
 
 
-def measure(resident: int, per_call: int, policy: str, runs: int) -> tuple[float, float]:
+def measure(
+    resident: int, per_call: int, policy: str, runs: int
+) -> tuple[float, float]:
     """Return the median microseconds per lookup and per stored block, with a full primary tier."""
-    region = SharedOffloadRegion(uuid.uuid4().hex, resident * ROW_BYTES, resident, 0, 1, ROW_BYTES)
+    region = SharedOffloadRegion(
+        uuid.uuid4().hex, resident * ROW_BYTES, resident, 0, 1, ROW_BYTES
+    )
     primary = CPUPrimaryTierOffloadingManager(resident, region, policy)
     layout = RowLayout(ROW_BYTES, (GroupLayout(((0, ROW_BYTES),)),))
-    tier = NullTier(OffloadingConfig({}, 16, layout, resident), primary.get_kv_memoryview())
+    tier = NullTier(
+        OffloadingConfig({}, 16, layout, resident), primary.get_kv_memoryview()
+    )
     manager = TieringOffloadingManager(primary, [tier])
     req = ReqContext("r")
     manager.on_new_request(req)
@@ -89,7 +105,9 @@ def measure(resident: int, per_call: int, policy: str, runs: int) -> tuple[float
     return statistics.median(lookups), statistics.median(stores)
 
 
-def store(manager: TieringOffloadingManager, keys: list[OffloadKey], req: ReqContext) -> list[OffloadKey]:
+def store(
+    manager: TieringOffloadingManager, keys: list[OffloadKey], req: ReqContext
+) -> list[OffloadKey]:
     """Run one store job from plan to end of step, without the copy."""
     output = manager.prepare_store(keys, req)
     if output is None:
@@ -101,7 +119,9 @@ def store(manager: TieringOffloadingManager, keys: list[OffloadKey], req: ReqCon
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--resident", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument(
+        "--resident", type=int, nargs="+", default=[10_000, 100_000, 1_000_000]
+    )
     parser.add_argument("--per-call", type=int, default=1000)
     parser.add_argument("--policy", nargs="+", default=["lru", "arc"])
     parser.add_argument("--runs", type=int, default=101)
@@ -109,12 +129,23 @@ def main() -> None:
     rows = []
     for policy in arguments.policy:
         for resident in arguments.resident:
-            lookup, stored = measure(resident, arguments.per_call, policy, arguments.runs)
+            lookup, stored = measure(
+                resident, arguments.per_call, policy, arguments.runs
+            )
             good = lookup <= MAX_LOOKUP_US and stored <= MAX_STORE_US
             rows.append(
-                [f"{policy}, {resident:,} resident", f"{lookup:.2f} µs", f"{stored:.2f} µs", "yes" if good else "NO"]
+                [
+                    f"{policy}, {resident:,} resident",
+                    f"{lookup:.2f} µs",
+                    f"{stored:.2f} µs",
+                    "yes" if good else "NO",
+                ]
             )
-    columns = ["primary tier", "lookup, resident", f"store with eviction and cascade, of {arguments.per_call}"]
+    columns = [
+        "primary tier",
+        "lookup, resident",
+        f"store with eviction and cascade, of {arguments.per_call}",
+    ]
     target = f"<= {MAX_LOOKUP_US:.0f} and {MAX_STORE_US:.0f} µs"
     show("Cost on the scheduler's thread, per block", [*columns, target], rows)
 

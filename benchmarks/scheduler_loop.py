@@ -12,7 +12,8 @@ TURN_S = 0.001
 
 
 class Scheduler:
-    """One Python thread that polls for ended jobs about once a millisecond, and works or sleeps in between."""
+    """One Python thread that polls for ended jobs about once a millisecond, and works or sleeps in
+    between."""
 
     def __init__(self, busy: bool) -> None:
         self.busy = busy

@@ -1,4 +1,5 @@
-"""Store clients for benchmarks without an engine: rows in shared memory, and store and load jobs on them."""
+"""Store clients for benchmarks without an engine: rows in shared memory, and store and load jobs on
+them."""
 
 from __future__ import annotations
 
@@ -30,18 +31,29 @@ class Rig:
     :param huge_pages: back the rows with huge pages, as the primary tier does.
     """
 
-    def __init__(self, num_rows: int, block_bytes: int, *, huge_pages: bool = True) -> None:
+    def __init__(
+        self, num_rows: int, block_bytes: int, *, huge_pages: bool = True
+    ) -> None:
         self.block_bytes = block_bytes
         self._fd = os.memfd_create("persistkv-rig")
         os.ftruncate(self._fd, num_rows * block_bytes)
         self._memory = mmap.mmap(self._fd, num_rows * block_bytes)
-        self.rows: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, block_bytes)
-        self.rows[:] = np.random.default_rng(0).integers(0, 256, self.rows.shape, dtype=np.uint8)
+        self.rows: npt.NDArray[np.uint8] = np.frombuffer(
+            self._memory, dtype=np.uint8
+        ).reshape(num_rows, block_bytes)
+        self.rows[:] = np.random.default_rng(0).integers(
+            0, 256, self.rows.shape, dtype=np.uint8
+        )
         if huge_pages:  # as the primary tier does
             use_huge_pages([self._fd], len(self._memory))
 
     def client(
-        self, url: str, host: str = "process", *, max_queue_bytes: int = 8 << 30, **options: object
+        self,
+        url: str,
+        host: str = "process",
+        *,
+        max_queue_bytes: int = 8 << 30,
+        **options: object,
     ) -> StoreClient:
         """Return a store client that is not open yet.
 
@@ -60,7 +72,8 @@ class Rig:
 
 
 class Job:
-    """Rows of jobs: the first ones of a rig are the source of stores, the others are targets of loads.
+    """Rows of jobs: the first ones of a rig are the source of stores, the others are targets of
+    loads.
 
     Source and targets are used in shuffled order.
 
@@ -74,7 +87,10 @@ class Job:
         self.rig = Rig((1 + in_line) * count, num_bytes // count)
         order = np.random.default_rng(0).permutation(count)
         self.source = [int(row) for row in order]
-        self.targets = [[int(row) + count * number for row in order] for number in range(1, 1 + in_line)]
+        self.targets = [
+            [int(row) + count * number for row in order]
+            for number in range(1, 1 + in_line)
+        ]
         self.target = self.targets[0]
 
     def buffers(self, rows: list[int]) -> list[memoryview]:
@@ -88,7 +104,9 @@ class Job:
         """
         return self.store_in_line(client, job_id, [keys])
 
-    def store_in_line(self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]) -> float:
+    def store_in_line(
+        self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]
+    ) -> float:
         """Submit several store jobs at once; return the seconds until all their blocks are visible.
 
         :param job_id: id of the first job; the others count up from it.
@@ -96,40 +114,59 @@ class Job:
         """
         begin = time.perf_counter()
         for number, keys in enumerate(jobs, job_id):
-            client.submit_store(number, f"request {number}", keys, self.source, range(len(keys)), self.num_bytes)
+            client.submit_store(
+                number,
+                f"request {number}",
+                keys,
+                self.source,
+                range(len(keys)),
+                self.num_bytes,
+            )
         waiting = set(range(job_id, job_id + len(jobs)))
         end = begin + len(jobs) * _TIMEOUT_S
         while time.perf_counter() < end:
             for outcome in client.poll():
                 self._check(outcome.failed)
                 waiting.discard(outcome.job_id)
-            if not waiting and all(client.contains(key) for keys in jobs for key in keys):
+            if not waiting and all(
+                client.contains(key) for keys in jobs for key in keys
+            ):
                 return time.perf_counter() - begin
             time.sleep(_NAP_S)
         raise StoreError(f"{len(jobs)} jobs were not visible in {end - begin:g} s")
 
     def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
-        """Load one job; return the seconds until its rows are filled. Then compare the rows and clear them.
+        """Load one job; return the seconds until its rows are filled. Then compare the rows and
+        clear them.
 
-        :raises StoreError: blocks failed, the job did not end within two minutes, or the loaded bytes differ from the
-            stored ones.
+        :raises StoreError: blocks failed, the job did not end within two minutes, or the loaded
+            bytes differ from the stored ones.
         """
         return self.load_in_line(client, job_id, [keys])
 
-    def load_in_line(self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]) -> float:
-        """Submit several load jobs at once; return the seconds until all their rows are filled. Otherwise as ``load``.
+    def load_in_line(
+        self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]
+    ) -> float:
+        """Submit several load jobs at once; return the seconds until all their rows are filled.
+        Otherwise as ``load``.
 
         :param job_id: id of the first job; the others count up from it.
         """
         begin = time.perf_counter()
         for number, keys in enumerate(jobs):
             client.submit_load(job_id + number, keys, self.targets[number])
-        failed = [key for outcome in finish_all(client, range(job_id, job_id + len(jobs))) for key in outcome.failed]
+        failed = [
+            key
+            for outcome in finish_all(client, range(job_id, job_id + len(jobs)))
+            for key in outcome.failed
+        ]
         seconds = time.perf_counter() - begin
         self._check(failed)
         count = len(self.source)
         for first in range(count, count * (1 + len(jobs)), count):
-            if not np.array_equal(self.rig.rows[first : first + count], self.rig.rows[:count]):
+            if not np.array_equal(
+                self.rig.rows[first : first + count], self.rig.rows[:count]
+            ):
                 raise StoreError("what was loaded is not what was stored")
         self.clear()
         return seconds
@@ -149,7 +186,9 @@ def fresh_keys(count: int) -> list[bytes]:
     return [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
 
 
-def finish(client: StoreClient, job_id: int, timeout_s: float = _TIMEOUT_S) -> JobOutcome:
+def finish(
+    client: StoreClient, job_id: int, timeout_s: float = _TIMEOUT_S
+) -> JobOutcome:
     """Poll, with short sleeps, until the job has ended; return its outcome.
 
     :raises StoreError: the job did not end within the timeout.
@@ -157,8 +196,11 @@ def finish(client: StoreClient, job_id: int, timeout_s: float = _TIMEOUT_S) -> J
     return finish_all(client, [job_id], timeout_s)[0]
 
 
-def finish_all(client: StoreClient, job_ids: Collection[int], timeout_s: float = _TIMEOUT_S) -> list[JobOutcome]:
-    """Poll, with short sleeps, until all jobs have ended; return their outcomes in the order in which they ended.
+def finish_all(
+    client: StoreClient, job_ids: Collection[int], timeout_s: float = _TIMEOUT_S
+) -> list[JobOutcome]:
+    """Poll, with short sleeps, until all jobs have ended; return their outcomes in the order in
+    which they ended.
 
     :raises StoreError: some jobs did not end within the timeout.
     """
@@ -169,4 +211,6 @@ def finish_all(client: StoreClient, job_ids: Collection[int], timeout_s: float =
         if len(ended) == len(job_ids):
             return ended
         time.sleep(_NAP_S)
-    raise StoreError(f"of jobs {list(job_ids)}, {len(job_ids) - len(ended)} did not end in {timeout_s} s")
+    raise StoreError(
+        f"of jobs {list(job_ids)}, {len(job_ids) - len(ended)} did not end in {timeout_s} s"
+    )

@@ -1,13 +1,14 @@
 """Slowdown of an engine that stores at full rate while commands run, and success of these commands.
 
-A full store takes jobs of 32 MiB back to back, so that it evicts all the time. Short periods with a concurrent command
-alternate with periods without; the figure is the median of the throughput with the command, relative to the mean of the
-periods directly before and after. The command starts every ``--every-s`` seconds, as under ``watch``, or, with 0, as
-soon as its last run has ended. The end of a period interrupts the current run (Ctrl-C). After the periods, each command
-runs once to its end while the engine stores. A failing command ends the measurement.
+A full store takes jobs of 32 MiB back to back, so that it evicts all the time. Short periods with a
+concurrent command alternate with periods without; the figure is the median of the throughput with
+the command, relative to the mean of the periods directly before and after. The command starts every
+``--every-s`` seconds, as under ``watch``, or, with 0, as soon as its last run has ended. The end of
+a period interrupts the current run (Ctrl-C). After the periods, each command runs once to its end
+while the engine stores. A failing command ends the measurement.
 
-``computing`` is no command: a process that only uses a processor, in the lowest scheduling class (SCHED_IDLE). Its cost
-for the engine is the cost of any concurrent work on this machine.
+``computing`` is no command: a process that only uses a processor, in the lowest scheduling class
+(SCHED_IDLE). Its cost for the engine is the cost of any concurrent work on this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 _NAP_S = 0.01
 _STARTED_S = 2.0
 PERSISTKV = (sys.executable, "-m", "persistkv_tools")
-COMPUTING = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nfor _ in range(10**8): pass"
+COMPUTING = (
+    "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nfor _ in "
+    "range(10**8): pass"
+)
 URL = "URL"
 COMMANDS = {
     "ls": (*PERSISTKV, "ls", URL),
@@ -49,12 +53,21 @@ COMMANDS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument(
+        "--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS)
+    )
     parser.add_argument("--period-s", type=float, default=4.5)
-    parser.add_argument("--rounds", type=int, default=6, help="periods with each command")
-    parser.add_argument("--every-s", type=float, default=5.0, help="between two starts of a command")
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="periods with each command"
+    )
+    parser.add_argument(
+        "--every-s", type=float, default=5.0, help="between two starts of a command"
+    )
     parser.add_argument("--capacity", default="1GiB")
-    parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
+    parser.add_argument(
+        "--directory",
+        help="on the disk to be measured; a temporary directory by default",
+    )
     arguments = parser.parse_args()
     touch_memory(0.4)
     rows = []
@@ -63,16 +76,28 @@ def main() -> None:
         engine = Engine(url)
         engine.fill(2 * parse_size(arguments.capacity, name="--capacity"))
         for name in arguments.commands:
-            command = Command([url if word == URL else word for word in COMMANDS[name]], arguments.every_s)
+            command = Command(
+                [url if word == URL else word for word in COMMANDS[name]],
+                arguments.every_s,
+            )
             slowed = measure(engine, command, arguments.rounds, arguments.period_s)
             whole_s = run_whole(engine, command)
             rows.append([*row(name, slowed), str(command.begun), f"{whole_s:.1f} s"])
         engine.close()
-    columns = ["command", "slower by", "95 %", f"<= {TARGET:.0%}", "runs", "a whole run"]
+    columns = [
+        "command",
+        "slower by",
+        "95 %",
+        f"<= {TARGET:.0%}",
+        "runs",
+        "a whole run",
+    ]
     show("An engine that stores at full rate, beside a command", columns, rows)
 
 
-def measure(engine: Engine, command: Command, rounds: int, period_s: float) -> list[float]:
+def measure(
+    engine: Engine, command: Command, rounds: int, period_s: float
+) -> list[float]:
     """Return by which share the engine was slower in each period with the command."""
     slowed = []
     before = engine.rate(period_s)
@@ -99,7 +124,12 @@ def row(name: str, slowed: Sequence[float]) -> list[str]:
     """Return the cells of a command."""
     median = statistics.median(slowed)
     low, high = median_interval(slowed)
-    return [name, f"{median:+.1%}", f"{low:+.1%} to {high:+.1%}", "yes" if median <= TARGET else "NO"]
+    return [
+        name,
+        f"{median:+.1%}",
+        f"{low:+.1%} to {high:+.1%}",
+        "yes" if median <= TARGET else "NO",
+    ]
 
 
 class Engine:
@@ -141,7 +171,8 @@ class Command:
     """A command line that runs as a user runs it, in a process each time.
 
     :param arguments: arguments, starting with the executable.
-    :param every_s: seconds between two starts; 0: a run starts as soon as the previous one has ended.
+    :param every_s: seconds between two starts; 0: a run starts as soon as the previous one has
+        ended.
     """
 
     def __init__(self, arguments: list[str], every_s: float) -> None:
@@ -152,7 +183,8 @@ class Command:
 
     @contextmanager
     def again_and_again(self) -> Iterator[None]:
-        """Run the command repeatedly during the block; interrupt the run that is in progress at its end.
+        """Run the command repeatedly during the block; interrupt the run that is in progress at its
+        end.
 
         :raises RuntimeError: a run failed.
         """
@@ -180,7 +212,8 @@ class Command:
         process = self.start()
         while process.poll() is None:
             if stop.wait(_NAP_S):
-                with suppress(subprocess.TimeoutExpired):  # interrupted during start-up, Python prints an error
+                # interrupted during start-up, Python prints an error
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(_STARTED_S)
                 process.send_signal(signal.SIGINT)
                 break
@@ -195,7 +228,8 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore SIGINT
+            # background jobs of a shell ignore SIGINT
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def check(self, process: subprocess.Popen[str]) -> None:
@@ -205,8 +239,12 @@ class Command:
         """
         said, complained = process.communicate()
         ends = (0, INTERRUPTED, -signal.SIGINT)
-        if process.returncode not in ends or (process.returncode == 0 and "Traceback" in complained):
-            raise RuntimeError(f"{' '.join(self._arguments)} ended with {process.returncode}: {said}{complained}")
+        if process.returncode not in ends or (
+            process.returncode == 0 and "Traceback" in complained
+        ):
+            raise RuntimeError(
+                f"{' '.join(self._arguments)} ended with {process.returncode}: {said}{complained}"
+            )
 
 
 if __name__ == "__main__":

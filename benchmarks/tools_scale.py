@@ -1,11 +1,14 @@
-"""Commands on large stores: 1,000,000 blocks of 4 KiB in 20,000 requests, and 65,536 of 64 KiB in 1,024 requests.
+"""Commands on large stores: 1,000,000 blocks of 4 KiB in 20,000 requests, and 65,536 of 64 KiB in
+1,024 requests.
 
-The first store has as many blocks and requests as a large store, at a size that fits a small disk: its packs have 200
-KiB. The second has blocks and packs (4 MiB) of the size that engines make, and is the relevant one for ``verify``. Half
-of the requests share a prefix with an earlier one, as conversations do; each request adds its own blocks in its own
-pack. The commands run as a user runs them, each in a process; time and peak memory are those of that process, including
-the start of the interpreter. ``verify`` reads a store without writers and with an empty page cache. It is compared with
-a plain read of the same files in calls of 8 MiB, through the page cache and past it; the faster of the two counts.
+The first store has as many blocks and requests as a large store, at a size that fits a small disk:
+its packs have 200 KiB. The second has blocks and packs (4 MiB) of the size that engines make, and
+is the relevant one for ``verify``. Half of the requests share a prefix with an earlier one, as
+conversations do; each request adds its own blocks in its own pack. The commands run as a user runs
+them, each in a process; time and peak memory are those of that process, including the start of the
+interpreter. ``verify`` reads a store without writers and with an empty page cache. It is compared
+with a plain read of the same files in calls of 8 MiB, through the page cache and past it; the
+faster of the two counts.
 """
 
 from __future__ import annotations
@@ -54,22 +57,40 @@ print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN).
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, help="instead of both stores, one of so many blocks")
+    parser.add_argument(
+        "--blocks", type=int, help="instead of both stores, one of so many blocks"
+    )
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--block-size", default="4KiB")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--options", default="", help="further options of the URL, e.g. placement=inline")
-    parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
+    parser.add_argument(
+        "--options",
+        default="",
+        help="further options of the URL, e.g. placement=inline",
+    )
+    parser.add_argument(
+        "--directory",
+        help="on the disk to be measured; a temporary directory by default",
+    )
     arguments = parser.parse_args()
     stores = [(1_000_000, 20_000, "4KiB"), (65_536, 1_024, "64KiB")]
     if arguments.blocks is not None:
         stores = [(arguments.blocks, arguments.requests, arguments.block_size)]
     for blocks, requests, block_size in stores:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            measure(Path(directory) / "store", arguments.options, blocks, requests, block_size, arguments.runs)
+            measure(
+                Path(directory) / "store",
+                arguments.options,
+                blocks,
+                requests,
+                block_size,
+                arguments.runs,
+            )
 
 
-def measure(store: Path, options: str, blocks: int, requests: int, block_size: str, runs: int) -> None:
+def measure(
+    store: Path, options: str, blocks: int, requests: int, block_size: str, runs: int
+) -> None:
     """Make a store, and print the figures of the commands on it."""
     url = f"lmdb://{store}?capacity=256GiB" + f"&{options}" * bool(options)
     begin = time.perf_counter()
@@ -83,11 +104,14 @@ def measure(store: Path, options: str, blocks: int, requests: int, block_size: s
 def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
     """Fill the store; return the id of a request in its middle.
 
-    Half of the requests begin with the first blocks of an earlier one, as many as they add; packs hold new blocks only.
+    Half of the requests begin with the first blocks of an earlier one, as many as they add; packs
+    hold new blocks only.
     """
     draw = random.Random(0)
     own = blocks // requests
-    source = StagedBlocks([np.random.default_rng(0).integers(0, 256, (own, block_bytes), dtype=np.uint8)])
+    source = StagedBlocks(
+        [np.random.default_rng(0).integers(0, 256, (own, block_bytes), dtype=np.uint8)]
+    )
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({"benchmark": "tools scale"})).id
         chains: list[list[bytes]] = []
@@ -100,16 +124,24 @@ def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
                     parent = draw.randrange(len(chains))
                     prefix, named = chains[parent][:own], packs_of[parent][:1]
                 keys = [draw.randbytes(32) + bytes(4) for _ in range(own)]
-                pack = PackWriter(namespace, RawCodec(), [Segment(0, block_bytes, keys, source, len(prefix))])
+                pack = PackWriter(
+                    namespace,
+                    RawCodec(),
+                    [Segment(0, block_bytes, keys, source, len(prefix))],
+                )
                 packs.append(pack)
                 chains.append(prefix + keys)
                 packs_of.append([*named, pack.pack_id])
-                manifests.append(_manifest(number, chains[-1], packs_of[-1], block_bytes))
+                manifests.append(
+                    _manifest(number, chains[-1], packs_of[-1], block_bytes)
+                )
             backend.commit(namespace, CommitBatch(packs, manifests))
     return f"request-{requests // 2:06d}"
 
 
-def _manifest(number: int, chain: list[bytes], packs: list[bytes], block_bytes: int) -> ManifestWrite:
+def _manifest(
+    number: int, chain: list[bytes], packs: list[bytes], block_bytes: int
+) -> ManifestWrite:
     manifest = RequestManifest(
         id=f"request-{number:06d}",
         created=time.time() - 10.0 * number,
@@ -124,9 +156,17 @@ def _manifest(number: int, chain: list[bytes], packs: list[bytes], block_bytes: 
 def commands(url: str, request: str, runs: int) -> list[list[str]]:
     """Return the rows: time and peak memory of each read-only command."""
     rows = []
-    for arguments in (["stat", url], ["ls", url], ["ls", url, "--sort", "size"], ["show", url, request]):
+    for arguments in (
+        ["stat", url],
+        ["ls", url],
+        ["ls", url, "--sort", "size"],
+        ["show", url, request],
+    ):
         taken = [measured(arguments) for _ in range(runs)]
-        seconds, peak = statistics.median(s for s, _ in taken), max(memory for _, memory in taken)
+        seconds, peak = (
+            statistics.median(s for s, _ in taken),
+            max(memory for _, memory in taken),
+        )
         name = " ".join(part for part in arguments if part != url)
         target = TARGETS[arguments[0]]
         verdict = f"<= {target:g} s: {'yes' if seconds <= target else 'NO'}"
@@ -139,19 +179,33 @@ def measured(arguments: list[str]) -> tuple[float, int]:
 
     :raises RuntimeError: the command failed.
     """
-    command = [sys.executable, "-c", _MEASURED, sys.executable, "-m", "persistkv_tools", *arguments]
-    seconds, kib, code = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    command = [
+        sys.executable,
+        "-c",
+        _MEASURED,
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        *arguments,
+    ]
+    seconds, kib, code = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.split()
     if code != "0":
         raise RuntimeError(f"persistkv {' '.join(arguments)} ended with {code}")
     return float(seconds), int(kib) << 10
 
 
 def verify(url: str, store: Path, runs: int) -> list[str]:
-    """Return the row of ``verify``, in alternation with raw reads, each with an empty page cache."""
+    """Return the row of ``verify``, in alternation with raw reads, each with an empty page
+    cache."""
     files = [file for file in store.rglob("*") if file.is_file()]
     size = sum(512 * file.stat().st_blocks for file in files)
     verified, raw, peak = [], [], 0
-    reads: list[Callable[[], float]] = [lambda: read(files, 0), lambda: read(files, os.O_DIRECT)]
+    reads: list[Callable[[], float]] = [
+        lambda: read(files, 0),
+        lambda: read(files, os.O_DIRECT),
+    ]
     for _ in range(runs):
         drop_page_cache([store])
         seconds, memory = measured(["verify", url])

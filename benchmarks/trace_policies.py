@@ -1,7 +1,8 @@
 """Simulated caches of whole blocks, each with its own eviction policy, on traces of prefix reuse.
 
-Requests and hits are defined in ``persistkv_tools.inspect.replay``. After a request, all its blocks are offered to the
-cache, from the last to the first. Policies that depend on use therefore evict the end of a context before its prefix.
+Requests and hits are defined in ``persistkv_tools.inspect.replay``. After a request, all its blocks
+are offered to the cache, from the last to the first. Policies that depend on use therefore evict
+the end of a context before its prefix.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _NEVER = 1 << 62
 def lru_hits(requests: Sequence[Request], capacity: int) -> int:
     """Return the hits of an LRU cache of ``capacity`` blocks.
 
-    The blocks of a request count as used from the last to the first, so a prefix outlives its continuation. This is the
-    stronger of the two orders.
+    The blocks of a request count as used from the last to the first, so a prefix outlives its
+    continuation. This is the stronger of the two orders.
     """
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
@@ -35,11 +36,12 @@ def lru_hits(requests: Sequence[Request], capacity: int) -> int:
 
 
 def clairvoyant_hits(requests: Sequence[Request], capacity: int) -> int:
-    """Return the most hits that any cache of ``capacity`` blocks can have: Belady's MIN with bypass, block by block.
+    """Return the most hits that any cache of ``capacity`` blocks can have: Belady's MIN with
+    bypass, block by block.
 
-    MIN counts every held block, with or without its prefix, so no cache has more prefix hits. The bound is attained: a
-    block's parent is always requested again no later than the block itself, so MIN evicts the block first, and all its
-    hits are prefix hits.
+    MIN counts every held block, with or without its prefix, so no cache has more prefix hits. The
+    bound is attained: a block's parent is always requested again no later than the block itself, so
+    MIN evicts the block first, and all its hits are prefix hits.
     """
     cache: dict[int, int] = {}
     furthest: list[tuple[int, int]] = []
@@ -70,7 +72,10 @@ def _with_next_use(requests: Sequence[Request]) -> list[tuple[int, int]]:
 
 def prefix_length(chain: Sequence[int], held: Container[int]) -> int:
     """Return the number of leading blocks that are held."""
-    return next((position for position, block in enumerate(chain) if block not in held), len(chain))
+    return next(
+        (position for position, block in enumerate(chain) if block not in held),
+        len(chain),
+    )
 
 
 class _Cache(ABC):
@@ -104,7 +109,8 @@ class _Fifo(_Cache):
 
 
 class _Lfu(_Cache):
-    """LFU: evicts the block with the fewest uses since its admission; among these, the least recently used one."""
+    """LFU: evicts the block with the fewest uses since its admission; among these, the least
+    recently used one."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -178,7 +184,9 @@ class _Arc(_Cache):
             else:
                 self._once.popitem(last=False)
         else:
-            total = sum(map(len, (self._once, self._again, self._once_gone, self._again_gone)))
+            total = sum(
+                map(len, (self._once, self._again, self._once_gone, self._again_gone))
+            )
             if total >= self.capacity:
                 if total == 2 * self.capacity:
                     self._again_gone.popitem(last=False)
@@ -189,7 +197,11 @@ class _Arc(_Cache):
         if len(self._once) + len(self._again) < self.capacity:
             return
         held = len(self._once)
-        if held and (held > self._target or (from_again_gone and held == self._target) or not self._again):
+        if held and (
+            held > self._target
+            or (from_again_gone and held == self._target)
+            or not self._again
+        ):
             self._once_gone[self._once.popitem(last=False)[0]] = None
         else:
             self._again_gone[self._again.popitem(last=False)[0]] = None
@@ -212,4 +224,5 @@ OTHER_POLICIES: dict[str, Callable[[Sequence[Request], int], int]] = {
     "lfu": _hits(_Lfu),
     "arc": _hits(_Arc),
 }
-"""Hits by policy, given the requests and the capacity in blocks; policies other than LRU and the best possible."""
+"""Hits by policy, given the requests and the capacity in blocks; policies other than LRU and the
+best possible."""

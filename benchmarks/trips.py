@@ -1,17 +1,21 @@
-"""Product code that one job passes through: number of files, functions, switches between files, and call depth.
+"""Product code that one job passes through: number of files, functions, switches between files, and
+call depth.
 
-Three trips on an LMDB store, each from its call of the tier to its result: storing one job of 256 blocks
-(``submit_store`` until the blocks are durable and visible), promoting it (``submit_load`` until the rows are filled),
-and opening the store that holds it (the tier's constructor). The store runs in the caller's own stack
-(``host="inline"``), so the code of engine and host is counted together, without the socket between them. A round before
-the counted one imports modules and fills caches.
+Three trips on an LMDB store, each from its call of the tier to its result: storing one job of 256
+blocks (``submit_store`` until the blocks are durable and visible), promoting it (``submit_load``
+until the rows are filled), and opening the store that holds it (the tier's constructor). The store
+runs in the caller's own stack (``host="inline"``), so the code of engine and host is counted
+together, without the socket between them. A round before the counted one imports modules and fills
+caches.
 
-Counted are functions of ``persistkv`` and its backends in all threads, including generators and coroutines:
+Counted are functions of ``persistkv`` and its backends in all threads, including generators and
+coroutines:
 
 - files, in the order of the first visit, and distinct functions;
-- switches: number of entered functions whose file differs from that of the previous one in the same thread;
-- frames at the device: the deepest stack of such functions at a call that reads, writes or syncs a file or ends an LMDB
-  transaction, from the entry of its thread. Calls through ctypes are not seen.
+- switches: number of entered functions whose file differs from that of the previous one in the same
+  thread;
+- frames at the device: the deepest stack of such functions at a call that reads, writes or syncs a
+  file or ends an LMDB transaction, from the entry of its thread. Calls through ctypes are not seen.
 
 The figures are counts, not times. They vary by a few with the interleaving of threads.
 """
@@ -42,7 +46,8 @@ from persistkv.tiering.persistent import PersistentTier
 
 BLOCKS = 256
 BLOCK_BYTES = 64 << 10  # 64 KiB
-TARGET_FILES = {"store": 33, "promote": 21, "open": 32}  # a namespace's first job also writes its identity
+# a namespace's first job also writes its identity
+TARGET_FILES = {"store": 33, "promote": 21, "open": 32}
 TARGET_FRAMES = 19
 _TIMEOUT_S = 60.0
 _DEVICE_CALLS = {
@@ -126,11 +131,18 @@ class Recorder:
 
 
 def _product_file(frame: FrameType) -> str:
-    """Return the frame's file, named after its module; empty for other projects' files and for generated code."""
+    """Return the frame's file, named after its module; empty for other projects' files and for
+    generated code."""
     name = str(frame.f_globals.get("__name__", ""))
-    if not name.startswith("persistkv") or frame.f_code.co_filename != frame.f_globals.get("__file__"):
+    if not name.startswith(
+        "persistkv"
+    ) or frame.f_code.co_filename != frame.f_globals.get("__file__"):
         return ""
-    package = "/__init__" if os.path.basename(frame.f_code.co_filename) == "__init__.py" else ""
+    package = (
+        "/__init__"
+        if os.path.basename(frame.f_code.co_filename) == "__init__.py"
+        else ""
+    )
     return f"{name.replace('.', '/')}{package}.py"
 
 
@@ -146,14 +158,18 @@ def _product_stack(frame: FrameType) -> list[str]:
 
 
 def measure(directory: str) -> dict[str, Trip]:
-    """Make the three trips twice, each round on a new store below ``directory``; return the counts of the second round.
+    """Make the three trips twice, each round on a new store below ``directory``; return the counts
+    of the second round.
 
-    :raises RuntimeError: a job failed, a block was not found, or the loaded bytes differ from the stored ones.
+    :raises RuntimeError: a job failed, a block was not found, or the loaded bytes differ from the
+        stored ones.
     """
     recorder = Recorder()
     with recorder.installed():
         for number in range(2):
-            trips = _round(recorder, f"lmdb://{directory}/store-{number}?capacity=256MiB")
+            trips = _round(
+                recorder, f"lmdb://{directory}/store-{number}?capacity=256MiB"
+            )
     return trips
 
 
@@ -168,10 +184,18 @@ def _round(recorder: Recorder, url: str) -> dict[str, Trip]:
 
     tier = PersistentTier(config, memoryview(memory), url=url, host="inline")
     with recorder.trip() as store:
-        _run(tier, tier.submit_store, JobMetadata(1, keys, np.arange(BLOCKS), False, request))
+        _run(
+            tier,
+            tier.submit_store,
+            JobMetadata(1, keys, np.arange(BLOCKS), False, request),
+        )
     _check_held(tier, keys, request)
     with recorder.trip() as promote:
-        _run(tier, tier.submit_load, JobMetadata(2, keys, np.arange(BLOCKS, 2 * BLOCKS), True, request))
+        _run(
+            tier,
+            tier.submit_load,
+            JobMetadata(2, keys, np.arange(BLOCKS, 2 * BLOCKS), True, request),
+        )
     if not np.array_equal(rows[0], rows[1]):
         raise RuntimeError("the promoted blocks differ from the stored ones")
     tier.shutdown()
@@ -182,7 +206,9 @@ def _round(recorder: Recorder, url: str) -> dict[str, Trip]:
     return {"store": store, "promote": promote, "open": opening}
 
 
-def _run(tier: PersistentTier, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
+def _run(
+    tier: PersistentTier, submit: Callable[[JobMetadata], None], job: JobMetadata
+) -> None:
     submit(job)
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
@@ -193,7 +219,9 @@ def _run(tier: PersistentTier, submit: Callable[[JobMetadata], None], job: JobMe
     raise RuntimeError(f"job {job.job_id} did not end within {_TIMEOUT_S:g} s")
 
 
-def _check_held(tier: PersistentTier, keys: Sequence[OffloadKey], request: ReqContext) -> None:
+def _check_held(
+    tier: PersistentTier, keys: Sequence[OffloadKey], request: ReqContext
+) -> None:
     if not all(tier.lookup(key, request) for key in keys):
         raise RuntimeError("a stored block was not found")
 
@@ -202,7 +230,12 @@ def as_json(trips: dict[str, Trip]) -> str:
     """Return counts, routes and stacks of the trips as one JSON object."""
     return json.dumps(
         {
-            name: {**asdict(trip), "functions": trip.functions, "frames": trip.frames, "num_files": len(trip.files)}
+            name: {
+                **asdict(trip),
+                "functions": trip.functions,
+                "frames": trip.frames,
+                "num_files": len(trip.files),
+            }
             for name, trip in trips.items()
         },
         indent=1,
@@ -210,9 +243,25 @@ def as_json(trips: dict[str, Trip]) -> str:
 
 
 def _show(trips: dict[str, Trip]) -> None:
-    columns = ["trip", "files", "target", "functions", "switches", "frames at the device", "target"]
+    columns = [
+        "trip",
+        "files",
+        "target",
+        "functions",
+        "switches",
+        "frames at the device",
+        "target",
+    ]
     rows = [
-        (name, len(trip.files), TARGET_FILES[name], trip.functions, trip.switches, trip.frames, TARGET_FRAMES)
+        (
+            name,
+            len(trip.files),
+            TARGET_FILES[name],
+            trip.functions,
+            trip.switches,
+            trip.frames,
+            TARGET_FRAMES,
+        )
         for name, trip in trips.items()
     ]
     show(f"One job of {BLOCKS} blocks", columns, [list(map(str, row)) for row in rows])
@@ -227,9 +276,15 @@ def _show(trips: dict[str, Trip]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--directory", help="directory of the stores; a temporary directory by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+    parser.add_argument(
+        "--directory", help="directory of the stores; a temporary directory by default"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         trips = measure(directory)

@@ -1,4 +1,5 @@
-"""``engine_process`` for the agent loop: sessions that alternate between turns and tool calls, in one engine."""
+"""``engine_process`` for the agent loop: sessions that alternate between turns and tool calls, in
+one engine."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tests.integrations.vllm.engine_process import Server, main
 from tests.integrations.vllm.tiny_model import VOCABULARY
 
 _ANSWER_TOKENS = 8
-_HINT_TOKENS = 4  # an engine in this process takes steps, in which promotions advance, only while it has requests
+# an engine in this process takes steps, in which promotions advance, only while it has requests
+_HINT_TOKENS = 4
 _IDLE_S = 0.001
 _NO_STORE: dict[str, Any] = {"store": False, "load": False}
 
@@ -64,7 +66,8 @@ class AgentServer(Server):
     """Server of an engine that runs agent loops."""
 
     def agents(self, **settings: Any) -> list[dict[str, float]]:
-        """Run an agent loop; return turn, TTFT in seconds, prompt tokens and reused ones of each turn of a session."""
+        """Run an agent loop; return turn, TTFT in seconds, prompt tokens and reused ones of each
+        turn of a session."""
         return _Run(self._llm.llm_engine, Loop(**settings)).run()
 
 
@@ -82,10 +85,13 @@ class _Run:
         self._sent = 0
         begin = time.perf_counter()
         self._events = [
-            Event(begin + loop.pause_s * number / loop.sessions, "turn", number) for number in range(loop.sessions)
+            Event(begin + loop.pause_s * number / loop.sessions, "turn", number)
+            for number in range(loop.sessions)
         ]
         if loop.batch:
-            self._events.append(Event(begin + loop.pause_s / loop.batch / 2, "batch", -1))
+            self._events.append(
+                Event(begin + loop.pause_s / loop.batch / 2, "batch", -1)
+            )
 
     def _tokens(self, count: int) -> list[int]:
         return [self._draw.randrange(3, VOCABULARY) for _ in range(count)]
@@ -107,9 +113,20 @@ class _Run:
     def _handle(self, event: Event) -> None:
         loop = self._loop
         if event.kind == "turn":
-            self._send(self._contexts[event.session], _ANSWER_TOKENS, loop.retention, event.session)
-        elif event.kind == "prefetch":  # a request that carries a hint: a gateway knows when a tool call ends
-            self._send(self._tokens(4), _HINT_TOKENS, _NO_STORE, prefetch=self._contexts[event.session])
+            self._send(
+                self._contexts[event.session],
+                _ANSWER_TOKENS,
+                loop.retention,
+                event.session,
+            )
+        elif event.kind == "prefetch":
+            # a request that carries a hint: a gateway knows when a tool call ends
+            self._send(
+                self._tokens(4),
+                _HINT_TOKENS,
+                _NO_STORE,
+                prefetch=self._contexts[event.session],
+            )
         elif min(self._turns) < loop.turns:
             self._send(self._tokens(loop.batch_tokens), 1, loop.batch_retention)
             self._events.append(event._replace(at=event.at + loop.pause_s / loop.batch))
@@ -127,7 +144,9 @@ class _Run:
 
         hints = None
         if prefetch is not None:
-            action = KvHintAction("1", "persistkv.prefetch", "1", {"token_ids": prefetch})
+            action = KvHintAction(
+                "1", "persistkv.prefetch", "1", {"token_ids": prefetch}
+            )
             hints = KvHintsEnvelope("1", "1", [action])
         sampling = SamplingParams(
             temperature=0.0,
@@ -138,7 +157,9 @@ class _Run:
         )
         self._sent += 1
         name, turn = f"r{self._sent}", self._turns[session] if session >= 0 else 0
-        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, kv_hints=hints)
+        self._engine.add_request(
+            name, {"prompt_token_ids": list(prompt)}, sampling, kv_hints=hints
+        )
         self._pending[name] = Pending(session, time.perf_counter(), turn)
 
     def _learn(self, output: Any) -> None:
@@ -155,12 +176,19 @@ class _Run:
         loop, session = self._loop, pending.session
         prompt = len(self._contexts[session])
         self._rows.append(
-            {"turn": pending.turn, "ttft": pending.ttft, "tokens": prompt, "cached": output.num_cached_tokens or 0}
+            {
+                "turn": pending.turn,
+                "ttft": pending.ttft,
+                "tokens": prompt,
+                "cached": output.num_cached_tokens or 0,
+            }
         )
         self._turns[session] += 1
         if self._turns[session] < loop.turns:
             if loop.prefetch:
-                self._events.append(Event(now + loop.pause_s - loop.lead_s, "prefetch", session))
+                self._events.append(
+                    Event(now + loop.pause_s - loop.lead_s, "prefetch", session)
+                )
             self._contexts[session] += [*answer, *self._tokens(loop.tool_tokens)]
             self._events.append(Event(now + loop.pause_s, "turn", session))
 

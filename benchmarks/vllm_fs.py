@@ -1,13 +1,13 @@
 """LMDB store and vLLM's own ``fs`` tier, live on the same disk: 32 MiB jobs, stores and cold loads.
 
-vLLM's tier runs in its own virtual environment (``make setup-vllm``) and is driven through the public interface of
-secondary tiers. Each tier is polled by the same loop, idle or busy with Python, in the process that owns the tier; the
-tiers alternate in changing order. The page cache is dropped before each load. **vLLM's store is not synced, persistkv's
-is**: the time until vLLM's files are synced, too, is shown separately. vLLM's lookup, which reads the disk, is not in
-the figures.
+vLLM's tier runs in its own virtual environment (``make setup-vllm``) and is driven through the
+public interface of secondary tiers. Each tier is polled by the same loop, idle or busy with Python,
+in the process that owns the tier; the tiers alternate in changing order. The page cache is dropped
+before each load. **vLLM's store is not synced, persistkv's is**: the time until vLLM's files are
+synced, too, is shown separately. vLLM's lookup, which reads the disk, is not in the figures.
 
-CPU time is that of the tier's own threads or process. It excludes, on both sides, the thread that submits and polls,
-and the kernel's write-back of vLLM's files from its page cache.
+CPU time is that of the tier's own threads or process. It excludes, on both sides, the thread that
+submits and polls, and the kernel's write-back of vLLM's files from its page cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ from persistkv.storage.host.client import StoreClient
 from persistkv_tools.inspect.bench import drop_page_cache
 
 JOB_BYTES = 32 << 20  # 32 MiB
-TARGETS = {(64 << 10, "store"): 3.0, (64 << 10, "load"): 3.0, (2 << 20, "store"): 1.5, (2 << 20, "load"): 1.2}
+TARGETS = {
+    (64 << 10, "store"): 3.0,
+    (64 << 10, "load"): 3.0,
+    (2 << 20, "store"): 1.5,
+    (2 << 20, "load"): 1.2,
+}
 WARM_UP = 2  # rounds that are not counted
 STORE_CPU, LOAD_CPU = "processor, store", "processor, load"
 
@@ -54,7 +59,8 @@ class Contender(ABC):
 
     @abstractmethod
     def load(self, busy: bool) -> dict[str, float]:
-        """Drop the page cache, then load the blocks of the latest store; return seconds by operation."""
+        """Drop the page cache, then load the blocks of the latest store; return seconds by
+        operation."""
 
     @abstractmethod
     def close(self) -> None:
@@ -68,8 +74,13 @@ class Ours(Contender):
         super().__init__(path)
         self._rig = Rig(2 * count, JOB_BYTES // count)
         order = np.random.default_rng(0).permutation(count)
-        self._source, self._target = [int(row) for row in order], [int(row) + count for row in order]
-        self._url = f"lmdb://{path}/store?capacity=32GiB" + f"&{options}" * bool(options)
+        self._source, self._target = (
+            [int(row) for row in order],
+            [int(row) + count for row in order],
+        )
+        self._url = f"lmdb://{path}/store?capacity=32GiB" + f"&{options}" * bool(
+            options
+        )
         self._client = self._open()
         self._keys: list[bytes] = []
 
@@ -81,9 +92,12 @@ class Ours(Contender):
     def store(self, busy: bool) -> dict[str, float]:
         self._keys = fresh_keys(len(self._source))
         cpu, begin = self._cpu(), time.perf_counter()
-        self._client.submit_store(1, "request", self._keys, self._source, range(len(self._keys)), JOB_BYTES)
+        self._client.submit_store(
+            1, "request", self._keys, self._source, range(len(self._keys)), JOB_BYTES
+        )
         Scheduler(busy).run(self._ended)
-        while not self._client.contains(self._keys[-1]):  # published with the end of the job, or shortly after
+        # published with the end of the job, or shortly after
+        while not self._client.contains(self._keys[-1]):
             self._client.poll()
         return {"store": time.perf_counter() - begin, STORE_CPU: self._cpu() - cpu}
 
@@ -141,7 +155,11 @@ class VllmFs(Contender):
         ]
         self._log = (path.parent / f"{path.name}.log").open("w+")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
         )
         self.version = self._answer()["version"]
 
@@ -155,7 +173,11 @@ class VllmFs(Contender):
 
     def _ask(self, *, store: bool, busy: bool) -> dict[str, float]:
         if self._process.stdin:
-            print(json.dumps({"store": store, "busy": busy}), file=self._process.stdin, flush=True)
+            print(
+                json.dumps({"store": store, "busy": busy}),
+                file=self._process.stdin,
+                flush=True,
+            )
         answer = self._answer()
         if not answer.pop("right"):
             raise RuntimeError("what vLLM's tier loaded is not what it stored")
@@ -163,7 +185,11 @@ class VllmFs(Contender):
 
     def store(self, busy: bool) -> dict[str, float]:
         answer = self._ask(store=True, busy=busy)
-        return {"store": answer["seconds"], "store and sync": answer["synced"], STORE_CPU: answer["cpu"]}
+        return {
+            "store": answer["seconds"],
+            "store and sync": answer["synced"],
+            STORE_CPU: answer["cpu"],
+        }
 
     def load(self, busy: bool) -> dict[str, float]:
         drop_page_cache([self.path])
@@ -177,17 +203,33 @@ class VllmFs(Contender):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm-0.32.0/bin/python"))
+    parser.add_argument(
+        "--vllm-python", type=Path, default=Path(".venv-vllm-0.32.0/bin/python")
+    )
     parser.add_argument("--blocks", type=int, nargs="+", default=[512, 64, 16])
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument(
-        "--fs-threads", type=int, nargs="+", default=[1], help="I/O threads of vLLM's tier; 32: its own default"
+        "--fs-threads",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="I/O threads of vLLM's tier; 32: its own default",
     )
-    parser.add_argument("--options", nargs="+", default=[""], help="variants of our URL, e.g. placement=extents")
-    parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        default=[""],
+        help="variants of our URL, e.g. placement=extents",
+    )
+    parser.add_argument(
+        "--directory",
+        help="on the disk to be measured; a temporary directory by default",
+    )
     arguments = parser.parse_args()
     if not arguments.vllm_python.exists():
-        sys.exit(f"{arguments.vllm_python} is not there: make setup-vllm, or --vllm-python PATH")
+        sys.exit(
+            f"{arguments.vllm_python} is not there: make setup-vllm, or --vllm-python PATH"
+        )
     touch_memory()
     rows = []
     for count in arguments.blocks:
@@ -205,7 +247,9 @@ def measure(count: int, directory: Path, arguments: argparse.Namespace) -> Secon
         for number, options in enumerate(arguments.options)
     }
     for threads in arguments.fs_threads:
-        contenders[fs_name(threads)] = VllmFs(directory / f"fs{threads}", count, arguments.vllm_python, threads)
+        contenders[fs_name(threads)] = VllmFs(
+            directory / f"fs{threads}", count, arguments.vllm_python, threads
+        )
     seconds: Seconds = defaultdict(list)
     for run in range(arguments.runs + WARM_UP):
         for busy in (False, True):
@@ -229,21 +273,36 @@ def fs_name(threads: int) -> str:
     return f"fs, {threads} thread{'s' * (threads > 1)}"
 
 
-def table(count: int, seconds: Seconds, arguments: argparse.Namespace) -> list[list[str]]:
+def table(
+    count: int, seconds: Seconds, arguments: argparse.Namespace
+) -> list[list[str]]:
     """Return the rows of one block size: each persistkv variant against each ``fs`` variant."""
     size = JOB_BYTES // count
     rows = []
     for options in arguments.options:
         for threads in arguments.fs_threads:
-            for operation, theirs_too in (("store", "store"), ("store", "store and sync"), ("load", "load")):
+            for operation, theirs_too in (
+                ("store", "store"),
+                ("store", "store and sync"),
+                ("load", "load"),
+            ):
                 for busy in (False, True):
-                    ours = statistics.median(seconds[our_name(options), operation, busy])
-                    theirs = statistics.median(seconds[fs_name(threads), theirs_too, busy])
+                    ours = statistics.median(
+                        seconds[our_name(options), operation, busy]
+                    )
+                    theirs = statistics.median(
+                        seconds[fs_name(threads), theirs_too, busy]
+                    )
                     target = TARGETS.get((size, theirs_too))
-                    met = "yes" if target is not None and theirs / ours >= target else "NO"
+                    met = (
+                        "yes"
+                        if target is not None and theirs / ours >= target
+                        else "NO"
+                    )
                     rows.append(
                         [
-                            f"{count} x {size >> 10} KiB: {theirs_too}, {'busy' if busy else 'idle'}"
+                            f"{count} x {size >> 10} KiB: {theirs_too}, "
+                            f"{'busy' if busy else 'idle'}"
                             + f" ({our_name(options)}; {fs_name(threads)})",
                             f"{ours * 1e3:.1f} ms",
                             f"{theirs * 1e3:.1f} ms",
@@ -251,17 +310,25 @@ def table(count: int, seconds: Seconds, arguments: argparse.Namespace) -> list[l
                             "" if target is None else f">= {target}: {met}",
                         ]
                     )
-            rows += [cpu_row(count, operation, seconds, options, threads) for operation in (STORE_CPU, LOAD_CPU)]
+            rows += [
+                cpu_row(count, operation, seconds, options, threads)
+                for operation in (STORE_CPU, LOAD_CPU)
+            ]
     return rows
 
 
-def cpu_row(count: int, operation: str, seconds: Seconds, options: str, threads: int) -> list[str]:
+def cpu_row(
+    count: int, operation: str, seconds: Seconds, options: str, threads: int
+) -> list[str]:
     """Return the row: CPU seconds per gigabyte, with the scheduler idle."""
     ours, theirs = (
         statistics.mean(seconds[name, operation, False]) / (JOB_BYTES / 1e9)
         for name in (our_name(options), fs_name(threads))
     )
-    what = f"{count} x {JOB_BYTES // count >> 10} KiB: {operation} ({our_name(options)}; {fs_name(threads)})"
+    what = (
+        f"{count} x {JOB_BYTES // count >> 10} KiB: {operation} ({our_name(options)}; "
+        f"{fs_name(threads)})"
+    )
     return [what, f"{ours:.2f} s/GB", f"{theirs:.2f} s/GB", f"{theirs / ours:.2f}", ""]
 
 

@@ -1,7 +1,9 @@
-"""Driver of vLLM's own ``fs`` tier through vLLM's public interface of secondary tiers; part of ``vllm_fs``.
+"""Driver of vLLM's own ``fs`` tier through vLLM's public interface of secondary tiers; part of
+``vllm_fs``.
 
-Runs from the repository's root in a virtual environment with vLLM, and needs nothing else. Reads one JSON command per
-line, ``{"store": true, "busy": false}``, and answers with one JSON line. A load reads the blocks of the latest store.
+Runs from the repository's root in a virtual environment with vLLM, and needs nothing else. Reads
+one JSON command per line, ``{"store": true, "busy": false}``, and answers with one JSON line. A
+load reads the blocks of the latest store.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from tests.integrations.vllm.offloading import offloading_config
 class FsTier:
     """The ``fs`` tier, with rows for one job to store from and one to load to.
 
-    :param threads: number of its I/O threads; half of them prefer loads, the others stores, and all of them do both.
+    :param threads: number of its I/O threads; half of them prefer loads, the others stores, and all
+        of them do both.
     """
 
     def __init__(self, root: str, count: int, block_bytes: int, threads: int) -> None:
@@ -34,13 +37,26 @@ class FsTier:
 
         fd = os.memfd_create("benchmark")
         os.ftruncate(fd, 2 * count * block_bytes)
-        self._rows = np.frombuffer(mmap.mmap(fd, 0), dtype=np.int8).reshape(2 * count, block_bytes)
-        self._rows[:count] = np.random.default_rng(0).integers(-128, 128, (count, block_bytes), dtype=np.int8)
+        self._rows = np.frombuffer(mmap.mmap(fd, 0), dtype=np.int8).reshape(
+            2 * count, block_bytes
+        )
+        self._rows[:count] = np.random.default_rng(0).integers(
+            -128, 128, (count, block_bytes), dtype=np.int8
+        )
         order = np.random.default_rng(0).permutation(count)
         self._source, self._target = order, order + count
-        spec = SimpleNamespace(config=offloading_config(block_bytes), blocks_per_chunk=1)
-        config = {"type": "fs", "root_dir": root, "n_read_threads": threads // 2, "n_write_threads": -(-threads // 2)}
-        self._tier = SecondaryTierFactory.create_secondary_tier(config, self._rows.data, spec)
+        spec = SimpleNamespace(
+            config=offloading_config(block_bytes), blocks_per_chunk=1
+        )
+        config = {
+            "type": "fs",
+            "root_dir": root,
+            "n_read_threads": threads // 2,
+            "n_write_threads": -(-threads // 2),
+        }
+        self._tier = SecondaryTierFactory.create_secondary_tier(
+            config, self._rows.data, spec
+        )
         self._root = os.open(root, os.O_RDONLY)
         self._request = ReqContext("benchmark")
         self._tier.on_new_request(self._request)
@@ -50,15 +66,22 @@ class FsTier:
     def store(self, busy: bool) -> dict[str, Any]:
         """Store new blocks.
 
-        :returns: seconds until the tier reports the job as done (``seconds``) and until its files are also synced
-            (``synced``), and CPU seconds of the tier's threads (``cpu``).
+        :returns: seconds until the tier reports the job as done (``seconds``) and until its files
+            are also synced (``synced``), and CPU seconds of the tier's threads (``cpu``).
         """
         words = os.urandom(32 * len(self._source))
-        self._keys = [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
+        self._keys = [
+            words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)
+        ]
         begin = time.perf_counter()
         seconds, cpu = self._run(busy, is_promotion=False)
         ctypes.CDLL(None).syncfs(self._root)
-        return {"seconds": seconds, "cpu": cpu, "synced": time.perf_counter() - begin, "right": True}
+        return {
+            "seconds": seconds,
+            "cpu": cpu,
+            "synced": time.perf_counter() - begin,
+            "right": True,
+        }
 
     def load(self, busy: bool) -> dict[str, Any]:
         """Load the blocks of the latest store, and compare them."""
@@ -104,11 +127,18 @@ def main() -> None:
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM prints to stdout
-    tier = FsTier(arguments.root, arguments.count, arguments.block_bytes, arguments.threads)
+    tier = FsTier(
+        arguments.root, arguments.count, arguments.block_bytes, arguments.threads
+    )
     print(json.dumps({"version": _version()}), file=answers)
     for line in sys.stdin:
         command = json.loads(line)
-        print(json.dumps((tier.store if command["store"] else tier.load)(command["busy"])), file=answers)
+        print(
+            json.dumps(
+                (tier.store if command["store"] else tier.load)(command["busy"])
+            ),
+            file=answers,
+        )
     tier.close()
 
 

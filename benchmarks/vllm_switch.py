@@ -2,9 +2,9 @@
 
 Their costs are compared within one process, on the same weights, KV tensors and memory pages.
 
-Both are vLLM's own ``OffloadingConnector`` with a CPU tier of its own; one of them has a secondary tier behind it.
-Every call is forwarded to the active connector and timed, at the same small cost for both. The active connector may
-change while no request runs and no store is in flight.
+Both are vLLM's own ``OffloadingConnector`` with a CPU tier of its own; one of them has a secondary
+tier behind it. Every call is forwarded to the active connector and timed, at the same small cost
+for both. The active connector may change while no request runs and no store is in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
 
 from benchmarks.vllm_rig import BARE_FIRST
 
@@ -42,9 +44,13 @@ class SwitchConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not
     """Seconds in calls of each connector, by ``tiered``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        bare_first = vllm_config.kv_transfer_config.kv_connector_extra_config[BARE_FIRST]
+        bare_first = vllm_config.kv_transfer_config.kv_connector_extra_config[
+            BARE_FIRST
+        ]
         both = {
-            tiered: OffloadingConnector(_config_of(vllm_config, tiered=tiered), role, kv_cache_config)
+            tiered: OffloadingConnector(
+                _config_of(vllm_config, tiered=tiered), role, kv_cache_config
+            )
             for tiered in (not bare_first, bare_first)
         }
         object.__setattr__(self, "_both", both)
@@ -52,7 +58,9 @@ class SwitchConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not
     def __getattribute__(self, name: str) -> Any:
         both = object.__getattribute__(self, "_both")
         if name in FOR_BOTH:
-            return lambda *arguments, **options: [getattr(each, name)(*arguments, **options) for each in both.values()]
+            return lambda *arguments, **options: [
+                getattr(each, name)(*arguments, **options) for each in both.values()
+            ]
         found = getattr(both[SwitchConnector.tiered], name)
         return found if name.startswith("__") or not callable(found) else _timed(found)
 
@@ -63,15 +71,22 @@ def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(*arguments, **options)
         finally:
-            SwitchConnector.seconds[SwitchConnector.tiered] += time.perf_counter() - begin
+            SwitchConnector.seconds[SwitchConnector.tiered] += (
+                time.perf_counter() - begin
+            )
 
     return timed
 
 
 def _config_of(vllm_config: Any, *, tiered: bool) -> Any:
-    """Return the engine's configuration for one connector; each has its own file of rows, by its engine id."""
+    """Return the engine's configuration for one connector; each has its own file of rows, by its
+    engine id."""
     transfer = vllm_config.kv_transfer_config
-    extra = {name: value for name, value in transfer.kv_connector_extra_config.items() if name != BARE_FIRST}
+    extra = {
+        name: value
+        for name, value in transfer.kv_connector_extra_config.items()
+        if name != BARE_FIRST
+    }
     mine = copy.copy(vllm_config)
     mine.kv_transfer_config = dataclasses.replace(
         transfer,

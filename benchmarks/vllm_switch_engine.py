@@ -15,7 +15,8 @@ class SwitchServer(Server):
         return tiered
 
     def seconds(self) -> list[float]:
-        """Return the seconds so far in calls of the connector without secondary tiers, and of the one with them."""
+        """Return the seconds so far in calls of the connector without secondary tiers, and of the
+        one with them."""
         return [SwitchConnector.seconds[tiered] for tiered in (False, True)]
 
 

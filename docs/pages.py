@@ -1,11 +1,14 @@
 """How files of the repository become pages of the site: what mkdocs does not do by itself.
 
-1. Pages are not duplicated: the front page is README.md, a driver's page is the README in its folder.
-2. A link between files, which works where the repository is browsed, becomes one between pages. One to a file that is
-   no page becomes its text. One to nothing is a warning, which ``mkdocs build --strict`` makes an error.
+1. Pages are not duplicated: the front page is README.md, a driver's page is the README in its
+   folder.
+2. A link between files, which works where the repository is browsed, becomes one between pages. One
+   to a file that is no page becomes its text. One to nothing is a warning, which ``mkdocs build
+   --strict`` makes an error.
 3. A link to a source file on a line of its own becomes the file's text.
 4. A page that would fetch anything over the network causes a warning, too.
-5. Names in table cells may break after a separator or before a capital letter: narrow columns stay readable.
+5. Names in table cells may break after a separator or before a capital letter: narrow columns stay
+   readable.
 """
 
 from __future__ import annotations
@@ -40,11 +43,14 @@ _SOURCE = re.compile(r"^\[([\w./-]+\.(py|toml))\]\(([\w./-]+)\)$", re.MULTILINE)
 _LANGUAGES = MappingProxyType({"py": "python", "toml": "toml"})
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _FETCH = re.compile(
-    r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)", re.IGNORECASE
+    r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)",
+    re.IGNORECASE,
 )
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _NAME = re.compile(r"<code>[^<]*</code>")
-_BREAK = re.compile(r"(?<=[A-Za-z\]][/_.=])(?=[A-Za-z])(?!py\b)|(?<=[a-z])(?=[A-Z\[])(?<![0-9][KMGT]i)")
+_BREAK = re.compile(
+    r"(?<=[A-Za-z\]][/_.=])(?=[A-Za-z])(?!py\b)|(?<=[a-z])(?=[A-Z\[])(?<![0-9][KMGT]i)"
+)
 _OPTION = re.compile(r"<code>(-[^<]{1,30})</code>")
 _QUANTITY = re.compile(r"(?<=[0-9]) (?=(?:[KMG]iB|[kMG]B|[µmn]?s|%)(?![A-Za-z]))")
 _ELEMENT = re.compile(r"(<(pre|script|style)\b.*?</\2>|<[^>]*>)|[^<]+", re.DOTALL)
@@ -60,24 +66,38 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """Turn links between files into links between pages, except in code fences."""
     where = page.file.src_uri
-    source = next((source for source, name in PAGES.items() if name == where), f"docs/{where}")
+    source = next(
+        (source for source, name in PAGES.items() if name == where), f"docs/{where}"
+    )
     markdown = _SOURCE.sub(_included(source), markdown)
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
-        parts += [_LINK.sub(_rewriter(source, where, files), markdown[end : fence.start()]), fence[0]]
+        parts += [
+            _LINK.sub(_rewriter(source, where, files), markdown[end : fence.start()]),
+            fence[0],
+        ]
         end = fence.end()
     return "".join([*parts, _LINK.sub(_rewriter(source, where, files), markdown[end:])])
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Warn about content that a browser would fetch over the network; mark where names in tables may break, and where
-    options, and numbers with their units, must not.
+    """Warn about content that a browser would fetch over the network; mark where names in tables
+    may break, and where options, and numbers with their units, must not.
     """
     for url in _FETCH.findall(output):
-        logger.warning("%s fetches %s: the site is to be read without a network", page.file.src_uri, url)
-    output = _CELL.sub(lambda cell: _NAME.sub(lambda name: _BREAK.sub("<wbr>", name[0]), cell[0]), output)
+        logger.warning(
+            "%s fetches %s: the site is to be read without a network",
+            page.file.src_uri,
+            url,
+        )
+    output = _CELL.sub(
+        lambda cell: _NAME.sub(lambda name: _BREAK.sub("<wbr>", name[0]), cell[0]),
+        output,
+    )
     output = _OPTION.sub(r'<code class="whole">\1</code>', output)
-    return _ELEMENT.sub(lambda part: part[0] if part[1] else _QUANTITY.sub("\u00a0", part[0]), output)
+    return _ELEMENT.sub(
+        lambda part: part[0] if part[1] else _QUANTITY.sub("\u00a0", part[0]), output
+    )
 
 
 def _included(source: str) -> Callable[[re.Match[str]], str]:
@@ -97,7 +117,9 @@ def _rewriter(source: str, where: str, files: Files) -> Callable[[re.Match[str]]
             return link[0]
         found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         name = PAGES.get(found) or STANDS_FOR.get(found) or found.removeprefix("docs/")
-        if files.get_file_from_path(name) is not None and (found.startswith("docs/") or name != found):
+        if files.get_file_from_path(name) is not None and (
+            found.startswith("docs/") or name != found
+        ):
             relative = posixpath.relpath(name, posixpath.dirname(where) or ".")
             return f"{image}[{text}]({relative}{'#' + anchor if anchor else ''})"
         if not (ROOT / found).exists():

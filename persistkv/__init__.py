@@ -1,7 +1,7 @@
 """persistkv keeps the KV cache of LLM inference on durable storage.
 
-Importing it imports neither torch nor transformers: all names except the errors are imported at their first use.
-``Engine``, ``load`` and ``save`` need the extra ``persistkv[transformers]``.
+Importing it imports neither torch nor transformers: all names except the errors are imported at
+their first use. ``Engine``, ``load`` and ``save`` need the extra ``persistkv[transformers]``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from persistkv.errors import (
 
 if TYPE_CHECKING:
     from persistkv.integrations.transformers.engine import Engine
-    from persistkv.integrations.transformers.persistent_cache import PersistentCache, load, save
+    from persistkv.integrations.transformers.persistent_cache import (
+        PersistentCache,
+        load,
+        save,
+    )
     from persistkv_tools.options import Selection
     from persistkv_tools.store import StoreHandle, open_store
 

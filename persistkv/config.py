@@ -1,4 +1,5 @@
-"""Typed configuration, and the plug-ins that it names. Errors name the field, the value and the expected value."""
+"""Typed configuration, and the plug-ins that it names. Errors name the field, the value and the
+expected value."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ from persistkv.errors import ConfigurationError, MissingOptionError
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
-PAGE_BYTES = 4 << 10  # 4 KiB: the page size of all supported platforms and the alignment that O_DIRECT requires
-MAX_BLOCK_BYTES = 256 << 20  # 256 MiB: bound on the memory that a block of an untrusted file can claim
+# 4 KiB: the page size of all supported platforms and the alignment that O_DIRECT requires
+PAGE_BYTES = 4 << 10
+# 256 MiB: bound on the memory that a block of an untrusted file can claim
+MAX_BLOCK_BYTES = 256 << 20
 MAX_PACK_BYTES = 64 << 20  # 64 MiB: maximum raw bytes of a pack
 
 _UNITS = {"": 1, "B": 1}
@@ -47,7 +50,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)\s*", re.ASCII)
 
 
 def parse_size(value: int | str, *, name: str) -> int:
-    """Return the bytes of a size such as ``100GiB``, ``512 MiB`` or ``4096``. 1 KiB is 1024 bytes, 1 KB is 1000.
+    """Return the bytes of a size such as ``100GiB``, ``512 MiB`` or ``4096``. 1 KiB is 1024 bytes,
+    1 KB is 1000.
 
     :param name: name of the setting, for the error.
     :raises ConfigurationError: if the value is no size, or not positive.
@@ -74,23 +78,28 @@ def parse_duration(value: str, *, name: str) -> float:
     match = _DURATION.fullmatch(value)
     seconds = float(Decimal(match[1]) * _SECONDS[match[2]]) if match else 0.0
     if not 0 < seconds < math.inf:
-        raise ConfigurationError(name, value, "a positive duration such as 30s, 12h or 7d")
+        raise ConfigurationError(
+            name, value, "a positive duration such as 30s, 12h or 7d"
+        )
     return seconds
 
 
 def parse_durability(text: str) -> float | None:
     """Parse the durability level; return the interval in seconds, or None for ``commit``.
 
-    ``commit`` (None): store jobs are cut into packs of at most 32 MiB, and packs of 4 MiB and more are written at once.
-    In a local store, their blocks are durable when the store job ends; in a remote store, the job may end earlier. The
-    blocks of smaller packs are copied, and their write begins when their request ends, when 16 MiB of the request wait,
-    or at the age ``StoreOptions.max_age_s``, whichever is first.
+    ``commit`` (None): store jobs are cut into packs of at most 32 MiB, and packs of 4 MiB and more
+    are written at once. In a local store, their blocks are durable when the store job ends; in a
+    remote store, the job may end earlier. The blocks of smaller packs are copied, and their write
+    begins when their request ends, when 16 MiB of the request wait, or at the age
+    ``StoreOptions.max_age_s``, whichever is first.
 
-    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old; then one write of all of them begins. A
-    request counts as persisted, and lookups find its blocks, only once they are durable.
+    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old; then one write of all
+    of them begins. A request counts as persisted, and lookups find its blocks, only once they are
+    durable.
 
-    At both levels, blocks are written earlier on ``flush`` or if waiting blocks fill half of their memory. A crash of
-    the store's host or the machine loses accepted blocks whose write has not ended, and nothing else.
+    At both levels, blocks are written earlier on ``flush`` or if waiting blocks fill half of their
+    memory. A crash of the store's host or the machine loses accepted blocks whose write has not
+    ended, and nothing else.
 
     :raises ConfigurationError: the text is neither.
     """
@@ -100,57 +109,77 @@ def parse_durability(text: str) -> float | None:
     if kind == "interval":
         with suppress(ConfigurationError):
             return parse_duration(interval, name="durability")
-    raise ConfigurationError("durability", text, "commit, or interval:5s for any positive duration")
+    raise ConfigurationError(
+        "durability", text, "commit, or interval:5s for any positive duration"
+    )
 
 
 def store_url(store: str | Path) -> str:
-    """Return the URL of an LMDB store given by its path: absolute, with ``~`` replaced by the home directory. Text is
-    returned unchanged: ``StoreUrl.parse`` accepts URLs and paths.
+    """Return the URL of an LMDB store given by its path: absolute, with ``~`` replaced by the home
+    directory. Text is returned unchanged: ``StoreUrl.parse`` accepts URLs and paths.
     """
-    return f"lmdb://{quote(str(store.expanduser().absolute()))}" if isinstance(store, Path) else store
+    return (
+        f"lmdb://{quote(str(store.expanduser().absolute()))}"
+        if isinstance(store, Path)
+        else store
+    )
 
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Parsed URL of a store: ``lmdb:///var/kv?capacity=100GiB`` has a scheme, a location and options."""
+    """Parsed URL of a store: ``lmdb:///var/kv?capacity=100GiB`` has a scheme, a location and
+    options."""
 
     scheme: str
     """Name of the backend, e.g. ``lmdb``."""
     location: str
-    """Location that the backend opens: a path (``/var/kv``), or bucket and prefix (``bucket/prefix``)."""
+    """Location that the backend opens: a path (``/var/kv``), or bucket and prefix
+    (``bucket/prefix``)."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options in the query of the URL: value by name."""
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
-        """Parse a URL, or the path of an LMDB store: ``/var/kv?capacity=100GiB`` and ``~/kv`` mean ``lmdb://`` URLs.
+        """Parse a URL, or the path of an LMDB store: ``/var/kv?capacity=100GiB`` and ``~/kv`` mean
+        ``lmdb://`` URLs.
 
         ``~`` at the beginning of a location is the home directory.
 
-        :raises ConfigurationError: if there is no scheme, no location, user information (credentials are not allowed in
-            URLs), a fragment, or a repeated option.
+        :raises ConfigurationError: if there is no scheme, no location, user information
+            (credentials are not allowed in URLs), a fragment, or a repeated option.
         """
-        expected = "scheme://location?option=value or an absolute path, e.g. lmdb:///var/cache/kv?capacity=100GiB"
+        expected = (
+            "scheme://location?option=value or an absolute path, e.g. "
+            "lmdb:///var/cache/kv?capacity=100GiB"
+        )
         if url.startswith(("/", "~")):
             path, mark, query = url.partition("?")
             url = f"lmdb://{quote(os.path.expanduser(path))}{mark}{query}"
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise ConfigurationError("url", f"{url.partition('://')[0]}://…", f"{expected} ({error})") from None
+            raise ConfigurationError(
+                "url", f"{url.partition('://')[0]}://…", f"{expected} ({error})"
+            ) from None
         location = os.path.expanduser(unquote(parts.netloc + parts.path))
         if "@" in parts.netloc:
             raise ConfigurationError(
-                "url", f"{parts.scheme}://…", "no user information: URLs must not contain credentials"
+                "url",
+                f"{parts.scheme}://…",
+                "no user information: URLs must not contain credentials",
             )
         if not parts.scheme or not location or "://" not in url:
             raise ConfigurationError("url", url, expected)
         if parts.fragment or url.endswith("#"):
-            raise ConfigurationError("url", url, "no fragment: in a path, # is written %23")
+            raise ConfigurationError(
+                "url", url, "no fragment: in a path, # is written %23"
+            )
         options: dict[str, str] = {}
         for name, value in parse_qsl(parts.query, keep_blank_values=True):
             if name in options:
-                raise ConfigurationError(f"url option {name}", value, "each option once")
+                raise ConfigurationError(
+                    f"url option {name}", value, "each option once"
+                )
             options[name] = value
         return cls(parts.scheme, location, options)
 
@@ -162,25 +191,33 @@ def convert_options(
     where: str,
     others: Iterable[str] = (),
 ) -> OptionsT:
-    """Build the typed options ``kind`` from untyped ones; strings are converted to numbers and flags.
+    """Build the typed options ``kind`` from untyped ones; strings are converted to numbers and
+    flags.
 
     :param where: owner of the options, for errors, such as ``offloading``.
-    :param others: options in the same place that are not part of ``kind``, for errors about unknown ones.
-    :raises ConfigurationError: if an option is unknown, missing or invalid; the error contains ``where`` and its name.
+    :param others: options in the same place that are not part of ``kind``, for errors about unknown
+        ones.
+    :raises ConfigurationError: if an option is unknown, missing or invalid; the error contains
+        ``where`` and its name.
     """
     known = {f.encode_name: f for f in msgspec.structs.fields(kind)}
     for name in options:
         if name not in known:
             names = ", ".join(sorted({*known, *others}))
-            raise ConfigurationError(f"{where} option {name}", options[name], f"one of {names or 'none'}")
+            raise ConfigurationError(
+                f"{where} option {name}", options[name], f"one of {names or 'none'}"
+            )
     for name, option in known.items():
         if option.required and name not in options:
-            raise MissingOptionError(f"{where} option {name}", "a value: there is no default")
+            raise MissingOptionError(
+                f"{where} option {name}", "a value: there is no default"
+            )
     values = {name: _plain_boolean(value) for name, value in options.items()}
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigurationError):  # raised by the struct, with a better message
+        # raised by the struct, with a better message
+        if isinstance(error.__cause__, ConfigurationError):
             raise error.__cause__ from None
         message, _, place = str(error).partition(" - at ")
         path = place.partition("$.")[2].rstrip("`")
@@ -188,37 +225,61 @@ def convert_options(
         expected = _expected(message, known[name].type) if name in known else message
         if path != name:
             expected += f" at {path}"
-        raise ConfigurationError(f"{where} option {name}", options.get(name), expected) from None
+        raise ConfigurationError(
+            f"{where} option {name}", options.get(name), expected
+        ) from None
 
 
 def _expected(message: str, kind: Any) -> str:
-    """Return the expected value in words: the choices of a Literal ``kind``, else what msgspec's message names."""
-    choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
+    """Return the expected value in words: the choices of a Literal ``kind``, else what msgspec's
+    message names."""
+    choices = [
+        choice
+        for part in (kind, *get_args(kind))
+        if get_origin(part) is Literal
+        for choice in get_args(part)
+    ]
     if choices:
         return f"one of {', '.join(map(str, choices))}"
     names = message.removeprefix("Expected ").partition(", got ")[0].replace("`", "")
     return " or ".join(
-        re.sub(r"^\w+", lambda name: _TYPE_NAMES.get(name[0], name[0]), part) for part in names.split(" | ")
+        re.sub(r"^\w+", lambda name: _TYPE_NAMES.get(name[0], name[0]), part)
+        for part in names.split(" | ")
     )
 
 
 def _plain_boolean(value: Any) -> Any:
-    """Return the flag for ``yes``, ``on``, ``no`` and ``off``, which msgspec's lax mode lacks, else ``value``."""
-    return {"yes": True, "on": True, "no": False, "off": False}.get(value, value) if isinstance(value, str) else value
+    """Return the flag for ``yes``, ``on``, ``no`` and ``off``, which msgspec's lax mode lacks, else
+    ``value``."""
+    return (
+        {"yes": True, "on": True, "no": False, "off": False}.get(value, value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 class Registry(Generic[T]):
     """Subclasses of ``base`` by name: built-in ones, and plug-ins of an entry-point group.
 
-    Plug-ins are looked up on each call and imported only when they are requested. They cannot replace a built-in class.
+    Plug-ins are looked up on each call and imported only when they are requested. They cannot
+    replace a built-in class.
 
     :param field: the setting that holds the name, for errors.
     """
 
     def __init__(
-        self, group: str, field: str, base: type[Any], built_in: Mapping[str, type[T]] = MappingProxyType({})
+        self,
+        group: str,
+        field: str,
+        base: type[Any],
+        built_in: Mapping[str, type[T]] = MappingProxyType({}),
     ) -> None:
-        self._group, self._field, self._base, self._built_in = group, field, base, built_in
+        self._group, self._field, self._base, self._built_in = (
+            group,
+            field,
+            base,
+            built_in,
+        )
 
     def names(self) -> list[str]:
         """Return the names of the built-in classes and of the installed plug-ins, sorted."""
@@ -227,23 +288,33 @@ class Registry(Generic[T]):
     def get(self, name: object) -> type[T]:
         """Return the class of a name from the user's configuration.
 
-        :raises ConfigurationError: no such name (the error lists the known ones), a plug-in that cannot be imported
-            (the error names its distribution), or one that is no subclass of the base class.
+        :raises ConfigurationError: no such name (the error lists the known ones), a plug-in that
+            cannot be imported (the error names its distribution), or one that is no subclass of the
+            base class.
         """
         if isinstance(name, str) and name in self._built_in:
             return self._built_in[name]
         point = self._plugins().get(name) if isinstance(name, str) else None
         if point is None:
             known = ", ".join(self.names())
-            raise ConfigurationError(self._field, name, f"one of {known}" if known else f"a plug-in of {self._group}")
+            raise ConfigurationError(
+                self._field,
+                name,
+                f"one of {known}" if known else f"a plug-in of {self._group}",
+            )
         source = f"{point.value} of {point.dist.name if point.dist else 'an unnamed distribution'}"
         try:
             found: Any = point.load()
         except Exception as error:
-            expected = f"a plug-in that can be imported; {source} raised {type(error).__name__}: {error}"
+            expected = (
+                f"a plug-in that can be imported; {source} raised "
+                f"{type(error).__name__}: {error}"
+            )
             raise ConfigurationError(self._field, name, expected) from error
         if not (isinstance(found, type) and issubclass(found, self._base)):
-            raise ConfigurationError(self._field, name, f"a plug-in; {source} is no {self._base.__name__}")
+            raise ConfigurationError(
+                self._field, name, f"a plug-in; {source} is no {self._base.__name__}"
+            )
         return found
 
     def _plugins(self) -> dict[str, EntryPoint]:
@@ -254,7 +325,8 @@ class GroupLayout(msgspec.Struct, frozen=True):
     """The bytes of a primary tier row that a block of one KV cache group uses."""
 
     ranges: tuple[tuple[int, int], ...]
-    """(offset, length) in bytes, ascending, not overlapping. Bytes between them are stale and never persisted."""
+    """(offset, length) in bytes, ascending, not overlapping. Bytes between them are stale and never
+    persisted."""
 
     @property
     def block_bytes(self) -> int:
@@ -263,8 +335,8 @@ class GroupLayout(msgspec.Struct, frozen=True):
 
 
 class VectorLayout(msgspec.Struct, frozen=True):
-    """Positions of one KV cache group's numbers in a row. A cell is one part (keys or values) of one head of one layer
-    in one worker; it contains one vector for each token of the block.
+    """Positions of one KV cache group's numbers in a row. A cell is one part (keys or values) of
+    one head of one layer in one worker; it contains one vector for each token of the block.
     """
 
     offset: int
@@ -278,7 +350,8 @@ class VectorLayout(msgspec.Struct, frozen=True):
 
 
 class NumberLayout(msgspec.Struct, frozen=True):
-    """Positions and dtype of the numbers in a row. Needed to compare blocks whose numbers may differ by rounding."""
+    """Positions and dtype of the numbers in a row. Needed to compare blocks whose numbers may
+    differ by rounding."""
 
     dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
     groups: tuple[VectorLayout, ...]
@@ -300,19 +373,31 @@ class RowLayout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.row_stride <= 0 or self.row_stride % PAGE_BYTES:
-            raise ConfigurationError("row_stride", self.row_stride, "a positive multiple of 4096 bytes")
+            raise ConfigurationError(
+                "row_stride", self.row_stride, "a positive multiple of 4096 bytes"
+            )
         if not self.groups:
-            raise ConfigurationError("groups", self.groups, "at least one KV cache group")
+            raise ConfigurationError(
+                "groups", self.groups, "at least one KV cache group"
+            )
         for index, group in enumerate(self.groups):
             name, end = f"groups[{index}].ranges", 0
             for offset, length in group.ranges:
                 if offset < end or length <= 0 or offset + length > self.row_stride:
-                    raise ConfigurationError(name, group.ranges, f"ascending ranges within {self.row_stride} bytes")
+                    raise ConfigurationError(
+                        name,
+                        group.ranges,
+                        f"ascending ranges within {self.row_stride} bytes",
+                    )
                 end = offset + length
             if not end:
                 raise ConfigurationError(name, group.ranges, "at least one range")
             if group.block_bytes > MAX_BLOCK_BYTES:
-                raise ConfigurationError(name, group.ranges, f"at most {MAX_BLOCK_BYTES} bytes: use smaller blocks")
+                raise ConfigurationError(
+                    name,
+                    group.ranges,
+                    f"at most {MAX_BLOCK_BYTES} bytes: use smaller blocks",
+                )
 
 
 @dataclass(frozen=True)
@@ -323,7 +408,8 @@ class OffloadingConfig:
     """
 
     identity: Mapping[str, Any]
-    """Everything that must match for KV bytes to be valid, as JSON values (``persistkv.storage.identity``)."""
+    """Everything that must match for KV bytes to be valid, as JSON values
+    (``persistkv.storage.identity``)."""
     block_size: int
     """Tokens in one offloaded block."""
     layout: RowLayout
@@ -331,13 +417,18 @@ class OffloadingConfig:
     num_blocks: int
     """Rows of the primary tier."""
     region_fds: tuple[int, ...] = ()
-    """Descriptors of the files that are the primary tier's memory, one after the other, which a host process maps.
-    Empty: not available, so a tier cannot use a host process."""
+    """Descriptors of the files that are the primary tier's memory, one after the other, which a
+    host process maps. Empty: not available, so a tier cannot use a host process."""
     enable_events: bool = False
-    """Whether the engine uses the events of the tier's ``take_events``; False: the tier may return none."""
+    """Whether the engine uses the events of the tier's ``take_events``; False: the tier may return
+    none."""
 
     def __post_init__(self) -> None:
         if self.block_size <= 0:
-            raise ConfigurationError("block_size", self.block_size, "a positive number of tokens")
+            raise ConfigurationError(
+                "block_size", self.block_size, "a positive number of tokens"
+            )
         if self.num_blocks <= 0:
-            raise ConfigurationError("num_blocks", self.num_blocks, "a positive number of rows")
+            raise ConfigurationError(
+                "num_blocks", self.num_blocks, "a positive number of rows"
+            )

@@ -1,7 +1,8 @@
-"""All exception classes of persistkv, in one shallow tree. Misuse may raise built-in ones such as KeyError.
+"""All exception classes of persistkv, in one shallow tree. Misuse may raise built-in ones such as
+KeyError.
 
-Vendor exceptions (LMDB, the operating system, msgspec) are translated once, in the module that calls the vendor's code.
-Other modules do not catch them by name.
+Vendor exceptions (LMDB, the operating system, msgspec) are translated once, in the module that
+calls the vendor's code. Other modules do not catch them by name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class PersistKVError(Exception):
     """Base class of the exception classes of persistkv."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Make copies and unpickling skip the constructor, whose parameters differ between the subclasses."""
+        """Make copies and unpickling skip the constructor, whose parameters differ between the
+        subclasses."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -42,27 +44,39 @@ class ConfigurationError(PersistKVError, ValueError):
     :param message: text of the error; None: text with the other three.
     """
 
-    def __init__(self, field: str, value: object, expected: str, message: str | None = None) -> None:
-        super().__init__(message or f"{field}: {value!r} is not valid; expected {expected}")
+    def __init__(
+        self, field: str, value: object, expected: str, message: str | None = None
+    ) -> None:
+        super().__init__(
+            message or f"{field}: {value!r} is not valid; expected {expected}"
+        )
         self.field = field
         self.value = value
         self.expected = expected
 
 
 class MissingOptionError(ConfigurationError):
-    """A required value was not given: ``what``, such as an option or a command, requires one of ``needed``."""
+    """A required value was not given: ``what``, such as an option or a command, requires one of
+    ``needed``."""
 
     def __init__(self, what: str, needed: str) -> None:
         super().__init__(what, None, needed, f"{what} requires {needed}")
 
 
 class FileError(ConfigurationError):
-    """A file that the caller named cannot be used; ``action`` is what failed, such as ``read`` or ``write``."""
+    """A file that the caller named cannot be used; ``action`` is what failed, such as ``read`` or
+    ``write``."""
 
     def __init__(self, action: str, path: Path, error: Exception) -> None:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = (
+            error.strerror
+            if isinstance(error, OSError) and error.strerror
+            else str(error)
+        )
         where = "standard output" if str(path) == "-" else str(path)
-        super().__init__(action, str(path), reason, f"cannot {action} {where}: {reason}")
+        super().__init__(
+            action, str(path), reason, f"cannot {action} {where}: {reason}"
+        )
 
 
 class EngineClosedError(PersistKVError):
@@ -73,17 +87,33 @@ class EngineClosedError(PersistKVError):
 
 
 class PromptTooLongError(ConfigurationError):
-    """The prompt with its new tokens exceeds the model's context length or the device cache. Nothing was run.
+    """The prompt with its new tokens exceeds the model's context length or the device cache.
+    Nothing was run.
 
     :param tokens: tokens of the prompt and of the answer, of which ``limit`` fit.
-    :param option: option of the engine that raises the limit, with its smallest sufficient value ``needed``; None: the
-        limit is the model's context length.
+    :param option: option of the engine that raises the limit, with its smallest sufficient value
+        ``needed``; None: the limit is the model's context length.
     """
 
-    def __init__(self, tokens: int, limit: int, option: str | None = None, needed: int | None = None) -> None:
-        remedy = "the model's context length" if option is None else f"or {option}={needed}"
-        super().__init__("token_ids", f"{tokens} tokens", f"at most {limit} tokens, {remedy}")
-        self.tokens, self.limit, self.option, self.needed = tokens, limit, option, needed
+    def __init__(
+        self,
+        tokens: int,
+        limit: int,
+        option: str | None = None,
+        needed: int | None = None,
+    ) -> None:
+        remedy = (
+            "the model's context length" if option is None else f"or {option}={needed}"
+        )
+        super().__init__(
+            "token_ids", f"{tokens} tokens", f"at most {limit} tokens, {remedy}"
+        )
+        self.tokens, self.limit, self.option, self.needed = (
+            tokens,
+            limit,
+            option,
+            needed,
+        )
 
 
 class UnsupportedModelError(PersistKVError):
@@ -91,28 +121,35 @@ class UnsupportedModelError(PersistKVError):
 
 
 class UnsupportedReleaseError(PersistKVError):
-    """The installed release of a package lacks an interface that persistkv uses; the message names the release."""
+    """The installed release of a package lacks an interface that persistkv uses; the message names
+    the release."""
 
     def __init__(self, package: str, release: str, problem: str) -> None:
-        super().__init__(f"persistkv does not support {package} {release}: {problem}; install a tested release")
+        super().__init__(
+            f"persistkv does not support {package} {release}: {problem}; install a tested release"
+        )
         self.package = package
         self.release = release
         self.problem = problem
 
 
 class RegionError(PersistKVError):
-    """The shared memory of the primary tier is not available, or was released; the message contains the reason."""
+    """The shared memory of the primary tier is not available, or was released; the message contains
+    the reason."""
 
 
 class IdentityMismatchError(PersistKVError):
     """``strict_identity`` is set and the store contains only other identities.
 
-    :param differences: fields in which the requested identity differs from the most similar stored one.
+    :param differences: fields in which the requested identity differs from the most similar stored
+        one.
     """
 
     def __init__(self, url: str, differences: Sequence[FieldDifference]) -> None:
         lines = "; ".join(str(difference) for difference in differences)
-        super().__init__(f"{url} holds no namespace of this identity; the nearest differs in {lines}")
+        super().__init__(
+            f"{url} holds no namespace of this identity; the nearest differs in {lines}"
+        )
         self.url = url
         self.differences = tuple(differences)
 
@@ -122,23 +159,28 @@ class StoreError(PersistKVError):
 
 
 class StoreUnavailableError(StoreError):
-    """The store cannot be opened or reached: for example no permission, another file at its path, or no such host."""
+    """The store cannot be opened or reached: for example no permission, another file at its path,
+    or no such host."""
 
 
 class ProcessIdInUseError(StoreUnavailableError):
-    """A process in another PID namespace with the same PID uses the store. Open it from another process."""
+    """A process in another PID namespace with the same PID uses the store. Open it from another
+    process."""
 
 
 class StoreBusyError(StoreError):
-    """Another process or thread held the store's lock longer than a commit takes. Nothing was changed; retry later."""
+    """Another process or thread held the store's lock longer than a commit takes. Nothing was
+    changed; retry later."""
 
 
 class StoreFullError(StoreError):
-    """A write did not fit the capacity or the disk, even after eviction; its transaction was rolled back completely."""
+    """A write did not fit the capacity or the disk, even after eviction; its transaction was rolled
+    back completely."""
 
 
 class CorruptStoreError(StoreError):
-    """The catalogue of a store (tables of packs, manifests, free space, totals) is invalid. Nothing was changed."""
+    """The catalogue of a store (tables of packs, manifests, free space, totals) is invalid. Nothing
+    was changed."""
 
 
 class CorruptPackError(StoreError):
@@ -154,24 +196,32 @@ class CorruptPackError(StoreError):
 
 
 class HostError(PersistKVError):
-    """The host of a store does not start or answer, is closed, or belongs to the process that forked this one."""
+    """The host of a store does not start or answer, is closed, or belongs to the process that
+    forked this one."""
 
 
 class MissingExtraError(PersistKVError):
     """A package that an optional part of persistkv requires is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed: pip install 'persistkv[{extra}]'")
+        super().__init__(
+            f"{package} is not installed: pip install 'persistkv[{extra}]'"
+        )
         self.package = package
         self.extra = extra
 
 
 def printable(text: str) -> str:
-    """Return the text with every unprintable character as its Python escape sequence, such as ``\\x1b``.
+    """Return the text with every unprintable character as its Python escape sequence, such as
+    ``\\x1b``.
 
-    Unprintable are control characters (C0, C1, DEL), line ends, and format characters such as bidirectional overrides
-    and zero-width spaces. A terminal obeys some of them, and others hide or imitate text.
+    Unprintable are control characters (C0, C1, DEL), line ends, and format characters such as
+    bidirectional overrides and zero-width spaces. A terminal obeys some of them, and others hide or
+    imitate text.
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )

@@ -1,4 +1,5 @@
-"""Boundary around a component: its exceptions are logged and do not reach its caller or its siblings."""
+"""Boundary around a component: its exceptions are logged and do not reach its caller or its
+siblings."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Guard:
 class Isolation:
     """Logs the exceptions of one component instead of raising them. Not thread-safe.
 
-    Exceptions of the same call are logged at most once a minute; the others are dropped. Only ``Exception`` is caught:
-    KeyboardInterrupt and SystemExit are raised.
+    Exceptions of the same call are logged at most once a minute; the others are dropped. Only
+    ``Exception`` is caught: KeyboardInterrupt and SystemExit are raised.
 
     :param component: name of the component in log lines.
     """
@@ -39,7 +40,8 @@ class Isolation:
 
     @contextmanager
     def guard(self, call: str, consequence: str) -> Iterator[Guard]:
-        """Return a context manager around one call of the component that logs and suppresses its exception.
+        """Return a context manager around one call of the component that logs and suppresses its
+        exception.
 
         :param call: name of the call in the log line.
         :param consequence: effect of an exception of the call, for the log line.
@@ -51,8 +53,16 @@ class Isolation:
             guard.raised = True
             self.report(call, consequence, error)
 
-    def attempt(self, call: str, consequence: str, default: T, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``function(*arguments)``; if it raises, log the exception and return ``default``."""
+    def attempt(
+        self,
+        call: str,
+        consequence: str,
+        default: T,
+        function: Callable[..., T],
+        *arguments: Any,
+    ) -> T:
+        """Return the result of ``function(*arguments)``; if it raises, log the exception and return
+        ``default``."""
         try:
             return function(*arguments)
         except Exception as error:
@@ -60,8 +70,11 @@ class Isolation:
             return default
 
     def report(self, call: str, consequence: str, error: Exception) -> None:
-        """Log an exception of a call with its traceback, unless one of the same call was logged a short time ago."""
+        """Log an exception of a call with its traceback, unless one of the same call was logged a
+        short time ago."""
         now = time.monotonic()
         if now >= self._next_report.get(call, now):
             self._next_report[call] = now + _REPORT_INTERVAL_S
-            logger.error("%s raised in %s: %s", self.component, call, consequence, exc_info=error)
+            logger.error(
+                "%s raised in %s: %s", self.component, call, consequence, exc_info=error
+            )

@@ -14,13 +14,18 @@ class Tested(NamedTuple):
     newest: str
 
     def covers(self, release: str) -> bool:
-        """Return whether a release is in the range. One that only fixes errors of the newest, like 2.4.6 of 2.4, is."""
+        """Return whether a release is in the range. One that only fixes errors of the newest, like
+        2.4.6 of 2.4, is."""
         numbers = _numbers(release)
         newest = _numbers(self.newest)
         return _numbers(self.oldest) <= numbers and numbers[: len(newest)] <= newest
 
     def __str__(self) -> str:
-        return self.newest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+        return (
+            self.newest
+            if self.oldest == self.newest
+            else f"{self.oldest} to {self.newest}"
+        )
 
 
 TESTED = MappingProxyType(
@@ -40,12 +45,14 @@ TESTED = MappingProxyType(
         "vllm": Tested("0.31", "0.32"),
     }
 )
-"""By package. Tests compare it with the constraint files, the Makefile (vLLM) and the table in docs/releases.md."""
+"""By package. Tests compare it with the constraint files, the Makefile (vLLM) and the table in
+docs/releases.md."""
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """Return the numbers of a release without a pre-release or a build, such as (2, 13, 0) for ``2.13.0+cpu``."""
+    """Return the numbers of a release without a pre-release or a build, such as (2, 13, 0) for
+    ``2.13.0+cpu``."""
     found = _RELEASE.match(release)
     return tuple(map(int, found[0].split("."))) if found else ()

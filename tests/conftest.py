@@ -1,7 +1,7 @@
 """Settings of all tests.
 
-No host process may remain after a test: it outlives its engine, and would outlive the test run. Hypothesis examples
-have no deadline, because a busy machine is not a failure.
+No host process may remain after a test: it outlives its engine, and would outlive the test run.
+Hypothesis examples have no deadline, because a busy machine is not a failure.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _RUN = "PERSISTKV_TEST_RUN"
-"""Environment variable that marks the processes of one test run: other runs on the machine have host processes too."""
+"""Environment variable that marks the processes of one test run: other runs on the machine have
+host processes too."""
 
 
 def mark_run() -> None:
@@ -19,15 +20,16 @@ def mark_run() -> None:
 
 
 def host_processes() -> set[int]:
-    """Return the PIDs of the live host processes of this run, including those whose engine is dead."""
+    """Return the PIDs of the live host processes of this run, including those whose engine is
+    dead."""
     mark = f"{_RUN}={os.environ[_RUN]}".encode()
     found = set()
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal():
             with suppress(OSError):  # the process has ended
-                if (directory / "cmdline").read_bytes().endswith(b"\0persistkv-host\0") and mark in (
-                    directory / "environ"
-                ).read_bytes().split(b"\0"):
+                if (directory / "cmdline").read_bytes().endswith(
+                    b"\0persistkv-host\0"
+                ) and mark in (directory / "environ").read_bytes().split(b"\0"):
                     found.add(int(directory.name))
     return found
 

@@ -21,7 +21,9 @@ def payload(backend: Any, namespace: bytes, pack_id: bytes) -> bytes:
     memory = memory_of(backend)
     held = _replica(memory, namespace).blobs([pack_id])[pack_id]
     data = bytearray(held.table.payload_length)
-    memory.blobs.read(_blob_of(memory, namespace, pack_id), 0, len(data), [memoryview(data)])
+    memory.blobs.read(
+        _blob_of(memory, namespace, pack_id), 0, len(data), [memoryview(data)]
+    )
     return bytes(data)
 
 
@@ -31,7 +33,9 @@ def set_payload(backend: Any, namespace: bytes, pack_id: bytes, data: bytes) -> 
     memory.blobs.put(_blob_of(memory, namespace, pack_id), [data])
 
 
-def flip(backend: Any, namespace: bytes, pack_id: bytes, offset: int, mask: int = 1) -> None:
+def flip(
+    backend: Any, namespace: bytes, pack_id: bytes, offset: int, mask: int = 1
+) -> None:
     """Flip bits in one byte of a payload."""
     data = bytearray(payload(backend, namespace, pack_id))
     data[offset] ^= mask
@@ -51,8 +55,11 @@ def set_table_row(backend: Any, namespace: bytes, pack_id: bytes, data: bytes) -
         rows.put("packs", namespace + pack_id, bytes(8) + data)
 
 
-def set_manifest_row(backend: Any, namespace: bytes, manifest_id: str, table: str, data: bytes) -> None:
-    """Replace a manifest's head (table ``manifests``) or the place of its keys (table ``manifest_keys``)."""
+def set_manifest_row(
+    backend: Any, namespace: bytes, manifest_id: str, table: str, data: bytes
+) -> None:
+    """Replace a manifest's head (table ``manifests``) or the place of its keys (table
+    ``manifest_keys``)."""
     with _replica(memory_of(backend), namespace).rows(write=True) as rows:
         rows.put(table, manifest_row(namespace, manifest_id), data)
 

@@ -1,4 +1,5 @@
-"""An engine of several tensor-parallel workers in this process, over the tiering stack: real rows and real copies."""
+"""An engine of several tensor-parallel workers in this process, over the tiering stack: real rows
+and real copies."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ PAGE_BYTES = 2 * BLOCK_TOKENS * NUM_HEADS * HEAD_BYTES
 
 
 def block_keys(count: int, start: int = 0) -> list[OffloadKey]:
-    return [make_offload_key(number.to_bytes(32, "little"), 0) for number in range(start, start + count)]
+    return [
+        make_offload_key(number.to_bytes(32, "little"), 0)
+        for number in range(start, start + count)
+    ]
 
 
 class ParallelEngine:
@@ -47,7 +51,13 @@ class ParallelEngine:
     """
 
     def __init__(
-        self, url: str, num_workers: int, *, factor: int = 1, tokens_first: bool = False, head_sharded: bool = True
+        self,
+        url: str,
+        num_workers: int,
+        *,
+        factor: int = 1,
+        tokens_first: bool = False,
+        head_sharded: bool = True,
     ) -> None:
         self.factor = factor
         self.num_parts = 2 * BLOCK_TOKENS if tokens_first else 2
@@ -71,26 +81,42 @@ class ParallelEngine:
                 "block_size": BLOCK_TOKENS * factor,
                 "secondary_tiers": [tier],
             }
-            self.specs.append(TieringOffloadingSpec(extra_config=options, geometry=geometry, identity={"weights": "w"}))
+            self.specs.append(
+                TieringOffloadingSpec(
+                    extra_config=options, geometry=geometry, identity={"weights": "w"}
+                )
+            )
             heads = HeadSharding(self.num_parts, NUM_HEADS // num_workers)
             tensors = []
             for _ in range(NUM_LAYERS):
                 pages = torch.zeros((NUM_ROWS * factor, page_bytes), dtype=torch.int8)
                 tensors.append(CanonicalKVCacheTensor(pages, page_bytes, heads))
-            refs = [CanonicalKVCacheRef(layer, page_bytes) for layer in range(NUM_LAYERS)]
+            refs = [
+                CanonicalKVCacheRef(layer, page_bytes) for layer in range(NUM_LAYERS)
+            ]
             self.caches.append(CanonicalKVCaches(tensors, [refs]))
         manager = self.specs[0].get_manager()
         assert isinstance(manager, TieringOffloadingManager)
         self.manager = manager
-        self.handlers = [list(spec.get_handlers(caches)) for spec, caches in zip(self.specs, self.caches, strict=True)]
+        self.handlers = [
+            list(spec.get_handlers(caches))
+            for spec, caches in zip(self.specs, self.caches, strict=True)
+        ]
         self.num_jobs = 0
 
-    def page(self, key: OffloadKey, position: int, layer: int, rank: int) -> npt.NDArray[np.int8]:
-        """Return one worker's part of the content of a device block, which depends on nothing else of the engine."""
+    def page(
+        self, key: OffloadKey, position: int, layer: int, rank: int
+    ) -> npt.NDArray[np.int8]:
+        """Return one worker's part of the content of a device block, which depends on nothing else
+        of the engine."""
         seed = [*key, position, layer]
-        whole = np.random.default_rng(seed).integers(-128, 128, PAGE_BYTES, dtype=np.int8)
+        whole = np.random.default_rng(seed).integers(
+            -128, 128, PAGE_BYTES, dtype=np.int8
+        )
         per_worker = NUM_HEADS // len(self.specs)
-        heads = whole.reshape(self.num_parts, NUM_HEADS, -1)[:, rank * per_worker : (rank + 1) * per_worker]
+        heads = whole.reshape(self.num_parts, NUM_HEADS, -1)[
+            :, rank * per_worker : (rank + 1) * per_worker
+        ]
         return np.ascontiguousarray(heads).reshape(-1)
 
     def store(self, keys: Sequence[OffloadKey], req_id: str) -> None:
@@ -114,7 +140,8 @@ class ParallelEngine:
         self.manager.take_events()
 
     def load(self, keys: Sequence[OffloadKey], req_id: str) -> bool:
-        """Load blocks and check every byte in every worker; return False if one of them is a miss."""
+        """Load blocks and check every byte in every worker; return False if one of them is a
+        miss."""
         req = self._begin(keys, req_id)
         deadline = time.monotonic() + 60
         while None in (answers := [self.manager.lookup(key, req) for key in keys]):
@@ -123,14 +150,20 @@ class ParallelEngine:
             time.sleep(0.001)
         found = all(answers)
         if found:
-            self._transfer(1, (self.manager.prepare_load(keys, req), self._device_blocks(keys)))
+            self._transfer(
+                1, (self.manager.prepare_load(keys, req), self._device_blocks(keys))
+            )
             self.manager.complete_load(keys, req)
             for rank, caches in enumerate(self.caches):
                 for layer, tensor in enumerate(caches.tensors):
                     for number, key in enumerate(keys):
                         for position in range(self.factor):
-                            page = tensor.tensor[number * self.factor + position].numpy()
-                            assert (page == self.page(key, position, layer, rank)).all(), "other bytes"
+                            page = tensor.tensor[
+                                number * self.factor + position
+                            ].numpy()
+                            assert (
+                                page == self.page(key, position, layer, rank)
+                            ).all(), "other bytes"
         self.manager.on_request_finished(req)
         return found
 
@@ -162,10 +195,13 @@ class ParallelEngine:
 
 
 def check_sharing(url: str, *, factor: int, tokens_first: bool) -> None:
-    """Check that 1, 2 and 1 workers, one engine after the other, load all blocks that the earlier ones stored."""
+    """Check that 1, 2 and 1 workers, one engine after the other, load all blocks that the earlier
+    ones stored."""
     keys: list[OffloadKey] = []
     for number, num_workers in enumerate((1, 2, 1)):
-        engine = ParallelEngine(url, num_workers, factor=factor, tokens_first=tokens_first)
+        engine = ParallelEngine(
+            url, num_workers, factor=factor, tokens_first=tokens_first
+        )
         try:
             assert not keys or engine.load(keys, f"load-{number}")
             new = block_keys(2, start=len(keys))

@@ -17,10 +17,18 @@ from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 @pytest.mark.parametrize("block_ids", [[3, 1, 2], (), range(2), np.array([7, 5])])
-def test_load_store_spec_any_sequence_becomes_int64_array(block_ids: Sequence[int]) -> None:
-    for spec in (CPULoadStoreSpec(block_ids), GPULoadStoreSpec(block_ids, [len(block_ids)], [0])):
+def test_load_store_spec_any_sequence_becomes_int64_array(
+    block_ids: Sequence[int],
+) -> None:
+    for spec in (
+        CPULoadStoreSpec(block_ids),
+        GPULoadStoreSpec(block_ids, [len(block_ids)], [0]),
+    ):
         assert isinstance(spec.block_ids, np.ndarray)
-        assert (spec.block_ids.dtype, spec.block_ids.shape) == (np.dtype(np.int64), (len(block_ids),))
+        assert (spec.block_ids.dtype, spec.block_ids.shape) == (
+            np.dtype(np.int64),
+            (len(block_ids),),
+        )
         assert spec.block_ids.tolist() == list(block_ids)
         assert repr(spec.block_ids.tolist()) in repr(spec)
 
@@ -40,4 +48,9 @@ def test_offload_key_parts_are_block_hash_and_group(block_hash: bytes) -> None:
 
 def test_base_import_does_not_import_torch() -> None:
     program = "import sys, persistkv.base; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], timeout=60, check=False
+        ).returncode
+        == 0
+    )

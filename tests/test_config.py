@@ -62,22 +62,36 @@ def test_parse_size_invalid_value_raises_and_names_field(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("30s", 30), ("1.5m", 90), (" 12 h ", 43_200), ("7d", 604_800), ("0.001s", 0.001)]
+    ("text", "seconds"),
+    [("30s", 30), ("1.5m", 90), (" 12 h ", 43_200), ("7d", 604_800), ("0.001s", 0.001)],
 )
 def test_parse_duration_valid_text_returns_seconds(text: str, seconds: float) -> None:
     assert parse_duration(text, name="n") == seconds
 
 
-@pytest.mark.parametrize("value", ["", "7", "d", "0d", "-1s", "1 week", "1e3s", "٣s", "nans", "infs", "1D", "1h30m"])
+@pytest.mark.parametrize(
+    "value",
+    ["", "7", "d", "0d", "-1s", "1 week", "1e3s", "٣s", "nans", "infs", "1D", "1h30m"],
+)
 def test_parse_duration_invalid_text_raises_and_names_field(value: str) -> None:
     with pytest.raises(ConfigurationError, match="ttl") as caught:
         parse_duration(value, name="ttl")
     assert caught.value.value == value
 
 
-@given(st.integers(1, 1 << 60), st.sampled_from(["", "B", "KiB", "MB", "GiB", "TB", "PiB"]))
+@given(
+    st.integers(1, 1 << 60), st.sampled_from(["", "B", "KiB", "MB", "GiB", "TB", "PiB"])
+)
 def test_parse_size_whole_number_with_unit_is_exact(count: int, unit: str) -> None:
-    factor = {"": 1, "B": 1, "KiB": 1 << 10, "MB": 10**6, "GiB": 1 << 30, "TB": 10**12, "PiB": 1 << 50}[unit]
+    factor = {
+        "": 1,
+        "B": 1,
+        "KiB": 1 << 10,
+        "MB": 10**6,
+        "GiB": 1 << 30,
+        "TB": 10**12,
+        "PiB": 1 << 50,
+    }[unit]
     assert parse_size(f"{count}{unit}", name="n") == int(Decimal(count) * factor)
 
 
@@ -92,13 +106,22 @@ def test_parse_size_any_text_is_positive_or_raises(text: str) -> None:
     [
         ("lmdb:///var/kv", StoreUrl("lmdb", "/var/kv")),
         ("lmdb://rel/path", StoreUrl("lmdb", "rel/path")),
-        ("lmdb:///var/kv?capacity=100GiB", StoreUrl("lmdb", "/var/kv", {"capacity": "100GiB"})),
-        ("s3://Bucket/pre/fix?a=1&b=", StoreUrl("s3", "Bucket/pre/fix", {"a": "1", "b": ""})),
+        (
+            "lmdb:///var/kv?capacity=100GiB",
+            StoreUrl("lmdb", "/var/kv", {"capacity": "100GiB"}),
+        ),
+        (
+            "s3://Bucket/pre/fix?a=1&b=",
+            StoreUrl("s3", "Bucket/pre/fix", {"a": "1", "b": ""}),
+        ),
         ("lmdb:///a%20b%23c%3Fd?x=%26", StoreUrl("lmdb", "/a b#c?d", {"x": "&"})),
         ("lmdb:///größe", StoreUrl("lmdb", "/größe")),
         ("lmdb:///a@b", StoreUrl("lmdb", "/a@b")),
         ("LMDB:///var", StoreUrl("lmdb", "/var")),
-        ("/var/a b#c%20?capacity=1GiB", StoreUrl("lmdb", "/var/a b#c%20", {"capacity": "1GiB"})),
+        (
+            "/var/a b#c%20?capacity=1GiB",
+            StoreUrl("lmdb", "/var/a b#c%20", {"capacity": "1GiB"}),
+        ),
         ("~/kv", StoreUrl("lmdb", os.path.expanduser("~/kv"))),
         ("lmdb://~/kv", StoreUrl("lmdb", os.path.expanduser("~/kv"))),
     ],
@@ -127,7 +150,9 @@ def test_store_url_parse_invalid_text_raises(url: str) -> None:
         StoreUrl.parse(url)
 
 
-@pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://key:secret@[bucket/x"])
+@pytest.mark.parametrize(
+    "url", ["s3://key:secret@bucket/x", "s3://key:secret@[bucket/x"]
+)
 def test_store_url_parse_credentials_raise_without_secret_in_message(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         StoreUrl.parse(url)
@@ -160,23 +185,41 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def test_convert_options_text_values_are_converted_to_field_types() -> None:
-    given_options = {"count": "3", "ratio": "0.25", "fast": "yes", "name": "x", "size": "1MiB"}
-    assert convert_options(Options, given_options, where="test") == Options(3, 0.25, True, "x", "1MiB")
-    assert convert_options(Options, {"fast": "off", "count": 4}, where="test") == Options(4)
+    given_options = {
+        "count": "3",
+        "ratio": "0.25",
+        "fast": "yes",
+        "name": "x",
+        "size": "1MiB",
+    }
+    assert convert_options(Options, given_options, where="test") == Options(
+        3, 0.25, True, "x", "1MiB"
+    )
+    assert convert_options(
+        Options, {"fast": "off", "count": 4}, where="test"
+    ) == Options(4)
     assert convert_options(Options, {}, where="test") == Options()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nope": "1"}, r"test option nope: '1' is not valid; expected one of count, fast, name, ratio, size"),
+        (
+            {"nope": "1"},
+            r"test option nope: '1' is not valid; expected one of count, fast, name, ratio, size",
+        ),
         ({"count": "many"}, r"test option count: 'many' is not valid"),
         ({"ratio": "x"}, r"test option ratio: 'x'"),
         ({"fast": "perhaps"}, r"test option fast: 'perhaps'"),
-        ({"size": "-1"}, r"^test option size: '-1' is not valid; expected a positive size"),
+        (
+            {"size": "-1"},
+            r"^test option size: '-1' is not valid; expected a positive size",
+        ),
     ],
 )
-def test_convert_options_invalid_option_raises_and_names_it(options: dict[str, Any], message: str) -> None:
+def test_convert_options_invalid_option_raises_and_names_it(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         convert_options(Options, options, where="test")
 
@@ -191,12 +234,23 @@ class TypedOptions(msgspec.Struct):
     ("options", "message"),
     [
         ({"tiers": "lmdb"}, "test option tiers: 'lmdb' is not valid; expected a list"),
-        ({"tiers": ["lmdb"]}, "test option tiers: ['lmdb'] is not valid; expected a mapping at tiers[0]"),
-        ({"mode": "slow"}, "test option mode: 'slow' is not valid; expected one of fast, safe"),
-        ({"limit": []}, "test option limit: [] is not valid; expected an integer or text"),
+        (
+            {"tiers": ["lmdb"]},
+            "test option tiers: ['lmdb'] is not valid; expected a mapping at tiers[0]",
+        ),
+        (
+            {"mode": "slow"},
+            "test option mode: 'slow' is not valid; expected one of fast, safe",
+        ),
+        (
+            {"limit": []},
+            "test option limit: [] is not valid; expected an integer or text",
+        ),
     ],
 )
-def test_convert_options_wrong_type_states_expected_type_once(options: dict[str, Any], message: str) -> None:
+def test_convert_options_wrong_type_states_expected_type_once(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         convert_options(TypedOptions, options, where="test")
     assert str(caught.value) == message
@@ -209,9 +263,20 @@ def test_row_layout_invalid_stride_raises(stride: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranges", [(), ((0, 0),), ((-1, 5),), ((0, 4097),), ((10, 5), (14, 5)), ((10, 5), (0, 5)), ((0, 8192),)]
+    "ranges",
+    [
+        (),
+        ((0, 0),),
+        ((-1, 5),),
+        ((0, 4097),),
+        ((10, 5), (14, 5)),
+        ((10, 5), (0, 5)),
+        ((0, 8192),),
+    ],
 )
-def test_row_layout_invalid_group_ranges_raise_and_name_group(ranges: tuple[tuple[int, int], ...]) -> None:
+def test_row_layout_invalid_group_ranges_raise_and_name_group(
+    ranges: tuple[tuple[int, int], ...],
+) -> None:
     with pytest.raises(ConfigurationError, match=r"groups\[1\].ranges"):
         RowLayout(4096, (GroupLayout(((0, 1),)), GroupLayout(ranges)))
 
@@ -224,7 +289,9 @@ def test_row_layout_block_bytes_exclude_padding() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"block_size": 0}, {"num_blocks": -1}])
-def test_offloading_config_invalid_count_raises_and_names_field(wrong: dict[str, Any]) -> None:
+def test_offloading_config_invalid_count_raises_and_names_field(
+    wrong: dict[str, Any],
+) -> None:
     good: dict[str, Any] = {
         "identity": {},
         "block_size": 16,
@@ -254,12 +321,15 @@ ANIMALS = Registry[Animal]("test.animals", "animal", Animal, {"cat": Cat})
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Install a distribution ``zoo`` with entry points of group ``test.animals`` and a broken module."""
+    """Install a distribution ``zoo`` with entry points of group ``test.animals`` and a broken
+    module."""
 
     def install(**points: str) -> None:
         info = tmp_path / "zoo-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: zoo\nVersion: 1.0\n")
+        (info / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: zoo\nVersion: 1.0\n"
+        )
         lines = "\n".join(f"{name} = {value}" for name, value in points.items())
         (info / "entry_points.txt").write_text(f"[test.animals]\n{lines}\n")
         (tmp_path / "zoo_broken.py").write_text("1 / 0")
@@ -273,20 +343,28 @@ def test_registry_get_built_in_name_returns_its_class() -> None:
 
 
 @pytest.mark.parametrize("name", ["fish", None, ["cat"]])
-def test_registry_get_unknown_name_raises_and_lists_known_names(install: Install, name: object) -> None:
+def test_registry_get_unknown_name_raises_and_lists_known_names(
+    install: Install, name: object
+) -> None:
     install(dog="zoo:Dog")
-    with pytest.raises(ConfigurationError, match=r"^animal: .* is not valid; expected one of cat, dog$"):
+    with pytest.raises(
+        ConfigurationError, match=r"^animal: .* is not valid; expected one of cat, dog$"
+    ):
         ANIMALS.get(name)
 
 
 def test_registry_get_empty_registry_raises_and_names_group() -> None:
-    with pytest.raises(ConfigurationError, match=r"expected a plug-in of test\.plants$"):
+    with pytest.raises(
+        ConfigurationError, match=r"expected a plug-in of test\.plants$"
+    ):
         Registry[Animal]("test.plants", "plant", Animal).get("rose")
 
 
 def test_registry_get_plug_in_returns_its_class(install: Install) -> None:
     install(ordered="collections:OrderedDict", plain="collections:Counter")
-    mappings = Registry[dict[str, int]]("test.animals", "mapping", dict, {"plain": dict})
+    mappings = Registry[dict[str, int]](
+        "test.animals", "mapping", dict, {"plain": dict}
+    )
     assert mappings.names() == ["ordered", "plain"]
     assert mappings.get("ordered") is OrderedDict
     assert mappings.get("plain") is dict, "a plug-in cannot replace a built-in class"
@@ -295,14 +373,28 @@ def test_registry_get_plug_in_returns_its_class(install: Install) -> None:
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("no_such_module:Dog", r"no_such_module:Dog of zoo raised ModuleNotFoundError: No module named 'no_such"),
-        ("persistkv.errors:Nothing", r"persistkv.errors:Nothing of zoo raised AttributeError"),
+        (
+            "no_such_module:Dog",
+            r"no_such_module:Dog of zoo raised ModuleNotFoundError: No module named 'no_such",
+        ),
+        (
+            "persistkv.errors:Nothing",
+            r"persistkv.errors:Nothing of zoo raised AttributeError",
+        ),
         ("zoo_broken:Dog", r"zoo_broken:Dog of zoo raised ZeroDivisionError"),
-        ("persistkv.errors:StoreError", r"persistkv.errors:StoreError of zoo is no Animal"),
+        (
+            "persistkv.errors:StoreError",
+            r"persistkv.errors:StoreError of zoo is no Animal",
+        ),
         ("os:getpid", r"os:getpid of zoo is no Animal"),
     ],
 )
-def test_registry_get_broken_plug_in_raises_and_names_distribution(install: Install, value: str, problem: str) -> None:
+def test_registry_get_broken_plug_in_raises_and_names_distribution(
+    install: Install, value: str, problem: str
+) -> None:
     install(dog=value)
-    with pytest.raises(ConfigurationError, match=rf"^animal: 'dog' is not valid; expected a plug-in.*; {problem}"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"^animal: 'dog' is not valid; expected a plug-in.*; {problem}",
+    ):
         ANIMALS.get("dog")

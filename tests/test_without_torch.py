@@ -10,12 +10,19 @@ HIDE = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', '
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", HIDE + program, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", HIDE + program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
 def test_library_import_without_torch_succeeds() -> None:
-    done = run("import persistkv, persistkv.base, persistkv.storage.store, persistkv.tiering.base, persistkv_lmdb")
+    done = run(
+        "import persistkv, persistkv.base, persistkv.storage.store, persistkv.tiering.base, "
+        "persistkv_lmdb"
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -34,6 +41,8 @@ def test_library_import_does_not_import_installed_torch() -> None:
 
 
 def test_cli_help_without_torch_lists_commands() -> None:
-    done = run("from persistkv_tools.cli import main; sys.argv = ['persistkv', '--help']; main()")
+    done = run(
+        "from persistkv_tools.cli import main; sys.argv = ['persistkv', '--help']; main()"
+    )
     assert done.returncode == 0, done.stderr
     assert "ls" in done.stdout

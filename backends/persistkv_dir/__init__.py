@@ -1,5 +1,5 @@
-"""The ``file://`` driver: a store in a directory that many machines mount. README.md in this folder has its guarantees
-and limits.
+"""The ``file://`` driver: a store in a directory that many machines mount. README.md in this folder
+has its guarantees and limits.
 """
 
 from persistkv_dir.backend import DirBackend

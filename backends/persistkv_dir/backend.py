@@ -20,10 +20,13 @@ class DirOptions(msgspec.Struct, frozen=True):
 
 
 class DirBackend(SharedBackend):
-    """Shared store in a directory that several machines mount, such as ``file:///mnt/shared/kv``."""
+    """Shared store in a directory that several machines mount, such as
+    ``file:///mnt/shared/kv``."""
 
     @classmethod
-    def open_blobs(cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool) -> Blobs:
+    def open_blobs(
+        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+    ) -> Blobs:
         cls.check_options(url, options)
         return DirBlobs(Path(url.location), read_only=read_only)
 
@@ -31,4 +34,6 @@ class DirBackend(SharedBackend):
     def check_options(cls, url: StoreUrl, options: Mapping[str, str]) -> None:
         convert_options(DirOptions, options, where="file", others=SHARED_NAMES)
         if not Path(url.location).is_absolute():
-            raise ConfigurationError("url", f"file://{url.location}", "an absolute path: file:///mnt/kv")
+            raise ConfigurationError(
+                "url", f"file://{url.location}", "an absolute path: file:///mnt/kv"
+            )

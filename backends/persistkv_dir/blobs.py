@@ -45,14 +45,17 @@ from persistkv_dir.checks import check_directory
 
 _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
-_DEAD_AFTER_S = 24 * 3600.0  # a day: a writer that is paused for longer writes its blob again
+# a day: a writer that is paused for longer writes its blob again
+_DEAD_AFTER_S = 24 * 3600.0
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")  # no valid name: lists do not show it
 
 _REMEDIES = {
     "list": "let the user of the engines read and search the directory",
-    "put": "let the user of the engines write to it; the file system must support fsync of directories, and rename",
+    "put": "let the user of the engines write to it; the file system must support fsync of "
+    "directories, and rename",
     "read": "let the user of the engines read its files",
-    "delete": "let the user of the engines delete its files: without that, the store exceeds its capacity",
+    "delete": "let the user of the engines delete its files: without that, the store exceeds "
+    "its capacity",
 }
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -78,7 +81,9 @@ _REFUSED = frozenset(
 )
 """Errors that another attempt would meet, too."""
 
-_NO_BLOB = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO})
+_NO_BLOB = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO}
+)
 """Errors of a path without a regular file: nothing, a link, a directory, a socket."""
 
 _CHANGED = frozenset({errno.ENOENT, errno.ESTALE})
@@ -160,7 +165,9 @@ class DirBlobs(Blobs):
         self._server_time = _ServerTime(written, time.monotonic())
         return written
 
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
         check_name(name)
         self._check_open()
         with self._translated(name):
@@ -171,7 +178,9 @@ class DirBlobs(Blobs):
                 rest = buffer.cast("B")
                 while rest:
                     with self._translated(name):
-                        done = self._read_some(blob, rest, offset + count, is_first=count == 0)
+                        done = self._read_some(
+                            blob, rest, offset + count, is_first=count == 0
+                        )
                     if done == 0:
                         return count  # the blob ends
                     count += done
@@ -198,7 +207,8 @@ class DirBlobs(Blobs):
         return self._list(prefix, after)
 
     def check(self, *, writes: bool) -> Iterator[Check]:
-        """See ``Blobs.check``. A directory that does not exist is not created, and its calls are not tried."""
+        """See ``Blobs.check``. A directory that does not exist is not created, and its calls are
+        not tried."""
         yield from check_directory(self.root)
         if self.root.is_dir():
             writes = writes and not self.read_only
@@ -218,7 +228,8 @@ class DirBlobs(Blobs):
 
     @contextmanager
     def _translated(self, name: str) -> Iterator[None]:
-        """Translate ``OSError`` within the ``with`` statement into a ``StoreError`` with the path."""
+        """Translate ``OSError`` within the ``with`` statement into a ``StoreError`` with the
+        path."""
         try:
             yield
         except OSError as error:
@@ -228,13 +239,16 @@ class DirBlobs(Blobs):
     # Directories
 
     def _open_root(self, access: int) -> int:
-        was_seen = self._root_was_seen  # before: another thread may create it at this moment
+        # before: another thread may create it at this moment
+        was_seen = self._root_was_seen
         try:
             descriptor = os.open(self.root, access | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             if was_seen:
                 reason = "mount it, or create it again if it was deleted"
-                raise UnavailableError(f"{self.root} has disappeared: {reason}") from None
+                raise UnavailableError(
+                    f"{self.root} has disappeared: {reason}"
+                ) from None
             raise
         except NotADirectoryError:
             raise RefusedError(f"{self.root} is not a directory") from None
@@ -248,7 +262,9 @@ class DirBlobs(Blobs):
             descriptor = opened.enter_context(_closing(self._open_root(access)))
             for directory in directories:
                 # one by one: O_NOFOLLOW concerns the last part of a path only
-                descriptor = opened.enter_context(_directory_in(descriptor, directory, access))
+                descriptor = opened.enter_context(
+                    _directory_in(descriptor, directory, access)
+                )
             yield descriptor
 
     def _create(self, directories: Sequence[str]) -> None:
@@ -277,7 +293,9 @@ class DirBlobs(Blobs):
             if parent.stat().st_dev != device:
                 break  # the root is a mount, or in one
             try:
-                descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                descriptor = os.open(
+                    parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                )
             except PermissionError:
                 continue  # another user's: that user created the entries in it
             with _closing(descriptor):
@@ -300,10 +318,14 @@ class DirBlobs(Blobs):
                 # The rename set the directory's time. The file's is older, by any pause before it.
                 renamed = os.fstat(directory).st_mtime
             except OSError as error:
-                raise UnavailableError(f"{self.root / str(place)}: {_reason(error)}") from error
+                raise UnavailableError(
+                    f"{self.root / str(place)}: {_reason(error)}"
+                ) from error
         return max(modified, renamed)
 
-    def _unlink(self, directories: Sequence[str], places: Iterable[_Place]) -> Sequence[StoreError]:
+    def _unlink(
+        self, directories: Sequence[str], places: Iterable[_Place]
+    ) -> Sequence[StoreError]:
         """Try to delete each of the blobs of one directory; return the failures."""
         failures: list[StoreError] = []
         try:
@@ -341,7 +363,9 @@ class DirBlobs(Blobs):
         except OSError as error:
             if error.errno not in _NO_BLOB:
                 raise
-            raise BlobMissingError(f"{self.root / str(place)} does not exist") from error
+            raise BlobMissingError(
+                f"{self.root / str(place)} does not exist"
+            ) from error
 
     def _open_file(self, place: _Place, access: int) -> _OpenBlob:
         # O_NONBLOCK: opening a FIFO does not wait for its writer
@@ -378,7 +402,9 @@ class DirBlobs(Blobs):
         fresh = self._open_blob(blob.place)
         if not is_first and not blob.is_same(fresh):
             fresh.close()
-            raise UnavailableError(f"{self.root / str(blob.place)} was replaced while it was read")
+            raise UnavailableError(
+                f"{self.root / str(blob.place)} was replaced while it was read"
+            )
         blob.close()
         blob.descriptor, blob.status = fresh.descriptor, fresh.status
         return os.preadv(blob.descriptor, [buffer], offset)
@@ -416,7 +442,8 @@ class DirBlobs(Blobs):
                     yield BlobInfo(name, status.st_size, status.st_mtime)
 
     def _entries(self, directory: int) -> Sequence[str]:
-        """Return the files and directories of a directory in ascending order; directories with ``/``.
+        """Return the files and directories of a directory in ascending order; directories with
+        ``/``.
 
         With the ``/``, this is the order of the full names below them: ``a-b`` precedes ``a/b``.
         """
@@ -498,7 +525,9 @@ def _status_of_file(directory: int, name: str) -> os.stat_result | None:
 
 @contextmanager
 def _directory_in(parent: int, name: str, access: int) -> Iterator[int]:
-    with _closing(os.open(name, access | os.O_DIRECTORY | _SAFE, dir_fd=parent)) as descriptor:
+    with _closing(
+        os.open(name, access | os.O_DIRECTORY | _SAFE, dir_fd=parent)
+    ) as descriptor:
         yield descriptor
 
 

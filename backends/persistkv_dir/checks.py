@@ -10,12 +10,15 @@ from pathlib import Path
 from persistkv.storage.checks import Check, Level
 from persistkv.storage.mounts import existing_parent, remote_type, type_of
 
-_ON_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"})
+_ON_DISK = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"}
+)
 """Types of which no other host sees anything. Others that are not known as remote may be either."""
 
 
 def check_directory(root: Path) -> Iterator[Check]:
-    """Yield what is found about a directory, which need not exist. Nothing is raised, and nothing changed."""
+    """Yield what is found about a directory, which need not exist. Nothing is raised, and nothing
+    changed."""
     try:
         existing = existing_parent(root)
         yield _file_system(existing)
@@ -26,7 +29,12 @@ def check_directory(root: Path) -> Iterator[Check]:
             yield _absent(root, existing)
     except OSError as error:
         found = f"{root}: {error.strerror}"
-        yield Check("directory", Level.PROBLEM, found, "let the user of the engines search all directories above it")
+        yield Check(
+            "directory",
+            Level.PROBLEM,
+            found,
+            "let the user of the engines search all directories above it",
+        )
 
 
 def _file_system(existing: Path) -> Check:
@@ -36,18 +44,28 @@ def _file_system(existing: Path) -> Check:
         return Check(check, Level.OK, f"{remote}: other hosts can mount it")
     kind = type_of(existing)
     if kind in _ON_DISK:
-        todo = "several hosts need a directory on a mount that they share; one host needs no shared store: use lmdb://"
+        todo = (
+            "several hosts need a directory on a mount that they share; one host needs no "
+            "shared store: use lmdb://"
+        )
         return Check(check, Level.NOTE, f"{kind}, which only this host sees", todo)
     found = f"{kind or 'of an unknown type'}: it is not known whether other hosts can mount it"
-    return Check(check, Level.NOTE, found, "make sure that all hosts mount the same directory")
+    return Check(
+        check, Level.NOTE, found, "make sure that all hosts mount the same directory"
+    )
 
 
 def _mount_point(root: Path) -> Check:
     check = "mount point"
     if not os.path.ismount(root):
         return Check(check, Level.OK, "the store is a directory below it")
-    found = f"{root} is one: while nothing is mounted there, engines create another store on the local disk"
-    return Check(check, Level.WARNING, found, f"name a directory in it, such as {root}/kv")
+    found = (
+        f"{root} is one: while nothing is mounted there, engines create another store on "
+        f"the local disk"
+    )
+    return Check(
+        check, Level.WARNING, found, f"name a directory in it, such as {root}/kv"
+    )
 
 
 def _mode(root: Path) -> Check:
@@ -56,7 +74,12 @@ def _mode(root: Path) -> Check:
     mode = stat.S_IMODE(status.st_mode)
     found = f"mode {mode:04o}, user id {status.st_uid}"
     if not stat.S_ISDIR(status.st_mode):
-        return Check(check, Level.PROBLEM, f"{root} is not a directory", "name another one, or move it away")
+        return Check(
+            check,
+            Level.PROBLEM,
+            f"{root} is not a directory",
+            "name another one, or move it away",
+        )
     if status.st_uid != os.geteuid():
         todo = f"engines on all hosts run as its owner; this process has user id {os.geteuid()}"
         return Check(check, Level.WARNING, found, todo)
@@ -68,6 +91,16 @@ def _mode(root: Path) -> Check:
 
 def _absent(root: Path, existing: Path) -> Check:
     if os.access(existing, os.W_OK | os.X_OK):
-        return Check("directory", Level.NOTE, f"{root} does not exist", "the first engine that writes creates it")
+        return Check(
+            "directory",
+            Level.NOTE,
+            f"{root} does not exist",
+            "the first engine that writes creates it",
+        )
     found = f"{root} does not exist, and this user may not create it in {existing}"
-    return Check("directory", Level.PROBLEM, found, "create it, owned by the user of the engines, with mode 0700")
+    return Check(
+        "directory",
+        Level.PROBLEM,
+        found,
+        "create it, owned by the user of the engines, with mode 0700",
+    )

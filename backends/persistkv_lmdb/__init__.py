@@ -1,4 +1,5 @@
-"""The LMDB driver: ``lmdb:///path?capacity=100GiB``. README.md in this folder has options, guarantees and limits."""
+"""The LMDB driver: ``lmdb:///path?capacity=100GiB``. README.md in this folder has options,
+guarantees and limits."""
 
 from persistkv_lmdb.backend import LmdbBackend, LmdbOptions
 

@@ -1,14 +1,16 @@
-"""Allocator of pages in the segment files, and payloads of packs. Its state is rows in LMDB, changed in the same
-transactions as the rows of packs.
+"""Allocator of pages in the segment files, and payloads of packs. Its state is rows in LMDB,
+changed in the same transactions as the rows of packs.
 
-1. Every page of every recorded segment belongs to exactly one extent: of a pack, reserved by a writer, free, or a hole.
-   Holes take no disk space: if a file system has no space for the files, free extents become holes.
+1. Every page of every recorded segment belongs to exactly one extent: of a pack, reserved by a
+   writer, free, or a hole. Holes take no disk space: if a file system has no space for the files,
+   free extents become holes.
 2. Free extents never touch: neighbours are merged.
-3. A writer writes into extents that a committed transaction has reserved for it, and into no others. The bytes are
-   durable before the transaction begins that makes the extents a pack's.
-4. The extents of a deleted pack are free at once. A reader whose pack is overwritten meanwhile reads bytes that fail
-   verification, and then finds the pack deleted.
-5. The payloads of a store are all in extents, or all in chunked values of LMDB (inline): the placement never changes.
+3. A writer writes into extents that a committed transaction has reserved for it, and into no
+   others. The bytes are durable before the transaction begins that makes the extents a pack's.
+4. The extents of a deleted pack are free at once. A reader whose pack is overwritten meanwhile
+   reads bytes that fail verification, and then finds the pack deleted.
+5. The payloads of a store are all in extents, or all in chunked values of LMDB (inline): the
+   placement never changes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from persistkv.errors import CorruptStoreError, StoreFullError
 from persistkv.storage.catalog.rows import META, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.inline import InlinePayloads
-from persistkv_lmdb.layout import EXTENTS, FREE, HOLES, RESERVED, SEGMENTS, SIZES, SPACE_ROW
+from persistkv_lmdb.layout import (
+    EXTENTS,
+    FREE,
+    HOLES,
+    RESERVED,
+    SEGMENTS,
+    SIZES,
+    SPACE_ROW,
+)
 from persistkv_lmdb.segments import Extent, SegmentFiles
 
 _EXTENT = struct.Struct("<III")
@@ -36,22 +46,28 @@ _SPACE = struct.Struct("<QQQ")
 
 SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
-"""Maximum number of segments, because each takes two file descriptors. A store of more than 64 GiB has larger
-segments."""
+"""Maximum number of segments, because each takes two file descriptors. A store of more than 64 GiB
+has larger segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
 _MOST_PAGES = (1 << 32) - 1  # of an extent: the size is recorded in 32 bits
 _HOLES_AT_ONCE = 64  # made by one transaction, in milliseconds
-_LARGE_BYTES = 16 << 20  # 16 MiB: from this size on, a pack makes the file grow by four times its size
+# 16 MiB: from this size on, a pack makes the file grow by four times its size
+_LARGE_BYTES = 16 << 20
 
 
 def decode_extents(row: Buffer) -> list[Extent]:
     """Return the extents in a row of the table ``extents``; an empty list if the row is damaged."""
-    return [] if len(row) % _EXTENT.size else [Extent(*fields) for fields in _EXTENT.iter_unpack(row)]
+    return (
+        []
+        if len(row) % _EXTENT.size
+        else [Extent(*fields) for fields in _EXTENT.iter_unpack(row)]
+    )
 
 
 def read_extents(rows: TableRows, name: bytes) -> list[Extent] | None:
-    """Return the extents of a pack; None if its payload is not in extents, an empty list if its row is damaged."""
+    """Return the extents of a pack; None if its payload is not in extents, an empty list if its row
+    is damaged."""
     row = rows.get(EXTENTS, name)
     return None if row is None else decode_extents(row)
 
@@ -86,7 +102,8 @@ def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Ext
 
 
 def without(extents: Iterable[Extent], removed: Iterable[Extent]) -> list[Extent]:
-    """Return the extents without the pages of ``removed``. Each removed extent lies within one of them."""
+    """Return the extents without the pages of ``removed``. Each removed extent lies within one of
+    them."""
     gone = sorted(removed)
     left: list[Extent] = []
     for extent in extents:
@@ -122,14 +139,20 @@ class Space(NamedTuple):
 def read_space(rows: TableRows) -> Space:
     """Return the recorded counts of pages; zeros if the row is missing or invalid."""
     row = rows.get(META, SPACE_ROW)
-    return Space() if row is None or len(row) != _SPACE.size else Space(*_SPACE.unpack(row))
+    return (
+        Space()
+        if row is None or len(row) != _SPACE.size
+        else Space(*_SPACE.unpack(row))
+    )
 
 
 class Allocator:
-    """Allocator of segment pages within one transaction, which must call ``finish`` before it commits.
+    """Allocator of segment pages within one transaction, which must call ``finish`` before it
+    commits.
 
-    A *name* is a namespace id followed by a pack id. If a method raises CorruptStoreError (fewer pages are free than
-    the totals say, or an extent is outside of its segment), the transaction must be rolled back.
+    A *name* is a namespace id followed by a pack id. If a method raises CorruptStoreError (fewer
+    pages are free than the totals say, or an extent is outside of its segment), the transaction
+    must be rolled back.
     """
 
     def __init__(self, transaction: TableRows) -> None:
@@ -146,12 +169,15 @@ class Allocator:
     def segments(self) -> dict[int, int]:
         """Return the number of pages of each segment, by segment number."""
         return {
-            _unpack(_SEGMENT, key)[0]: _unpack(_PAGES, row)[0] for key, row in self._rows.starting_with(SEGMENTS, b"")
+            _unpack(_SEGMENT, key)[0]: _unpack(_PAGES, row)[0]
+            for key, row in self._rows.starting_with(SEGMENTS, b"")
         }
 
     def publish(self, name: bytes, extents: Iterable[Extent]) -> None:
         """Record in which extents the payload of the pack ``name`` is stored."""
-        self._rows.put(EXTENTS, name, b"".join([_EXTENT.pack(*extent) for extent in extents]))
+        self._rows.put(
+            EXTENTS, name, b"".join([_EXTENT.pack(*extent) for extent in extents])
+        )
 
     def largest(self) -> int:
         """Return the number of pages of the largest free extent; 0 if there is none."""
@@ -164,7 +190,8 @@ class Allocator:
         return self._rows.count(FREE)
 
     def take(self, pages: int) -> list[Extent]:
-        """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise from several."""
+        """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise
+        from several."""
         taken: list[Extent] = []
         while pages:
             taken.append(self._cut(self._best(pages), pages))
@@ -177,7 +204,10 @@ class Allocator:
 
     def writers(self) -> list[int]:
         """Return the numbers of the writers that have reserved extents."""
-        return [_unpack(_WRITER, key)[0] for key, _ in self._rows.starting_with(RESERVED, b"")]
+        return [
+            _unpack(_WRITER, key)[0]
+            for key, _ in self._rows.starting_with(RESERVED, b"")
+        ]
 
     def reserve(self, writer: int, extents: Sequence[Extent]) -> None:
         """Record allocated extents, and no others, as reserved by a writer."""
@@ -185,7 +215,9 @@ class Allocator:
         self.reserved += pages_of(extents) - before
         key = _WRITER.pack(writer)
         if extents:
-            self._rows.put(RESERVED, key, b"".join([_EXTENT.pack(*extent) for extent in extents]))
+            self._rows.put(
+                RESERVED, key, b"".join([_EXTENT.pack(*extent) for extent in extents])
+            )
         else:
             self._rows.delete(RESERVED, key)
 
@@ -201,7 +233,9 @@ class Allocator:
         while pages:
             with self._rows.cursor(FREE) as cursor:
                 if not cursor.first():
-                    raise CorruptStoreError("there are fewer free extents than the totals say")
+                    raise CorruptStoreError(
+                        "there are fewer free extents than the totals say"
+                    )
                 first = _extent_at(cursor.item())
             taken.append(self._cut(first, pages))
             pages -= taken[-1].pages
@@ -229,12 +263,14 @@ class Allocator:
         segments = self.segments()
         for extent in extents:
             if not 0 < extent.pages <= segments.get(extent.segment, 0) - extent.page:
-                continue  # damaged row: its pages are leaked, so that no page of another pack is freed
+                # damaged row: its pages are leaked, so that no page of another pack is freed
+                continue
             self.free_now([extent])
         return True
 
     def extend(self, segment: int, before: int, pages: int) -> None:
-        """Record that a segment has ``pages`` pages instead of ``before``; the added ones are free."""
+        """Record that a segment has ``pages`` pages instead of ``before``; the added ones are
+        free."""
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         self.total += pages - before
         self.free_now([Extent(segment, before, pages - before)])
@@ -251,7 +287,9 @@ class Allocator:
             kept = free._replace(pages=max(0, free.pages - pages))
             hole = Extent(free.segment, kept.end, free.pages - kept.pages)
             self._replace([free], kept)
-            self._rows.put(HOLES, _PLACE.pack(hole.segment, hole.page), _PAGES.pack(hole.pages))
+            self._rows.put(
+                HOLES, _PLACE.pack(hole.segment, hole.page), _PAGES.pack(hole.pages)
+            )
             self.free -= hole.pages
             self.total -= hole.pages
             pages -= hole.pages
@@ -271,14 +309,19 @@ class Allocator:
         """Yield all holes, ordered by segment and page."""
         return map(_extent_at, self._rows.starting_with(HOLES, b""))
 
-    def adopt(self, segment: int, pages: int, free: Sequence[Extent], holes: Sequence[Extent]) -> None:
+    def adopt(
+        self, segment: int, pages: int, free: Sequence[Extent], holes: Sequence[Extent]
+    ) -> None:
         """Record a segment of ``pages`` pages that is not recorded yet.
 
-        :param free: all pages that no pack has; ``holes``: those of them without disk space, each within one extent.
+        :param free: all pages that no pack has; ``holes``: those of them without disk space, each
+            within one extent.
         """
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
         for hole in holes:
-            self._rows.put(HOLES, _PLACE.pack(hole.segment, hole.page), _PAGES.pack(hole.pages))
+            self._rows.put(
+                HOLES, _PLACE.pack(hole.segment, hole.page), _PAGES.pack(hole.pages)
+            )
         self.total += pages - pages_of(holes)
         self.free_now(without(free, holes))
 
@@ -301,23 +344,41 @@ class Allocator:
     def _best(self, pages: int) -> Extent:
         with self._rows.cursor(SIZES) as cursor:
             if not cursor.set_range(_SIZE.pack(pages, 0, 0)) and not cursor.last():
-                raise CorruptStoreError("there are fewer free extents than the totals say")
+                raise CorruptStoreError(
+                    "there are fewer free extents than the totals say"
+                )
             size, segment, page = _unpack(_SIZE, cursor.key())
         row = self._rows.get(SEGMENTS, _SEGMENT.pack(segment))
         if not size or row is None or page + size > _unpack(_PAGES, row)[0]:
-            raise CorruptStoreError(f"a free extent of {size} pages is outside of segment {segment}")
+            raise CorruptStoreError(
+                f"a free extent of {size} pages is outside of segment {segment}"
+            )
         return Extent(segment, page, size)
 
     def _join(self, extent: Extent) -> None:
         """Record a free extent, merged with the free extents that it touches."""
         with self._rows.cursor(FREE) as cursor:
-            behind = _extent_at(cursor.item()) if cursor.set_range(_PLACE.pack(extent.segment, extent.page)) else None
-            before = _extent_at(cursor.item()) if (cursor.prev() if behind else cursor.last()) else None
+            behind = (
+                _extent_at(cursor.item())
+                if cursor.set_range(_PLACE.pack(extent.segment, extent.page))
+                else None
+            )
+            before = (
+                _extent_at(cursor.item())
+                if (cursor.prev() if behind else cursor.last())
+                else None
+            )
         touching = []
-        if before is not None and (before.segment, before.end) == (extent.segment, extent.page):
+        if before is not None and (before.segment, before.end) == (
+            extent.segment,
+            extent.page,
+        ):
             touching.append(before)
             extent = Extent(extent.segment, before.page, before.pages + extent.pages)
-        if behind is not None and (behind.segment, behind.page) == (extent.segment, extent.end):
+        if behind is not None and (behind.segment, behind.page) == (
+            extent.segment,
+            extent.end,
+        ):
             touching.append(behind)
             extent = Extent(extent.segment, extent.page, extent.pages + behind.pages)
         self._replace(touching, extent)
@@ -325,7 +386,8 @@ class Allocator:
     def _replace(self, old: Iterable[Extent], new: Extent) -> None:
         """Replace free extents by another one, or by none if ``new`` has no pages.
 
-        The new row is put first: a database that becomes empty loses a page until the transaction ends.
+        The new row is put first: a database that becomes empty loses a page until the transaction
+        ends.
         """
         place = _PLACE.pack(new.segment, new.page)
         if new.pages:
@@ -334,12 +396,14 @@ class Allocator:
         for extent in old:
             if not new.pages or _PLACE.pack(extent.segment, extent.page) != place:
                 self._rows.delete(FREE, _PLACE.pack(extent.segment, extent.page))
-            self._rows.delete(SIZES, _SIZE.pack(extent.pages, extent.segment, extent.page))
+            self._rows.delete(
+                SIZES, _SIZE.pack(extent.pages, extent.segment, extent.page)
+            )
 
 
 class NotPlacedError(Exception):
-    """A pack must be written before the transaction that adds it: another process deleted the one that was held, or the
-    extents that it was written to are no longer reserved for this process.
+    """A pack must be written before the transaction that adds it: another process deleted the one
+    that was held, or the extents that it was written to are no longer reserved for this process.
     """
 
 
@@ -350,11 +414,14 @@ class Payloads:
     :param limit: bound on the bytes of all segments.
     """
 
-    def __init__(self, transaction: TableRows, files: SegmentFiles, limit: int, *, inline: bool) -> None:
+    def __init__(
+        self, transaction: TableRows, files: SegmentFiles, limit: int, *, inline: bool
+    ) -> None:
         self.limit = limit
         self.allocator = Allocator(transaction)
         self.placed: Mapping[bytes, Sequence[Extent]] = {}
-        """For each pack to add, by namespace and pack id: the reserved extents that hold its payload already."""
+        """For each pack to add, by namespace and pack id: the reserved extents that hold its
+        payload already."""
         self.published: set[bytes] = set()
         """Names of the packs that this transaction has added from ``placed``."""
         self.holes: list[Extent] = []
@@ -392,15 +459,19 @@ class Payloads:
     def take(self, pages: int, *, first: bool = False) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
-        :param first: take the first free extents instead of those of the best size, and do not let the segments grow.
-            A copy-on-write file system may refuse to overwrite the same extents for ever.
-        :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments from growing.
+        :param first: take the first free extents instead of those of the best size, and do not let
+            the segments grow. A copy-on-write file system may refuse to overwrite the same extents
+            for ever.
+        :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments
+            from growing.
         """
         if pages > self.allocator.largest() and not first:
             self._grow(pages)
         if pages > self.allocator.free:
             free = self.allocator.free * PAGE_BYTES
-            raise StoreFullError(f"{pages * PAGE_BYTES} bytes of payload: {free} are free in the segments")
+            raise StoreFullError(
+                f"{pages * PAGE_BYTES} bytes of payload: {free} are free in the segments"
+            )
         return self.allocator.take_first(pages) if first else self.allocator.take(pages)
 
     def delete(self, name: bytes) -> None:
@@ -410,7 +481,8 @@ class Payloads:
     def shrink(self, limit: int) -> bool:
         """Return disk space of free pages to the file system, down to ``limit`` bytes in all.
 
-        :returns: whether more pages could be returned: a transaction makes a bounded number of holes.
+        :returns: whether more pages could be returned: a transaction makes a bounded number of
+            holes.
         """
         excess = self.allocator.total - limit // PAGE_BYTES
         if excess <= 0 or not self.allocator.free or not self._files.punches:
@@ -419,22 +491,27 @@ class Payloads:
         return self.allocator.free > 0 and self.allocator.total > limit // PAGE_BYTES
 
     def _grow(self, pages: int) -> None:
-        """Give the segments at least ``pages`` more pages, or fewer if the limit or the disk prevents it: fill holes,
-        then let a file grow.
+        """Give the segments at least ``pages`` more pages, or fewer if the limit or the disk
+        prevents it: fill holes, then let a file grow.
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
         most, total = self.limit // PAGE_BYTES, self.allocator.total
         full = max(SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
-        # packs after a large one are likely to be large, too, and growing takes 0.5 ms, whatever the step
+        # packs after a large one are likely to be large, too, and growing takes 0.5 ms, whatever
+        # the step
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
         step = min(max(total // _STEPS, least, ahead), largest, most // _STEPS)
         wanted = min(max(step, pages), most - total)
         try:
             while wanted > 0:
                 hole = next(self.allocator.holes(), None)
-                wanted -= self._extend(wanted, full) if hole is None else self._fill(hole, wanted)
+                wanted -= (
+                    self._extend(wanted, full)
+                    if hole is None
+                    else self._fill(hole, wanted)
+                )
         except StoreFullError:
             if pages > self.allocator.free:
                 raise
@@ -446,9 +523,13 @@ class Payloads:
         return part.pages
 
     def _extend(self, wanted: int, full: int) -> int:
-        """Let a segment of fewer than ``full`` pages grow, or create one; return the number of added pages."""
+        """Let a segment of fewer than ``full`` pages grow, or create one; return the number of
+        added pages."""
         segments = self.allocator.segments()
-        number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
+        number = next(
+            (number for number, held in segments.items() if held < full),
+            max(segments, default=-1) + 1,
+        )
         held = segments.get(number, 0)
         count = min(wanted, full - held)
         self._files.grow(number, held, held + count)
@@ -462,5 +543,7 @@ def _extent_at(item: Sequence[Buffer]) -> Extent:
 
 def _unpack(shape: struct.Struct, row: Buffer) -> tuple[Any, ...]:
     if len(row) != shape.size:
-        raise CorruptStoreError(f"a row of the free space has {len(row)} bytes instead of {shape.size}")
+        raise CorruptStoreError(
+            f"a row of the free space has {len(row)} bytes instead of {shape.size}"
+        )
     return shape.unpack(row)

@@ -1,9 +1,11 @@
-"""The LMDB driver. LMDB is the source of truth; the segment files hold payloads, whose extents LMDB records.
+"""The LMDB driver. LMDB is the source of truth; the segment files hold payloads, whose extents LMDB
+records.
 
-1. One synced write transaction applies a batch: packs, manifests, eviction order, change log, totals. It also evicts,
-   so that the next batch fits. If a batch itself does not fit, separate transactions evict first.
-2. A read uses one transaction, and fills the caller's buffers from files or mapped pages. No snapshot outlives a call:
-   a long-lived reader prevents the reuse of pages and extents.
+1. One synced write transaction applies a batch: packs, manifests, eviction order, change log,
+   totals. It also evicts, so that the next batch fits. If a batch itself does not fit, separate
+   transactions evict first.
+2. A read uses one transaction, and fills the caller's buffers from files or mapped pages. No
+   snapshot outlives a call: a long-lived reader prevents the reuse of pages and extents.
 3. Content of mapped pages is copied before their transaction ends.
 """
 
@@ -21,9 +23,23 @@ from typing import Literal
 
 import msgspec
 
-from persistkv.config import PAGE_BYTES, StoreUrl, convert_options, parse_duration, parse_size
+from persistkv.config import (
+    PAGE_BYTES,
+    StoreUrl,
+    convert_options,
+    parse_duration,
+    parse_size,
+)
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
-from persistkv.storage.backend import Backend, Capabilities, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.storage.backend import (
+    Backend,
+    Capabilities,
+    Changes,
+    CommitBatch,
+    CommitResult,
+    Namespace,
+    ReadSpan,
+)
 from persistkv.storage.catalog import Catalogue
 from persistkv.storage.catalog.catalogue import check_batch, totals
 from persistkv.storage.catalog.rows import (
@@ -50,7 +66,12 @@ from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.inline import read_pieces
-from persistkv_lmdb.layout import DEFAULT_CAPACITY, is_capacity, read_policy, write_policy
+from persistkv_lmdb.layout import (
+    DEFAULT_CAPACITY,
+    is_capacity,
+    read_policy,
+    write_policy,
+)
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 from persistkv_lmdb.rebuild import rebuild
 from persistkv_lmdb.segments import Extent
@@ -67,31 +88,42 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """Options in the URL of a store."""
 
     capacity: str | None = None
-    """Bound on the bytes on disk of a new store, a size such as ``100GiB``. None: 10 GiB. An existing store keeps its
-    recorded capacity, ttl and placement."""
+    """Bound on the bytes on disk of a new store, a size such as ``100GiB``. None: 10 GiB. An
+    existing store keeps its recorded capacity, ttl and placement."""
     ttl: str | None = None
-    """Time after its last use until content of a new store expires, a duration such as ``7d``. None: never."""
+    """Time after its last use until content of a new store expires, a duration such as ``7d``.
+    None: never."""
     placement: Literal["extents", "inline"] | None = None
     """Where a new store puts payloads. None: ``extents``."""
     reads: Literal["direct", "cached"] = "direct"
-    """How payloads in extents are read if the page cache does not hold them. ``direct``: with O_DIRECT where possible,
-    at the disk's speed. ``cached``: through the page cache, so that repeated reads spare a slow disk."""
+    """How payloads in extents are read if the page cache does not hold them. ``direct``: with
+    O_DIRECT where possible, at the disk's speed. ``cached``: through the page cache, so that
+    repeated reads spare a slow disk."""
     read_only: bool = False
     """True: the store is opened for reading, and none of its content is written."""
 
     def __post_init__(self) -> None:
-        if (given := self.given).capacity is not None and not is_capacity(given.capacity):
-            raise ConfigurationError("lmdb option capacity", self.capacity, "a size from 1MiB to 64TiB")
+        if (given := self.given).capacity is not None and not is_capacity(
+            given.capacity
+        ):
+            raise ConfigurationError(
+                "lmdb option capacity", self.capacity, "a size from 1MiB to 64TiB"
+            )
 
     @property
     def given(self) -> Policy:
-        """Policy that the URL states: capacity in bytes, ttl in seconds, placement; None for each that it omits.
+        """Policy that the URL states: capacity in bytes, ttl in seconds, placement; None for each
+        that it omits.
 
         :raises ConfigurationError: capacity is not a valid size, or ttl not a valid duration.
         """
         return Policy(
-            None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity"),
-            None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl"),
+            None
+            if self.capacity is None
+            else parse_size(self.capacity, name="lmdb option capacity"),
+            None
+            if self.ttl is None
+            else parse_duration(self.ttl, name="lmdb option ttl"),
             self.placement,
         )
 
@@ -99,18 +131,25 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     def policy(self) -> Policy:
         """Policy of a store that is created with these options, with defaults."""
         given = self.given
-        return replace(given, capacity=given.capacity or DEFAULT_CAPACITY, placement=given.placement or "extents")
+        return replace(
+            given,
+            capacity=given.capacity or DEFAULT_CAPACITY,
+            placement=given.placement or "extents",
+        )
 
 
 class LmdbBackend(Backend):
     """Handle on a store. Handles of one process on the same store share its LMDB environment.
 
-    Any thread may call ``read``, ``scan`` and ``tables``; only one thread at a time may call the other methods.
+    Any thread may call ``read``, ``scan`` and ``tables``; only one thread at a time may call the
+    other methods.
     """
 
     status_interval_s: float | None = 2.0
 
-    def __init__(self, shared: Environment, policy: Policy, *, read_only: bool, cached: bool) -> None:
+    def __init__(
+        self, shared: Environment, policy: Policy, *, read_only: bool, cached: bool
+    ) -> None:
         self._shared: Environment | None = shared
         self._path = shared.path
         self._policy = policy  # of a store that is created in place of a removed one
@@ -145,17 +184,32 @@ class LmdbBackend(Backend):
         _refuse_remote(path)
         files.prepare_directory(path, read_only=read_only)
         if not read_only and files.is_on_read_only_file_system(path):
-            logger.warning("%s is on a read-only file system: opened for reading, new content is dropped", path)
+            logger.warning(
+                "%s is on a read-only file system: opened for reading, new content is dropped",
+                path,
+            )
             read_only = True
         shared = ENVIRONMENTS.acquire(path, options.policy, read_only=read_only)
-        backend = cls(shared, options.policy, read_only=read_only, cached=options.reads == "cached")
-        if not read_only and (differences := backend.policy().contradictions(options.given)):
-            message = "%s: the URL says %s; the store keeps its recorded policy (persistkv set lmdb://%s changes it)"
+        backend = cls(
+            shared,
+            options.policy,
+            read_only=read_only,
+            cached=options.reads == "cached",
+        )
+        if not read_only and (
+            differences := backend.policy().contradictions(options.given)
+        ):
+            message = (
+                "%s: the URL says %s; the store keeps its recorded policy (persistkv set "
+                "lmdb://%s changes it)"
+            )
             logger.warning(message, path, differences, path)
         return backend
 
     @classmethod
-    def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
+    def rebuild(
+        cls, url: StoreUrl, progress: Callable[[int, int], None]
+    ) -> Rebuilt | None:
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _path_of(url)
         _refuse_remote(path)
@@ -171,15 +225,19 @@ class LmdbBackend(Backend):
             yield transaction
 
     @contextmanager
-    def _transaction(self, *, write: bool = False) -> Iterator[tuple[Environment, TableRows]]:
-        """Run a transaction of the store that is at the path now, as ``Environment.transaction``. Yield its environment
-        and the transaction.
+    def _transaction(
+        self, *, write: bool = False
+    ) -> Iterator[tuple[Environment, TableRows]]:
+        """Run a transaction of the store that is at the path now, as ``Environment.transaction``.
+        Yield its environment and the transaction.
         """
         for _ in range(_REPLACEMENTS):
             environment = self._writable() if write else self.environment
             with ExitStack() as entered:
                 try:
-                    transaction = entered.enter_context(environment.transaction(write=write))
+                    transaction = entered.enter_context(
+                        environment.transaction(write=write)
+                    )
                 except ReplacedError:
                     self._follow(environment)
                     continue
@@ -193,22 +251,28 @@ class LmdbBackend(Backend):
         :raises StoreError: it cannot be opened; the next transaction tries again.
         """
         with self._following:
-            if self._shared is not replaced:  # another thread has done it, or has closed this handle
+            # another thread has done it, or has closed this handle
+            if self._shared is not replaced:
                 return
             files.prepare_directory(self._path, read_only=self._read_only)
-            self._shared = ENVIRONMENTS.acquire(self._path, self._policy, read_only=self._read_only)
+            self._shared = ENVIRONMENTS.acquire(
+                self._path, self._policy, read_only=self._read_only
+            )
             self._shared.opened.update(replaced.opened)
             message = (
-                "%s: files of the store were removed or replaced while it was open; continuing with those there now"
+                "%s: files of the store were removed or replaced while it was open; "
+                "continuing with those there now"
             )
             logger.warning(message, self._path)
             ENVIRONMENTS.release(replaced)
 
     def _keeps_changing(self) -> StoreError:
-        return StoreError(f"{self._path}: files of the store were replaced {_REPLACEMENTS} times in one operation")
+        return StoreError(
+            f"{self._path}: files of the store were replaced {_REPLACEMENTS} times in one operation"
+        )
 
-    # Namespaces. They have rows only while they have content: the commit that adds the first pack or
-    # manifest writes them, and the one that removes the last deletes them.
+    # Namespaces. They have rows only while they have content: the commit that adds the first pack
+    # or manifest writes them, and the one that removes the last deletes them.
 
     def namespaces(self) -> Iterator[Namespace]:
         return self._catalogue.namespaces()
@@ -218,8 +282,13 @@ class LmdbBackend(Backend):
         with self.rows() as rows:
             found = decode_namespace(name, rows.get(NAMESPACES, name))
             has_content = rows.get(STATES, name) is not None
-        namespace = found or self.environment.opened.get(name) or Namespace(identity, time.time())
-        if has_content and found is None and self.capabilities.writable:  # its row is damaged
+        namespace = (
+            found
+            or self.environment.opened.get(name)
+            or Namespace(identity, time.time())
+        )
+        # its row is damaged
+        if has_content and found is None and self.capabilities.writable:
             with self.rows(write=True) as rows:
                 rows.put(NAMESPACES, name, encode_namespace(namespace))
         self.environment.opened[name] = namespace
@@ -243,16 +312,22 @@ class LmdbBackend(Backend):
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         return self._catalogue.manifests(namespace)
 
-    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+    def manifest_keys(
+        self, namespace: bytes, manifest_ids: Sequence[str]
+    ) -> list[ManifestKeys | None]:
         return self._catalogue.manifest_keys(namespace, manifest_ids)
 
-    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+    def manifests_naming(
+        self, namespace: bytes, packs: Sequence[bytes]
+    ) -> list[RequestManifest]:
         return self._catalogue.manifests_naming(namespace, packs)
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
         return self._catalogue.chain(namespace, manifest_id)
 
-    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+    def uses(
+        self, namespace: bytes, manifest_ids: Sequence[str]
+    ) -> list[RequestUse | None]:
         return self._catalogue.uses(namespace, manifest_ids)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
@@ -267,7 +342,9 @@ class LmdbBackend(Backend):
                     pack.restart()
         raise self._keeps_changing()
 
-    def _commit(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> CommitResult:
+    def _commit(
+        self, environment: Environment, namespace: bytes, batch: CommitBatch
+    ) -> CommitResult:
         commit = BatchCommit(environment, namespace, batch)
         try:
             with environment.writing():
@@ -286,14 +363,21 @@ class LmdbBackend(Backend):
                 raise
             raise environment.pinned_error(*reader) from None
 
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
+    def read(
+        self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False
+    ) -> list[bool]:
         with self._transaction() as (environment, rows):
             places = [_place_of(rows, namespace, span) for span in spans]
-            placed = [(place or (), span.offset, span.buffers) for place, span in zip(places, spans, strict=True)]
+            placed = [
+                (place or (), span.offset, span.buffers)
+                for place, span in zip(places, spans, strict=True)
+            ]
             filled = environment.files.read(placed, direct=bypass or self._direct)
             for number, (place, span) in enumerate(zip(places, spans, strict=True)):
                 if place is None:  # inline
-                    filled[number] = read_pieces(rows, namespace + span.pack_id, span.offset, span.buffers)
+                    filled[number] = read_pieces(
+                        rows, namespace + span.pack_id, span.offset, span.buffers
+                    )
             return filled
 
     def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
@@ -302,7 +386,12 @@ class LmdbBackend(Backend):
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
         names = [namespace + pack_id for pack_id in pack_ids]
         firsts = self._catalogue.each(names, _first_extent)
-        return [pack_id for _, pack_id in sorted(zip(firsts, pack_ids, strict=True), key=lambda pair: pair[0])]
+        return [
+            pack_id
+            for _, pack_id in sorted(
+                zip(firsts, pack_ids, strict=True), key=lambda pair: pair[0]
+            )
+        ]
 
     def stats(self) -> BackendStats:
         damaged = quarantined(self._path)
@@ -329,11 +418,14 @@ class LmdbBackend(Backend):
     def set_policy(self, policy: Policy) -> None:
         self._writable()
         if not is_capacity(policy.capacity):
-            raise ConfigurationError("capacity", policy.capacity, "a size from 1MiB to 64TiB")
+            raise ConfigurationError(
+                "capacity", policy.capacity, "a size from 1MiB to 64TiB"
+            )
         recorded = self.policy()
         if policy.placement != recorded.placement:
             expected = (
-                f"{recorded.placement}, fixed when the store was created; `persistkv push` copies it into a new store"
+                f"{recorded.placement}, fixed when the store was created; `persistkv "
+                f"push` copies it into a new store"
             )
             raise ConfigurationError("placement", policy.placement, expected)
         with self.rows(write=True) as transaction:
@@ -361,8 +453,9 @@ class LmdbBackend(Backend):
         return max(0, before - self.disk_bytes())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        """As in ``Backend``. The file is not synced, and its bytes do not count towards the capacity. Creating
-        an engine's file deletes those that other engines last wrote over a day ago.
+        """As in ``Backend``. The file is not synced, and its bytes do not count towards the
+        capacity. Creating an engine's file deletes those that other engines last wrote over a day
+        ago.
         """
         directory = self._writable().path / files.STATUS_DIRECTORY
         target = directory / f"{engine}{_STATUS_SUFFIX}"
@@ -384,7 +477,10 @@ class LmdbBackend(Backend):
         with files.translated_io(directory):
             for path in directory.glob(f"*{_STATUS_SUFFIX}"):
                 # An error: removed meanwhile, or a link or FIFO, which engines never create.
-                with suppress(OSError), os.fdopen(files.open_regular(path, os.O_RDONLY), "rb") as file:
+                with (
+                    suppress(OSError),
+                    os.fdopen(files.open_regular(path, os.O_RDONLY), "rb") as file,
+                ):
                     found[path.stem] = file.read(_STATUS_BYTES)
         return found
 
@@ -399,7 +495,10 @@ def _path_of(url: StoreUrl) -> Path:
         raise ConfigurationError("url", url.location, "a path without NUL")
     path = Path(url.location)
     if not path.is_absolute():
-        expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
+        expected = (
+            f"an absolute path: lmdb:///{url.location} (three slashes), or "
+            f"lmdb://{path.absolute()}"
+        )
         raise ConfigurationError("url", f"lmdb://{url.location}", expected)
     return path
 
@@ -410,7 +509,8 @@ def _first_extent(rows: TableRows, name: bytes) -> list[Extent]:
 
 
 def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent] | None:
-    """Return the extents of the pack of a span; none if its payload ends before the span, None if it is not in extents.
+    """Return the extents of the pack of a span; none if its payload ends before the span, None if
+    it is not in extents.
 
     The extents are longer than the payload: they end with its table and a trailer.
     """
@@ -425,14 +525,17 @@ def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent]
 
 
 def _refuse_remote(store: Path) -> None:
-    """Raise a ConfigurationError if other hosts may write the file system that a store is on, or will be on."""
+    """Raise a ConfigurationError if other hosts may write the file system that a store is on, or
+    will be on."""
     with files.translated_at_open(store):
         existing = existing_parent(store)
         kind = remote_type(existing)
     if kind is not None and not files.is_on_read_only_file_system(existing):
         expected = (
-            f"a directory on a local disk; this one is on {kind}, where LMDB's locks and memory map do not work. Hosts "
-            "share a directory or a bucket instead (file://PATH, s3://BUCKET/PREFIX); a file system that is mounted "
+            f"a directory on a local disk; this one is on {kind}, where LMDB's locks and "
+            f"memory map do not work. Hosts "
+            "share a directory or a bucket instead (file://PATH, s3://BUCKET/PREFIX); a file "
+            "system that is mounted "
             "read-only is read"
         )
         raise ConfigurationError("url", f"lmdb://{store}", expected)

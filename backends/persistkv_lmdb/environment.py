@@ -1,20 +1,26 @@
 """The LMDB environment of a store, one per process, and the size of its map.
 
-1. LMDB's locks belong to the process, so a process opens a store once; all handles on the same files share it.
-2. A remap (another process grew the map, or the capacity changed) frees memory that transactions read. It waits until
-   no transaction runs in this process, and new transactions wait for it, for a bounded time.
+1. LMDB's locks belong to the process, so a process opens a store once; all handles on the same
+   files share it.
+2. A remap (another process grew the map, or the capacity changed) frees memory that transactions
+   read. It waits until no transaction runs in this process, and new transactions wait for it, for a
+   bounded time.
 3. An environment must not be used after a fork: calls in the child raise.
-4. Opening for writing and every write transaction hold persistkv's own writer lock, and wait for it a bounded time.
-5. The files at the path are compared with the open ones before each transaction, and after each commit. If a user
-   removed or replaced some, the transaction raises, and the handle opens what is at the path now: nothing is written
-   into, or read from, files that no later opening finds.
-6. LMDB's lock file names the last transaction for all processes. If ``data.mdb`` holds another one (a failed commit
-   that could not be undone, or files of two stores), the lock file is removed. Each process then opens a new one.
-7. One commit of this process at a time writes payloads, into extents that LMDB records as reserved for the process.
-8. The memory map bounds ``data.mdb``. Its size follows from the recorded capacity and placement, and a write
-   transaction begins only when the map has that size.
-9. With placement ``extents``, the segment files get what ``data.mdb`` leaves of the capacity, less an amount by which
-   it may grow in one transaction. When it grows, packs are evicted, and holes are punched in the segment files.
+4. Opening for writing and every write transaction hold persistkv's own writer lock, and wait for it
+   a bounded time.
+5. The files at the path are compared with the open ones before each transaction, and after each
+   commit. If a user removed or replaced some, the transaction raises, and the handle opens what is
+   at the path now: nothing is written into, or read from, files that no later opening finds.
+6. LMDB's lock file names the last transaction for all processes. If ``data.mdb`` holds another one
+   (a failed commit that could not be undone, or files of two stores), the lock file is removed.
+   Each process then opens a new one.
+7. One commit of this process at a time writes payloads, into extents that LMDB records as reserved
+   for the process.
+8. The memory map bounds ``data.mdb``. Its size follows from the recorded capacity and placement,
+   and a write transaction begins only when the map has that size.
+9. With placement ``extents``, the segment files get what ``data.mdb`` leaves of the capacity, less
+   an amount by which it may grow in one transaction. When it grows, packs are evicted, and holes
+   are punched in the segment files.
 """
 
 from __future__ import annotations
@@ -54,26 +60,39 @@ from persistkv_lmdb.segments import SegmentFiles
 if TYPE_CHECKING:
     from lmdb import _Database
 
-LOCK_FILE_BYTES = 64 << 10  # 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
+# 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
+LOCK_FILE_BYTES = 64 << 10
 MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
-CATALOGUE_AHEAD = 2 << 20  # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
+# 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
+CATALOGUE_AHEAD = 2 << 20
 _CATALOGUE_SHARE = 4  # ``data.mdb`` takes at most 1/4 of the capacity
-_GROWTH_SHARE, _SMALL_GROWTH_SHARE, _LEAST_GROWTH, _MOST_GROWTH = 256, 32, 1 << 20, 64 << 20
-"""Bytes by which ``data.mdb`` may grow in one transaction: 1/256 of the capacity, 1 MiB to 64 MiB; in a store of less
-than 32 MiB, 1/32."""
-_UNPUNCHED_BYTES = 1 << 20  # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
+_GROWTH_SHARE, _SMALL_GROWTH_SHARE, _LEAST_GROWTH, _MOST_GROWTH = (
+    256,
+    32,
+    1 << 20,
+    64 << 20,
+)
+"""Bytes by which ``data.mdb`` may grow in one transaction: 1/256 of the capacity, 1 MiB to 64 MiB;
+in a store of less than 32 MiB, 1/32."""
+# 1 MiB by which files may exceed their recorded space: file systems count metadata, too
+_UNPUNCHED_BYTES = 1 << 20
 _PINNED_SHARE, _MOST_PINNED = 16, 64 << 20
-"""Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64 MiB."""
-_PINNED_TRANSACTIONS = 100  # a reader with an older snapshot counts as stopped: reads take about 20 ms
+"""Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64
+MiB."""
+# a reader with an older snapshot counts as stopped: reads take about 20 ms
+_PINNED_TRANSACTIONS = 100
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
 _BEGIN_ATTEMPTS = 8
 _POLL_S = 0.002
 _COURTESY_S = 0.05
-"""Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions could otherwise
-delay for ever. Bounded: a thread inside a transaction may begin another one while the remap waits for that thread."""
-_RETURN_PATIENCE_S = 0.2  # wait for the writer lock when a store is closed, or a namespace has ended
-_COMMITS = 16  # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
+"""Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions
+could otherwise delay for ever. Bounded: a thread inside a transaction may begin another one while
+the remap waits for that thread."""
+# wait for the writer lock when a store is closed, or a namespace has ended
+_RETURN_PATIENCE_S = 0.2
+# remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
+_COMMITS = 16
 
 
 class Shares(NamedTuple):
@@ -95,12 +114,19 @@ class Shares(NamedTuple):
 
 def _read_shares(transaction: TableRows) -> Shares:
     capacity, inline = read_capacity(transaction), read_placement(transaction) == INLINE
-    share = capacity if inline else max(capacity // _CATALOGUE_SHARE, min(MIN_CATALOGUE, capacity // 4 * 3))
-    return Shares(capacity, inline, (share - LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES)
+    share = (
+        capacity
+        if inline
+        else max(capacity // _CATALOGUE_SHARE, min(MIN_CATALOGUE, capacity // 4 * 3))
+    )
+    return Shares(
+        capacity, inline, (share - LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES
+    )
 
 
 class Environment:
-    """LMDB environment and segment files of a store, open and shared by all handles of the process. Thread-safe.
+    """LMDB environment and segment files of a store, open and shared by all handles of the process.
+    Thread-safe.
 
     :param policy: recorded if the store is created; an existing store keeps its own.
     :raises StoreUnavailableError: the store cannot be opened.
@@ -113,28 +139,34 @@ class Environment:
         self.read_only = read_only
         self.handles = 0
         self.opened: dict[bytes, Namespace] = {}
-        """Namespaces that the handles have opened, by id: the identities of those that a commit begins."""
+        """Namespaces that the handles have opened, by id: the identities of those that a commit
+        begins."""
         self.process = os.getpid()
         self._databases: Mapping[str, _Database] = {}
         self._payloads: Payloads | None = None
         self.taken: deque[int] = deque(maxlen=_COMMITS)
-        """Bytes that recent commits of this process took in the segments: an estimate for the next ones."""
+        """Bytes that recent commits of this process took in the segments: an estimate for the next
+        ones."""
         self._map_lock = _MapLock()
         self._writing = threading.Lock()
         self.writer: int | None = None
-        """Number under which LMDB records the reservation of this process; None before ``claim_writer``."""
-        self._stuck = 0  # a wait for readers with a snapshot of this transaction, or of an older one, timed out
+        """Number under which LMDB records the reservation of this process; None before
+        ``claim_writer``."""
+        # a wait for readers with a snapshot of this transaction, or of an older one, timed out
+        self._stuck = 0
         self._is_open = False
         self._is_closed = False
         self._ids: Sequence[tuple[int, int] | None] = ()  # of the open files of LMDB
         self.shares = Shares(0, False, 0)  # valid within a write transaction
-        self.map_bytes = 0  # present bound of ``data.mdb``; valid within a write transaction
+        # present bound of ``data.mdb``; valid within a write transaction
+        self.map_bytes = 0
         self._guard = None if read_only else Guard(path)
         self._policy = policy
         with ExitStack() as undone:  # undoes each step if a later one fails
             if self._guard is not None:
                 undone.callback(self._guard.close)
-            undone.callback(self._close_lmdb)  # the guard closes after LMDB, and its own close may fail
+            # the guard closes after LMDB, and its own close may fail
+            undone.callback(self._close_lmdb)
             if self._guard is None:
                 self._open()
             else:
@@ -149,20 +181,26 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[TableRows]:
-        """Run a transaction. A write transaction is committed durably when the ``with`` block ends. It is aborted if
-        the block raises or the commit fails.
+        """Run a transaction. A write transaction is committed durably when the ``with`` block ends.
+        It is aborted if the block raises or the commit fails.
 
         :raises StoreFullError: the changes do not fit.
         :raises StoreBusyError: another process has held the writer lock for too long.
-        :raises ReplacedError: the files at the path are others; raised before the block runs, or by a commit that went
-            into files that were replaced meanwhile.
-        :raises StoreError: any other failure, including use in a fork of the process that opened the store.
+        :raises ReplacedError: the files at the path are others; raised before the block runs, or by
+            a commit that went into files that were replaced meanwhile.
+        :raises StoreError: any other failure, including use in a fork of the process that opened
+            the store.
         """
         if self.process != os.getpid():
-            raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
-        self._check_current()  # before the writer lock, whose file must not be created among other files
+            raise StoreError(
+                f"{self.path} was opened by process {self.process}; open it again after a fork"
+            )
+        # before the writer lock, whose file must not be created among other files
+        self._check_current()
         guard = self._guard if write else None
-        locked = nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
+        locked = (
+            nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
+        )
         with self._suspect_on_error(), locked, files.translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
                 with self._map_lock.shared():
@@ -184,12 +222,15 @@ class Environment:
                         if payloads is not None:
                             self.files.punch(payloads.holes)
                         if guard is not None:
-                            with suppress(StoreError):  # the next transaction then syncs again
+                            # the next transaction then syncs again
+                            with suppress(StoreError):
                                 guard.lock.mark(begun=False)
                             self._check_current()
                         return
                 begun()
-        raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
+        raise StoreError(
+            f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts"
+        )
 
     @cached_property
     def recovery(self) -> RecoveryFiles:
@@ -200,11 +241,13 @@ class Environment:
     def writing(self) -> Iterator[None]:
         """Exclude other commits of this process within the ``with`` statement.
 
-        :raises StoreBusyError: another thread has been committing for more than 10 s; the block does not run.
+        :raises StoreBusyError: another thread has been committing for more than 10 s; the block
+            does not run.
         """
         if not self._writing.acquire(timeout=files.WRITING_PATIENCE_S):
             raise StoreBusyError(
-                f"{self.path} is busy: another thread of this process has been writing for more than "
+                f"{self.path} is busy: another thread of this process has been writing for "
+                f"more than "
                 f"{files.WRITING_PATIENCE_S:g} s"
             )
         try:
@@ -215,7 +258,8 @@ class Environment:
     def claim_writer(self) -> int:
         """Claim the number of this process if it has none yet, and return it.
 
-        Call this within a write transaction, after ``release_reserved``: a dead process may have had the number.
+        Call this within a write transaction, after ``release_reserved``: a dead process may have
+        had the number.
 
         :raises StoreError: the store is open read-only, or the file system refuses the lock.
         """
@@ -226,29 +270,39 @@ class Environment:
         return self.writer
 
     def release_reserved(self, transaction: TableRows, *, own: bool = False) -> None:
-        """Release the reservations of dead processes in a write transaction; ``own``: also that of this process."""
+        """Release the reservations of dead processes in a write transaction; ``own``: also that of
+        this process."""
         allocator, guard = self.payloads(transaction).allocator, self._guard
         for writer in allocator.writers():
-            is_dead = writer != self.writer and guard is not None and not guard.is_claimed(writer)
+            is_dead = (
+                writer != self.writer
+                and guard is not None
+                and not guard.is_claimed(writer)
+            )
             if is_dead or (own and writer == self.writer):
                 allocator.release(writer)
 
     def payloads(self, transaction: TableRows) -> Payloads:
-        """Return the payload storage of the running write transaction, the same object on each call.
+        """Return the payload storage of the running write transaction, the same object on each
+        call.
 
-        :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
+        :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to
+            replace it.
         """
         if self._payloads is None:
             limit = self._segment_limit_bytes(transaction)
-            payloads = Payloads(transaction, self.files, limit, inline=self.shares.inline)
+            payloads = Payloads(
+                transaction, self.files, limit, inline=self.shares.inline
+            )
             self._fit_files(payloads.allocator)
             payloads.shrink(limit)
             self._payloads = payloads
         return self._payloads
 
     def _fit_files(self, allocator: Allocator) -> None:
-        """Give the segment files the recorded lengths and holes: an aborted transaction may have let them grow or have
-        filled a hole, and a process that was killed after its commit may not have punched one.
+        """Give the segment files the recorded lengths and holes: an aborted transaction may have
+        let them grow or have filled a hole, and a process that was killed after its commit may not
+        have punched one.
         """
         segments = allocator.segments()
         on_disk = self.files.fit(segments)
@@ -257,8 +311,8 @@ class Environment:
             self.files.punch(allocator.holes())
 
     def _segment_limit_bytes(self, transaction: TableRows) -> int:
-        """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth of one transaction,
-        leaves of the capacity, or of a smaller disk.
+        """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth
+        of one transaction, leaves of the capacity, or of a smaller disk.
         """
         held, segments = self.file_bytes(), read_space(transaction).total * PAGE_BYTES
         disk = held + segments + files.free_disk_bytes(self.path)
@@ -266,10 +320,12 @@ class Environment:
         return max(0, whole - min(self.map_bytes, held + self.shares.growth_bytes))
 
     def limit_bytes(self, *, as_it_is: bool = False) -> int:
-        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the catalogue's or the
-        disk's, less a reserve for deletions, because LMDB writes new pages to free old ones.
+        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the
+        catalogue's or the disk's, less a reserve for deletions, because LMDB writes new pages to
+        free old ones.
 
-        :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are fragmented.
+        :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are
+            fragmented.
         """
         file = self.file_bytes()
         disk = file if as_it_is else file + files.growth_bytes(self.path)
@@ -281,8 +337,8 @@ class Environment:
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until no reader of any process has a snapshot before transaction ``number``; return False on timeout, or
-        at once if a reader that caused an earlier timeout still runs.
+        """Wait until no reader of any process has a snapshot before transaction ``number``; return
+        False on timeout, or at once if a reader that caused an earlier timeout still runs.
         """
         deadline = time.monotonic() + timeout_s
         while (oldest := self._oldest_snapshot(number)) < number:
@@ -297,48 +353,63 @@ class Environment:
         self._env.reader_check()
 
     def oldest_reader(self) -> tuple[int, int] | None:
-        """Return the process of the reader with the oldest snapshot, of those that live, and the number of its
-        transaction; None if no process reads.
+        """Return the process of the reader with the oldest snapshot, of those that live, and the
+        number of its transaction; None if no process reads.
         """
         self.clear_readers()
         found: list[tuple[int, int]] = []
-        for line in self._env.readers().splitlines()[1:]:  # a header, then process, thread and transaction of a reader
+        # a header, then process, thread and transaction of a reader
+        for line in self._env.readers().splitlines()[1:]:
             process, _, number = line.split()
             if number.isdecimal():  # ``-``: an idle one
                 found.append((int(number), int(process)))
         return min(found)[::-1] if found else None
 
     def check_growth(self, used: int) -> None:
-        """Refuse a commit if a stopped reader has made ``data.mdb`` grow far beyond the ``used`` bytes of its content.
+        """Refuse a commit if a stopped reader has made ``data.mdb`` grow far beyond the ``used``
+        bytes of its content.
 
         :raises StoreFullError: that is the case; the error names the reader's process.
         """
-        if self.file_bytes() <= 2 * used + min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED):
+        if self.file_bytes() <= 2 * used + min(
+            self.shares.capacity // _PINNED_SHARE, _MOST_PINNED
+        ):
             return
         reader = self.oldest_reader()
-        if reader is not None and reader[1] < self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS:
+        if (
+            reader is not None
+            and reader[1] < self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
+        ):
             raise self.pinned_error(*reader)
 
     def pinned_error(self, process: int, number: int) -> StoreFullError:
-        """Return the error of a commit that finds no free page because a process reads an old transaction."""
-        kept = f"process {process} reads the state of transaction {number}, so the catalogue cannot reuse pages"
-        return StoreFullError(f"{self.path}: {kept}: stop it, or continue it if it is stopped")
+        """Return the error of a commit that finds no free page because a process reads an old
+        transaction."""
+        kept = (
+            f"process {process} reads the state of transaction {number}, so the catalogue "
+            f"cannot reuse pages"
+        )
+        return StoreFullError(
+            f"{self.path}: {kept}: stop it, or continue it if it is stopped"
+        )
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """Return the number of the oldest transaction that a reader of any process may see, at most ``newest``."""
+        """Return the number of the oldest transaction that a reader of any process may see, at most
+        ``newest``."""
         reader = self.oldest_reader()
         return newest if reader is None else min(newest, reader[1])
 
     def age(self) -> int:
-        """Commit a transaction without changes; return its number. The next one can reuse pages that the previous one
-        freed.
+        """Commit a transaction without changes; return its number. The next one can reuse pages
+        that the previous one freed.
         """
         with self.transaction(write=True) as transaction:
             write_clock(transaction, *read_clock(transaction))
             return int(transaction.txn.id())
 
     def make_writable(self) -> None:
-        """Reopen a read-only environment for writing; handles stay valid. If that fails, it stays open for reading."""
+        """Reopen a read-only environment for writing; handles stay valid. If that fails, it stays
+        open for reading."""
         guard = Guard(self.path)
         try:
             guard.open(lambda: self._reopen(False))
@@ -357,19 +428,23 @@ class Environment:
         """Return whether the open files are those at the store's path."""
         if self._is_closed or self._ids != _ids_at(self.path):
             return False
-        return self.files.is_current() and (self._guard is None or self._guard.is_current())
+        return self.files.is_current() and (
+            self._guard is None or self._guard.is_current()
+        )
 
     def _check_current(self) -> None:
         if not self.is_current():
-            raise ReplacedError(f"{self.path}: files of the store were removed or replaced while it was open")
+            raise ReplacedError(
+                f"{self.path}: files of the store were removed or replaced while it was open"
+            )
 
     def index_file(self, namespace: bytes) -> Path:
         """Return the path of the file in which an engine saves its index of a namespace."""
         return self.path / f"{files.INDEX_PREFIX}{namespace.hex()}"
 
     def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
-        """Delete the files of namespaces that have lost their last content, unless they have begun again. Errors are
-        ignored, because these files alone are harmless.
+        """Delete the files of namespaces that have lost their last content, unless they have begun
+        again. Errors are ignored, because these files alone are harmless.
         """
         if not namespaces or self._guard is None:
             return
@@ -386,9 +461,11 @@ class Environment:
             self._guard.suspect()
 
     def close(self) -> None:
-        """Close the environment after the running transactions; idempotent. In a forked child this does nothing.
+        """Close the environment after the running transactions; idempotent. In a forked child this
+        does nothing.
 
-        :raises StoreBusyError: a transaction has been running for more than 10 s; the environment stays open.
+        :raises StoreBusyError: a transaction has been running for more than 10 s; the environment
+            stays open.
         """
         if self.process != os.getpid() or self._is_closed:
             return
@@ -401,8 +478,13 @@ class Environment:
             self._guard.close()
 
     def _return_reserved(self) -> None:
-        """Release the reservation of this process, unless the lock is busy: later writers release it as well."""
-        if self.writer is None or self._guard is None or not self._writing.acquire(timeout=_RETURN_PATIENCE_S):
+        """Release the reservation of this process, unless the lock is busy: later writers release
+        it as well."""
+        if (
+            self.writer is None
+            or self._guard is None
+            or not self._writing.acquire(timeout=_RETURN_PATIENCE_S)
+        ):
             return
         try:
             with suppress(StoreError), self._guard.lock.held(_RETURN_PATIENCE_S):
@@ -421,8 +503,8 @@ class Environment:
 
     @contextmanager
     def _suspect_on_error(self) -> Iterator[None]:
-        """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other than busy, full or
-        replaced.
+        """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other
+        than busy, full or replaced.
         """
         try:
             yield
@@ -433,14 +515,16 @@ class Environment:
             raise
 
     def _open(self, read_only: bool | None = None) -> None:
-        """Open ``data.mdb`` and its databases; leave nothing open on failure. None: with the mode of this object."""
+        """Open ``data.mdb`` and its databases; leave nothing open on failure. None: with the mode
+        of this object."""
         read_only = self.read_only if read_only is None else read_only
         with files.translated_at_open(self.path):
             exists = files.file_id(self.path / files.DATA_FILE) is not None
             env = open_lmdb(self.path, read_only=read_only)
             if not read_only and not _has_its_lock_file(env):
                 env.close()
-                (self.path / files.LOCK_FILE).unlink()  # other processes notice it before their next transaction
+                # other processes notice it before their next transaction
+                (self.path / files.LOCK_FILE).unlink()
                 env = open_lmdb(self.path, read_only=read_only)
             try:
                 env.reader_check()
@@ -475,8 +559,8 @@ class Environment:
             self._fit_map()
 
     def _fit_map(self) -> None:
-        """Set the map size to the recorded bound of ``data.mdb``, or to the file's size plus a reserve for deletions if
-        larger.
+        """Set the map size to the recorded bound of ``data.mdb``, or to the file's size plus a
+        reserve for deletions if larger.
         """
         self._env.set_mapsize(0)  # adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
@@ -487,8 +571,8 @@ class Environment:
         self.shares = shares
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function for that, to be
-        called without the map lock.
+        """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function
+        for that, to be called without the map lock.
         """
         if not self._is_open:
             return self._revive
@@ -496,7 +580,8 @@ class Environment:
             begun = self._env.begin(write=write, buffers=True)
         except lmdb.MapResizedError:
             return self._remap
-        except lmdb.PanicError:  # LMDB could not write one of its pages: the files are intact, the handle is not
+        except lmdb.PanicError:
+            # LMDB could not write one of its pages: the files are intact, the handle is not
             return self._revive
         if not write:
             return begun
@@ -520,7 +605,8 @@ class Environment:
             self._reopen(self.read_only)
 
     def _adopt(self) -> None:
-        """Continue from the newest snapshot in ``data.mdb``, which LMDB's lock file does not know."""
+        """Continue from the newest snapshot in ``data.mdb``, which LMDB's lock file does not
+        know."""
         if self._guard is None:
             raise StoreError(f"{self.path} is open read-only")
         with self._guard.lock.held():
@@ -529,7 +615,8 @@ class Environment:
 
 
 class _MapLock:
-    """Shared/exclusive lock: transactions share the memory map, and a remap excludes them. Thread-safe."""
+    """Shared/exclusive lock: transactions share the memory map, and a remap excludes them.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -538,7 +625,8 @@ class _MapLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the lock shared, after an exclusive holder, and at most 50 ms after threads that want to be one."""
+        """Hold the lock shared, after an exclusive holder, and at most 50 ms after threads that
+        want to be one."""
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
             self._inside += 1
@@ -551,7 +639,8 @@ class _MapLock:
 
     @contextmanager
     def exclusive(self, patience_s: float | None = None) -> Iterator[None]:
-        """Hold the lock exclusively, after waiting until no thread holds it shared, which the calling one must not.
+        """Hold the lock exclusively, after waiting until no thread holds it shared, which the
+        calling one must not.
 
         :param patience_s: maximum wait in seconds; None: unbounded.
         :raises StoreBusyError: a thread has held it for longer; the block does not run.
@@ -560,7 +649,9 @@ class _MapLock:
             self._wanted += 1
             try:
                 if not self._changed.wait_for(lambda: not self._inside, patience_s):
-                    raise StoreBusyError(f"another thread of this process has used the store for {patience_s} s")
+                    raise StoreBusyError(
+                        f"another thread of this process has used the store for {patience_s} s"
+                    )
                 yield
             finally:
                 self._wanted -= 1
@@ -568,7 +659,11 @@ class _MapLock:
 
 
 def _headroom_bytes(file: int) -> int:
-    return min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4) // PAGE_BYTES * PAGE_BYTES
+    return (
+        min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4)
+        // PAGE_BYTES
+        * PAGE_BYTES
+    )
 
 
 def _ids_at(path: Path) -> list[tuple[int, int] | None]:
@@ -576,8 +671,8 @@ def _ids_at(path: Path) -> list[tuple[int, int] | None]:
 
 
 def _has_its_lock_file(env: lmdb.Environment) -> bool:
-    """Return whether LMDB's lock file names the newest transaction in ``data.mdb`` as the last one. The caller holds
-    the writer lock.
+    """Return whether LMDB's lock file names the newest transaction in ``data.mdb`` as the last one.
+    The caller holds the writer lock.
     """
     begun = env.begin(write=True)
     try:
@@ -587,8 +682,8 @@ def _has_its_lock_file(env: lmdb.Environment) -> bool:
 
 
 class _Slot(NamedTuple):
-    """The lock for opening and closing the environments of one store directory, and the open ones: at most one of them
-    is current.
+    """The lock for opening and closing the environments of one store directory, and the open ones:
+    at most one of them is current.
     """
 
     lock: threading.Lock
@@ -596,10 +691,12 @@ class _Slot(NamedTuple):
 
 
 class Environments:
-    """Registry of the environments that this process has open, normally one per directory. Thread-safe.
+    """Registry of the environments that this process has open, normally one per directory.
+    Thread-safe.
 
-    One thread at a time opens, reopens or closes an environment. The wait for another thread is bounded and per store:
-    opening may take long, because of an integrity check or a stopped process that holds a lock.
+    One thread at a time opens, reopens or closes an environment. The wait for another thread is
+    bounded and per store: opening may take long, because of an integrity check or a stopped process
+    that holds a lock.
     """
 
     def __init__(self) -> None:
@@ -608,19 +705,24 @@ class Environments:
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
-        """Return the process's environment of a store, opened if necessary; errors as in ``Environment``."""
+        """Return the process's environment of a store, opened if necessary; errors as in
+        ``Environment``."""
         with files.translated_at_open(path):
             status = path.stat()
         with self._lock:
-            slot = self._slots.setdefault((status.st_dev, status.st_ino), _Slot(threading.Lock(), []))
+            slot = self._slots.setdefault(
+                (status.st_dev, status.st_ino), _Slot(threading.Lock(), [])
+            )
         patience_s = files.OPENING_PATIENCE_S
         if not slot.lock.acquire(timeout=patience_s):
             raise StoreBusyError(
-                f"{path} is busy: another thread of this process has been opening it for more than {patience_s:g} s"
+                f"{path} is busy: another thread of this process has been opening it for more "
+                f"than {patience_s:g} s"
             )
         try:
             for environment in list(slot.environments):
-                if not environment.is_current():  # before another opening: LMDB opens a file once per process
+                # before another opening: LMDB opens a file once per process
+                if not environment.is_current():
                     environment.close()
                     slot.environments.remove(environment)
             found = next(iter(slot.environments), None)
@@ -635,9 +737,14 @@ class Environments:
             slot.lock.release()
 
     def release(self, environment: Environment) -> None:
-        """Release one use of an environment that ``acquire`` returned; the release of the last use closes it."""
+        """Release one use of an environment that ``acquire`` returned; the release of the last use
+        closes it."""
         with self._lock:
-            found = [slot for slot in self._slots.values() if environment in slot.environments]
+            found = [
+                slot
+                for slot in self._slots.values()
+                if environment in slot.environments
+            ]
         for slot in found:  # one, or none in a fork
             with slot.lock:
                 environment.handles -= 1
@@ -646,7 +753,8 @@ class Environments:
                     environment.close()
 
     def _forget(self) -> None:
-        """Reset the registry in a forked child: another thread of the parent may have held a lock."""
+        """Reset the registry in a forked child: another thread of the parent may have held a
+        lock."""
         self._lock = threading.Lock()
         for slot in self._slots.values():
             for environment in slot.environments:

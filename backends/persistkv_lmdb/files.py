@@ -1,7 +1,9 @@
-"""Files of a store: safe opening, durable writes, LMDB's meta pages, the writer lock, and translation of errors.
+"""Files of a store: safe opening, durable writes, LMDB's meta pages, the writer lock, and
+translation of errors.
 
-A store has regular files only: links and FIFOs are refused, never followed or waited for. In a directory that another
-user prepared, a link would redirect writes to any file of this user, and a FIFO would block the process that opens it.
+A store has regular files only: links and FIFOs are refused, never followed or waited for. In a
+directory that another user prepared, a link would redirect writes to any file of this user, and a
+FIFO would block the process that opens it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from pathlib import Path
 
 import lmdb
 
-from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError, StoreFullError, StoreUnavailableError
+from persistkv.errors import (
+    CorruptStoreError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from persistkv_lmdb.lock_wait import LockWait
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # names given by LMDB
@@ -29,8 +37,10 @@ SEGMENT_DIRECTORY, STATUS_DIRECTORY = "segments", "status"
 INDEX_PREFIX = "index-"
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
 
-OPENING_PATIENCE_S = 30.0  # for the writer lock, whose holder may be checking the store's integrity
-WRITING_PATIENCE_S = 10.0  # for the writer lock: several times as long as a commit of 128 MiB to a slow disk
+# for the writer lock, whose holder may be checking the store's integrity
+OPENING_PATIENCE_S = 30.0
+# for the writer lock: several times as long as a commit of 128 MiB to a slow disk
+WRITING_PATIENCE_S = 10.0
 _SHORT_PATIENCE_S = 0.2
 _BEGUN, _ENDED = b"+", b"-"
 _ROOT = 0
@@ -58,16 +68,18 @@ _NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
 
 
 class ReplacedError(StoreError):
-    """Files of the store were removed or replaced since it was opened. Nothing of the transaction is acknowledged; the
-    environment must be opened again.
+    """Files of the store were removed or replaced since it was opened. Nothing of the transaction
+    is acknowledged; the environment must be opened again.
     """
 
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Translate LMDB's errors within the ``with`` statement into a ``StoreError`` that names the store.
+    """Translate LMDB's errors within the ``with`` statement into a ``StoreError`` that names the
+    store.
 
-    A full disk or map becomes ``StoreFullError``; damage, also a row of impossible length, ``CorruptStoreError``.
+    A full disk or map becomes ``StoreFullError``; damage, also a row of impossible length,
+    ``CorruptStoreError``.
     """
     try:
         yield
@@ -75,7 +87,8 @@ def translated(path: Path) -> Iterator[None]:
         if (
             isinstance(error, _FULL)
             or error.code in _FULL_CODES
-            or (error.code == errno.EIO and growth_bytes(path) < _NEARLY_FULL)  # a write that a full disk cut
+            # a write that a full disk cut
+            or (error.code == errno.EIO and growth_bytes(path) < _NEARLY_FULL)
         ):
             kind: type[StoreError] = StoreFullError
         else:
@@ -87,21 +100,27 @@ def translated(path: Path) -> Iterator[None]:
 
 @contextmanager
 def translated_at_open(path: Path) -> Iterator[None]:
-    """Translate errors within the ``with`` statement, which opens the store in ``path``: LMDB's errors that mean damage
-    into ``CorruptStoreError``, its other errors and ``OSError`` into ``StoreUnavailableError``.
+    """Translate errors within the ``with`` statement, which opens the store in ``path``: LMDB's
+    errors that mean damage into ``CorruptStoreError``, its other errors and ``OSError`` into
+    ``StoreUnavailableError``.
     """
     try:
         yield
     except lmdb.Error as error:
-        kind = CorruptStoreError if isinstance(error, _CORRUPT) else StoreUnavailableError
+        kind = (
+            CorruptStoreError if isinstance(error, _CORRUPT) else StoreUnavailableError
+        )
         raise kind(f"{path}: {_reason(error)}") from error
     except OSError as error:
         raise StoreUnavailableError(f"{path}: {error.strerror or error}") from error
 
 
 @contextmanager
-def translated_io(path: Path, full: type[StoreError] = StoreFullError) -> Iterator[None]:
-    """Translate ``OSError`` into ``full`` (full disk, quota or file size limit) or ``StoreError``."""
+def translated_io(
+    path: Path, full: type[StoreError] = StoreFullError
+) -> Iterator[None]:
+    """Translate ``OSError`` into ``full`` (full disk, quota or file size limit) or
+    ``StoreError``."""
     try:
         yield
     except OSError as error:
@@ -110,7 +129,8 @@ def translated_io(path: Path, full: type[StoreError] = StoreFullError) -> Iterat
 
 
 def map_is_full(error: StoreFullError) -> bool:
-    """Return whether LMDB's map is full although the driver expected free pages: they are fragmented, or damaged."""
+    """Return whether LMDB's map is full although the driver expected free pages: they are
+    fragmented, or damaged."""
     return isinstance(error.__cause__, lmdb.MapFullError)
 
 
@@ -119,7 +139,8 @@ def _reason(error: lmdb.Error) -> str:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return the bytes of free disk space; 64 MiB, which does not count as nearly full, if that is unknown."""
+    """Return the bytes of free disk space; 64 MiB, which does not count as nearly full, if that is
+    unknown."""
     try:
         status = os.statvfs(path)
     except OSError:  # the directory was moved away
@@ -128,8 +149,12 @@ def free_disk_bytes(path: Path) -> int:
 
 
 def growth_bytes(path: Path) -> int:
-    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file size limit."""
-    free, (longest, _) = free_disk_bytes(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file
+    size limit."""
+    free, (longest, _) = (
+        free_disk_bytes(path),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     if longest != resource.RLIM_INFINITY:
         with suppress(OSError):
             free = min(free, max(0, longest - (path / DATA_FILE).stat().st_size))
@@ -137,7 +162,8 @@ def growth_bytes(path: Path) -> int:
 
 
 def allocated_bytes(status: os.stat_result) -> int:
-    """Return the allocated bytes of a file, without holes and without preallocation beyond its end."""
+    """Return the allocated bytes of a file, without holes and without preallocation beyond its
+    end."""
     return min(status.st_size, 512 * status.st_blocks)
 
 
@@ -147,7 +173,12 @@ def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
     :raises OSError: ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+        descriptor = os.open(
+            path,
+            flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            0o600,
+            dir_fd=dir_fd,
+        )
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, f"{path} is a symbolic link") from None
@@ -167,7 +198,8 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 
 def file_id(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a file, the same for every path to it; None if it cannot be read."""
+    """Return device and inode of a file, the same for every path to it; None if it cannot be
+    read."""
     try:
         status = path.stat()
     except OSError:  # opening it reports the reason
@@ -176,11 +208,12 @@ def file_id(path: Path) -> tuple[int, int] | None:
 
 
 def prepare_directory(store: Path, *, read_only: bool) -> None:
-    """Create a store's directory and its parents durably unless ``read_only``, and check its content.
+    """Create a store's directory and its parents durably unless ``read_only``, and check its
+    content.
 
-    :raises StoreUnavailableError: it cannot be created; it belongs to another user (except root) and is opened for
-        writing; a store's file is a link, FIFO or of another type; it contains other files and no store; or it is empty
-        and ``read_only``.
+    :raises StoreUnavailableError: it cannot be created; it belongs to another user (except root)
+        and is opened for writing; a store's file is a link, FIFO or of another type; it contains
+        other files and no store; or it is empty and ``read_only``.
     """
     with translated_at_open(store):
         if not read_only:
@@ -193,23 +226,40 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
             raise StoreUnavailableError(f"{store} is a file; a store is a directory")
         if not read_only and status.st_uid not in (os.geteuid(), _ROOT):
             raise StoreUnavailableError(
-                f"{store} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}: "
+                f"{store} belongs to user {status.st_uid}, and this process runs as user "
+                f"{os.geteuid()}: "
                 "run it as that user, or change the owner"
             )
         for name in (*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY):
-            is_right, kind = (stat.S_ISREG, "regular file") if name in STORE_FILES else (stat.S_ISDIR, "directory")
+            is_right, kind = (
+                (stat.S_ISREG, "regular file")
+                if name in STORE_FILES
+                else (stat.S_ISDIR, "directory")
+            )
             with suppress(FileNotFoundError):
                 found = (store / name).lstat().st_mode
                 if not is_right(found):
                     what = "a symbolic link" if stat.S_ISLNK(found) else f"no {kind}"
-                    raise StoreUnavailableError(f"{store / name} is {what}: move it away, or choose another directory")
+                    raise StoreUnavailableError(
+                        f"{store / name} is {what}: move it away, or choose another directory"
+                    )
         if any((store / name).exists() for name in (DATA_FILE, GUARD_FILE)):
             return
-        own = {*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY, "lost+found"}  # the last one: of a file system's root
-        names = [entry.name for entry in store.iterdir() if not entry.name.startswith(INDEX_PREFIX)]
+        # the last one: of a file system's root
+        own = {*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY, "lost+found"}
+        names = [
+            entry.name
+            for entry in store.iterdir()
+            if not entry.name.startswith(INDEX_PREFIX)
+        ]
         if others := sorted(name for name in names if name not in own):
-            reason = f"{store} is a directory with other files ({', '.join(others[:3])}) and no store"
-            raise StoreUnavailableError(f"{reason}: name a store, or a new or empty directory to create one")
+            reason = (
+                f"{store} is a directory with other files ({', '.join(others[:3])}) and "
+                f"no store"
+            )
+            raise StoreUnavailableError(
+                f"{reason}: name a store, or a new or empty directory to create one"
+            )
         if read_only:
             raise StoreUnavailableError(f"{store} is an empty directory and no store")
 
@@ -232,7 +282,8 @@ def sync_directory(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes, offset: int) -> None:
-    """Write ``content`` at a byte offset of an existing file, and make it durable. The caller excludes others."""
+    """Write ``content`` at a byte offset of an existing file, and make it durable. The caller
+    excludes others."""
     fd = open_regular(path, os.O_RDWR)
     try:
         rest = memoryview(content)
@@ -245,10 +296,11 @@ def write_durably(path: Path, content: bytes, offset: int) -> None:
 
 
 def is_cut_short(directory: Path) -> bool:
-    """Return whether ``data.mdb`` ends before the last page that LMDB has allocated: reading it would raise SIGBUS.
+    """Return whether ``data.mdb`` ends before the last page that LMDB has allocated: reading it
+    would raise SIGBUS.
 
-    LMDB may have allocated pages at the end without ever writing them; ``fsck.inspect`` distinguishes this. Other
-    processes may write meanwhile.
+    LMDB may have allocated pages at the end without ever writing them; ``fsck.inspect``
+    distinguishes this. Other processes may write meanwhile.
     """
     try:
         with (directory / DATA_FILE).open("rb") as file:
@@ -263,9 +315,11 @@ def is_cut_short(directory: Path) -> bool:
 
 
 def rewrite_meta_pages(directory: Path) -> None:
-    """Write LMDB's two meta pages again as they read, and make them durable. The caller excludes other writers.
+    """Write LMDB's two meta pages again as they read, and make them durable. The caller excludes
+    other writers.
 
-    After a failed write, the kernel may hold the bytes and consider them written: a sync alone does nothing.
+    After a failed write, the kernel may hold the bytes and consider them written: a sync alone does
+    nothing.
 
     :raises OSError: they may not be durable. A later call may repeat the rewrite.
     """
@@ -277,27 +331,36 @@ def rewrite_meta_pages(directory: Path) -> None:
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:
-    """Return the end of the last page that a meta page lists, a byte offset, and the page size; None if it is no meta
-    page.
+    """Return the end of the last page that a meta page lists, a byte offset, and the page size;
+    None if it is no meta page.
     """
     for header in _PAGE_HEADERS:
-        if len(page) == _META_BYTES and _U32.unpack_from(page, header)[0] == _META_MAGIC:
+        if (
+            len(page) == _META_BYTES
+            and _U32.unpack_from(page, header)[0] == _META_MAGIC
+        ):
             page_bytes = _U32.unpack_from(page, header + _PAGE_BYTES_AT)[0]
             if 1 <= page_bytes <= _MOST_PAGE_BYTES:
-                return (_U64.unpack_from(page, header + _LAST_PAGE_AT)[0] + 1) * page_bytes, page_bytes
+                return (
+                    _U64.unpack_from(page, header + _LAST_PAGE_AT)[0] + 1
+                ) * page_bytes, page_bytes
     return None
 
 
 class WriterLock:
-    """Lock that writers take before LMDB's own, which has no timeout. Thread-safe, and reentrant within a thread.
+    """Lock that writers take before LMDB's own, which has no timeout. Thread-safe, and reentrant
+    within a thread.
 
-    1. Its holder waits for LMDB's write lock for a short time only, because no other persistkv process contends.
+    1. Its holder waits for LMDB's write lock for a short time only, because no other persistkv
+       process contends.
     2. It is a flock: the kernel drops it when the process exits. A stopped process keeps it.
-    3. Waits are bounded, and processes that wait take turns (``LockWait``). After a timeout, waits are short until one
-       succeeds, so that a stopped process does not delay the other work of the waiting process.
-    4. If its file is deleted, writers exclude each other by LMDB's lock alone until the file is created again.
-    5. Its file records, for other processes, whether a commit was started and not completed; a machine crash may lose
-       this record.
+    3. Waits are bounded, and processes that wait take turns (``LockWait``). After a timeout, waits
+       are short until one succeeds, so that a stopped process does not delay the other work of the
+       waiting process.
+    4. If its file is deleted, writers exclude each other by LMDB's lock alone until the file is
+       created again.
+    5. Its file records, for other processes, whether a commit was started and not completed; a
+       machine crash may lose this record.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -309,12 +372,19 @@ class WriterLock:
         self._fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
 
     @contextmanager
-    def held(self, patience_s: float | None = None, *, recover: Callable[[], None] | None = None) -> Iterator[None]:
+    def held(
+        self,
+        patience_s: float | None = None,
+        *,
+        recover: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
         """Hold the lock within the ``with`` statement.
 
-        :param patience_s: maximum wait in seconds; None: 10 s, or 0.2 s after a wait that timed out.
+        :param patience_s: maximum wait in seconds; None: 10 s, or 0.2 s after a wait that timed
+            out.
         :param recover: called first if the last commit was interrupted.
-        :raises StoreBusyError: another thread or process holds it for longer; the block does not run.
+        :raises StoreBusyError: another thread or process holds it for longer; the block does not
+            run.
         :raises StoreError: it cannot be locked; the block does not run.
         """
         if patience_s is None:
@@ -343,12 +413,14 @@ class WriterLock:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last commit that any process started did not complete. The caller must hold the lock."""
+        """Whether the last commit that any process started did not complete. The caller must hold
+        the lock."""
         with translated_io(self._file.parent):
             return os.pread(self._fd, 1, 0) == _BEGUN
 
     def mark(self, *, begun: bool) -> None:
-        """Record for all processes, unsynced, that a commit starts or has completed. The caller must hold the lock."""
+        """Record for all processes, unsynced, that a commit starts or has completed. The caller
+        must hold the lock."""
         with translated_io(self._file.parent):
             os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
 
@@ -391,14 +463,16 @@ class WriterLock:
 
     def _follow(self) -> bool:
         """Reopen the lock file if it was replaced or deleted; return whether it was."""
-        with suppress(OSError):  # the store's directory is gone or read-only: the present file remains in use
+        # the store's directory is gone or read-only: the present file remains in use
+        with suppress(OSError):
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._fd), self._file.stat()):
                     return False
             fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
             os.close(self._fd)
             self._fd = fd
-            self._wait = None  # that of the replaced file releases it as soon as it gets it
+            # that of the replaced file releases it as soon as it gets it
+            self._wait = None
             return True
         return False
 
@@ -409,11 +483,21 @@ class WriterLock:
         with suppress(OSError):
             for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
                 fields = line.split()
-                if len(fields) == 8 and fields[1] == "FLOCK" and fields[3] == "WRITE" and fields[5] == place:
-                    return f"process {fields[4]}" if int(fields[4]) > 0 else "another process"
+                if (
+                    len(fields) == 8
+                    and fields[1] == "FLOCK"
+                    and fields[3] == "WRITE"
+                    and fields[5] == place
+                ):
+                    return (
+                        f"process {fields[4]}"
+                        if int(fields[4]) > 0
+                        else "another process"
+                    )
         return "another process"
 
     def _busy(self, holder: str, patience_s: float) -> StoreBusyError:
         return StoreBusyError(
-            f"{self._file.parent} is busy: {holder} has held its lock for writing for more than {patience_s:g} s"
+            f"{self._file.parent} is busy: {holder} has held its lock for writing for more "
+            f"than {patience_s:g} s"
         )

@@ -1,11 +1,13 @@
-"""Integrity check of an environment, in a child process, because damage may kill the process that reads it.
+"""Integrity check of an environment, in a child process, because damage may kill the process that
+reads it.
 
-The check first verifies the pages without LMDB (``lmdb.verify``: page tree, free list, counts), so that cycles and
-truncated files are reported instead of crashing. Then it reads the rows as the driver does. An invalid row is no damage
-if the driver skips it and treats its content as a miss; it is damage if the driver depends on it.
+The check first verifies the pages without LMDB (``lmdb.verify``: page tree, free list, counts), so
+that cycles and truncated files are reported instead of crashing. Then it reads the rows as the
+driver does. An invalid row is no damage if the driver skips it and treats its content as a miss; it
+is damage if the driver depends on it.
 
-The child is started by ``subprocess``, not ``multiprocessing``: the caller may be a daemonic process or have threads.
-It never imports torch.
+The child is started by ``subprocess``, not ``multiprocessing``: the caller may be a daemonic
+process or have threads. It never imports torch.
 """
 
 from __future__ import annotations
@@ -64,28 +66,46 @@ from persistkv_lmdb.layout import (
 logger = logging.getLogger(__name__)
 
 LEAST_CPU_S = 60
-_BYTES_A_SECOND = 50_000_000  # of processor time: far below the speed of the check, which reads part of each MiB
-PATIENCE = 20  # wall clock time as a multiple of the processor time: a slow disk is no damage
-PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.fsck import main; main({directory!r}, {parent})"
-_DEATHS_BY_DAMAGE = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU)
+# of processor time: far below the speed of the check, which reads part of each MiB
+_BYTES_A_SECOND = 50_000_000
+# wall clock time as a multiple of the processor time: a slow disk is no damage
+PATIENCE = 20
+PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.fsck import main; "
+    "main({directory!r}, {parent})"
+)
+_DEATHS_BY_DAMAGE = (
+    signal.SIGBUS,
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGXCPU,
+)
 _PR_SET_PDEATHSIG = 1
 
 
 class Verdict(enum.Enum):
-    """Result of a check; the values are the exit codes of the child process that ``inspect`` starts."""
+    """Result of a check; the values are the exit codes of the child process that ``inspect``
+    starts."""
 
     FINE = 0
     UNKNOWN = 1
-    """The check did not complete: no memory, no permission, killed. The environment may be valid or damaged."""
+    """The check did not complete: no memory, no permission, killed. The environment may be valid or
+    damaged."""
     DAMAGED = 3
     FOREIGN = 4
     """The store is valid, but in the format of another release."""
     UNRECOGNISED = 5
-    """The pages are valid, but not those of a store: another program's, or the store's marker is damaged."""
+    """The pages are valid, but not those of a store: another program's, or the store's marker is
+    damaged."""
 
 
-DAMAGE = (Verdict.DAMAGED, Verdict.UNRECOGNISED)  # if persistkv opened the environment before: it was a store then
-_SAID = frozenset(verdict.value for verdict in Verdict if verdict is not Verdict.UNKNOWN)
+# if persistkv opened the environment before: it was a store then
+DAMAGE = (Verdict.DAMAGED, Verdict.UNRECOGNISED)
+_SAID = frozenset(
+    verdict.value for verdict in Verdict if verdict is not Verdict.UNKNOWN
+)
 
 
 class Finding(NamedTuple):
@@ -96,18 +116,21 @@ class Finding(NamedTuple):
 
 
 def inspect(directory: Path) -> Finding:
-    """Check the environment in a child process, and return the finding; no process may write meanwhile.
+    """Check the environment in a child process, and return the finding; no process may write
+    meanwhile.
 
-    The processor time of the child is limited in proportion to the file's size. A check that exceeds the limit counts
-    as damage: references between pages form a cycle. If the check cannot start or does not complete, the verdict is
-    ``UNKNOWN``.
+    The processor time of the child is limited in proportion to the file's size. A check that
+    exceeds the limit counts as damage: references between pages form a cycle. If the check cannot
+    start or does not complete, the verdict is ``UNKNOWN``.
     """
     try:
         size = (directory / DATA_FILE).stat().st_size
     except OSError as error:
         return Finding(Verdict.UNKNOWN, str(error))
     limit_s = LEAST_CPU_S + size // _BYTES_A_SECOND
-    program = PROGRAM.format(path=sys.path, directory=str(directory), parent=os.getpid())
+    program = PROGRAM.format(
+        path=sys.path, directory=str(directory), parent=os.getpid()
+    )
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", program, "persistkv-walk"],
@@ -117,15 +140,22 @@ def inspect(directory: Path) -> Finding:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
     except OSError as error:
-        return Finding(Verdict.UNKNOWN, f"the integrity check could not be started: {error}")
+        return Finding(
+            Verdict.UNKNOWN, f"the integrity check could not be started: {error}"
+        )
     with child:
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
-            resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit_s, limit_s + LEAST_CPU_S))
+            resource.prlimit(
+                child.pid, resource.RLIMIT_CPU, (limit_s, limit_s + LEAST_CPU_S)
+            )
         try:
             output, errors = child.communicate(timeout=PATIENCE * limit_s)
         except subprocess.TimeoutExpired:
             child.kill()
-            return Finding(Verdict.UNKNOWN, f"a walk through it did not end within {PATIENCE * limit_s} s")
+            return Finding(
+                Verdict.UNKNOWN,
+                f"a walk through it did not end within {PATIENCE * limit_s} s",
+            )
     if -child.returncode in _DEATHS_BY_DAMAGE:
         name = signal.Signals(-child.returncode).name
         return Finding(Verdict.DAMAGED, f"a walk through it was ended by {name}")
@@ -133,23 +163,30 @@ def inspect(directory: Path) -> Finding:
     if child.returncode in _SAID and said:
         return Finding(Verdict(child.returncode), said)
     complaint = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-    logger.warning("%s: the integrity check did not complete: exit code %d, %s", directory, child.returncode, complaint)
+    logger.warning(
+        "%s: the integrity check did not complete: exit code %d, %s",
+        directory,
+        child.returncode,
+        complaint,
+    )
     return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {child.returncode}")
 
 
 def main(directory: str, parent: int) -> NoReturn:
-    """Check the environment in the child of the process ``parent``: write one line, exit with the verdict's value."""
+    """Check the environment in the child of the process ``parent``: write one line, exit with the
+    verdict's value."""
     end_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     verdict, reason = examine(Path(directory))
     sys.stdout.write(reason + "\n")
     sys.stdout.flush()
-    os._exit(verdict.value)  # skips LMDB's own cleanup, which may hit damage that the check did not
+    # skips LMDB's own cleanup, which may hit damage that the check did not
+    os._exit(verdict.value)
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, and exit if it is dead: a parent that is killed and
-    restarted while it opens a store would run two checks at once.
+    """Have the kernel kill this process when its parent dies, and exit if it is dead: a parent that
+    is killed and restarted while it opens a store would run two checks at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
@@ -170,7 +207,12 @@ def examine(directory: Path) -> Finding:
         return Finding(Verdict.DAMAGED, f"{problems[0]}{more}")
     try:
         with lmdb.open(
-            str(directory), readonly=True, lock=False, create=False, max_dbs=len(DATABASES), max_spare_txns=0
+            str(directory),
+            readonly=True,
+            lock=False,
+            create=False,
+            max_dbs=len(DATABASES),
+            max_spare_txns=0,
         ) as env:
             if not env.stat()["entries"]:
                 return Finding(Verdict.FINE, "it is empty")
@@ -193,39 +235,54 @@ def _examine_rows(transaction: TableRows) -> str:
     """
     read_clock(transaction)
     read_placement(transaction)
-    if (fault := next(space_faults(transaction), None)) is not None:  # a page allocated twice would be overwritten
+    # a page allocated twice would be overwritten
+    if (fault := next(space_faults(transaction), None)) is not None:
         raise CorruptStoreError(fault)
     unreadable: Counter[str] = Counter()
-    states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
+    states = {
+        bytes(key): NamespaceState.decode(row)
+        for key, row in transaction.starting_with(STATES, b"")
+    }
     for key, row in transaction.starting_with(NAMESPACES, b""):
         if decode_namespace(key, row) is None:
             unreadable[NAMESPACES] += 1
         elif bytes(key) not in states:
             raise CorruptStoreError(f"namespace {bytes(key).hex()} has no totals")
     counted = recount(transaction, states, unreadable)
-    unreadable[ORDER] = sum(len(key) != ORDER_KEY.size for key, _ in transaction.starting_with(ORDER, b""))
+    unreadable[ORDER] = sum(
+        len(key) != ORDER_KEY.size for key, _ in transaction.starting_with(ORDER, b"")
+    )
     for _, row in transaction.starting_with(PIECES, b""):
         bytes(row[:1])  # a page that is missing raises SIGBUS
     unreadable += Counter()  # removes zero counts
     found = f"{sum(state.packs for state in counted.values())} packs in {len(states)} namespaces"
     if unreadable:
-        bad = ", ".join(f"{count} rows of {name}" for name, count in sorted(unreadable.items()))
+        bad = ", ".join(
+            f"{count} rows of {name}" for name, count in sorted(unreadable.items())
+        )
         return f"{found}; {bad} do not read"
     for name, state in states.items():
         if state != counted[name]:
-            raise CorruptStoreError(f"the totals of namespace {name.hex()} are not those of its rows")
+            raise CorruptStoreError(
+                f"the totals of namespace {name.hex()} are not those of its rows"
+            )
     return found
 
 
 def recount(
-    transaction: TableRows, states: dict[bytes, NamespaceState], unreadable: Counter[str]
+    transaction: TableRows,
+    states: dict[bytes, NamespaceState],
+    unreadable: Counter[str],
 ) -> dict[bytes, NamespaceState]:
     """Return the totals of each namespace, by id, recounted from its rows.
 
     :param states: recorded totals by namespace id; rows of other namespaces count as unreadable.
     :param unreadable: number of unreadable rows by table; this function increases it.
     """
-    counted = {name: NamespaceState(state.generation, sequence=state.sequence) for name, state in states.items()}
+    counted = {
+        name: NamespaceState(state.generation, sequence=state.sequence)
+        for name, state in states.items()
+    }
     for key, row in transaction.starting_with(PACKS, b""):
         table = pack_table(key, row)
         if table is None or table.namespace not in counted:
@@ -237,23 +294,37 @@ def recount(
         if (namespace := bytes(key[:ID_BYTES])) in counted:
             counted[namespace].requests += 1
         unreadable[MANIFESTS] += decoded(decode_manifest, row) is None
-        unreadable[MANIFEST_KEYS] += decoded(decode_manifest_keys, transaction.get(MANIFEST_KEYS, bytes(key))) is None
+        unreadable[MANIFEST_KEYS] += (
+            decoded(decode_manifest_keys, transaction.get(MANIFEST_KEYS, bytes(key)))
+            is None
+        )
         unreadable[CHAINS] += Chain.decode(transaction.get(CHAINS, bytes(key))) is None
     return counted
 
 
 def space_faults(transaction: TableRows) -> Iterator[str]:
-    """Yield a line per fault: a page that is not in exactly one extent, or indices or totals that do not agree."""
+    """Yield a line per fault: a page that is not in exactly one extent, or indices or totals that
+    do not agree."""
     allocator = Allocator(transaction)
     segments = allocator.segments()
     free = list(allocator.free_extents())
-    reserved = [extent for writer in allocator.writers() for extent in allocator.reserved_by(writer)]
+    reserved = [
+        extent
+        for writer in allocator.writers()
+        for extent in allocator.reserved_by(writer)
+    ]
     holes = list(allocator.holes())
-    used = [extent for _, row in transaction.starting_with(EXTENTS, b"") for extent in decode_extents(row)]
+    used = [
+        extent
+        for _, row in transaction.starting_with(EXTENTS, b"")
+        for extent in decode_extents(row)
+    ]
     if sorted(allocator.free_sizes()) != free:
         yield "the free extents by size are not those by place"
     ends = dict.fromkeys(segments, 0)
-    for segment, extents in groupby(sorted([*free, *reserved, *used, *holes]), key=lambda extent: extent.segment):
+    for segment, extents in groupby(
+        sorted([*free, *reserved, *used, *holes]), key=lambda extent: extent.segment
+    ):
         for extent in extents:
             if extent.page != ends.get(segment) or not extent.pages:
                 yield f"{extent} does not follow page {ends.get(segment)}"
@@ -263,7 +334,11 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     for one, other in pairwise(free):
         if (one.segment, one.end) == (other.segment, other.page):
             yield f"{one} and {other} touch"
-    counted = (sum(segments.values()) - pages_of(holes), pages_of(free), pages_of(reserved))
+    counted = (
+        sum(segments.values()) - pages_of(holes),
+        pages_of(free),
+        pages_of(reserved),
+    )
     recorded = (allocator.total, allocator.free, allocator.reserved)
     if counted != recorded:
         yield f"the totals of the space are {recorded}; counted: {counted}"

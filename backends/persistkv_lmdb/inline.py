@@ -1,6 +1,7 @@
 """Payloads in LMDB itself (placement ``inline``), in pieces of at most 256 KiB.
 
-In LMDB, a value takes contiguous pages, and a full, fragmented file has no contiguous room for larger values.
+In LMDB, a value takes contiguous pages, and a full, fragmented file has no contiguous room for
+larger values.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.layout import PIECES
 
-PIECE_BYTES = 256 << 10  # 256 KiB: small enough to find contiguous room in a store of a few MiB
+# 256 KiB: small enough to find contiguous room in a store of a few MiB
+PIECE_BYTES = 256 << 10
 _PIECE = struct.Struct(">I")
 
 
@@ -35,7 +37,8 @@ class InlinePayloads:
 
 
 def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
-    """Cut a stream into pieces of ``PIECE_BYTES``, the last one shorter; copy only those of several buffers."""
+    """Cut a stream into pieces of ``PIECE_BYTES``, the last one shorter; copy only those of several
+    buffers."""
     parts: list[memoryview] = []
     length = 0
     for part in stream:
@@ -52,13 +55,17 @@ def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
 
 
 def page_bytes(payload_length: int) -> int:
-    """Return an upper bound on the bytes of the pages that the pieces of a payload take, LMDB's headers included."""
+    """Return an upper bound on the bytes of the pages that the pieces of a payload take, LMDB's
+    headers included."""
     return payload_length + PAGE_BYTES * (2 * (payload_length // PIECE_BYTES) + 2)
 
 
-def read_pieces(rows: TableRows, name: bytes, offset: int, buffers: Sequence[memoryview]) -> bool:
-    """Fill ``buffers``, one after the other, with the bytes of the pack ``name`` (namespace and pack id) from the byte
-    ``offset`` on. Return False if the pack is absent or too short: the buffers then have undefined content.
+def read_pieces(
+    rows: TableRows, name: bytes, offset: int, buffers: Sequence[memoryview]
+) -> bool:
+    """Fill ``buffers``, one after the other, with the bytes of the pack ``name`` (namespace and
+    pack id) from the byte ``offset`` on. Return False if the pack is absent or too short: the
+    buffers then have undefined content.
     """
     index, start = divmod(offset, PIECE_BYTES)
     piece = rows.get(PIECES, name + _PIECE.pack(index))

@@ -1,12 +1,13 @@
-"""Databases and rows of the LMDB environment, and the last pages of packs in segment files. docs/format.md specifies
-every byte.
+"""Databases and rows of the LMDB environment, and the last pages of packs in segment files.
+docs/format.md specifies every byte.
 
 Keys start with the namespace id (16 bytes), so a namespace is one key range in each database.
 
-**Trailers.** In a segment file, a pack's payload is followed by its table and a trailer, from which ``rebuild`` finds
-the pack. Readers do not use them: the catalogue's row is the truth. The table ends where the trailer begins, the
-trailer ends with a page, and zeros fill the space before the table. A trailer names its own place: a copy of it, in the
-payload of another pack or in another segment, is not valid.
+**Trailers.** In a segment file, a pack's payload is followed by its table and a trailer, from which
+``rebuild`` finds the pack. Readers do not use them: the catalogue's row is the truth. The table
+ends where the trailer begins, the trailer ends with a page, and zeros fill the space before the
+table. A trailer names its own place: a copy of it, in the payload of another pack or in another
+segment, is not valid.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ _MIN_CAPACITY = 1 << 20  # 1 MiB
 _MAX_CAPACITY = 64 << 40  # 64 TiB: half of the address space of a process on x86-64
 
 # Databases of payloads, in addition to those of ``persistkv.storage.catalog.rows``.
-PIECES = "pieces"  # namespace, pack id, u32 big-endian → at most 256 KiB of a payload that is inline
-EXTENTS = "extents"  # namespace, pack id → extents (page ranges of segment files) of a payload that is not inline
+# namespace, pack id, u32 big-endian → at most 256 KiB of a payload that is inline
+PIECES = "pieces"
+# namespace, pack id → extents (page ranges of segment files) of a payload that is not inline
+EXTENTS = "extents"
 SEGMENTS = "segments"  # number of a segment file → number of its 4 KiB pages
 FREE = "free"  # free extents by place: segment, first page → number of pages
-HOLES = "holes"  # extents without disk space, by place: segment, first page → number of pages
+# extents without disk space, by place: segment, first page → number of pages
+HOLES = "holes"
 SIZES = "sizes"  # free extents by size: number of pages, segment, first page → empty
-RESERVED = "reserved"  # number of a writer → extents that it has reserved, in the order in which it uses them
+# number of a writer → extents that it has reserved, in the order in which it uses them
+RESERVED = "reserved"
 DATABASES = (*TABLES, PIECES, EXTENTS, SEGMENTS, FREE, SIZES, HOLES, RESERVED)
 
 # Rows of ``meta``, in addition to the catalogue's: key and shape.
@@ -52,9 +57,11 @@ _CAPACITY_ROW, _BYTES = b"capacity", struct.Struct("<Q")
 _TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
 INLINE = "inline"  # placement of payloads in LMDB, as values
-PLACEMENTS = (INLINE, "extents")  # the other one: in segment files; LMDB holds the extents (page ranges)
+# the other one: in segment files; LMDB holds the extents (page ranges)
+PLACEMENTS = (INLINE, "extents")
 _ERASURES_ROW = b"erasures"
-SPACE_ROW = b"space"  # numbers of pages of the segment files: with disk space, of these free, and reserved
+# numbers of pages of the segment files: with disk space, of these free, and reserved
+SPACE_ROW = b"space"
 
 
 _FIELDS = struct.Struct("<IIIIQ")
@@ -67,10 +74,14 @@ class OtherReleaseError(CorruptStoreError):
     """The store was written by another release, in another format."""
 
 
-def create_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview], policy: Policy) -> dict[str, _Database]:
-    """Open the databases of a store in a write transaction; in an empty environment, create them and record ``policy``.
+def create_databases(
+    env: lmdb.Environment, txn: lmdb.Transaction[memoryview], policy: Policy
+) -> dict[str, _Database]:
+    """Open the databases of a store in a write transaction; in an empty environment, create them
+    and record ``policy``.
 
-    :raises CorruptStoreError: the environment has other content or another format; it was not changed.
+    :raises CorruptStoreError: the environment has other content or another format; it was not
+        changed.
     """
     if txn.stat()["entries"]:
         return open_databases(env, txn)
@@ -82,16 +93,22 @@ def create_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview], p
     return databases
 
 
-def open_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview] | None = None) -> dict[str, _Database]:
+def open_databases(
+    env: lmdb.Environment, txn: lmdb.Transaction[memoryview] | None = None
+) -> dict[str, _Database]:
     """Open the databases of an existing store, in a write transaction or, without one, read-only.
 
-    :raises CorruptStoreError: the environment has other content or another format; it was not changed.
+    :raises CorruptStoreError: the environment has other content or another format; it was not
+        changed.
     """
     try:
         meta = env.open_db(META.encode(), txn=txn, create=False)
         with env.begin(buffers=True) if txn is None else nullcontext(txn) as reading:
             _check_format(reading.get(_FORMAT_ROW, db=meta))
-        return {name: env.open_db(name.encode(), txn=txn, create=False) for name in DATABASES}
+        return {
+            name: env.open_db(name.encode(), txn=txn, create=False)
+            for name in DATABASES
+        }
     except (lmdb.NotFoundError, lmdb.IncompatibleError):
         raise CorruptStoreError("it is an LMDB environment of something else") from None
 
@@ -101,7 +118,9 @@ def _check_format(row: Buffer | None) -> None:
         raise CorruptStoreError("it is an LMDB environment of something else")
     version = _FORMAT.unpack(row)[1]
     if version != FORMAT_VERSION:
-        raise OtherReleaseError(f"its format is {version}; this release reads {FORMAT_VERSION}")
+        raise OtherReleaseError(
+            f"its format is {version}; this release reads {FORMAT_VERSION}"
+        )
 
 
 def is_capacity(num_bytes: int | None) -> bool:
@@ -116,7 +135,8 @@ def read_capacity(rows: TableRows) -> int:
 
 
 def read_policy(rows: TableRows) -> Policy:
-    """Return the recorded policy. An invalid capacity is read as the default, an invalid ttl as None.
+    """Return the recorded policy. An invalid capacity is read as the default, an invalid ttl as
+    None.
 
     :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
@@ -130,7 +150,8 @@ def read_ttl(rows: TableRows) -> float | None:
 
 
 def write_policy(rows: TableRows, policy: Policy) -> None:
-    """Record the capacity and ttl of a policy, without its placement, which is fixed at creation."""
+    """Record the capacity and ttl of a policy, without its placement, which is fixed at
+    creation."""
     rows.put(META, _CAPACITY_ROW, _BYTES.pack(policy.capacity))
     if policy.ttl_s is None:
         rows.delete(META, _TTL_ROW)
@@ -161,7 +182,9 @@ def write_erasures(rows: TableRows, number: int) -> None:
 
 def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
     row = rows.get(META, name)
-    number: float = shape.unpack(row)[0] if row is not None and len(row) == shape.size else 0
+    number: float = (
+        shape.unpack(row)[0] if row is not None and len(row) == shape.size else 0
+    )
     return number
 
 
@@ -183,18 +206,23 @@ def tail_pages(table_length: int) -> int:
     return -(-(table_length + _TRAILER_BYTES) // PAGE_BYTES)
 
 
-def encode_tail(tail: memoryview, encoded: bytes, extents: Sequence[Extent], erasures: int) -> None:
+def encode_tail(
+    tail: memoryview, encoded: bytes, extents: Sequence[Extent], erasures: int
+) -> None:
     """Write the encoded table of a pack and its trailer to the end of ``tail``, its last pages.
 
     :param extents: all extents of the pack; ``erasures``: as in ``Trailer``.
     """
     fields = _FIELDS.pack(*extents[-1], len(extents), erasures)
     checksum = _trailer_checksum(encoded[-TRAILER_BYTES:], fields)
-    tail[-len(encoded) - _TRAILER_BYTES :] = encoded + fields + _END.pack(checksum, _TRAILER_MAGIC)
+    tail[-len(encoded) - _TRAILER_BYTES :] = (
+        encoded + fields + _END.pack(checksum, _TRAILER_MAGIC)
+    )
 
 
 def find_trailers(pages: memoryview) -> list[int]:
-    """Return the indices of the pages that end with the magic number of a trailer. ``pages`` are whole pages."""
+    """Return the indices of the pages that end with the magic number of a trailer. ``pages`` are
+    whole pages."""
     import numpy as np  # other users of this module do not need numpy
 
     words = np.frombuffer(pages, "<u8").reshape(-1, PAGE_BYTES // 8)

@@ -1,8 +1,9 @@
 """Wait for a file lock, with a deadline.
 
-Polling with ``LOCK_NB`` starves: among eight processes that contend for a lock, one got it once while another got it
-642 times. The kernel wakes callers of a blocking ``flock`` as soon as the lock is released, and all of them get it
-about equally often. Such a call has no timeout, so a daemon thread makes it.
+Polling with ``LOCK_NB`` starves: among eight processes that contend for a lock, one got it once
+while another got it 642 times. The kernel wakes callers of a blocking ``flock`` as soon as the lock
+is released, and all of them get it about equally often. Such a call has no timeout, so a daemon
+thread makes it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from persistkv.errors import StoreError
 
 
 class LockWait:
-    """Pending exclusive ``flock`` on a file, through an open file description of its own. Thread-safe.
+    """Pending exclusive ``flock`` on a file, through an open file description of its own.
+    Thread-safe.
 
-    A wait that has timed out stays pending, and the next one continues it: a lock that a stopped process holds costs
-    one thread, however often it is tried. If the lock is obtained while no thread waits, it is released at once.
+    A wait that has timed out stays pending, and the next one continues it: a lock that a stopped
+    process holds costs one thread, however often it is tried. If the lock is obtained while no
+    thread waits, it is released at once.
 
-    :param descriptor: open descriptor of the lock file, used only here: the wait opens the same file again.
+    :param descriptor: open descriptor of the lock file, used only here: the wait opens the same
+        file again.
     :raises OSError: the file cannot be opened again, for example without ``/proc``.
     :raises StoreError: the process cannot start another thread.
     """
@@ -32,10 +36,13 @@ class LockWait:
         self._process = os.getpid()
         self._is_over = False
         self._granted: int | None = None  # until ``result`` gives it away
-        # The link leads to this file even if its name was removed. A duplicate would share the lock.
+        # The link leads to this file even if its name was removed. A duplicate would share the
+        # lock.
         self._fd = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
         try:
-            threading.Thread(target=self._run, name="persistkv-lock", daemon=True).start()
+            threading.Thread(
+                target=self._run, name="persistkv-lock", daemon=True
+            ).start()
         except RuntimeError as error:
             os.close(self._fd)
             raise StoreError(f"no thread can wait for the lock: {error}") from None
@@ -69,7 +76,8 @@ class LockWait:
             return granted
 
     def forget(self) -> None:
-        """Close the descriptor in a forked child, where no thread waits. In the parent this does nothing."""
+        """Close the descriptor in a forked child, where no thread waits. In the parent this does
+        nothing."""
         if self._process != os.getpid() and not self._is_over:
             os.close(self._fd)
             self._is_over = True

@@ -1,21 +1,24 @@
-"""Opening of a store: integrity check after unclean shutdowns, stale readers, LMDB's environment, damaged directories.
+"""Opening of a store: integrity check after unclean shutdowns, stale readers, LMDB's environment,
+damaged directories.
 
-LMDB reads through a memory map, so a damaged environment can kill the process that opens it. Invariants:
+LMDB reads through a memory map, so a damaged environment can kill the process that opens it.
+Invariants:
 
-1. The guard file contains ``open`` from before the first writer opens the environment until the last one closes it.
-   Each writer holds a shared lock on the file; the kernel drops the lock when the process exits. ``open`` without a
-   lock means an unclean shutdown.
-2. After an unclean shutdown, a child process checks the environment first (``fsck``), so damage kills the child
-   and not the engine. After a clean shutdown there is no check.
-3. An environment that passes the check is opened, regardless of how many processes died in it: an out-of-memory crash
-   loop is no damage. An environment that fails the check is renamed, never changed or deleted, and only while no
-   process has it open for writing.
-4. Content that an unclean shutdown or a failed commit left is made durable before the next transaction, by the process
-   that opens the store or by those that have it open. A second fsync after a failed one proves nothing, so the bytes
-   that may be lost are *written* again: LMDB's two meta pages. Everything that either page references was durable
-   before the page was written. As long as the disk refuses this write, no process writes, and nothing is renamed.
-5. With an empty guard file the environment may belong to another program: it is not changed. The same applies to a
-   store of another release.
+1. The guard file contains ``open`` from before the first writer opens the environment until the
+   last one closes it. Each writer holds a shared lock on the file; the kernel drops the lock when
+   the process exits. ``open`` without a lock means an unclean shutdown.
+2. After an unclean shutdown, a child process checks the environment first (``fsck``), so damage
+   kills the child and not the engine. After a clean shutdown there is no check.
+3. An environment that passes the check is opened, regardless of how many processes died in it: an
+   out-of-memory crash loop is no damage. An environment that fails the check is renamed, never
+   changed or deleted, and only while no process has it open for writing.
+4. Content that an unclean shutdown or a failed commit left is made durable before the next
+   transaction, by the process that opens the store or by those that have it open. A second fsync
+   after a failed one proves nothing, so the bytes that may be lost are *written* again: LMDB's two
+   meta pages. Everything that either page references was durable before the page was written. As
+   long as the disk refuses this write, no process writes, and nothing is renamed.
+5. With an empty guard file the environment may belong to another program: it is not changed. The
+   same applies to a store of another release.
 6. If a store is refused, nothing stays open.
 """
 
@@ -38,21 +41,28 @@ from pathlib import Path
 
 import lmdb
 
-from persistkv.errors import CorruptStoreError, ProcessIdInUseError, StoreBusyError, StoreError
+from persistkv.errors import (
+    CorruptStoreError,
+    ProcessIdInUseError,
+    StoreBusyError,
+    StoreError,
+)
 from persistkv_lmdb import files
 from persistkv_lmdb.fsck import DAMAGE, inspect
 from persistkv_lmdb.layout import DATABASES
 
 logger = logging.getLogger(__name__)
 
-CLOSING_PATIENCE_S = 5.0  # for another process that closes: it holds the guard for microseconds, or for three syncs
+# for another process that closes: it holds the guard for microseconds, or for three syncs
+CLOSING_PATIENCE_S = 5.0
 _CLOSING_NAP_S = 0.001
 _ROW_BYTES = 32
 _QUARANTINE_PREFIX = "damaged-"
 _MAX_READERS = 512
 _CLEARING_PATIENCE_S = 30.0
 _CLAIMS_AT = 1 << 20  # byte offset in the guard file: its content ends before
-_CLAIM = struct.Struct("hhqqi4x")  # the C struct ``flock``: type, whence, start, length, process
+# the C struct ``flock``: type, whence, start, length, process
+_CLAIM = struct.Struct("hhqqi4x")
 _CLEARING_PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -66,12 +76,15 @@ class _State(enum.StrEnum):
     """State in the guard file; the values are its content."""
 
     CLEAN = "clean"  # the last writer has closed the store
-    OPEN = "open"  # a writer has the store open, or the last one exited without closing it
-    SUSPECT = "suspect"  # a process could not read a row or a page of LMDB; closing the store keeps this state
+    # a writer has the store open, or the last one exited without closing it
+    OPEN = "open"
+    # a process could not read a row or a page of LMDB; closing the store keeps this state
+    SUSPECT = "suspect"
 
 
 class Guard:
-    """One process's handle on a store's writer lock, and on its guard file, which records unclean shutdowns.
+    """One process's handle on a store's writer lock, and on its guard file, which records unclean
+    shutdowns.
 
     ``open`` and ``close`` are not thread-safe.
 
@@ -84,24 +97,32 @@ class Guard:
         with files.translated_at_open(directory):
             self.lock = files.WriterLock(directory)
             try:
-                self._fd = files.open_regular(directory / files.GUARD_FILE, os.O_RDWR | os.O_CREAT)
+                self._fd = files.open_regular(
+                    directory / files.GUARD_FILE, os.O_RDWR | os.O_CREAT
+                )
             except BaseException:
                 self.lock.close()
                 raise
 
     def open(self, opened: Callable[[], None]) -> None:
-        """Open the environment, after an integrity check if no other process has it open and a shutdown was unclean.
+        """Open the environment, after an integrity check if no other process has it open and a
+        shutdown was unclean.
 
-        :param opened: opens the environment, and makes the names of new files durable. Must leave nothing open if it
-            raises. Called again after a damaged environment was quarantined. If this method fails after ``opened`` has
-            returned, the caller must close the environment.
+        :param opened: opens the environment, and makes the names of new files durable. Must leave
+            nothing open if it raises. Called again after a damaged environment was quarantined. If
+            this method fails after ``opened`` has returned, the caller must close the environment.
         :raises StoreBusyError: another process holds a lock for too long.
-        :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot be written.
-        :raises StoreError: the writer lock cannot be written, or the last commit cannot be made durable.
-        :raises CorruptStoreError: ``opened`` raised it, and the environment is another program's, passes the integrity
-            check, or is open in another process.
+        :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot
+            be written.
+        :raises StoreError: the writer lock cannot be written, or the last commit cannot be made
+            durable.
+        :raises CorruptStoreError: ``opened`` raised it, and the environment is another program's,
+            passes the integrity check, or is open in another process.
         """
-        with self.lock.held(files.OPENING_PATIENCE_S), files.translated_at_open(self._directory):
+        with (
+            self.lock.held(files.OPENING_PATIENCE_S),
+            files.translated_at_open(self._directory),
+        ):
             if self._locked(fcntl.LOCK_EX):
                 self._open_alone(opened)
                 self.lock.mark(begun=False)
@@ -113,23 +134,28 @@ class Guard:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Exclude all other processes that write the store, within the ``with`` statement and until ``close``.
+        """Exclude all other processes that write the store, within the ``with`` statement and until
+        ``close``.
 
-        :raises StoreBusyError: another process has the store open for writing; the block does not run.
+        :raises StoreBusyError: another process has the store open for writing; the block does not
+            run.
         """
         with self.lock.held(files.OPENING_PATIENCE_S):
             if not self._locked(fcntl.LOCK_EX):
                 raise StoreBusyError(
-                    f"{self._directory} is busy: another process has it open for writing; stop it first"
+                    f"{self._directory} is busy: another process has it open for writing; stop "
+                    f"it first"
                 )
             yield
 
     def recover(self) -> None:
-        """Make an interrupted commit durable before the next transaction. The caller must hold the writer lock.
+        """Make an interrupted commit durable before the next transaction. The caller must hold the
+        writer lock.
 
         :raises StoreError: the disk refuses the write.
         """
-        with files.translated_io(self._directory, full=StoreError):  # eviction would not help
+        # eviction would not help
+        with files.translated_io(self._directory, full=StoreError):
             self._sync_leftover()
         self.lock.mark(begun=False)
 
@@ -138,8 +164,9 @@ class Guard:
         return files.is_at(self._fd, self._directory / files.GUARD_FILE)
 
     def claim(self) -> int:
-        """Claim a writer's number for as long as the guard file is open, and return it: the smallest that no living
-        process has. The caller must hold the writer lock, so that it is not being released.
+        """Claim a writer's number for as long as the guard file is open, and return it: the
+        smallest that no living process has. The caller must hold the writer lock, so that it is not
+        being released.
 
         :raises StoreError: the file system refuses the lock.
         """
@@ -160,8 +187,8 @@ class Guard:
         return bool(_CLAIM.unpack(found)[0] != fcntl.F_UNLCK)
 
     def suspect(self) -> None:
-        """Have the store checked by the next process that opens it for writing while no other has it open. Ignore write
-        errors.
+        """Have the store checked by the next process that opens it for writing while no other has
+        it open. Ignore write errors.
         """
         with suppress(OSError):
             self._write(_State.SUSPECT)
@@ -169,8 +196,8 @@ class Guard:
     def close(self) -> None:
         """Close the lock file and the guard file; idempotent.
 
-        The last process that has the store open for writing records a clean shutdown, unless the store is suspect or an
-        interrupted commit cannot be made durable.
+        The last process that has the store open for writing records a clean shutdown, unless the
+        store is suspect or an interrupted commit cannot be made durable.
         """
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
             with suppress(OSError, StoreError):  # the next opening runs the check
@@ -188,7 +215,8 @@ class Guard:
             os.close(fd)
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Open the environment while this process excludes other writers. On failure, restore the recorded state."""
+        """Open the environment while this process excludes other writers. On failure, restore the
+        recorded state."""
         before, exists = self._read(), (self._directory / files.DATA_FILE).exists()
         if before in (_State.OPEN, _State.SUSPECT) and exists:
             found = inspect(self._directory)
@@ -196,12 +224,17 @@ class Guard:
                 self._quarantine(found.reason)
                 exists = False
             else:
-                logger.info("%s: unclean shutdown, integrity check: %s", self._directory, found.reason)
+                logger.info(
+                    "%s: unclean shutdown, integrity check: %s",
+                    self._directory,
+                    found.reason,
+                )
                 self._sync_leftover()
         if before is None and exists:
             opened()
             return
-        if _lacks_catalogue(self._directory):  # a new catalogue would overwrite the packs
+        # a new catalogue would overwrite the packs
+        if _lacks_catalogue(self._directory):
             self._quarantine(f"its {files.DATA_FILE} is missing or empty")
             exists = False
         try:
@@ -223,7 +256,8 @@ class Guard:
             raise
 
     def _sync_leftover(self) -> None:
-        """Make durable the last commit and the names of new files, which a killed process may not have synced."""
+        """Make durable the last commit and the names of new files, which a killed process may not
+        have synced."""
         with suppress(FileNotFoundError):
             files.rewrite_meta_pages(self._directory)
         for name in (".", files.SEGMENT_DIRECTORY):
@@ -233,14 +267,16 @@ class Guard:
     def _create(self, opened: Callable[[], None]) -> None:
         os.fsync(self._fd)  # first: it marks an interrupted creation as this program's
         files.sync_directory(self._directory)
-        for directory in self._directory.parents:  # their creator may have been killed before it synced them
+        # their creator may have been killed before it synced them
+        for directory in self._directory.parents:
             with suppress(OSError):
                 files.sync_directory(directory)
         try:
             opened()
         except BaseException:
-            # An unmarked partial file would be refused for ever, and the name of a complete one never be synced. No
-            # other process has written it, because this one holds the writer lock.
+            # An unmarked partial file would be refused for ever, and the name of a complete one
+            # never be synced. No other process has written it, because this one holds the writer
+            # lock.
             with suppress(OSError):
                 (self._directory / files.DATA_FILE).unlink()
             raise
@@ -248,7 +284,8 @@ class Guard:
     def _quarantine(self, reason: str) -> None:
         """Rename the files of the damaged environment into a new directory inside the store's.
 
-        ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and renames the rest.
+        ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and
+        renames the rest.
         """
         store, size = self._directory, 0
         target = quarantine_directory(store)
@@ -260,8 +297,10 @@ class Guard:
         files.sync_directory(target)
         files.sync_directory(store)
         message = (
-            "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created an empty store. The "
-            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined deletes them. With "
+            "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created "
+            "an empty store. The "
+            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined "
+            "deletes them. With "
             "placement extents, persistkv rebuild lmdb://%s finds their packs again"
         )
         logger.warning(message, store, reason, size, target, store, target)
@@ -274,14 +313,15 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Take a shared lock on the guard file, and record again that the store is open: another process may have
-        closed it.
+        """Take a shared lock on the guard file, and record again that the store is open: another
+        process may have closed it.
         """
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
                 raise StoreBusyError(
-                    f"{self._directory} is busy: another process has been closing it for {CLOSING_PATIENCE_S} s"
+                    f"{self._directory} is busy: another process has been closing it for "
+                    f"{CLOSING_PATIENCE_S} s"
                 )
             time.sleep(_CLOSING_NAP_S)
         self._joined = True
@@ -289,7 +329,8 @@ class Guard:
             self._write(_State.OPEN)
 
     def _read(self) -> _State | None:
-        """Return the recorded state; None if persistkv never opened a store here. Unknown content counts as open."""
+        """Return the recorded state; None if persistkv never opened a store here. Unknown content
+        counts as open."""
         row = os.pread(self._fd, _ROW_BYTES, 0)
         if not row:
             return None
@@ -303,42 +344,50 @@ class Guard:
 
 
 def _lacks_catalogue(store: Path) -> bool:
-    """Return whether a store has segment files with content, and no or an empty ``data.mdb``. Links do not count."""
+    """Return whether a store has segment files with content, and no or an empty ``data.mdb``. Links
+    do not count."""
     data = store / files.DATA_FILE
     if data.exists() and data.stat().st_size:
         return False
-    statuses = [file.lstat() for file in (store / files.SEGMENT_DIRECTORY).glob("*.seg")]
+    statuses = [
+        file.lstat() for file in (store / files.SEGMENT_DIRECTORY).glob("*.seg")
+    ]
     return any(stat.S_ISREG(status.st_mode) and status.st_size for status in statuses)
 
 
 def _claim(number: int) -> bytes:
     """Return the argument of ``fcntl`` for the byte that stands for a writer's number.
 
-    The lock belongs to the open file, not to the process as those of LMDB do, so that closing another descriptor of the
-    same file keeps it.
+    The lock belongs to the open file, not to the process as those of LMDB do, so that closing
+    another descriptor of the same file keeps it.
     """
     return _CLAIM.pack(fcntl.F_WRLCK, os.SEEK_SET, _CLAIMS_AT + number, 1, 0)
 
 
 def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
-    """Open an LMDB environment with the recorded map size, and clear stale readers with this process's PID.
+    """Open an LMDB environment with the recorded map size, and clear stale readers with this
+    process's PID.
 
-    LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers). LMDB never
-    checks whether the process that left a slot with its own PID is dead. A container that was killed during a read and
-    restarted with the same PID would therefore keep the snapshot of that read alive for ever, and commits would find no
-    free pages. A process with another PID does check, so a child process clears such slots. A live process with the
-    same PID in another PID namespace excludes this one: LMDB locks a byte at the offset of the PID.
+    LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces
+    (containers). LMDB never checks whether the process that left a slot with its own PID is dead. A
+    container that was killed during a read and restarted with the same PID would therefore keep the
+    snapshot of that read alive for ever, and commits would find no free pages. A process with
+    another PID does check, so a child process clears such slots. A live process with the same PID
+    in another PID namespace excludes this one: LMDB locks a byte at the offset of the PID.
 
-    :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
+    :raises ProcessIdInUseError: a process in another PID namespace uses the store under this
+        process's PID.
     :raises CorruptStoreError: ``data.mdb`` is shorter than it was and damaged; it was not changed.
     :raises lmdb.Error: the environment cannot be opened, also because of other damage.
     """
     if files.is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
         raise CorruptStoreError(f"{path}: {found.reason}")
     env = _opened(path, read_only)
-    pid = str(os.getpid())  # LMDB lists a header line, then a line per slot, which starts with the PID
+    # LMDB lists a header line, then a line per slot, which starts with the PID
+    pid = str(os.getpid())
     if any(line.split()[:1] == [pid] for line in env.readers().splitlines()[1:]):
-        env.close()  # also releases the lock of this PID: the child detects whether another process holds it
+        # also releases the lock of this PID: the child detects whether another process holds it
+        env.close()
         _clear_from_child(path)
         env = _opened(path, read_only)
     return env
@@ -354,19 +403,24 @@ def _opened(path: Path, read_only: bool) -> lmdb.Environment:
             create=False,
             max_dbs=len(DATABASES),
             max_readers=_MAX_READERS,
-            max_spare_txns=0,  # a spare transaction keeps its reader slot, even across a fork
+            # a spare transaction keeps its reader slot, even across a fork
+            max_spare_txns=0,
         )
     except lmdb.LockError as error:
         if error.code != errno.EAGAIN:
             raise
         raise ProcessIdInUseError(
-            f"{path}: a process in another PID namespace (container) uses the store with the same PID {os.getpid()}; "
-            "start this process again to get another PID, or let the containers share one PID namespace"
+            f"{path}: a process in another PID namespace (container) uses the store with the "
+            f"same PID {os.getpid()}; "
+            "start this process again to get another PID, or let the containers share one PID "
+            "namespace"
         ) from None
 
 
 def _clear_from_child(store: Path) -> None:
-    program = _CLEARING_PROGRAM.format(path=sys.path, store=str(store), readers=_MAX_READERS)
+    program = _CLEARING_PROGRAM.format(
+        path=sys.path, store=str(store), readers=_MAX_READERS
+    )
     try:
         subprocess.run(
             [sys.executable, "-I", "-c", program],
@@ -376,9 +430,17 @@ def _clear_from_child(store: Path) -> None:
             check=True,
             timeout=_CLEARING_PATIENCE_S,
         )
-        logger.warning("%s: cleared readers that an earlier process with PID %d left", store, os.getpid())
+        logger.warning(
+            "%s: cleared readers that an earlier process with PID %d left",
+            store,
+            os.getpid(),
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("%s: stale readers with this process's PID could not be cleared: %s", store, error)
+        logger.warning(
+            "%s: stale readers with this process's PID could not be cleared: %s",
+            store,
+            error,
+        )
 
 
 def quarantine_directory(store: Path) -> Path:
@@ -388,13 +450,16 @@ def quarantine_directory(store: Path) -> Path:
     """
     name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     names = (name, *(f"{name}-{number}" for number in range(2, 100)))
-    target = next((store / name for name in names if not (store / name).exists()), store / name)
+    target = next(
+        (store / name for name in names if not (store / name).exists()), store / name
+    )
     target.mkdir(0o700)
     return target
 
 
 def quarantined(store: Path) -> dict[Path, int]:
-    """Return the directories of a store's quarantined environments, oldest first, and the bytes on disk of each."""
+    """Return the directories of a store's quarantined environments, oldest first, and the bytes on
+    disk of each."""
     found = {}
     for entry in sorted(store.glob(f"{_QUARANTINE_PREFIX}*")):
         if entry.is_dir() and not entry.is_symlink():
@@ -404,7 +469,8 @@ def quarantined(store: Path) -> dict[Path, int]:
 
 
 def delete_quarantined(store: Path) -> int:
-    """Delete the quarantined environments of a store, oldest first; return the bytes on disk that they took."""
+    """Delete the quarantined environments of a store, oldest first; return the bytes on disk that
+    they took."""
     found = quarantined(store)
     for directory in found:
         with files.translated_io(directory):

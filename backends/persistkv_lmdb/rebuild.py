@@ -1,11 +1,15 @@
-"""A new catalogue from the packs in the segment files, for a store whose ``data.mdb`` is lost or damaged.
+"""A new catalogue from the packs in the segment files, for a store whose ``data.mdb`` is lost or
+damaged.
 
-1. A pack is listed only if its trailer names its own place, its table is valid, and every frame verifies. A pack that
-   was overwritten after its eviction does not verify.
-2. Deleted packs stay deleted (``recovery``). Evicted and expired ones may come back: their bytes are valid.
-3. Of copies of a pack, the one written last is listed. If valid packs overlap, those that end later are listed.
-4. The catalogue is built in a file of its own, which is renamed when it is complete and durable. The segments are only
-   read. The damaged catalogue is renamed, not deleted. A rebuild that was killed is repeated from the beginning.
+1. A pack is listed only if its trailer names its own place, its table is valid, and every frame
+   verifies. A pack that was overwritten after its eviction does not verify.
+2. Deleted packs stay deleted (``recovery``). Evicted and expired ones may come back: their bytes
+   are valid.
+3. Of copies of a pack, the one written last is listed. If valid packs overlap, those that end later
+   are listed.
+4. The catalogue is built in a file of its own, which is renamed when it is complete and durable.
+   The segments are only read. The damaged catalogue is renamed, not deleted. A rebuild that was
+   killed is repeated from the beginning.
 5. No other process may have the store open for writing meanwhile, and none can open it.
 """
 
@@ -30,7 +34,14 @@ from persistkv.storage.catalog import CatalogTransaction
 from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.catalog.rows import NamespaceState, TableRows
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.pack import ID_BYTES, PackTable, align, frame_seed, pack_id, verify_frame
+from persistkv.storage.format.pack import (
+    ID_BYTES,
+    PackTable,
+    align,
+    frame_seed,
+    pack_id,
+    verify_frame,
+)
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import Rebuilt
@@ -62,7 +73,8 @@ UNREADABLE = "unreadable parts of the files"
 _PART_FILE = "data.mdb.rebuild"
 _READ_BYTES = 8 << 20  # 8 MiB
 _PACKS_AT_ONCE = 512
-_ROWS_BYTES = 4 << 10  # 4 KiB: rows of a pack besides its table, in pages that are half full
+# 4 KiB: rows of a pack besides its table, in pages that are half full
+_ROWS_BYTES = 4 << 10
 _FIRST_MAP_BYTES = 64 << 20  # 64 MiB
 _GROWTH_BYTES = 128 << 20  # 128 MiB, which the next commits need
 
@@ -83,14 +95,19 @@ class _InvalidError(Exception):
     """A trace of a pack is not to be listed; the argument is the reason."""
 
 
-def rebuild(path: Path, policy: Policy, progress: Callable[[int, int], None]) -> Rebuilt | None:
+def rebuild(
+    path: Path, policy: Policy, progress: Callable[[int, int], None]
+) -> Rebuilt | None:
     """Rebuild the store in a directory; see ``Backend.rebuild``.
 
-    :param policy: of the new catalogue. Without capacity: the default, or more if the segments need it.
+    :param policy: of the new catalogue. Without capacity: the default, or more if the segments need
+        it.
     """
     if not (path / files.SEGMENT_DIRECTORY).is_dir():
         what = "a store keeps packs there unless it has placement=inline, which cannot be rebuilt"
-        raise StoreUnavailableError(f"{path} has no directory {files.SEGMENT_DIRECTORY}: {what}")
+        raise StoreUnavailableError(
+            f"{path} has no directory {files.SEGMENT_DIRECTORY}: {what}"
+        )
     files.prepare_directory(path, read_only=False)
     with closing(Guard(path)) as guard, guard.alone(), files.translated_io(path):
         if not _is_lost(path):
@@ -168,7 +185,9 @@ class _Rebuild:
             else:
                 self._skipped[UNKNOWN] += 1
         chosen: dict[bytes, FoundPack] = {}
-        for pack in sorted(self._apart(known), key=lambda pack: (pack.erasures, pack.extent)):
+        for pack in sorted(
+            self._apart(known), key=lambda pack: (pack.erasures, pack.extent)
+        ):
             if pack.name in chosen:
                 self._skipped[COPY] += 1
             chosen[pack.name] = pack
@@ -176,7 +195,9 @@ class _Rebuild:
 
     def _apart(self, packs: list[FoundPack]) -> Iterator[FoundPack]:
         """Yield packs that do not overlap, the last ones first."""
-        packs.sort(key=lambda pack: (pack.extent.segment, pack.extent.end), reverse=True)
+        packs.sort(
+            key=lambda pack: (pack.extent.segment, pack.extent.end), reverse=True
+        )
         for _, in_segment in groupby(packs, key=lambda pack: pack.extent.segment):
             begin: int | None = None
             for pack in in_segment:
@@ -187,13 +208,15 @@ class _Rebuild:
                 yield pack
 
     def _replace_catalogue(self, part: Path) -> Path | None:
-        """Rename the damaged catalogue, if there is one, then the new one; return the directory of the damaged one."""
+        """Rename the damaged catalogue, if there is one, then the new one; return the directory of
+        the damaged one."""
         data, damaged = self._path / files.DATA_FILE, None
         if data.exists():
             damaged = quarantine_directory(self._path)
             data.rename(damaged / files.DATA_FILE)
             files.sync_directory(damaged)
-        (self._path / files.LOCK_FILE).unlink(missing_ok=True)  # it names transactions of the damaged catalogue
+        # it names transactions of the damaged catalogue
+        (self._path / files.LOCK_FILE).unlink(missing_ok=True)
         part.rename(data)
         files.sync_directory(self._path)
         return damaged
@@ -226,14 +249,18 @@ def _open_segments(path: Path) -> dict[int, Segment]:
 
 
 class SegmentScan:
-    """A search for packs in segment files, through the page cache: a pack is verified soon after its trailer was read,
-    and its table is read again for the new catalogue.
+    """A search for packs in segment files, through the page cache: a pack is verified soon after
+    its trailer was read, and its table is read again for the new catalogue.
 
     :param skipped: number of traces that are not valid packs, by reason; increased by ``packs``.
     """
 
-    def __init__(self, segments: Mapping[int, Segment], erasures: Erasures, skipped: Counter[str]) -> None:
-        self.num_bytes = sum(segment.pages for segment in segments.values()) * PAGE_BYTES
+    def __init__(
+        self, segments: Mapping[int, Segment], erasures: Erasures, skipped: Counter[str]
+    ) -> None:
+        self.num_bytes = (
+            sum(segment.pages for segment in segments.values()) * PAGE_BYTES
+        )
         self._segments = segments
         self._erasures = erasures
         self._skipped = skipped
@@ -250,7 +277,11 @@ class SegmentScan:
                     try:
                         yield self._verified(segment.fd, number, first + index, page)
                     except (_InvalidError, CorruptPackError) as error:
-                        self._skipped[error.args[0] if isinstance(error, _InvalidError) else INVALID] += 1
+                        self._skipped[
+                            error.args[0]
+                            if isinstance(error, _InvalidError)
+                            else INVALID
+                        ] += 1
                     except OSError:  # a bad sector
                         self._skipped[INVALID] += 1
                 done += len(view)
@@ -265,9 +296,11 @@ class SegmentScan:
         self._skipped[UNREADABLE] += 1
         return []
 
-    def _verified(self, fd: int, segment: int, number: int, page: memoryview) -> FoundPack:
-        """Return the pack whose trailer is at the end of a page; raise _InvalidError or CorruptPackError if it is not
-        valid.
+    def _verified(
+        self, fd: int, segment: int, number: int, page: memoryview
+    ) -> FoundPack:
+        """Return the pack whose trailer is at the end of a page; raise _InvalidError or
+        CorruptPackError if it is not valid.
         """
         trailer = decode_trailer(page, segment, number)
         if trailer is None:
@@ -290,10 +323,19 @@ def read_table(fd: int, pack: FoundPack) -> PackTable:
     """
     table_pages = pages_for(pack.tail_length)
     if table_pages > pack.extent.pages:
-        raise CorruptPackError("table length", f"{pack.tail_length} bytes in {pack.extent.pages} pages")
-    table = decode_table(memoryview(_read(fd, pack.extent.end * PAGE_BYTES - pack.tail_length, pack.tail_length)))
+        raise CorruptPackError(
+            "table length", f"{pack.tail_length} bytes in {pack.extent.pages} pages"
+        )
+    table = decode_table(
+        memoryview(
+            _read(fd, pack.extent.end * PAGE_BYTES - pack.tail_length, pack.tail_length)
+        )
+    )
     if table.payload_length != (pack.extent.pages - table_pages) * PAGE_BYTES:
-        raise CorruptPackError("payload length", f"{table.payload_length} bytes in {pack.extent.pages} pages")
+        raise CorruptPackError(
+            "payload length",
+            f"{table.payload_length} bytes in {pack.extent.pages} pages",
+        )
     if table.pack_id != pack_id(table.namespace, table.keys, table.codec):
         raise CorruptPackError("name", "it is that of other keys")
     return table
@@ -307,10 +349,16 @@ def verify_payload(fd: int, extent: Extent, table: PackTable) -> None:
     keys = table.keys.unpack()
     first = 0
     for frame in table.frames:
-        stored = _read(fd, extent.page * PAGE_BYTES + frame.offset, align(frame.stored_length))
+        stored = _read(
+            fd, extent.page * PAGE_BYTES + frame.offset, align(frame.stored_length)
+        )
         own_keys = b"".join(keys[first : first + frame.block_count])
         first += frame.block_count
-        verify_frame(frame, [stored[: frame.stored_length]], frame_seed(table.namespace, own_keys))
+        verify_frame(
+            frame,
+            [stored[: frame.stored_length]],
+            frame_seed(table.namespace, own_keys),
+        )
         if any(stored[frame.stored_length :]):
             raise CorruptPackError("padding", f"after the frame at {frame.offset}")
 
@@ -364,7 +412,9 @@ class _Builder:
     :param policy: without capacity: the default, or more if the present content needs it.
     """
 
-    def __init__(self, file: Path, policy: Policy, segments: Mapping[int, Segment]) -> None:
+    def __init__(
+        self, file: Path, policy: Policy, segments: Mapping[int, Segment]
+    ) -> None:
         self._file = file
         self._policy = policy
         self._segments = segments
@@ -375,7 +425,12 @@ class _Builder:
         self.capacity = 0
         """Recorded capacity in bytes."""
 
-    def build(self, packs: Sequence[FoundPack], namespaces: Mapping[bytes, Namespace], erasures: int) -> None:
+    def build(
+        self,
+        packs: Sequence[FoundPack],
+        namespaces: Mapping[bytes, Namespace],
+        erasures: int,
+    ) -> None:
         """Write the rows of all packs durably. All uses are at one moment.
 
         :param packs: ordered by name.
@@ -393,33 +448,46 @@ class _Builder:
             mode=0o600,
         ) as env:
             with env.begin(write=True, buffers=True) as txn:
-                databases = create_databases(env, txn, replace(self._policy, capacity=DEFAULT_CAPACITY))
+                databases = create_databases(
+                    env, txn, replace(self._policy, capacity=DEFAULT_CAPACITY)
+                )
                 rows = TableRows(txn, databases)
                 self._record_space(rows, packs)
                 write_erasures(rows, erasures)
-            for namespace, group in groupby(packs, key=lambda pack: pack.name[:ID_BYTES]):
+            for namespace, group in groupby(
+                packs, key=lambda pack: pack.name[:ID_BYTES]
+            ):
                 self.namespaces += 1
                 while some := list(islice(group, _PACKS_AT_ONCE)):
                     with env.begin(write=True, buffers=True) as txn:
-                        self._add(TableRows(txn, databases), namespaces[namespace], some)
+                        self._add(
+                            TableRows(txn, databases), namespaces[namespace], some
+                        )
             with env.begin(write=True, buffers=True) as txn:
                 rows = TableRows(txn, databases)
                 moment, clock = read_clock(rows)
                 write_clock(rows, moment + 1, clock)
-                self._record_capacity(rows, (env.info()["last_pgno"] + 1) * env.stat()["psize"])
+                self._record_capacity(
+                    rows, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+                )
             env.sync(True)
 
     def _record_space(self, rows: TableRows, packs: Sequence[FoundPack]) -> None:
         allocator = Allocator(rows)
         extents = sorted(pack.extent for pack in packs)
-        used = {number: list(group) for number, group in groupby(extents, key=lambda extent: extent.segment)}
+        used = {
+            number: list(group)
+            for number, group in groupby(extents, key=lambda extent: extent.segment)
+        }
         for number, segment in self._segments.items():
             free = without([Extent(number, 0, segment.pages)], used.get(number, []))
             holes = [hole for extent in free for hole in _holes_in(segment.fd, extent)]
             allocator.adopt(number, segment.pages, free, holes)
         allocator.finish()
 
-    def _add(self, rows: TableRows, namespace: Namespace, packs: Sequence[FoundPack]) -> None:
+    def _add(
+        self, rows: TableRows, namespace: Namespace, packs: Sequence[FoundPack]
+    ) -> None:
         payloads = _Placed(Allocator(rows), {pack.name: pack.extent for pack in packs})
         copies = []
         for pack in packs:
@@ -432,7 +500,8 @@ class _Builder:
         commit.finish()
 
     def _record_capacity(self, rows: TableRows, catalogue_bytes: int) -> None:
-        """Record the capacity: without a given one, the catalogue may grow to twice its size, and takes at most 1/4."""
+        """Record the capacity: without a given one, the catalogue may grow to twice its size, and
+        takes at most 1/4."""
         segments = sum(segment.disk_bytes for segment in self._segments.values())
         least = max(8 * catalogue_bytes, 2 * catalogue_bytes + segments + _GROWTH_BYTES)
         self.capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(least))

@@ -1,15 +1,17 @@
-"""Files beside the segment files that ``rebuild`` needs and that no pack holds: identities and erasures.
+"""Files beside the segment files that ``rebuild`` needs and that no pack holds: identities and
+erasures.
 
-1. ``segments/NAMESPACE.identity`` has the content of the namespace's row. It is durable before the commit that adds the
-   namespace's first pack, unless the disk refuses it.
-2. ``segments/erased`` lists packs that were deleted because a user or a check asked for it: evicted content may come
-   back, deleted content may not. A record is durable before the deletion.
-3. An *erasure* has a number. It covers the packs of its name that were written while the number of the last erasure,
-   which the catalogue records, was smaller: not only the deleted copy, but also evicted ones. Content that is stored
-   again afterwards is not covered.
-4. The list is bounded. If it is full, or if the disk has no space for a record, older erasures become one that covers
-   all packs written before: ``rebuild`` does not find these.
-5. Only holders of the writer lock change these files. They move with the segments if a damaged store is renamed.
+1. ``segments/NAMESPACE.identity`` has the content of the namespace's row. It is durable before the
+   commit that adds the namespace's first pack, unless the disk refuses it.
+2. ``segments/erased`` lists packs that were deleted because a user or a check asked for it: evicted
+   content may come back, deleted content may not. A record is durable before the deletion.
+3. An *erasure* has a number. It covers the packs of its name that were written while the number of
+   the last erasure, which the catalogue records, was smaller: not only the deleted copy, but also
+   evicted ones. Content that is stored again afterwards is not covered.
+4. The list is bounded. If it is full, or if the disk has no space for a record, older erasures
+   become one that covers all packs written before: ``rebuild`` does not find these.
+5. Only holders of the writer lock change these files. They move with the segments if a damaged
+   store is renamed.
 """
 
 from __future__ import annotations
@@ -26,13 +28,20 @@ import xxhash
 from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.rows import decode_namespace
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.files import SEGMENT_DIRECTORY, open_regular, sync_directory, translated_io, write_durably
+from persistkv_lmdb.files import (
+    SEGMENT_DIRECTORY,
+    open_regular,
+    sync_directory,
+    translated_io,
+    write_durably,
+)
 
 _IDENTITY_SUFFIX = ".identity"
 _ERASED = "erased"
 _RECORD = struct.Struct("<QQ")
 _ALL = 0  # in place of a name's checksum: the erasure covers all packs
-_NO_ERASURE = _RECORD.pack(0, _ALL)  # at the beginning of the file: a full disk then has space for one that covers all
+# at the beginning of the file: a full disk then has space for one that covers all
+_NO_ERASURE = _RECORD.pack(0, _ALL)
 _END_OF_NUMBERS = 1 << 62  # larger ones are damage: a store never deletes so often
 _MOST_ERASED_BYTES = 4 << 20  # 4 MiB: 262,144 records
 _KEPT_BYTES = _MOST_ERASED_BYTES // 2
@@ -64,15 +73,18 @@ class RecoveryFiles:
     def __init__(self, store: Path) -> None:
         self._store = store
         self._directory = store / SEGMENT_DIRECTORY
-        self._described: dict[bytes, bytes] = {}  # generation of each namespace whose identity is in a file, by id
+        # generation of each namespace whose identity is in a file, by id
+        self._described: dict[bytes, bytes] = {}
 
     def describe(self, namespace: bytes, row: Buffer, generation: bytes) -> None:
-        """Write the identity of a namespace durably, unless it is there. A killed process may have left a part of it.
+        """Write the identity of a namespace durably, unless it is there. A killed process may have
+        left a part of it.
 
         An error is ignored: the store is valid without the file, and the next commit tries again.
 
         :param row: value of the namespace's row in the catalogue.
-        :param generation: of the namespace: it is another one if the namespace ended and began again.
+        :param generation: of the namespace: it is another one if the namespace ended and began
+            again.
         """
         if self._described.get(namespace) == generation:
             return
@@ -85,7 +97,8 @@ class RecoveryFiles:
             self._described[namespace] = generation
 
     def forget(self, namespaces: Iterable[bytes]) -> None:
-        """Delete the identities of namespaces without content. An error is ignored: an identity alone is harmless."""
+        """Delete the identities of namespaces without content. An error is ignored: an identity
+        alone is harmless."""
         for namespace in namespaces:
             with suppress(OSError):
                 self._identity(namespace).unlink()
@@ -102,8 +115,8 @@ class RecoveryFiles:
         return found
 
     def erase(self, names: Collection[bytes], number: int) -> None:
-        """Record the erasure ``number`` of packs durably. If the disk is full, it covers all packs instead. A store
-        that never had segments has nothing to erase.
+        """Record the erasure ``number`` of packs durably. If the disk is full, it covers all packs
+        instead. A store that never had segments has nothing to erase.
 
         :param names: namespace and pack id of each.
         :raises StoreError: it cannot be written.
@@ -123,12 +136,19 @@ class RecoveryFiles:
         import numpy as np  # commits do not need numpy
 
         held = _content(self._erased, _MOST_ERASED_BYTES)
-        pairs = np.frombuffer(held[: len(held) - len(held) % _RECORD.size], "<u8").reshape(-1, 2)
+        pairs = np.frombuffer(
+            held[: len(held) - len(held) % _RECORD.size], "<u8"
+        ).reshape(-1, 2)
         pairs = pairs[pairs[:, 0] < _END_OF_NUMBERS]
         last = int(pairs[:, 0].max(initial=0))
         of_all = int(pairs[pairs[:, 1] == _ALL, 0].max(initial=0))
-        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]  # the last number of a name remains in the dictionary
-        return Erasures(last, of_all, dict(zip(pairs[:, 1].tolist(), pairs[:, 0].tolist(), strict=True)))
+        # the last number of a name remains in the dictionary
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        return Erasures(
+            last,
+            of_all,
+            dict(zip(pairs[:, 1].tolist(), pairs[:, 0].tolist(), strict=True)),
+        )
 
     def _identity(self, namespace: bytes) -> Path:
         return self._directory / f"{namespace.hex()}{_IDENTITY_SUFFIX}"
@@ -150,7 +170,8 @@ class RecoveryFiles:
         held = _content(self._erased, size) + records
         kept = held[-_KEPT_BYTES:]
         before = max(number for number, _ in _RECORD.iter_unpack(held[: -len(kept)]))
-        write_durably(self._erased, _RECORD.pack(before, _ALL), 0)  # first: it covers the records that are overwritten
+        # first: it covers the records that are overwritten
+        write_durably(self._erased, _RECORD.pack(before, _ALL), 0)
         write_durably(self._erased, kept, _RECORD.size)
         os.truncate(self._erased, _RECORD.size + len(kept))
 
@@ -167,14 +188,19 @@ def _content(path: Path, at_most: int) -> bytes:
 
     :raises OSError: it cannot be read, or is no regular file.
     """
-    with suppress(FileNotFoundError), os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+    with (
+        suppress(FileNotFoundError),
+        os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file,
+    ):
         return file.read(at_most)
     return b""
 
 
 def _write(path: Path, content: Buffer) -> None:
     """Write a file of a few KiB durably. If it is new, the caller must sync its directory."""
-    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    with os.fdopen(
+        open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb"
+    ) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

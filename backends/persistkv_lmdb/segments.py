@@ -1,16 +1,21 @@
-"""Segment files: ``segments/00000000.seg`` and so on in the store's directory. Their pages hold payloads.
+"""Segment files: ``segments/00000000.seg`` and so on in the store's directory. Their pages hold
+payloads.
 
-1. A file has the length that LMDB records. It is longer if a transaction that extended it was aborted. Bytes beyond the
-   recorded length are never read.
-2. Space is allocated before it is written: a full disk fails when a file grows or a hole is filled. Holes are punched
-   after the transaction that records them, before the writer lock is released. If a process is killed meanwhile, or
-   its transaction is aborted after it filled a hole, a later transaction notices that the files take too much space.
-3. A file is never removed: an open descriptor refers to the same file in all processes. A file or a directory that a
-   user removes is noticed before bytes in it are acknowledged.
-4. The name of a file is durable before its first pages are allocated, even if its creator was killed or failed.
-5. Payloads are written between two transactions, in extents that the first one reserved. If the process is killed, the
-   kernel keeps its claim on them (``Guard.claim``) until its writes have ended, because it closes the files only then.
-6. I/O is gathered: up to 1,024 buffers per call, O_DIRECT if addresses, lengths and offsets are multiples of 4 KiB.
+1. A file has the length that LMDB records. It is longer if a transaction that extended it was
+   aborted. Bytes beyond the recorded length are never read.
+2. Space is allocated before it is written: a full disk fails when a file grows or a hole is filled.
+   Holes are punched after the transaction that records them, before the writer lock is released. If
+   a process is killed meanwhile, or its transaction is aborted after it filled a hole, a later
+   transaction notices that the files take too much space.
+3. A file is never removed: an open descriptor refers to the same file in all processes. A file or a
+   directory that a user removes is noticed before bytes in it are acknowledged.
+4. The name of a file is durable before its first pages are allocated, even if its creator was
+   killed or failed.
+5. Payloads are written between two transactions, in extents that the first one reserved. If the
+   process is killed, the kernel keeps its claim on them (``Guard.claim``) until its writes have
+   ended, because it closes the files only then.
+6. I/O is gathered: up to 1,024 buffers per call, O_DIRECT if addresses, lengths and offsets are
+   multiples of 4 KiB.
 """
 
 from __future__ import annotations
@@ -33,16 +38,26 @@ from persistkv.errors import StoreError
 from persistkv.memory.libc import address_of, punch_hole
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.files import SEGMENT_DIRECTORY, ReplacedError, allocated_bytes, is_at, open_regular, translated_io
+from persistkv_lmdb.files import (
+    SEGMENT_DIRECTORY,
+    ReplacedError,
+    allocated_bytes,
+    is_at,
+    open_regular,
+    translated_io,
+)
 
 logger = logging.getLogger(__name__)
 
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 3  # the next writes are queued when one ends
-_THREAD_BYTES = 1 << 20  # 1 MiB: a shorter write ends before another thread would have started it
+# 1 MiB: a shorter write ends before another thread would have started it
+_THREAD_BYTES = 1 << 20
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
-_FIRST_BYTES = 4 << 20  # 4 MiB: small, so that the disk starts while later batches are gathered and hashed
-_LATER_BYTES = 8 << 20  # 8 MiB: the disk would wait for a larger batch of 64 KiB buffers
+# 4 MiB: small, so that the disk starts while later batches are gathered and hashed
+_FIRST_BYTES = 4 << 20
+# 8 MiB: the disk would wait for a larger batch of 64 KiB buffers
+_LATER_BYTES = 8 << 20
 _BOUNCE_BYTES = 4 << 20  # 4 MiB
 _CACHESTAT = 451  # Linux 6.5, the same number on all architectures
 
@@ -83,9 +98,9 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``grow``, ``fill``, ``punch``, ``fit`` and
-    ``sync_growth`` need the writer lock; one thread at a time may write payloads, from ``write`` to ``sync`` or
-    ``abandon``.
+    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``grow``, ``fill``,
+    ``punch``, ``fit`` and ``sync_growth`` need the writer lock; one thread at a time may write
+    payloads, from ``write`` to ``sync`` or ``abandon``.
 
     :raises OSError: the store's directory cannot be opened.
     """
@@ -93,31 +108,40 @@ class SegmentFiles:
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
         self._read_only = read_only
-        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a directory replacing it is another store's
-        self._held: int | None = None  # the directory of the files, once it exists; the same holds for it
+        # a directory replacing it is another store's
+        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        # the directory of the files, once it exists; the same holds for it
+        self._held: int | None = None
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}  # opened on first use
-        self._deleted: list[_Descriptors] = []  # of deleted files; open because other threads may be reading
+        # of deleted files; open because other threads may be reading
+        self._deleted: list[_Descriptors] = []
         self.replacements = 0
-        """Number of files that were deleted by others and created again. Earlier writes to them are lost."""
+        """Number of files that were deleted by others and created again. Earlier writes to them are
+        lost."""
         self._touched: set[int] = set()
         self._grown: set[int] = set()
-        self._unnamed = False  # a power loss may remove new files: their directory was not synced since their creation
+        # a power loss may remove new files: their directory was not synced since their creation
+        self._unnamed = False
         self._pool: ThreadPool | None = None
-        self._writes: list[Future[None]] = []  # started in other threads since the last ``settle``
+        # started in other threads since the last ``settle``
+        self._writes: list[Future[None]] = []
         self._bounce = Bounce(self.settle)
         self._direct = True
 
     def grow(self, segment: int, before: int, pages: int) -> None:
-        """Extend a segment file from ``before`` pages, as LMDB records it, to ``pages`` pages; allocate disk space for
-        them. The transaction must call ``sync_growth`` before it commits.
+        """Extend a segment file from ``before`` pages, as LMDB records it, to ``pages`` pages;
+        allocate disk space for them. The transaction must call ``sync_growth`` before it commits.
 
-        :raises StoreFullError: the disk has no space for them; the file is truncated to ``before`` pages.
+        :raises StoreFullError: the disk has no space for them; the file is truncated to ``before``
+            pages.
         """
         with translated_io(self._path):
             fd = self._descriptors(segment, create=True).buffered
             try:
-                os.posix_fallocate(fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES)
+                os.posix_fallocate(
+                    fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES
+                )
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(fd, before * PAGE_BYTES)
@@ -126,7 +150,8 @@ class SegmentFiles:
             self._unnamed = self._unnamed or not before
 
     def fill(self, hole: Extent) -> None:
-        """Allocate disk space for a hole. The transaction must call ``sync_growth`` before it commits.
+        """Allocate disk space for a hole. The transaction must call ``sync_growth`` before it
+        commits.
 
         :raises StoreFullError: the disk has no space for it; it stays a hole.
         """
@@ -140,10 +165,15 @@ class SegmentFiles:
             self._grown.add(hole.segment)
 
     def punch(self, holes: Iterable[Extent]) -> None:
-        """Return the disk space of pages to the file system. Without effect if it supports no holes, or fails."""
+        """Return the disk space of pages to the file system. Without effect if it supports no
+        holes, or fails."""
         for hole in holes:
             with suppress(OSError):
-                punch_hole(self._descriptors(hole.segment).buffered, hole.page * PAGE_BYTES, hole.pages * PAGE_BYTES)
+                punch_hole(
+                    self._descriptors(hole.segment).buffered,
+                    hole.page * PAGE_BYTES,
+                    hole.pages * PAGE_BYTES,
+                )
 
     @cached_property
     def punches(self) -> bool:
@@ -153,14 +183,17 @@ class SegmentFiles:
             punch_hole(fd, os.fstat(fd).st_size, PAGE_BYTES)
         except OSError as error:
             logger.info(
-                "%s: free space is not returned to the file system, which makes no holes: %s", self._path, error
+                "%s: free space is not returned to the file system, which makes no holes: %s",
+                self._path,
+                error,
             )
             return False
         return True
 
     def fit(self, segments: Mapping[int, int]) -> int:
-        """Give each segment file the number of pages that LMDB records: truncate longer files, extend shorter or lost
-        ones. Packs whose bytes were lost fail verification when they are read.
+        """Give each segment file the number of pages that LMDB records: truncate longer files,
+        extend shorter or lost ones. Packs whose bytes were lost fail verification when they are
+        read.
 
         :returns: the bytes of the files on disk.
         :raises StoreFullError: the disk has no space for a lost file.
@@ -185,12 +218,14 @@ class SegmentFiles:
         return on_disk
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Start writing a payload to reserved extents. The stream's buffers are in use until ``settle``, ``sync`` or
-        ``abandon`` returns.
+        """Start writing a payload to reserved extents. The stream's buffers are in use until
+        ``settle``, ``sync`` or ``abandon`` returns.
 
-        :returns: length of the payload in bytes, padded to a multiple of 4 KiB. The rest of the extents is not written.
-        :raises StoreError: the extents are too short, or the disk failed (``StoreFullError``: it is full, which a
-            copy-on-write file system reports only now). ``settle`` and ``sync`` may raise it, too.
+        :returns: length of the payload in bytes, padded to a multiple of 4 KiB. The rest of the
+            extents is not written.
+        :raises StoreError: the extents are too short, or the disk failed (``StoreFullError``: it is
+            full, which a copy-on-write file system reports only now). ``settle`` and ``sync`` may
+            raise it, too.
         """
         written = 0
         for buffers in self._bounce.aligned(stream):
@@ -200,27 +235,33 @@ class SegmentFiles:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
             begun = threading.Event()
-            if length < _THREAD_BYTES and not self._writes:  # among others, this thread would wait for the disk
+            # among others, this thread would wait for the disk
+            if length < _THREAD_BYTES and not self._writes:
                 self._write_runs(runs, buffers, begun)
             else:
                 if self._pool is None:
                     self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
                 write = Future[None]()
-                is_idle = sum(not other.done() for other in self._writes) < _WRITES_AT_ONCE
-                self._writes.append(write)  # known before it is queued: an interrupt may come between
+                is_idle = (
+                    sum(not other.done() for other in self._writes) < _WRITES_AT_ONCE
+                )
+                # known before it is queued: an interrupt may come between
+                self._writes.append(write)
                 self._pool.begin(write, partial(self._write_runs, runs, buffers, begun))
-                if is_idle:  # otherwise, the thread may wait up to 5 ms for the GIL while this one continues
+                # otherwise, the thread may wait up to 5 ms for the GIL while this one continues
+                if is_idle:
                     begun.wait()
             written += length
         return written
 
     def settle(self) -> None:
-        """Wait until all started writes have ended. Their buffers are then not in use, even if a write failed, which
-        raises a StoreError.
+        """Wait until all started writes have ended. Their buffers are then not in use, even if a
+        write failed, which raises a StoreError.
         """
         wait(self._writes)
         try:
-            while self._writes:  # a failed future that is kept would keep its buffers, through its traceback
+            # a failed future that is kept would keep its buffers, through its traceback
+            while self._writes:
                 self._writes.pop(0).result()
         finally:
             self._writes.clear()
@@ -240,8 +281,8 @@ class SegmentFiles:
         """Make the written payloads durable.
 
         :raises ReplacedError: a segment was removed.
-        :raises StoreError: some of it may be lost. The caller must write it again: a second call would not report the
-            loss.
+        :raises StoreError: some of it may be lost. The caller must write it again: a second call
+            would not report the loss.
         """
         self.settle()
         with translated_io(self._path):
@@ -255,11 +296,13 @@ class SegmentFiles:
         with translated_io(self._path):
             for segment in segments:
                 if _is_deleted(self._descriptors(segment).buffered):
-                    raise ReplacedError(f"{self._path}: segment {segment} was removed while it was written")
+                    raise ReplacedError(
+                        f"{self._path}: segment {segment} was removed while it was written"
+                    )
 
     def sync_growth(self) -> None:
-        """Make the lengths of files that grew and the names of new ones durable. Otherwise a power loss could leave a
-        file shorter than LMDB records, and a full disk would refuse the space.
+        """Make the lengths of files that grew and the names of new ones durable. Otherwise a power
+        loss could leave a file shorter than LMDB records, and a full disk would refuse the space.
 
         :raises StoreError: some may be lost; the next call tries again.
         """
@@ -277,22 +320,33 @@ class SegmentFiles:
         self._unnamed = False
 
     def read(
-        self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]], *, direct: bool | None = None
+        self,
+        wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]],
+        *,
+        direct: bool | None = None,
     ) -> list[bool]:
-        """Read parts of payloads into buffers. Parts that are contiguous in a file are read together.
+        """Read parts of payloads into buffers. Parts that are contiguous in a file are read
+        together.
 
-        :param wanted: per part: the extents of the payload, the part's byte offset in the payload, the buffers to fill.
-        :param direct: read with O_DIRECT if possible; False: through the page cache; None: with O_DIRECT unless the
-            page cache holds the bytes.
-        :returns: per part, True if all of its buffers were filled; False if the payload is too short or lost.
+        :param wanted: per part: the extents of the payload, the part's byte offset in the payload,
+            the buffers to fill.
+        :param direct: read with O_DIRECT if possible; False: through the page cache; None: with
+            O_DIRECT unless the page cache holds the bytes.
+        :returns: per part, True if all of its buffers were filled; False if the payload is too
+            short or lost.
         :raises StoreError: the disk failed; the buffers have undefined content.
         """
-        lengths = [sum([buffer.nbytes for buffer in buffers]) for _, _, buffers in wanted]
+        lengths = [
+            sum([buffer.nbytes for buffer in buffers]) for _, _, buffers in wanted
+        ]
         filled = [0] * len(wanted)
         with translated_io(self._path):
             for neighbours in _neighbours_of(wanted, lengths):
                 whole = len(neighbours) > 1 and self._read(
-                    _Run(*neighbours[0].run[:2], sum(piece.run.length for piece in neighbours)),
+                    _Run(
+                        *neighbours[0].run[:2],
+                        sum(piece.run.length for piece in neighbours),
+                    ),
                     [buffer for piece in neighbours for buffer in piece.buffers],
                     direct,
                 )
@@ -302,10 +356,12 @@ class SegmentFiles:
         return [count == length for count, length in zip(filled, lengths, strict=True)]
 
     def lengths(self) -> dict[int, int]:
-        """Return the bytes on disk of each segment file, by segment number; see ``allocated_bytes``."""
+        """Return the bytes on disk of each segment file, by segment number; see
+        ``allocated_bytes``."""
         with translated_io(self._path):
             return {
-                segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered)) for segment in self._existing()
+                segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered))
+                for segment in self._existing()
             }
 
     def is_current(self) -> bool:
@@ -344,7 +400,9 @@ class SegmentFiles:
         message = "%s: segment file %d was removed while the store was open: its packs are lost"
         logger.warning(message, self._path, segment)
 
-    def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event) -> None:
+    def _write_runs(
+        self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event
+    ) -> None:
         begun.set()
         with translated_io(self._path):
             for run in runs:
@@ -359,10 +417,13 @@ class SegmentFiles:
                             raise
                 write_all(fds.buffered, part, run.offset)
 
-    def _read(self, run: _Run, buffers: Sequence[memoryview], direct: bool | None) -> bool:
+    def _read(
+        self, run: _Run, buffers: Sequence[memoryview], direct: bool | None
+    ) -> bool:
         """Read bytes of a file into buffers; return False if the file is lost or too short.
 
-        An O_DIRECT read near the end of a file may be incomplete. It is therefore repeated through the page cache.
+        An O_DIRECT read near the end of a file may be incomplete. It is therefore repeated through
+        the page cache.
         """
         try:
             fds = self._descriptors(run.segment)
@@ -384,14 +445,22 @@ class SegmentFiles:
         return read_all(fds.buffered, buffers, run.offset)
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
-        """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned, stop using it.
-        Alignment is checked only after a failure: checking before each transfer would take longer.
+        """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned,
+        stop using it. Alignment is checked only after a failure: checking before each transfer
+        would take longer.
         """
         if error.errno not in _NO_DIRECT:
             return False
-        if all(not len(buffer) % PAGE_BYTES and starts_aligned(buffer) for buffer in buffers):
+        if all(
+            not len(buffer) % PAGE_BYTES and starts_aligned(buffer)
+            for buffer in buffers
+        ):
             self._direct = False
-            logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
+            logger.info(
+                "%s: O_DIRECT is refused (%s); payloads go through the page cache",
+                self._path,
+                error,
+            )
         return True
 
     def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
@@ -405,11 +474,17 @@ class SegmentFiles:
         name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
         directory = self._directory(create=create)
-        if create:  # not before: ``sync`` opens the directory. Also if the file exists: one more sync per process
+        # not before: ``sync`` opens the directory. Also if the file exists: one more sync per
+        # process
+        if create:
             self._unnamed = True
-        buffered = open_regular(name, access | os.O_CREAT if create else access, dir_fd=directory)
+        buffered = open_regular(
+            name, access | os.O_CREAT if create else access, dir_fd=directory
+        )
         try:
-            return _Descriptors(buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory))
+            return _Descriptors(
+                buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory)
+            )
         except OSError as error:
             if error.errno in _NO_DIRECT:
                 return _Descriptors(buffered, None)
@@ -419,7 +494,8 @@ class SegmentFiles:
     def _directory(self, *, create: bool = False) -> int:
         """Return the descriptor of the directory ``segments``. The caller holds the lock.
 
-        It is opened once: in a directory that replaces it, the same names are files of another store.
+        It is opened once: in a directory that replaces it, the same names are files of another
+        store.
         """
         if self._held is None:
             if create:
@@ -442,7 +518,12 @@ class SegmentFiles:
 def segment_number(name: str) -> int | None:
     """Return the number of the segment with this file name; None if it is no segment's."""
     digits, dot, ending = name.partition(".")
-    is_segment = len(digits) == 8 and digits.isascii() and digits.isdecimal() and dot + ending == ".seg"
+    is_segment = (
+        len(digits) == 8
+        and digits.isascii()
+        and digits.isdecimal()
+        and dot + ending == ".seg"
+    )
     return int(digits) if is_segment else None
 
 
@@ -451,8 +532,8 @@ def _is_deleted(fd: int) -> bool:
 
 
 def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
-    """Yield the file ranges that hold ``length`` bytes of a payload from byte ``offset`` on: fewer if the extents end
-    earlier.
+    """Yield the file ranges that hold ``length`` bytes of a payload from byte ``offset`` on: fewer
+    if the extents end earlier.
     """
     for extent in extents:
         size = extent.pages * PAGE_BYTES
@@ -465,20 +546,30 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
 
 
 def _neighbours_of(
-    wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]], lengths: Sequence[int]
+    wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]],
+    lengths: Sequence[int],
 ) -> list[list[_Piece]]:
-    """Return the pieces of a read request (see ``SegmentFiles.read``), grouped: those of a group are contiguous. If a
-    payload ends early, its pieces have fewer bytes than ``lengths`` (of all buffers, for each part) says.
+    """Return the pieces of a read request (see ``SegmentFiles.read``), grouped: those of a group
+    are contiguous. If a payload ends early, its pieces have fewer bytes than ``lengths`` (of all
+    buffers, for each part) says.
     """
     groups: list[list[_Piece]] = []
     end = (-1, 0)
-    for number, ((extents, offset, buffers), length) in enumerate(zip(wanted, lengths, strict=True)):
-        rest = [buffer if buffer.format == "B" else buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    for number, ((extents, offset, buffers), length) in enumerate(
+        zip(wanted, lengths, strict=True)
+    ):
+        rest = [
+            buffer if buffer.format == "B" else buffer.cast("B")
+            for buffer in buffers
+            if buffer.nbytes
+        ]
         for run in _runs_of(extents, offset, length):
             if (run.segment, run.offset) != end:
                 groups.append([])
             whole = run.length == length  # the usual case: one run, nothing to split
-            groups[-1].append(_Piece(number, run, rest if whole else front(rest, run.length)))
+            groups[-1].append(
+                _Piece(number, run, rest if whole else front(rest, run.length))
+            )
             rest = [] if whole else after_bytes(rest, run.length)
             end = (run.segment, run.offset + run.length)
     return groups
@@ -510,10 +601,13 @@ def after_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> None:
+def write_all(
+    fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
+) -> None:
     """Write all bytes of the buffers to a file, from byte ``offset`` of the file on.
 
-    :param unit: after a short write, continue after a multiple of this many bytes: 4096 for O_DIRECT.
+    :param unit: after a short write, continue after a multiple of this many bytes: 4096 for
+        O_DIRECT.
     """
     rest = list(buffers)
     while rest:
@@ -525,9 +619,12 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
         offset += done
 
 
-def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> bool:
-    """Fill the buffers from byte ``offset`` of a file on; return False, with undefined content in the buffers, if the
-    file ends too early or a system call reads a number of bytes that is not a multiple of ``unit``.
+def read_all(
+    fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
+) -> bool:
+    """Fill the buffers from byte ``offset`` of a file on; return False, with undefined content in
+    the buffers, if the file ends too early or a system call reads a number of bytes that is not a
+    multiple of ``unit``.
     """
     rest = list(buffers)
     while rest:
@@ -544,15 +641,26 @@ class _Range(ctypes.Structure):
 
 
 class _Pages(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writing", "evicted", "recently_evicted"))
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in ("cached", "dirty", "writing", "evicted", "recently_evicted")
+    )
 
 
-_syscall = ctypes.CDLL(None).syscall  # not PyDLL: it may visit many pages, and CDLL releases the GIL meanwhile
-_syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+# not PyDLL: it may visit many pages, and CDLL releases the GIL meanwhile
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = (
+    ctypes.c_long,
+    ctypes.c_uint,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint,
+)
 
 
 def is_cached(fd: int, offset: int, length: int) -> bool:
-    """Return whether the page cache holds all of a byte range of a file; False if the kernel cannot report it."""
+    """Return whether the page cache holds all of a byte range of a file; False if the kernel cannot
+    report it."""
     part, pages = _Range(offset, length), _Pages()
     if _syscall(_CACHESTAT, fd, ctypes.addressof(part), ctypes.addressof(pages), 0):
         return False
@@ -560,10 +668,13 @@ def is_cached(fd: int, offset: int, length: int) -> bool:
 
 
 class Bounce:
-    """Aligned memory of fixed size, through which unaligned buffers are copied before they are written.
+    """Aligned memory of fixed size, through which unaligned buffers are copied before they are
+    written.
 
-    :param settle: waits until all writes from the memory have ended; called before the memory is reused.
-    :param first: bytes of the first batch of a stream; ``later``: of every other one; ``size``: of the memory.
+    :param settle: waits until all writes from the memory have ended; called before the memory is
+        reused.
+    :param first: bytes of the first batch of a stream; ``later``: of every other one; ``size``: of
+        the memory.
     """
 
     def __init__(
@@ -574,28 +685,42 @@ class Bounce:
         size: int = _BOUNCE_BYTES,
     ) -> None:
         self._first, self._later = first, later
-        self._memory = memoryview(mmap.mmap(-1, size))  # backed by physical memory on first use
+        # backed by physical memory on first use
+        self._memory = memoryview(mmap.mmap(-1, size))
         self._settle = settle
         self._lent = False
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
-        """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write, padded with zeros to a
-        multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and are valid as long as the stream's
-        buffers.
+        """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write, padded
+        with zeros to a multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and
+        are valid as long as the stream's buffers.
         """
         memory, most = self._memory, self._first
         batch: list[memoryview] = []
-        length = begun = filled = 0  # bytes of the batch; those of memory[begun:filled] are not in its list yet
+        # bytes of the batch; those of memory[begun:filled] are not in its list yet
+        length = begun = filled = 0
         for piece in stream:
-            rest = piece if type(piece) is memoryview and piece.format == "B" else memoryview(piece).cast("B")
+            rest = (
+                piece
+                if type(piece) is memoryview and piece.format == "B"
+                else memoryview(piece).cast("B")
+            )
             while count := len(rest):
-                if length >= most or len(batch) >= _MOST_BUFFERS - 1 or filled == len(memory):
+                if (
+                    length >= most
+                    or len(batch) >= _MOST_BUFFERS - 1
+                    or filled == len(memory)
+                ):
                     end = filled - filled % PAGE_BYTES
                     tail = bytes(memory[end:filled])
                     yield batch if begun == end else [*batch, memory[begun:end]]
                     batch, most, begun = [], self._later, 0
                     length = filled = self._copy(tail, 0)
-                if count >= PAGE_BYTES and not filled % PAGE_BYTES and starts_aligned(rest):
+                if (
+                    count >= PAGE_BYTES
+                    and not filled % PAGE_BYTES
+                    and starts_aligned(rest)
+                ):
                     if begun < filled:
                         batch.append(memory[begun:filled])
                         begun = filled
@@ -613,8 +738,9 @@ class Bounce:
             yield batch
 
     def _copy(self, piece: Buffer, at: int) -> int:
-        """Copy as much of ``piece`` as fits to the memory, from byte ``at`` on; return the number of bytes. Before the
-        first copy of a batch, wait until the writes of earlier batches no longer use the memory.
+        """Copy as much of ``piece`` as fits to the memory, from byte ``at`` on; return the number
+        of bytes. Before the first copy of a batch, wait until the writes of earlier batches no
+        longer use the memory.
         """
         count = min(len(piece), len(self._memory) - at)
         if count and not at:

@@ -1,6 +1,8 @@
-"""The S3 driver: ``s3://bucket/prefix?region=eu-central-1``. docs/s3.md has options, guarantees and limits.
+"""The S3 driver: ``s3://bucket/prefix?region=eu-central-1``. docs/s3.md has options, guarantees and
+limits.
 
-Importing it does not import boto3: if boto3 is missing (extra ``s3``), opening a store raises ``MissingExtraError``.
+Importing it does not import boto3: if boto3 is missing (extra ``s3``), opening a store raises
+``MissingExtraError``.
 """
 
 from persistkv_s3.backend import S3Backend

@@ -16,7 +16,9 @@ class S3Backend(SharedBackend):
     """Shared store in a bucket, below a prefix, such as ``s3://bucket/prefix``."""
 
     @classmethod
-    def open_blobs(cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool) -> Blobs:
+    def open_blobs(
+        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+    ) -> Blobs:
         return S3Blobs(*parse_url(url, options))
 
     @classmethod

@@ -1,11 +1,14 @@
 """``Blobs`` on a bucket. The key of an object is the prefix of the place and the blob's name.
 
-1. An operation ends by the deadline of the options, or at most one socket timeout later: uploads and downloads as a
-   whole, listings per page, deletions per request of up to 1,000 names. The search for credentials is part of it.
-2. An upload has no condition, because names are unique or may be overwritten. A retry sends the same bytes.
-3. A retry of a download fetches only the missing bytes, and only from the same object: an object that was replaced
-   meanwhile ends the call with ``UnavailableError``.
-4. Nothing is cached, and no thread outlives a call, except a search for credentials that does not answer.
+1. An operation ends by the deadline of the options, or at most one socket timeout later: uploads
+   and downloads as a whole, listings per page, deletions per request of up to 1,000 names. The
+   search for credentials is part of it.
+2. An upload has no condition, because names are unique or may be overwritten. A retry sends the
+   same bytes.
+3. A retry of a download fetches only the missing bytes, and only from the same object: an object
+   that was replaced meanwhile ends the call with ``UnavailableError``.
+4. Nothing is cached, and no thread outlives a call, except a search for credentials that does not
+   answer.
 """
 
 from __future__ import annotations
@@ -42,12 +45,15 @@ _ERRORS: Sequence[tuple[type[client.S3Error], type[StoreError]]] = (
 _POLICIES = "docs/s3.md, Policies"
 _REMEDIES = {
     "list": f"grant s3:ListBucket on the bucket, as in {_POLICIES}; the bucket must exist",
-    "put": f"grant s3:PutObject on the prefix ({_POLICIES}); an engine that only reads has read_only=yes in its URL",
+    "put": f"grant s3:PutObject on the prefix ({_POLICIES}); an engine that only reads has "
+    f"read_only=yes in its URL",
     "read": f"grant s3:GetObject on the prefix ({_POLICIES})",
-    "delete": f"grant s3:DeleteObject on the prefix ({_POLICIES}): without it, the store exceeds its capacity",
+    "delete": f"grant s3:DeleteObject on the prefix ({_POLICIES}): without it, the store "
+    f"exceeds its capacity",
 }
 _THROTTLED = (
-    "a longer refresh, larger packs (max_age_s) and fewer connections send fewer requests; S3 limits them for each "
+    "a longer refresh, larger packs (max_age_s) and fewer connections send fewer requests; S3 "
+    "limits them for each "
     "prefix, so give each model a prefix of its own"
 )
 
@@ -55,8 +61,9 @@ _THROTTLED = (
 class S3Blobs(Blobs):
     """A bucket as a medium.
 
-    Any number of threads may call it: those that load and those that maintain the store share one pool of connections
-    and one breaker. The pool holds 2 × ``connections`` + 16 connections; a call beyond that opens one for itself.
+    Any number of threads may call it: those that load and those that maintain the store share one
+    pool of connections and one breaker. The pool holds 2 × ``connections`` + 16 connections; a call
+    beyond that opens one for itself.
 
     :param transport: client of the bucket, closed with the medium; None: boto3.
     :param clock: time and randomness of pauses, deadlines and the breaker.
@@ -80,17 +87,19 @@ class S3Blobs(Blobs):
         self._closed = False
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
-        """See ``Blobs.put``. The time is that of the answer to the successful upload plus one second: the server
-        rounds its ``Date`` down, so an earlier value could precede the effect. It is at most a second too late. If a
-        server sends no date, it is this machine's time.
+        """See ``Blobs.put``. The time is that of the answer to the successful upload plus one
+        second: the server rounds its ``Date`` down, so an earlier value could precede the effect.
+        It is at most a second too late. If a server sends no date, it is this machine's time.
         """
         with self._calling():
             written = self._bucket.put(self._key(name), pieces)
         return written + _DATE_S
 
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
-        """See ``Blobs.read``. The deadline, and the time after which an answer is slow, include the time that the
-        iterable takes. Its exceptions pass unchanged.
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
+        """See ``Blobs.read``. The deadline, and the time after which an answer is slow, include the
+        time that the iterable takes. Its exceptions pass unchanged.
         """
         with self._calling():
             if length:
@@ -142,11 +151,14 @@ class S3Blobs(Blobs):
             found = f"the server has asked for fewer requests {throttled} times during this check"
             yield Check("throttling", Level.WARNING, found, _THROTTLED)
         else:
-            yield Check("throttling", Level.OK, "no request of this check was throttled")
+            yield Check(
+                "throttling", Level.OK, "no request of this check was throttled"
+            )
         yield from check_settings(self._bucket, self._place.prefix)
 
     def requests(self) -> Mapping[str, int]:
-        """Return the number of requests by HTTP method: GET includes listings, POST is a deletion of several blobs."""
+        """Return the number of requests by HTTP method: GET includes listings, POST is a deletion
+        of several blobs."""
         return self._bucket.requests
 
     def state(self) -> str:

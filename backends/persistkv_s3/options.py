@@ -1,4 +1,5 @@
-"""Options of an ``s3://`` URL. They never include credentials, which come from the AWS chain or the environment."""
+"""Options of an ``s3://`` URL. They never include credentials, which come from the AWS chain or the
+environment."""
 
 from __future__ import annotations
 
@@ -17,31 +18,33 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
 _MAX_PREFIX = 256
 _ACCOUNT = re.compile(r"[0-9]{12}")
-_CREDENTIAL = re.compile("key|secret|token|password|credential|signature", re.IGNORECASE)
+_CREDENTIAL = re.compile(
+    "key|secret|token|password|credential|signature", re.IGNORECASE
+)
 _ENDPOINT = "https://host:port or http://host:port, without user, path or query"
 _DURATIONS = ("deadline", "slow")
 
 
 class S3Options(msgspec.Struct, frozen=True):
-    """Options of an opened store, which ``parse_url`` reads from its URL. docs/s3.md describes them and the default
-    behaviour, here None. Durations (``…_s``) are in seconds. Those of every shared store are in
-    ``persistkv.storage.shared``.
+    """Options of an opened store, which ``parse_url`` reads from its URL. docs/s3.md describes them
+    and the default behaviour, here None. Durations (``…_s``) are in seconds. Those of every shared
+    store are in ``persistkv.storage.shared``.
     """
 
     endpoint_url: str | None = None
     region: str | None = None
     path_style: bool | None = None
     checksum: Literal["when_required", "crc32"] = "when_required"
-    """``when_required``: only uploads for which S3 requires it carry a CRC32. persistkv's own checksums cover bytes at
-    rest in any case."""
+    """``when_required``: only uploads for which S3 requires it carry a CRC32. persistkv's own
+    checksums cover bytes at rest in any case."""
     unsigned_payload: bool | None = None
     sse: Literal["AES256", "aws:kms"] | None = None
     sse_kms_key_id: str | None = None
     sse_bucket_key: bool | None = None
     expected_bucket_owner: str | None = None
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
-    """For one operation (upload, download, page of a listing), including retries. The last attempt may exceed it by a
-    socket timeout: a third of it, at least 1 s."""
+    """For one operation (upload, download, page of a listing), including retries. The last attempt
+    may exceed it by a socket timeout: a third of it, at least 1 s."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
     connections: int = 8
     """From 1 to 64. Concurrent calls share this number of threads."""
@@ -49,13 +52,24 @@ class S3Options(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
             _check_endpoint(self.endpoint_url)
-        for name, value in (("sse_kms_key_id", self.sse_kms_key_id), ("sse_bucket_key", self.sse_bucket_key)):
+        for name, value in (
+            ("sse_kms_key_id", self.sse_kms_key_id),
+            ("sse_bucket_key", self.sse_bucket_key),
+        ):
             if value is not None and self.sse != "aws:kms":
                 raise MissingOptionError(f"s3 option {name}", "sse=aws:kms")
-        if self.expected_bucket_owner is not None and not _ACCOUNT.fullmatch(self.expected_bucket_owner):
-            raise ConfigurationError("s3 option expected_bucket_owner", self.expected_bucket_owner, "12 digits")
+        if self.expected_bucket_owner is not None and not _ACCOUNT.fullmatch(
+            self.expected_bucket_owner
+        ):
+            raise ConfigurationError(
+                "s3 option expected_bucket_owner",
+                self.expected_bucket_owner,
+                "12 digits",
+            )
         if not 1 <= self.connections <= 64:
-            raise ConfigurationError("s3 option connections", self.connections, "a number from 1 to 64")
+            raise ConfigurationError(
+                "s3 option connections", self.connections, "a number from 1 to 64"
+            )
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -69,15 +83,22 @@ class Place(msgspec.Struct, frozen=True):
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
 
-def parse_url(url: StoreUrl, own: Mapping[str, str] | None = None) -> tuple[Place, S3Options]:
-    """Return location and options of a bucket; raise ``ConfigurationError`` with the name of an invalid part.
+def parse_url(
+    url: StoreUrl, own: Mapping[str, str] | None = None
+) -> tuple[Place, S3Options]:
+    """Return location and options of a bucket; raise ``ConfigurationError`` with the name of an
+    invalid part.
 
     :param own: the URL's options that concern the bucket; None: all of them do.
     """
     given = url.options if own is None else own
     for name in given:
         if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:
-            raise ConfigurationError(f"s3 option {name}", "…", "no credentials in URLs: see docs/s3.md, Credentials")
+            raise ConfigurationError(
+                f"s3 option {name}",
+                "…",
+                "no credentials in URLs: see docs/s3.md, Credentials",
+            )
     values: dict[str, str | int | float] = {**given}
     for name in values.keys() & set(_DURATIONS):
         values[name] = parse_duration(given[name], name=f"s3 option {name}")
@@ -85,11 +106,22 @@ def parse_url(url: StoreUrl, own: Mapping[str, str] | None = None) -> tuple[Plac
     bucket, _, prefix = url.location.partition("/")
     prefix = prefix.strip("/")
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
-        raise ConfigurationError("url", f"s3://{bucket}", "a bucket's name: 3 to 63 of a-z, 0-9, dot and hyphen")
-    parts = prefix.split("/")
-    if not _PREFIX.fullmatch(prefix) or len(prefix) > _MAX_PREFIX or {".", ".."} & set(parts) or "" in parts[1:]:
         raise ConfigurationError(
-            "url", url.location, f"a prefix of at most {_MAX_PREFIX} letters, digits and !_.*'()-, in parts split by /"
+            "url",
+            f"s3://{bucket}",
+            "a bucket's name: 3 to 63 of a-z, 0-9, dot and hyphen",
+        )
+    parts = prefix.split("/")
+    if (
+        not _PREFIX.fullmatch(prefix)
+        or len(prefix) > _MAX_PREFIX
+        or {".", ".."} & set(parts)
+        or "" in parts[1:]
+    ):
+        raise ConfigurationError(
+            "url",
+            url.location,
+            f"a prefix of at most {_MAX_PREFIX} letters, digits and !_.*'()-, in parts split by /",
         )
     return Place(bucket, f"{prefix}/" if prefix else ""), options
 
@@ -101,6 +133,14 @@ def _check_endpoint(endpoint: str) -> None:
     except ValueError:
         raise ConfigurationError("s3 option endpoint_url", "…", _ENDPOINT) from None
     if "@" in parts.netloc:
-        raise ConfigurationError("s3 option endpoint_url", f"{parts.scheme}://…", _ENDPOINT)
-    if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigurationError(
+            "s3 option endpoint_url", f"{parts.scheme}://…", _ENDPOINT
+        )
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or parts.path.strip("/")
+        or parts.query
+        or parts.fragment
+    ):
         raise ConfigurationError("s3 option endpoint_url", endpoint, _ENDPOINT)

@@ -1,6 +1,7 @@
 """Settings of a bucket that a store pays for or breaks on, as ``persistkv doctor`` finds them.
 
-1. Each setting takes a permission of its own, which no engine needs. Without it, the outcome says so and is no error.
+1. Each setting takes a permission of its own, which no engine needs. Without it, the outcome says
+   so and is no error.
 2. Nothing is changed.
 """
 
@@ -35,11 +36,16 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
 
     :param prefix: of all objects of the store.
     """
-    lifecycle = _Setting(bucket, "lifecycle", "get_bucket_lifecycle_configuration", "s3:GetLifecycleConfiguration")
-    rules = _rules(lifecycle.content.get("Rules", ()), prefix)
-    yield from _Setting(bucket, "versioning", "get_bucket_versioning", "s3:GetBucketVersioning").outcomes(
-        lambda found: _versioning(found, rules, prefix)
+    lifecycle = _Setting(
+        bucket,
+        "lifecycle",
+        "get_bucket_lifecycle_configuration",
+        "s3:GetLifecycleConfiguration",
     )
+    rules = _rules(lifecycle.content.get("Rules", ()), prefix)
+    yield from _Setting(
+        bucket, "versioning", "get_bucket_versioning", "s3:GetBucketVersioning"
+    ).outcomes(lambda found: _versioning(found, rules, prefix))
     yield from lifecycle.outcomes(lambda found: _lifecycle(rules, prefix))
     if any("INTELLIGENT_TIERING" in _storage_classes(rule) for rule in rules):
         tiering = _Setting(
@@ -49,14 +55,21 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
             "s3:GetIntelligentTieringConfiguration",
         )
         yield from tiering.outcomes(lambda found: _tiering(found, prefix))
-    lock = _Setting(bucket, "object lock", "get_object_lock_configuration", "s3:GetBucketObjectLockConfiguration")
+    lock = _Setting(
+        bucket,
+        "object lock",
+        "get_object_lock_configuration",
+        "s3:GetBucketObjectLockConfiguration",
+    )
     yield from lock.outcomes(_object_lock)
 
 
 class _Setting:
     """A setting that was read, or the reason why it was not."""
 
-    def __init__(self, bucket: Bucket, check: str, operation: str, permission: str) -> None:
+    def __init__(
+        self, bucket: Bucket, check: str, operation: str, permission: str
+    ) -> None:
         self._check = check
         self._reason = ""
         self.content: Mapping[str, Any] = {}
@@ -64,11 +77,17 @@ class _Setting:
             self.content = bucket.setting(operation)
         except RefusedError as error:
             is_denied = error.code in _DENIED
-            self._reason = f"needs {permission}" if is_denied else f"the server does not tell ({error.code or error})"
+            self._reason = (
+                f"needs {permission}"
+                if is_denied
+                else f"the server does not tell ({error.code or error})"
+            )
         except S3Error as error:
             self._reason = str(error)
 
-    def outcomes(self, evaluate: Callable[[Mapping[str, Any]], Iterable[tuple[Level, str, str]]]) -> Iterator[Check]:
+    def outcomes(
+        self, evaluate: Callable[[Mapping[str, Any]], Iterable[tuple[Level, str, str]]]
+    ) -> Iterator[Check]:
         """Yield the outcomes of ``evaluate``, which returns (level, what was found, remedy)."""
         if self._reason:
             todo = f"compare the bucket with {_RULES}, or let an administrator run this check"
@@ -91,11 +110,19 @@ def _versioning(
     expiring = [rule for rule in rules if "NoncurrentVersionExpiration" in rule.content]
     whole = [rule for rule in expiring if prefix.startswith(rule.prefix)]
     if whole:
-        days = whole[0].content["NoncurrentVersionExpiration"].get("NoncurrentDays", "?")
+        days = (
+            whole[0].content["NoncurrentVersionExpiration"].get("NoncurrentDays", "?")
+        )
         yield Level.OK, f"on; {whole[0]} expires old versions after {days} days", ""
         return
-    text = "on: each deleted object stays as an old version, which takes space and is paid"
-    yield Level.WARNING, text, f"expire noncurrent versions after a day ({_RULES}), or use another bucket"
+    text = (
+        "on: each deleted object stays as an old version, which takes space and is paid"
+    )
+    yield (
+        Level.WARNING,
+        text,
+        f"expire noncurrent versions after a day ({_RULES}), or use another bucket",
+    )
 
 
 def _lifecycle(rules: Sequence[Rule], prefix: str) -> Iterator[tuple[Level, str, str]]:
@@ -123,31 +150,54 @@ def _expiry(rule: Rule, prefix: str) -> Iterator[tuple[Level, str, str]]:
         )
         return
     text = f"{rule} expires objects {after}, those of the index among them: content is lost"
-    yield Level.PROBLEM, text, "exclude the store's prefix from the rule, and use the options ttl and capacity"
+    yield (
+        Level.PROBLEM,
+        text,
+        "exclude the store's prefix from the rule, and use the options ttl and capacity",
+    )
 
 
 def _transitions(rule: Rule) -> Iterator[tuple[Level, str, str]]:
     classes = _storage_classes(rule)
     archives = sorted(_ARCHIVES.intersection(classes))
     if archives:
-        text = f"{rule} moves objects to {', '.join(archives)}, where they cannot be read: content is lost"
+        text = (
+            f"{rule} moves objects to {', '.join(archives)}, where they cannot be read: "
+            f"content is lost"
+        )
         yield Level.PROBLEM, text, "exclude the store's prefix from the rule"
     others = sorted(classes.difference(_ARCHIVES))
     if others:
         text = f"{rule} moves objects to {', '.join(others)}"
-        yield Level.NOTE, text, "each read is charged, and 30 days or more of storage: worth it for rarely read stores"
+        yield (
+            Level.NOTE,
+            text,
+            "each read is charged, and 30 days or more of storage: worth it for rarely read stores",
+        )
 
 
 def _storage_classes(rule: Rule) -> set[str]:
-    return {transition.get("StorageClass", "") for transition in rule.content.get("Transitions", ())}
+    return {
+        transition.get("StorageClass", "")
+        for transition in rule.content.get("Transitions", ())
+    }
 
 
 def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[tuple[Level, str, str]]:
     configurations = found.get("IntelligentTieringConfigurationList", ())
-    archiving = [rule for rule in _rules(configurations, prefix) if rule.content.get("Tierings")]
+    archiving = [
+        rule for rule in _rules(configurations, prefix) if rule.content.get("Tierings")
+    ]
     for rule in archiving:
-        text = f"{rule} archives objects without reads: they cannot be read then, and content is lost"
-        yield Level.PROBLEM, text, "remove the archive access tiers for the store's prefix"
+        text = (
+            f"{rule} archives objects without reads: they cannot be read then, and content "
+            f"is lost"
+        )
+        yield (
+            Level.PROBLEM,
+            text,
+            "remove the archive access tiers for the store's prefix",
+        )
     if not archiving:
         yield Level.OK, "no archive access in Intelligent-Tiering", ""
 
@@ -156,17 +206,29 @@ def _object_lock(found: Mapping[str, Any]) -> Iterator[tuple[Level, str, str]]:
     configuration = found.get("ObjectLockConfiguration", {})
     retention = configuration.get("Rule", {}).get("DefaultRetention", {})
     if retention:
-        days = f"{retention['Days']} days" if "Days" in retention else f"{retention.get('Years', '?')} years"
-        text = f"on, {retention.get('Mode', '').lower()} retention of {days}: nothing that is deleted frees space"
+        days = (
+            f"{retention['Days']} days"
+            if "Days" in retention
+            else f"{retention.get('Years', '?')} years"
+        )
+        text = (
+            f"on, {retention.get('Mode', '').lower()} retention of {days}: nothing that is "
+            f"deleted frees space"
+        )
         yield Level.WARNING, text, "use a bucket without object lock"
     elif configuration.get("ObjectLockEnabled") == "Enabled":
-        yield Level.NOTE, "on, without a default retention", "set none, and place no legal hold on the store's objects"
+        yield (
+            Level.NOTE,
+            "on, without a default retention",
+            "set none, and place no legal hold on the store's objects",
+        )
     else:
         yield Level.OK, "off", ""
 
 
 def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
-    """Return the rules that are in force for some objects of the store. Its objects have no tags."""
+    """Return the rules that are in force for some objects of the store. Its objects have no
+    tags."""
     rules: list[Rule] = []
     for content in contents:
         scope = content.get("Filter", {})
@@ -175,5 +237,7 @@ def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
         start = str(both.get("Prefix", content.get("Prefix", "")))
         overlaps = start.startswith(prefix) or prefix.startswith(start)
         if content.get("Status") == "Enabled" and overlaps and not has_tags:
-            rules.append(Rule(str(content.get("ID", content.get("Id", ""))), start, content))
+            rules.append(
+                Rule(str(content.get("ID", content.get("Id", ""))), start, content)
+            )
     return rules

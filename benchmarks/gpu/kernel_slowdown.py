@@ -1,8 +1,8 @@
 """Slowdown of kernels while the worker copies, and the throughput of the copies during the kernels.
 
-A matrix product (limited by arithmetic) and a scaling of a large tensor (limited by memory) run alone and then with
-stores, loads, or both in flight, in alternation. A thread keeps a few jobs in flight while the kernels run;
-``copies_gb_s`` is its throughput in that time.
+A matrix product (limited by arithmetic) and a scaling of a large tensor (limited by memory) run
+alone and then with stores, loads, or both in flight, in alternation. A thread keeps a few jobs in
+flight while the kernels run; ``copies_gb_s`` is its throughput in that time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -49,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def make_kernels(device: torch.device, smoke: bool) -> dict[str, Callable[[], None]]:
     """Return the kernels by name; each is some 100 ms of work on a large GPU."""
     size, elements = (64, 1 << 16) if smoke else (8192, 1 << 29)
-    matrices = [torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2)]
+    matrices = [
+        torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2)
+    ]
     product = torch.empty_like(matrices[0])
     values = torch.randn(elements, device=device).to(torch.bfloat16)
     repeats = (2, 2) if smoke else (80, 200)
@@ -96,10 +97,21 @@ def measure(
             with ContinuousCopies(device, queue) as copies:
                 before, begin = copies.num_bytes, time.perf_counter()
                 beside[name].append(timed(device, run))
-                speeds[name].append((copies.num_bytes - before) / (time.perf_counter() - begin) / 1e9)
+                speeds[name].append(
+                    (copies.num_bytes - before) / (time.perf_counter() - begin) / 1e9
+                )
     for name in queues:
         results.add(
-            ", ".join(filter(None, (f"{kernel} beside {name}", f"{worker.page_bytes >> 10} KiB pages", copier))),
+            ", ".join(
+                filter(
+                    None,
+                    (
+                        f"{kernel} beside {name}",
+                        f"{worker.page_bytes >> 10} KiB pages",
+                        copier,
+                    ),
+                )
+            ),
             statistics.median(beside[name]) / statistics.median(alone) - 1,
             at_most=MAX_SLOWDOWN if copier in ("batch", "") else None,
             alone_ms=statistics.median(alone) * 1e3,
@@ -108,7 +120,8 @@ def measure(
 
 
 class ContinuousCopies:
-    """Thread that copies without a pause from ``__enter__``, which returns once copies run, to ``__exit__``.
+    """Thread that copies without a pause from ``__enter__``, which returns once copies run, to
+    ``__exit__``.
 
     The worker's streams wait for the thread's current stream, which has no kernels.
     """
@@ -137,7 +150,11 @@ class ContinuousCopies:
     def _run(self) -> None:
         on_gpu = self._device.type == "cuda"
         try:
-            with torch.cuda.stream(torch.cuda.Stream(self._device)) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
+            if not on_gpu:
+                self._copy_until_stopped()
+                return
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
                 self._copy_until_stopped()
         except BaseException as error:
             self._error = error
@@ -145,7 +162,9 @@ class ContinuousCopies:
             self._running.set()
 
     def _copy_until_stopped(self) -> None:
-        in_flight: dict[OffloadingHandler, set[int]] = {handler: set() for handler, _ in self._queue}
+        in_flight: dict[OffloadingHandler, set[int]] = {
+            handler: set() for handler, _ in self._queue
+        }
         job = 0
         while not self._stop.is_set():
             for handler, spec in self._queue:

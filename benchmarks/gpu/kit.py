@@ -1,10 +1,11 @@
 """Wheels for a machine with a GPU and without access to a package index.
 
-The machine has Python 3.12, PyTorch and the packages in ``present.txt``. The kit has all other requirements of
-persistkv and its tests, and persistkv's own wheel for its entry points (the code comes from the source tree).
+The machine has Python 3.12, PyTorch and the packages in ``present.txt``. The kit has all other
+requirements of persistkv and its tests, and persistkv's own wheel for its entry points (the code
+comes from the source tree).
 
     python -m benchmarks.gpu.kit DIRECTORY    collect the wheels
-    python -m benchmarks.gpu.kit --check      on that machine: check the requirements of the installed packages
+    python -m benchmarks.gpu.kit --check      check them on that machine
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Package(NamedTuple):
     requires: tuple[Requirement, ...] = ()
 
 
-def problems(needed: Iterable[Requirement], packages: Mapping[str, Package]) -> dict[str, str]:
+def problems(
+    needed: Iterable[Requirement], packages: Mapping[str, Package]
+) -> dict[str, str]:
     """Return the missing and unsuitable packages by name, with the reasons.
 
     :param packages: packages by canonical name.
@@ -80,8 +83,12 @@ def problems(needed: Iterable[Requirement], packages: Mapping[str, Package]) -> 
         if package is None:
             found[name] = f"{requirement} is missing; required by {wanted_by}"
             continue
-        if package.version is not None and not requirement.specifier.contains(package.version, prereleases=True):
-            found[name] = f"{name} {package.version} is not {requirement}; required by {wanted_by}"
+        if package.version is not None and not requirement.specifier.contains(
+            package.version, prereleases=True
+        ):
+            found[name] = (
+                f"{name} {package.version} is not {requirement}; required by {wanted_by}"
+            )
         extras = frozenset(requirement.extras)
         if (name, extras) in seen:
             continue
@@ -91,7 +98,8 @@ def problems(needed: Iterable[Requirement], packages: Mapping[str, Package]) -> 
 
 
 def read_present(path: Path) -> dict[str, Package]:
-    """Return the packages of the machine, from lines of ``name`` or ``name==version``; ``#`` starts a comment."""
+    """Return the packages of the machine, from lines of ``name`` or ``name==version``; ``#`` starts
+    a comment."""
     lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     return {
         canonicalize_name(name): Package(Version(version) if version else None)
@@ -107,7 +115,11 @@ def read_wheels(directory: Path) -> dict[str, Package]:
     packages: dict[str, Package] = {}
     for path in sorted(directory.glob("*.whl")):
         with zipfile.ZipFile(path) as wheel:
-            member = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+            member = next(
+                name
+                for name in wheel.namelist()
+                if name.endswith(".dist-info/METADATA")
+            )
             headers = HeaderParser().parsestr(wheel.read(member).decode())
         name = canonicalize_name(headers["Name"])
         if name in packages:
@@ -123,7 +135,8 @@ def read_installed() -> dict[str, Package]:
     for distribution in metadata.distributions():
         requires = tuple(map(Requirement, distribution.requires or ()))
         name = canonicalize_name(distribution.metadata["Name"])
-        packages.setdefault(name, Package(Version(distribution.version), requires))  # the first on sys.path is used
+        # the first on sys.path is used
+        packages.setdefault(name, Package(Version(distribution.version), requires))
     return packages
 
 
@@ -139,20 +152,42 @@ def collect(directory: Path) -> None:
     needed = list(map(Requirement, _NEEDED))
     while True:
         open_ones = problems(needed, present | read_wheels(directory))
-        missing = sorted(name for name in open_ones if name not in read_wheels(directory))
+        missing = sorted(
+            name for name in open_ones if name not in read_wheels(directory)
+        )
         if not missing:
             break
-        platforms = [option for platform in _PLATFORMS for option in ("--platform", platform)]
-        target = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:", *platforms]
+        platforms = [
+            option for platform in _PLATFORMS for option in ("--platform", platform)
+        ]
+        target = [
+            "--python-version",
+            "3.12",
+            "--implementation",
+            "cp",
+            "--only-binary=:all:",
+            *platforms,
+        ]
         constraints = ["--constraint", str(_ROOT / "constraints-dev.txt")]
-        _pip("download", "--no-deps", *target, *constraints, "--dest", str(directory), *missing)
+        _pip(
+            "download",
+            "--no-deps",
+            *target,
+            *constraints,
+            "--dest",
+            str(directory),
+            *missing,
+        )
     if open_ones:
         raise SystemExit("\n".join(open_ones.values()))
     size = check_size(directory)
     wheels = read_wheels(directory)
     for name, package in sorted(wheels.items()):
         print(f"{name} {package.version}")
-    print(f"{len(wheels)} wheels, {size / 2**20:.1f} of at most {MAX_BYTES / 2**20:.0f} MiB, in {directory}")
+    print(
+        f"{len(wheels)} wheels, {size / 2**20:.1f} of at most {MAX_BYTES / 2**20:.0f} MiB, in "
+        f"{directory}"
+    )
 
 
 def check_size(directory: Path) -> int:
@@ -162,24 +197,41 @@ def check_size(directory: Path) -> int:
     """
     size = sum(path.stat().st_size for path in directory.iterdir())
     if size > MAX_BYTES:
-        raise SystemExit(f"{directory} has {size / 2**20:.1f} MiB; the limit is {MAX_BYTES / 2**20:.0f} MiB")
+        raise SystemExit(
+            f"{directory} has {size / 2**20:.1f} MiB; the limit is {MAX_BYTES / 2**20:.0f} MiB"
+        )
     return size
 
 
 def _applies(requirement: Requirement, extras: frozenset[str]) -> bool:
     if requirement.marker is None:
         return True
-    return any(requirement.marker.evaluate({**_ENVIRONMENT, "extra": extra}) for extra in (extras or {""}))
+    return any(
+        requirement.marker.evaluate({**_ENVIRONMENT, "extra": extra})
+        for extra in (extras or {""})
+    )
 
 
 def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--quiet",
+            "--disable-pip-version-check",
+            *arguments,
+        ],
+        check=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, nargs="?")
-    parser.add_argument("--check", action="store_true", help="check the packages of this interpreter")
+    parser.add_argument(
+        "--check", action="store_true", help="check the packages of this interpreter"
+    )
     arguments = parser.parse_args()
     if not arguments.check:
         if arguments.directory is None:

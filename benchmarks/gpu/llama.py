@@ -14,11 +14,13 @@ from persistkv.integrations.transformers import engine as engine_module
 from persistkv.integrations.transformers.model import model_identity
 
 VOCABULARY = 128_256
-KV_TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # keys and values, layers, KV heads, head size, bf16
+# keys and values, layers, KV heads, head size, bf16
+KV_TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
 
 
 def make_llama(device: torch.device, smoke: bool) -> Any:
-    """Return a model with the shape of Llama 3 8B in bf16, created on the device; a tiny one for smoke tests."""
+    """Return a model with the shape of Llama 3 8B in bf16, created on the device; a tiny one for
+    smoke tests."""
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": 4096,
@@ -39,14 +41,18 @@ def make_llama(device: torch.device, smoke: bool) -> Any:
         eos_token_id=None,
         pad_token_id=None,
     )
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.device(device),
+    ):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 @contextmanager
 def weights_hashed_once() -> Iterator[None]:
-    """Share the identity of a model among all engines on it: hashing 16 GB of weights takes many seconds."""
+    """Share the identity of a model among all engines on it: hashing 16 GB of weights takes many
+    seconds."""
     known: dict[int, Mapping[str, Any]] = {}
 
     def identity(model: Any, *rest: Any) -> Mapping[str, Any]:

@@ -1,10 +1,12 @@
-"""Restores of contexts from LMDB to the device, compared with the throughput of the disk and of the link.
+"""Restores of contexts from LMDB to the device, compared with the throughput of the disk and of the
+link.
 
-The tiers are those of an engine: lookup, promotion from disk into rows of the primary tier, load onto the device, with
-blocks of 2 MiB (16 tokens of a Llama with 8 billion parameters). In alternation with each restore, the same number of
-other bytes is read from the same disk by plain calls past the page cache, and copied to the device from pinned memory.
-The ratio is the throughput of the restore to that of the slower of the two. Each byte is read from the disk only once.
-The bytes of each restored context are compared with the stored ones.
+The tiers are those of an engine: lookup, promotion from disk into rows of the primary tier, load
+onto the device, with blocks of 2 MiB (16 tokens of a Llama with 8 billion parameters). In
+alternation with each restore, the same number of other bytes is read from the same disk by plain
+calls past the page cache, and copied to the device from pinned memory. The ratio is the throughput
+of the restore to that of the slower of the two. Each byte is read from the disk only once. The
+bytes of each restored context are compared with the stored ones.
 """
 
 from __future__ import annotations
@@ -54,9 +56,13 @@ class Restored(NamedTuple):
 class Restorer:
     """Tiers and device pages of an engine without a model. Call ``close`` after use."""
 
-    def __init__(self, device: torch.device, url: str, max_blocks: int, smoke: bool) -> None:
+    def __init__(
+        self, device: torch.device, url: str, max_blocks: int, smoke: bool
+    ) -> None:
         layers, heads = (2, 2) if smoke else (32, 8)
-        geometry = KVGroupGeometry(tuple(range(layers)), heads, 128, None, torch.bfloat16, device)
+        geometry = KVGroupGeometry(
+            tuple(range(layers)), heads, 128, None, torch.bfloat16, device
+        )
         self.cache = PagedKVCache((geometry,), max_blocks, _BLOCK_TOKENS)
         self.block_bytes = self.cache.block_bytes
         rows = max_blocks + 64
@@ -83,7 +89,9 @@ class Restorer:
         self._tiers.begin(req_id, lambda: None)
         scheduler.request_finished(req_id)
         deadline = time.monotonic() + _TIMEOUT_S
-        if not self._tiers.drain(deadline, req_id) or not self._tiers.persistent[0].wait_persisted(req_id, _TIMEOUT_S):
+        if not self._tiers.drain(deadline, req_id) or not self._tiers.persistent[
+            0
+        ].wait_persisted(req_id, _TIMEOUT_S):
             raise RuntimeError(f"{len(keys)} blocks did not become durable")
         self._tiers.step()
         scheduler.manager.reset_cache(weights_changed=False)
@@ -108,7 +116,11 @@ class Restorer:
         scheduler.request_finished(req_id)
         self._tiers.step()
         scheduler.manager.reset_cache(weights_changed=False)
-        if not loaded.success or loaded.num_tokens != num_tokens or num_promoted != num_tokens:
+        if (
+            not loaded.success
+            or loaded.num_tokens != num_tokens
+            or num_promoted != num_tokens
+        ):
             raise RuntimeError(f"restored {loaded} of {num_tokens} tokens")
         restored = self._pages[: len(keys)].clone()
         self._fill(number, len(keys))
@@ -148,7 +160,10 @@ class RawFile:
         self._offset = offsets.stop
 
         def read_share(reader: int, buffer: mmap.mmap) -> int:
-            return sum(os.preadv(self._fd, [buffer], offset) for offset in offsets[reader::_READERS])
+            return sum(
+                os.preadv(self._fd, [buffer], offset)
+                for offset in offsets[reader::_READERS]
+            )
 
         begin = time.perf_counter()
         done = sum(self._pool.map(read_share, range(_READERS), self._buffers))
@@ -168,24 +183,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(
         __doc__.splitlines()[0],
         argv,
-        lambda parser: parser.add_argument("--mib", type=int, nargs="+", default=sizes, help="sizes of contexts"),
+        lambda parser: parser.add_argument(
+            "--mib", type=int, nargs="+", default=sizes, help="sizes of contexts"
+        ),
     )
     results = Results("restore", arguments)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         for mib in [4] if arguments.smoke else arguments.mib:
             try:
-                measure(Path(directory), mib << 20, arguments.device, arguments.smoke, results)
+                measure(
+                    Path(directory),
+                    mib << 20,
+                    arguments.device,
+                    arguments.smoke,
+                    results,
+                )
             except ConfigurationError as error:  # too little shared memory for the rows
                 results.add(f"{mib} MiB", skipped=str(error))
 
 
-def measure(directory: Path, size: int, device: torch.device, smoke: bool, results: Results) -> None:
+def measure(
+    directory: Path, size: int, device: torch.device, smoke: bool, results: Results
+) -> None:
     """Measure contexts of one size, each stored once and restored once."""
     rounds = 1 if smoke else 3 if size <= 512 << 20 else 2
-    tiers = Restorer(device, f"lmdb://{directory}/store?capacity=40GiB", _num_blocks(size, smoke), smoke)
+    tiers = Restorer(
+        device,
+        f"lmdb://{directory}/store?capacity=40GiB",
+        _num_blocks(size, smoke),
+        smoke,
+    )
     try:
         count = size // tiers.block_bytes
-        contexts = [[OffloadKey(key) for key in fresh_keys(count)] for _ in range(rounds)]
+        contexts = [
+            [OffloadKey(key) for key in fresh_keys(count)] for _ in range(rounds)
+        ]
         for number, keys in enumerate(contexts):
             tiers.store(number, keys)
         raw = RawFile(directory / "raw", rounds * size)

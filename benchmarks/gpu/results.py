@@ -23,7 +23,8 @@ FILE_NAME = "results.jsonl"
 
 
 class Results:
-    """Figures of one benchmark: one line of JSON and one line of text each, on disk before the next is measured.
+    """Figures of one benchmark: one line of JSON and one line of text each, on disk before the next
+    is measured.
 
     The first figure describes the machine.
 
@@ -69,7 +70,9 @@ class Results:
             "values": values,
         }
         self._append(FILE_NAME, json.dumps(record))
-        line = f"{self._benchmark}: {figure}: " + ", ".join(part for part in (_ratio(record), _values(values)) if part)
+        line = f"{self._benchmark}: {figure}: " + ", ".join(
+            part for part in (_ratio(record), _values(values)) if part
+        )
         self._append("results.txt", line)
         print(line, flush=True)
 
@@ -83,15 +86,27 @@ class Results:
 
 
 def parse(
-    description: str, argv: Sequence[str] | None, add: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    description: str,
+    argv: Sequence[str] | None,
+    add: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> argparse.Namespace:
     """Parse the options that all GPU benchmarks share, and those that ``add`` adds."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda", type=torch.device)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: runs the code, and the figures mean nothing")
-    parser.add_argument("--out", type=Path, help="directory where results.jsonl and results.txt are appended to")
     parser.add_argument(
-        "--directory", type=Path, help="where stores are made, on the disk to measure; default: temporary"
+        "--smoke",
+        action="store_true",
+        help="tiny sizes: runs the code, and the figures mean nothing",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="directory where results.jsonl and results.txt are appended to",
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="where stores are made, on the disk to measure; default: temporary",
     )
     add(parser)
     arguments = parser.parse_args(argv)
@@ -123,27 +138,38 @@ def machine(device: torch.device) -> dict[str, Any]:
 def show(directory: Path) -> None:
     """Print all figures of a directory, those with targets first."""
     path = directory / FILE_NAME
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    records = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.is_file()
+        else []
+    )
     table = Table(title=f"{len(records)} figures in {path}")
     for column in ("benchmark", "figure", "ratio", "target", "met"):
         table.add_column(column)
     for record in sorted(records, key=lambda record: record["target"] is None):
         met = {None: "", True: "yes", False: "NO"}[record["met"]]
         ratio = "" if record["ratio"] is None else f"{record['ratio']:.3f}"
-        table.add_row(record["benchmark"], record["figure"], ratio, record["target"] or "", met)
+        table.add_row(
+            record["benchmark"], record["figure"], ratio, record["target"] or "", met
+        )
     Console(width=120).print(table)
 
 
 def _ratio(record: dict[str, Any]) -> str:
     if record["ratio"] is None:
         return ""
-    met = {None: "", True: f" ({record['target']}: met)", False: f" ({record['target']}: MISSED)"}[record["met"]]
+    met = {
+        None: "",
+        True: f" ({record['target']}: met)",
+        False: f" ({record['target']}: MISSED)",
+    }[record["met"]]
     return f"ratio {record['ratio']:.3f}{met}"
 
 
 def _values(values: dict[str, Any]) -> str:
     return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in values.items()
     )
 
 

@@ -1,4 +1,5 @@
-"""Worker with rows in a pinned region and KV tensors on the device, and plain pinned copies for comparison."""
+"""Worker with rows in a pinned region and KV tensors on the device, and plain pinned copies for
+comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from persistkv.cpu.layout import KVMemory, cell_bytes, tensor_offsets
 from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 
-_TENSORS = 4  # with several tensors, as with layers, consecutive pages of one tensor are not adjacent in the rows
+# with several tensors, as with layers, consecutive pages of one tensor are not adjacent in the rows
+_TENSORS = 4
 
 
 class Worker:
@@ -37,16 +39,22 @@ class Worker:
     def __init__(self, device: torch.device, page_bytes: int, total_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.num_blocks = max(2, total_bytes // (_TENSORS * page_bytes))
-        tensors = [_random_pages(self.num_blocks, page_bytes, device) for _ in range(_TENSORS)]
+        tensors = [
+            _random_pages(self.num_blocks, page_bytes, device) for _ in range(_TENSORS)
+        ]
         self.caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors],
             [[CanonicalKVCacheRef(index, page_bytes) for index in range(_TENSORS)]],
         )
         cell = cell_bytes(self.caches, 1)
         total = self.num_blocks * row_stride_bytes(1, cell)
-        self._region = SharedOffloadRegion(f"bench-{uuid.uuid4().hex}", total, self.num_blocks, 0, 1, cell)
+        self._region = SharedOffloadRegion(
+            f"bench-{uuid.uuid4().hex}", total, self.num_blocks, 0, 1, cell
+        )
         try:
-            self._handlers = CpuGpuOffloadingHandlers(self.caches, 1, self.num_blocks, self._region)
+            self._handlers = CpuGpuOffloadingHandlers(
+                self.caches, 1, self.num_blocks, self._region
+            )
         except BaseException:
             self._region.cleanup()
             raise
@@ -61,11 +69,24 @@ class Worker:
 
     def use(self, copier: PageCopier) -> None:
         """Submit all further copies through this copier, on the same rows."""
-        rows = torch.frombuffer(self._region.create_kv_memoryview(), dtype=torch.int8).view(self.num_blocks, -1)
-        views = tuple(rows[:, offset : offset + self.page_bytes] for offset in tensor_offsets(self.caches, 1))
+        rows = torch.frombuffer(
+            self._region.create_kv_memoryview(), dtype=torch.int8
+        ).view(self.num_blocks, -1)
+        views = tuple(
+            rows[:, offset : offset + self.page_bytes]
+            for offset in tensor_offsets(self.caches, 1)
+        )
         pages = tuple(canonical.tensor for canonical in self.caches.tensors)
-        memory = KVMemory(pages, views, 1, self._region.rows_per_registration, self.caches.group_data_refs)
-        self.store, self.load = (CUDACopyEngine(memory, direction, copier) for direction in Direction)
+        memory = KVMemory(
+            pages,
+            views,
+            1,
+            self._region.rows_per_registration,
+            self.caches.group_data_refs,
+        )
+        self.store, self.load = (
+            CUDACopyEngine(memory, direction, copier) for direction in Direction
+        )
 
     def close(self) -> None:
         """Wait for copies and free the rows."""
@@ -110,8 +131,12 @@ class PinnedCopies:
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         on_gpu = device.type == "cuda"
         self._device = device
-        self._on_device = [torch.ones(num_bytes, dtype=torch.int8, device=device) for _ in range(2)]
-        self._on_host = [torch.ones(num_bytes, dtype=torch.int8, pin_memory=on_gpu) for _ in range(2)]
+        self._on_device = [
+            torch.ones(num_bytes, dtype=torch.int8, device=device) for _ in range(2)
+        ]
+        self._on_host = [
+            torch.ones(num_bytes, dtype=torch.int8, pin_memory=on_gpu) for _ in range(2)
+        ]
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
 
     def store(self) -> None:
@@ -143,8 +168,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def medians_of_interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each step. The steps alternate; the first round is not counted."""
+def medians_of_interleaved(
+    steps: dict[str, Callable[[], None]], rounds: int
+) -> dict[str, float]:
+    """Return the median seconds of each step. The steps alternate; the first round is not
+    counted."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
@@ -155,5 +183,9 @@ def medians_of_interleaved(steps: dict[str, Callable[[], None]], rounds: int) ->
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def _random_pages(num_blocks: int, page_bytes: int, device: torch.device) -> torch.Tensor:
-    return torch.randint(-128, 128, (num_blocks, page_bytes), dtype=torch.int8, device=device)
+def _random_pages(
+    num_blocks: int, page_bytes: int, device: torch.device
+) -> torch.Tensor:
+    return torch.randint(
+        -128, 128, (num_blocks, page_bytes), dtype=torch.int8, device=device
+    )

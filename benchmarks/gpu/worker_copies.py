@@ -1,8 +1,9 @@
 """Throughput of the worker's stores and loads, as ratios to one large copy of pinned memory.
 
-Pages of 16 KiB to 2 MiB in four KV tensors, with GPU blocks and rows in order, blocks shuffled, or both shuffled; each
-direction alone, and both at the same time. Three page sizes are also measured with each way to submit copies. Times are
-those of the caller, from submission to end; ``device_share`` is the part of them in which the device copied.
+Pages of 16 KiB to 2 MiB in four KV tensors, with GPU blocks and rows in order, blocks shuffled, or
+both shuffled; each direction alone, and both at the same time. Three page sizes are also measured
+with each way to submit copies. Times are those of the caller, from submission to end;
+``device_share`` is the part of them in which the device copied.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.gpu.results import Results, parse
-from benchmarks.gpu.rig import PinnedCopies, Worker, medians_of_interleaved, run_job, start_job, store_spec
+from benchmarks.gpu.rig import (
+    PinnedCopies,
+    Worker,
+    medians_of_interleaved,
+    run_job,
+    start_job,
+    store_spec,
+)
 from persistkv.cpu.devices.cuda import (
     DriverBatchCopier,
     PageCopier,
@@ -34,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     device, smoke = arguments.device, arguments.smoke
     results = Results("worker copies", arguments)
     total, rounds = (1 << 20, 1) if smoke else (512 << 20, 7)
-    pages = [4 << 10, 16 << 10] if smoke else [size << 10 for size in (16, 32, 64, 128, 256, 512, 1024, 2048)]
+    pages = (
+        [4 << 10, 16 << 10]
+        if smoke
+        else [size << 10 for size in (16, 32, 64, 128, 256, 512, 1024, 2048)]
+    )
     for page in pages:
         worker = Worker(device, page, total)
         try:
@@ -45,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if device.type == "cuda" and page >> 10 in (16, 64, 512):
                 for name, copier in copiers().items():
                     worker.use(copier)
-                    measure(worker, pinned, None, "both shuffled", rounds, results, name)
+                    measure(
+                        worker, pinned, None, "both shuffled", rounds, results, name
+                    )
         finally:
             worker.close()
 
@@ -97,11 +111,20 @@ def measure(
     total = count * worker.block_bytes
     for name in ("store", "load", "both") if halves is not None else ("store", "load"):
         moved = 2 * half * worker.block_bytes if name == "both" else total
-        values = {"gb_s": moved / seconds[name] / 1e9, "pinned_gb_s": moved / seconds[f"pinned {name}"] / 1e9}
+        values = {
+            "gb_s": moved / seconds[name] / 1e9,
+            "pinned_gb_s": moved / seconds[f"pinned {name}"] / 1e9,
+        }
         if name in on_device:
-            values["device_share"] = float(np.median(on_device[name][1:])) / seconds[name]
+            values["device_share"] = (
+                float(np.median(on_device[name][1:])) / seconds[name]
+            )
         results.add(
-            ", ".join(filter(None, (name, f"{worker.page_bytes >> 10} KiB pages", order, copier))),
+            ", ".join(
+                filter(
+                    None, (name, f"{worker.page_bytes >> 10} KiB pages", order, copier)
+                )
+            ),
             seconds[f"pinned {name}"] / seconds[name],
             at_least=None if copier else target(worker.page_bytes),
             is_pinned=worker.is_pinned,
@@ -110,7 +133,11 @@ def measure(
 
 
 def _numbers(count: int, seed: int, shuffled: bool) -> list[int]:
-    numbers: list[int] = np.random.default_rng(seed).permutation(count).tolist() if shuffled else list(range(count))
+    numbers: list[int] = (
+        np.random.default_rng(seed).permutation(count).tolist()
+        if shuffled
+        else list(range(count))
+    )
     return numbers
 
 

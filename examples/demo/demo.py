@@ -1,7 +1,7 @@
 """A process answers prompts and is killed; the next process answers with restored KV.
 
-``make demo`` runs it: ``python -m examples.demo.demo --help``. Importing this module imports no torch, so that help can
-be shown without it.
+``make demo`` runs it: ``python -m examples.demo.demo --help``. Importing this module imports no
+torch, so that help can be shown without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from persistkv.errors import ConfigurationError, MissingExtraError, PersistKVError, printable
+from persistkv.errors import (
+    ConfigurationError,
+    MissingExtraError,
+    PersistKVError,
+    printable,
+)
 from persistkv.integrations.transformers.results import RequestStats
 from persistkv.storage import open_backend
 from persistkv.storage.format.codec import parse_codec
@@ -33,12 +38,14 @@ FIRST = (
     "Which exception does textwrap raise for a bad width?",
     "Why does bisect_right differ from bisect_left?",
 )
-"""Questions of the demo that both of its processes answer, and whose contexts the first one stores."""
+"""Questions of the demo that both of its processes answer, and whose contexts the first one
+stores."""
 FURTHER = (
     "Show how wrap() treats words longer than the line.",
     "What does merge() cost for k inputs of n items?",
 )
-"""Questions that the first process answers without storing their contexts; the second process answers them, too."""
+"""Questions that the first process answers without storing their contexts; the second process
+answers them, too."""
 
 _DIRECTORY = Path(".persistkv-demo")
 _PACKAGES = ("torch", "transformers", "safetensors")
@@ -46,7 +53,9 @@ _WORKER = "examples.demo.demo_worker"
 _NOT_IDENTICAL = 1
 _FAILED = 2
 _MIB = 1 << 20
-_MODULES = "textwrap heapq bisect queue shlex fnmatch csv sched string calendar argparse"
+_MODULES = (
+    "textwrap heapq bisect queue shlex fnmatch csv sched string calendar argparse"
+)
 _MIN_TOKENS = 256
 _QUESTION_TOKENS = 64
 
@@ -54,20 +63,34 @@ _QUESTION_TOKENS = 64
 def demo(
     store: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Store for the KV cache; by default a new one under .persistkv-demo."),
+        typer.Option(
+            metavar="URL",
+            help="Store for the KV cache; by default a new one under .persistkv-demo.",
+        ),
     ] = None,
     model: Annotated[
-        Path, typer.Option(metavar="DIR", help="Checkpoint with byte-level tokens; created if absent.")
+        Path,
+        typer.Option(
+            metavar="DIR", help="Checkpoint with byte-level tokens; created if absent."
+        ),
     ] = _DIRECTORY / "model",
-    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that all prompts share.")] = 4000,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens that all prompts share.")
+    ] = 4000,
     codec: Annotated[
-        str, typer.Option(help="raw, zstd or planes; with a parameter: zstd:LEVEL, planes:WIDTH.")
+        str,
+        typer.Option(
+            help="raw, zstd or planes; with a parameter: zstd:LEVEL, planes:WIDTH."
+        ),
     ] = "raw",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
     """Answer prompts in one process, kill it, and answer them in a new process with restored KV.
 
-    Exit code 1: restored pages, tokens or logits are not bit-identical; 2: an option is invalid, or a process failed.
+    Exit code 1: restored pages, tokens or logits are not bit-identical; 2: an option is invalid, or
+    a process failed.
     """
     for package in _PACKAGES:
         if find_spec(package) is None:
@@ -82,10 +105,14 @@ def demo(
         pass
     report = _run(store, model, tokens, codec)
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        sys.stdout.write(
+            msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+        )
     else:
         _print(report)
-    if not (report.tokens_identical and report.logits_identical and report.pages_identical):
+    if not (
+        report.tokens_identical and report.logits_identical and report.pages_identical
+    ):
         raise typer.Exit(_NOT_IDENTICAL)
 
 
@@ -100,7 +127,15 @@ def _run(url: str, model: Path, tokens: int, codec: str) -> DemoReport:
     _log("the first process was killed (SIGKILL); new process:")
     warm = _run_process(Task(False, url, str(model), tokens, codec, time.monotonic()))
     with closing(open_backend(url, read_only=True)) as backend:
-        return _build_report(cold, warm, backend.stats(), url=url, model=str(model), codec=codec, shared_tokens=tokens)
+        return _build_report(
+            cold,
+            warm,
+            backend.stats(),
+            url=url,
+            model=str(model),
+            codec=codec,
+            shared_tokens=tokens,
+        )
 
 
 def _log(text: str) -> None:
@@ -108,9 +143,11 @@ def _log(text: str) -> None:
 
 
 def _run_process(task: Task) -> Report:
-    """Run a worker process and return its report. Kill it by SIGKILL after the report if ``task.is_cold``.
+    """Run a worker process and return its report. Kill it by SIGKILL after the report if
+    ``task.is_cold``.
 
-    :raises PersistKVError: if the process failed, or was to be killed and was not ended by the signal.
+    :raises PersistKVError: if the process failed, or was to be killed and was not ended by the
+        signal.
     """
     command = [sys.executable, "-m", _WORKER, msgspec.json.encode(task).decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -130,34 +167,52 @@ def _run_process(task: Task) -> Report:
 
 
 def build_prompts(num_tokens: int) -> dict[str, list[int]]:
-    """Return the tokens of each question's prompt: modules of the standard library, then the question.
+    """Return the tokens of each question's prompt: modules of the standard library, then the
+    question.
 
     One byte is one token. All prompts share their first ``num_tokens`` tokens.
 
-    :raises ConfigurationError: if ``num_tokens`` is below 256, or exceeds the length of the modules' text.
+    :raises ConfigurationError: if ``num_tokens`` is below 256, or exceeds the length of the
+        modules' text.
     """
-    specs = [spec for spec in map(find_spec, _MODULES.split()) if spec is not None and spec.origin is not None]
-    text = b"\n".join(f"# {spec.name}.py\n".encode() + Path(str(spec.origin)).read_bytes() for spec in specs)
+    specs = [
+        spec
+        for spec in map(find_spec, _MODULES.split())
+        if spec is not None and spec.origin is not None
+    ]
+    text = b"\n".join(
+        f"# {spec.name}.py\n".encode() + Path(str(spec.origin)).read_bytes()
+        for spec in specs
+    )
     if not _MIN_TOKENS <= num_tokens <= len(text):
         raise ConfigurationError("tokens", num_tokens, f"{_MIN_TOKENS} to {len(text)}")
-    asked = {question: f"\n# {question}\n".encode().ljust(_QUESTION_TOKENS, b"#") for question in FIRST + FURTHER}
-    return {question: list(text[:num_tokens] + tail[:_QUESTION_TOKENS]) for question, tail in asked.items()}
+    asked = {
+        question: f"\n# {question}\n".encode().ljust(_QUESTION_TOKENS, b"#")
+        for question in FIRST + FURTHER
+    }
+    return {
+        question: list(text[:num_tokens] + tail[:_QUESTION_TOKENS])
+        for question, tail in asked.items()
+    }
 
 
 class Task(msgspec.Struct, frozen=True):
     """Task of a worker process, passed as JSON in its only command line argument.
 
-    ``url`` is the store's, ``model`` a checkpoint's directory, ``tokens`` the number of tokens that all prompts share.
+    ``url`` is the store's, ``model`` a checkpoint's directory, ``tokens`` the number of tokens that
+    all prompts share.
     """
 
     is_cold: bool
-    """Whether this is the first process, which computes its answers in full, and is killed after its report."""
+    """Whether this is the first process, which computes its answers in full, and is killed after
+    its report."""
     url: str
     model: str
     tokens: int
     codec: str
     started: float
-    """Start of the worker process: seconds of the monotonic clock, read by the process that starts it."""
+    """Start of the worker process: seconds of the monotonic clock, read by the process that starts
+    it."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -168,7 +223,8 @@ class Answer(msgspec.Struct, frozen=True):
     tokens: list[int]
     """Ids of the generated tokens."""
     logits: list[float]
-    """Logits from which the first generated token was chosen, one for each token of the vocabulary."""
+    """Logits from which the first generated token was chosen, one for each token of the
+    vocabulary."""
     logits_digest: str
     """xxh3-128 checksum of the bytes of ``logits``, hexadecimal."""
     stats: RequestStats
@@ -178,23 +234,27 @@ class Report(msgspec.Struct, frozen=True):
     """Results of a worker process, written as one line of JSON on its standard output."""
 
     answers: list[Answer] = []
-    """First process: answers to the questions ``FIRST``, computed in full. Second process: answers to all questions."""
+    """First process: answers to the questions ``FIRST``, computed in full. Second process: answers
+    to all questions."""
     resident: list[Answer] = []
-    """First process: answers to all questions, with the KV that computing ``answers`` left on the device."""
+    """First process: answers to all questions, with the KV that computing ``answers`` left on the
+    device."""
     pages: dict[str, str] = {}
-    """Digests of device pages by block hash, both hexadecimal. First process: all published pages. Second process: the
-    restored pages only."""
+    """Digests of device pages by block hash, both hexadecimal. First process: all published pages.
+    Second process: the restored pages only."""
     start_to_first_token_s: float = 0.0
     """Seconds from the start of the process to the first token of its first answer."""
     notices: list[str] = []
-    """Second process: ``Engine.notices``, messages of its store for the user. First process: empty."""
+    """Second process: ``Engine.notices``, messages of its store for the user. First process:
+    empty."""
     error: str = ""
     """Why the process failed; empty if it did not."""
 
 
 class RequestReport(msgspec.Struct, frozen=True):
-    """One prompt with up to three answers: ``cold``, computed in full (None for some prompts); ``resident``, by the
-    same process with the KV that its first run left on the device; ``warm``, with KV from the store in a new process.
+    """One prompt with up to three answers: ``cold``, computed in full (None for some prompts);
+    ``resident``, by the same process with the KV that its first run left on the device; ``warm``,
+    with KV from the store in a new process.
     """
 
     question: str
@@ -202,23 +262,25 @@ class RequestReport(msgspec.Struct, frozen=True):
     resident: RequestStats
     warm: RequestStats
     same_split: bool
-    """Whether resident and warm run restored equally many tokens: only then can they be compared bit by bit."""
+    """Whether resident and warm run restored equally many tokens: only then can they be compared
+    bit by bit."""
     tokens_identical: bool
     """Whether the warm run's tokens equal those of the resident run."""
     logits_identical: bool
     """Whether the warm run's logits of the first token equal those of the resident run."""
     agrees_with_cold: bool | None
-    """Whether the warm run's tokens equal those of the cold run; None without a cold run. They may differ, because the
-    cold run computed the prompt at once and so rounded differently."""
+    """Whether the warm run's tokens equal those of the cold run; None without a cold run. They may
+    differ, because the cold run computed the prompt at once and so rounded differently."""
     max_logit_difference: float | None
-    """Largest absolute difference between the cold and the warm run's logits; None without a cold run."""
+    """Largest absolute difference between the cold and the warm run's logits; None without a cold
+    run."""
 
 
 class DemoReport(msgspec.Struct, frozen=True):
     """All results of the demo: times in seconds, sizes of the store's content in bytes.
 
-    ``tokens_identical`` and ``logits_identical`` are True if they are, like ``same_split``, True for each of
-    ``requests``; ``agrees_with_cold`` is True if it is False for none of them.
+    ``tokens_identical`` and ``logits_identical`` are True if they are, like ``same_split``, True
+    for each of ``requests``; ``agrees_with_cold`` is True if it is False for none of them.
     """
 
     url: str
@@ -228,9 +290,11 @@ class DemoReport(msgspec.Struct, frozen=True):
     """Number of tokens of each prompt: the shared tokens and the question."""
     shared_tokens: int
     restored_tokens: int
-    """Tokens restored for the new process's first prompt: device and primary tier are empty at that time."""
+    """Tokens restored for the new process's first prompt: device and primary tier are empty at that
+    time."""
     restored_shared_share: float
-    """Share of ``shared_tokens`` that was restored for the first prompt of the new process, 0 to 1."""
+    """Share of ``shared_tokens`` that was restored for the first prompt of the new process, 0 to
+    1."""
     cold_ttft_s: float
     """Time to first token of the cold runs: median over their prompts."""
     warm_ttft_s: float
@@ -238,20 +302,22 @@ class DemoReport(msgspec.Struct, frozen=True):
     speed_up: float
     """``cold_ttft_s`` divided by ``warm_ttft_s``."""
     cold_start_to_first_token_s: float
-    """Time from the start of the first process to its first token, including imports and warm-up."""
+    """Time from the start of the first process to its first token, including imports and
+    warm-up."""
     warm_start_to_first_token_s: float
     tokens_identical: bool
     logits_identical: bool
     agrees_with_cold: bool
     max_logit_difference: float
     pages_identical: bool
-    """Whether all restored device pages (KV of one GPU block each) equal those of the first process. False if no page
-    was restored."""
+    """Whether all restored device pages (KV of one GPU block each) equal those of the first
+    process. False if no page was restored."""
     pages_compared: int
     raw_bytes: int
     stored_bytes: int
     codec_ratio: float
-    """``raw_bytes`` (KV before the codec) divided by ``stored_bytes`` (encoded); 1 if nothing is stored."""
+    """``raw_bytes`` (KV before the codec) divided by ``stored_bytes`` (encoded); 1 if nothing is
+    stored."""
     disk_bytes: int
     requests: list[RequestReport]
     notices: list[str]
@@ -259,9 +325,17 @@ class DemoReport(msgspec.Struct, frozen=True):
 
 
 def _build_report(
-    cold: Report, warm: Report, stats: BackendStats, *, url: str, model: str, codec: str, shared_tokens: int
+    cold: Report,
+    warm: Report,
+    stats: BackendStats,
+    *,
+    url: str,
+    model: str,
+    codec: str,
+    shared_tokens: int,
 ) -> DemoReport:
-    """Compare the reports of the first (``cold``) and the new process (``warm``); add the totals of the store."""
+    """Compare the reports of the first (``cold``) and the new process (``warm``); add the totals of
+    the store."""
     computed = {answer.question: answer for answer in cold.answers}
     requests = [
         _compare(computed.get(answer.question), resident, answer)
@@ -282,10 +356,18 @@ def _build_report(
         speed_up=cold_ttft / first.ttft_s,
         cold_start_to_first_token_s=cold.start_to_first_token_s,
         warm_start_to_first_token_s=warm.start_to_first_token_s,
-        tokens_identical=all(request.same_split and request.tokens_identical for request in requests),
-        logits_identical=all(request.same_split and request.logits_identical for request in requests),
-        agrees_with_cold=all(request.agrees_with_cold is not False for request in requests),
-        max_logit_difference=max(request.max_logit_difference or 0.0 for request in requests),
+        tokens_identical=all(
+            request.same_split and request.tokens_identical for request in requests
+        ),
+        logits_identical=all(
+            request.same_split and request.logits_identical for request in requests
+        ),
+        agrees_with_cold=all(
+            request.agrees_with_cold is not False for request in requests
+        ),
+        max_logit_difference=max(
+            request.max_logit_difference or 0.0 for request in requests
+        ),
         pages_identical=bool(warm.pages) and warm.pages.items() <= cold.pages.items(),
         pages_compared=len(warm.pages),
         raw_bytes=stats.raw_bytes,
@@ -298,7 +380,11 @@ def _build_report(
 
 
 def _compare(cold: Answer | None, resident: Answer, warm: Answer) -> RequestReport:
-    distances = [abs(a - b) for a, b in zip(cold.logits, warm.logits, strict=True)] if cold else None
+    distances = (
+        [abs(a - b) for a, b in zip(cold.logits, warm.logits, strict=True)]
+        if cold
+        else None
+    )
     return RequestReport(
         question=warm.question,
         cold=cold.stats if cold else None,
@@ -315,40 +401,76 @@ def _compare(cold: Answer | None, resident: Answer, warm: Answer) -> RequestRepo
 def _print(report: DemoReport) -> None:
     """Print the requests, the totals, the notices, and what ``persistkv ls`` shows."""
     console = Console()
-    table = Table(title="time to the first token of each request, in seconds", title_justify="left")
+    table = Table(
+        title="time to the first token of each request, in seconds",
+        title_justify="left",
+    )
     table.add_column("question")
     for header in ("prompt", "restored", "computed", "cold", "warm", "identical"):
         table.add_column(header, justify="right", no_wrap=True)
     for request in report.requests:
         table.add_row(
-            Text(request.question, no_wrap=True, overflow="ellipsis"),  # truncated if the terminal is narrow
+            # truncated if the terminal is narrow
+            Text(request.question, no_wrap=True, overflow="ellipsis"),
             f"{request.warm.prompt_tokens:,}",
             f"{request.warm.restored_tokens:,}",
             f"{request.warm.computed_tokens:,}",
             f"{request.cold.ttft_s:.3f}" if request.cold else "-",
             f"{request.warm.ttft_s:.3f}",
-            _yes(request.same_split and request.tokens_identical and request.logits_identical),
+            _yes(
+                request.same_split
+                and request.tokens_identical
+                and request.logits_identical
+            ),
         )
     console.print(table)
-    cold_s, warm_s = report.cold_start_to_first_token_s, report.warm_start_to_first_token_s
-    agreement = f"{_yes(report.agrees_with_cold)} (logits differ by at most {report.max_logit_difference:.1g})"
+    cold_s, warm_s = (
+        report.cold_start_to_first_token_s,
+        report.warm_start_to_first_token_s,
+    )
+    agreement = (
+        f"{_yes(report.agrees_with_cold)} (logits differ by at most "
+        f"{report.max_logit_difference:.1g})"
+    )
     table = Table("", "cold", "warm", title="totals", title_justify="left")
     for row in (
-        ("time to first token", f"{report.cold_ttft_s:.3f} s", f"{report.warm_ttft_s:.3f} s"),
+        (
+            "time to first token",
+            f"{report.cold_ttft_s:.3f} s",
+            f"{report.warm_ttft_s:.3f} s",
+        ),
         ("process start to first token", f"{cold_s:.2f} s", f"{warm_s:.2f} s"),
         ("cold / warm TTFT", "", f"{report.speed_up:.1f}"),
-        ("shared tokens restored", "", f"{report.restored_shared_share:.1%} of {report.shared_tokens:,}"),
-        ("logits and tokens identical to resident KV", "", _yes(report.logits_identical and report.tokens_identical)),
+        (
+            "shared tokens restored",
+            "",
+            f"{report.restored_shared_share:.1%} of {report.shared_tokens:,}",
+        ),
+        (
+            "logits and tokens identical to resident KV",
+            "",
+            _yes(report.logits_identical and report.tokens_identical),
+        ),
         ("tokens equal to the cold run", "", agreement),
-        ("restored pages bit-identical", "", f"{_yes(report.pages_identical)} ({report.pages_compared:,} pages)"),
+        (
+            "restored pages bit-identical",
+            "",
+            f"{_yes(report.pages_identical)} ({report.pages_compared:,} pages)",
+        ),
         ("KV bytes", "", f"{report.raw_bytes / _MIB:.1f} MiB"),
-        (f"stored ({report.codec})", "", f"{report.stored_bytes / _MIB:.1f} MiB, ratio {report.codec_ratio:.2f}"),
+        (
+            f"stored ({report.codec})",
+            "",
+            f"{report.stored_bytes / _MIB:.1f} MiB, ratio {report.codec_ratio:.2f}",
+        ),
     ):
         table.add_row(*row)
     console.print(table)
     for line in (*map(printable, report.notices), f"$ persistkv ls '{report.url}'"):
         console.print(line, markup=False, highlight=False)
-    subprocess.run([sys.executable, "-m", "persistkv_tools", "ls", report.url], check=False)
+    subprocess.run(
+        [sys.executable, "-m", "persistkv_tools", "ls", report.url], check=False
+    )
 
 
 def _yes(value: bool) -> str:
@@ -357,7 +479,10 @@ def _yes(value: bool) -> str:
 
 def main() -> None:
     """Run the demo with the options of the command line."""
-    app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+    app = typer.Typer(
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     app.command()(demo)
     try:
         app(prog_name="demo")

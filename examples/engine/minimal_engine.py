@@ -1,6 +1,7 @@
 """A minimal engine with persistent KV: the calls of an engine, step by step.
 
-Its "model" writes the number of each token and its position into the KV of that token, so every block can be checked.
+Its "model" writes the number of each token and its position into the KV of that token, so every
+block can be checked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, OffloadKey, make_offload_key
+from persistkv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    OffloadKey,
+    make_offload_key,
+)
 from persistkv.connector.common import KVCacheGroupSpec, LoadProgress
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
 from persistkv.connector.worker import OffloadingConnectorWorker
@@ -29,7 +36,8 @@ class MinimalEngine:
     """Answers one request at a time. Raises the errors of persistkv for invalid options."""
 
     def __init__(self, url: str) -> None:
-        self.kv = torch.zeros(DEVICE_BLOCKS, BLOCK_BYTES, dtype=torch.int8)  # the device's blocks
+        # the device's blocks
+        self.kv = torch.zeros(DEVICE_BLOCKS, BLOCK_BYTES, dtype=torch.int8)
         tensor = CanonicalKVCacheTensor(self.kv, BLOCK_BYTES)
         caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, BLOCK_BYTES)]])
         self.spec = TieringOffloadingSpec(
@@ -39,18 +47,24 @@ class MinimalEngine:
                 "secondary_tiers": [{"type": "persistent", "url": url}],
             },
             geometry=WorkerGeometry(
-                instance_id=f"minimal-{time.time_ns()}", gpu_block_size=BLOCK_TOKENS, gpu_block_bytes=BLOCK_BYTES
+                instance_id=f"minimal-{time.time_ns()}",
+                gpu_block_size=BLOCK_TOKENS,
+                gpu_block_bytes=BLOCK_BYTES,
             ),
-            identity={"model": "position-writer", "block_tokens": BLOCK_TOKENS},  # everything the bytes depend on
+            # everything the bytes depend on
+            identity={"model": "position-writer", "block_tokens": BLOCK_TOKENS},
         )
         manager = self.spec.get_manager()  # starts the host process
-        self.scheduler = OffloadingConnectorScheduler(manager, [KVCacheGroupSpec(BLOCK_TOKENS)])
+        self.scheduler = OffloadingConnectorScheduler(
+            manager, [KVCacheGroupSpec(BLOCK_TOKENS)]
+        )
         self.worker = OffloadingConnectorWorker(self.spec.get_handlers(caches))
         self.durable: set[OffloadKey] = set()  # blocks that another engine would find
 
     def answer(self, req_id: str, tokens: Sequence[int]) -> int:
         """Fill the KV of a prompt; return the number of tokens that were loaded from the tiers."""
-        blocks = list(range(-(-len(tokens) // BLOCK_TOKENS)))  # a real engine allocates free ones
+        # a real engine allocates free ones
+        blocks = list(range(-(-len(tokens) // BLOCK_TOKENS)))
         self.scheduler.on_new_request(req_id, labels={"engine": "minimal"})
         self.scheduler.update_keys(req_id, 0, block_keys(tokens), len(tokens))
         loaded = self.load(req_id, blocks)
@@ -58,7 +72,8 @@ class MinimalEngine:
             self.token_kv(blocks, position)[:] = tokens[position] * 1000 + position
         self.scheduler.update_computed_tokens(req_id, len(tokens), [blocks])
         self.scheduler.request_finished(req_id)
-        while req_id not in self.step()[1]:  # the device blocks are in use until the request is released
+        # the device blocks are in use until the request is released
+        while req_id not in self.step()[1]:
             time.sleep(0.001)
         return loaded
 
@@ -68,9 +83,11 @@ class MinimalEngine:
         return self.kv[blocks[block]].view(torch.int32).view(BLOCK_TOKENS, -1)[offset]
 
     def load(self, req_id: str, blocks: list[int]) -> int:
-        """Load the longest prefix that the tiers hold. A failed load costs time only: its tokens are computed."""
+        """Load the longest prefix that the tiers hold. A failed load costs time only: its tokens
+        are computed."""
         deadline = time.monotonic() + 5.0
-        while (matched := self.scheduler.get_num_new_matched_tokens(req_id, 0)) is None:  # being promoted
+        # being promoted
+        while (matched := self.scheduler.get_num_new_matched_tokens(req_id, 0)) is None:
             if time.monotonic() > deadline:
                 self.scheduler.give_up_waiting(req_id)
             self.step()
@@ -84,16 +101,22 @@ class MinimalEngine:
         return loads[req_id].num_tokens if loads[req_id].success else 0
 
     def step(self) -> tuple[dict[str, LoadProgress], list[str]]:
-        """Start planned transfers, process results, end the step; return ended loads and released requests."""
+        """Start planned transfers, process results, end the step; return ended loads and released
+        requests."""
         self.worker.start(self.scheduler.build_connector_meta())
         output = self.scheduler.update_connector_output(self.worker.get_finished())
         for event in self.scheduler.take_events():  # exactly once in each step
             if event.medium != "CPU":
-                (self.durable.difference_update if event.removed else self.durable.update)(event.keys)
+                (
+                    self.durable.difference_update
+                    if event.removed
+                    else self.durable.update
+                )(event.keys)
         return output.loads, output.released
 
     def close(self) -> None:
-        """Release the worker before the rows that it copies to. Accepted blocks are committed by the host process."""
+        """Release the worker before the rows that it copies to. Accepted blocks are committed by
+        the host process."""
         self.worker.shutdown()
         self.scheduler.shutdown()
 
@@ -102,7 +125,9 @@ def block_keys(tokens: Sequence[int]) -> list[OffloadKey]:
     """Return a chain of hashes: the key of a block stands for all tokens up to its end."""
     keys, chain = [], b""
     for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
-        chain = hashlib.sha256(chain + repr(tokens[end - BLOCK_TOKENS : end]).encode()).digest()
+        chain = hashlib.sha256(
+            chain + repr(tokens[end - BLOCK_TOKENS : end]).encode()
+        ).digest()
         keys.append(make_offload_key(chain, 0))
     return keys
 

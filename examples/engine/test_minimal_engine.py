@@ -20,12 +20,16 @@ def url(tmp_path: Path) -> str:
 
 def test_answer_new_process_restores_full_blocks_with_stored_bytes(url: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("minimal_engine.py")), url], capture_output=True
+        [sys.executable, str(Path(__file__).with_name("minimal_engine.py")), url],
+        capture_output=True,
     )
     assert done.stdout.split()[0] == b"0"
     engine = MinimalEngine(url)
     try:
-        assert engine.answer("second", PROMPT) == len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert (
+            engine.answer("second", PROMPT)
+            == len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+        )
         blocks = range(-(-len(PROMPT) // BLOCK_TOKENS))
         for position, token in enumerate(PROMPT):
             kv = engine.token_kv(blocks, position)
@@ -51,13 +55,20 @@ def test_answer_other_prompt_restores_common_prefix_only(url: str) -> None:
     engine = MinimalEngine(url)
     try:
         engine.answer("first", PROMPT)
-        assert engine.answer("second", [*PROMPT[:100], *range(1000, 1200)]) == 100 // BLOCK_TOKENS * BLOCK_TOKENS
+        assert (
+            engine.answer("second", [*PROMPT[:100], *range(1000, 1200)])
+            == 100 // BLOCK_TOKENS * BLOCK_TOKENS
+        )
     finally:
         engine.close()
 
 
 def test_main_unknown_scheme_lists_valid_schemes() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("minimal_engine.py")), "tape:///dev/st0"]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("minimal_engine.py")),
+        "tape:///dev/st0",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "'tape' is not valid; expected one of" in done.stderr

@@ -27,7 +27,9 @@ _TRANSIENT = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PROTOCOL
 class SqliteBlobs(Blobs):
     """Blobs in the file ``path``; ``wait_s``: seconds to wait for another writer."""
 
-    def __init__(self, path: Path, *, read_only: bool = False, wait_s: float = 30.0) -> None:
+    def __init__(
+        self, path: Path, *, read_only: bool = False, wait_s: float = 30.0
+    ) -> None:
         self._uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
         self._wait_s = wait_s
         self._closed = False
@@ -36,13 +38,19 @@ class SqliteBlobs(Blobs):
         medium.check_name(name)
         data = b"".join(pieces)
         with self._transaction("BEGIN IMMEDIATE") as db:
-            db.execute("REPLACE INTO persistkv VALUES (?, ?, ?)", [name, time.time(), data])
+            db.execute(
+                "REPLACE INTO persistkv VALUES (?, ?, ?)", [name, time.time(), data]
+            )
         return time.time()
 
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
         medium.check_name(name)
         with self._transaction() as db:
-            row = db.execute("SELECT rowid FROM persistkv WHERE name = ?", [name]).fetchone()
+            row = db.execute(
+                "SELECT rowid FROM persistkv WHERE name = ?", [name]
+            ).fetchone()
             if row is None:
                 raise medium.BlobMissingError(f"{self._uri}: {name} does not exist")
             with db.blobopen("persistkv", "data", row[0], readonly=True) as blob:
@@ -59,11 +67,14 @@ class SqliteBlobs(Blobs):
         for name in names:
             medium.check_name(name)
         with self._transaction("BEGIN IMMEDIATE") as db:
-            db.executemany("DELETE FROM persistkv WHERE name = ?", [[name] for name in names])
+            db.executemany(
+                "DELETE FROM persistkv WHERE name = ?", [[name] for name in names]
+            )
 
     def list(self, prefix: str, after: str = "") -> Iterator[medium.BlobInfo]:
         medium.check_prefix(prefix)
-        end = prefix[:-1] + "0" if prefix else "~"  # ASCII: 0 follows /, and ~ follows all names
+        # ASCII: 0 follows /, and ~ follows all names
+        end = prefix[:-1] + "0" if prefix else "~"
         with self._transaction() as db:
             rows = db.execute(_LIST, [max(prefix, after), end]).fetchall()
         return map(medium.BlobInfo._make, rows)
@@ -76,10 +87,15 @@ class SqliteBlobs(Blobs):
         if self._closed:
             raise StoreError(f"{self._uri} is closed")
         try:
-            db = sqlite3.connect(self._uri, self._wait_s, isolation_level=None, uri=True)
+            db = sqlite3.connect(
+                self._uri, self._wait_s, isolation_level=None, uri=True
+            )
             with closing(db):  # after an error, this rolls back
-                with suppress(sqlite3.OperationalError):  # another connection sets the mode
-                    db.executescript("PRAGMA synchronous = EXTRA; PRAGMA journal_mode = WAL")
+                # another connection sets the mode
+                with suppress(sqlite3.OperationalError):
+                    db.executescript(
+                        "PRAGMA synchronous = EXTRA; PRAGMA journal_mode = WAL"
+                    )
                 db.execute(begin)
                 db.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE}")
                 yield db
@@ -94,7 +110,11 @@ class SqliteBackend(SharedBackend):
     """Shared store in a SQLite file, such as ``sqlite:///var/cache/kv.db``."""
 
     @classmethod
-    def open_blobs(cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool) -> Blobs:
+    def open_blobs(
+        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+    ) -> Blobs:
         if options:
-            raise ConfigurationError("sqlite options", " ".join(options), "those of shared stores")
+            raise ConfigurationError(
+                "sqlite options", " ".join(options), "those of shared stores"
+            )
         return SqliteBlobs(Path(url.location), read_only=read_only)

@@ -19,7 +19,12 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError
-from persistkv.storage.blobs import BlobMissingError, Blobs, RefusedError, UnavailableError
+from persistkv.storage.blobs import (
+    BlobMissingError,
+    Blobs,
+    RefusedError,
+    UnavailableError,
+)
 from persistkv.testing import BlobsConformance
 from persistkv.testing.conformance.blobs import RawBlobs
 from persistkv_sqlite import SqliteBackend, SqliteBlobs
@@ -52,7 +57,9 @@ class RawSqlite(RawBlobs):
 @pytest.fixture
 def path() -> Iterator[Path]:
     """A file in memory: hundreds of synced commits to a disk would take long."""
-    with tempfile.TemporaryDirectory(prefix="persistkv-sqlite-", dir="/dev/shm") as name:
+    with tempfile.TemporaryDirectory(
+        prefix="persistkv-sqlite-", dir="/dev/shm"
+    ) as name:
         yield Path(name, "kv.db")
 
 
@@ -92,8 +99,13 @@ def test_read_replaced_blob_gives_the_old_one_to_its_end(blobs: SqliteBlobs) -> 
         read(blobs, "a")
 
 
-def test_put_while_another_process_writes_waits_and_fails_as_unavailable(path: Path) -> None:
-    with closing(SqliteBlobs(path, wait_s=0.2)) as blobs, closing(sqlite3.connect(path)) as other:
+def test_put_while_another_process_writes_waits_and_fails_as_unavailable(
+    path: Path,
+) -> None:
+    with (
+        closing(SqliteBlobs(path, wait_s=0.2)) as blobs,
+        closing(sqlite3.connect(path)) as other,
+    ):
         blobs.put("a", [b"old"])
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(UnavailableError, match="database is locked"):
@@ -123,7 +135,9 @@ def test_put_to_full_file_is_refused_and_leaves_old_blob(
     assert read(blobs, "a") == b"old"
 
 
-def test_read_only_handle_reads_and_refuses_writes(blobs: SqliteBlobs, path: Path) -> None:
+def test_read_only_handle_reads_and_refuses_writes(
+    blobs: SqliteBlobs, path: Path
+) -> None:
     blobs.put("a", [b"data"])
     with closing(SqliteBlobs(path, read_only=True)) as reader:
         assert read(reader, "a") == b"data"
@@ -135,9 +149,13 @@ def test_read_only_handle_reads_and_refuses_writes(blobs: SqliteBlobs, path: Pat
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_missing_directory_is_refused_and_not_created(path: Path, read_only: bool) -> None:
+def test_missing_directory_is_refused_and_not_created(
+    path: Path, read_only: bool
+) -> None:
     with (
-        closing(SqliteBlobs(path.parent / "no" / "kv.db", read_only=read_only)) as blobs,
+        closing(
+            SqliteBlobs(path.parent / "no" / "kv.db", read_only=read_only)
+        ) as blobs,
         pytest.raises(RefusedError, match="unable to open"),
     ):
         list(blobs.list(""))
@@ -146,7 +164,10 @@ def test_missing_directory_is_refused_and_not_created(path: Path, read_only: boo
 
 def test_file_of_another_kind_is_refused_and_unchanged(path: Path) -> None:
     path.write_text("no database" * 1000)
-    with closing(SqliteBlobs(path)) as blobs, pytest.raises(RefusedError, match="not a database"):
+    with (
+        closing(SqliteBlobs(path)) as blobs,
+        pytest.raises(RefusedError, match="not a database"),
+    ):
         blobs.put("a", [b"data"])
     assert path.read_text() == "no database" * 1000
 

@@ -1,1 +1,2 @@
-"""The API for engines: the scheduler's side, which plans transfers, and the worker's side, which runs them."""
+"""The API for engines: the scheduler's side, which plans transfers, and the worker's side, which
+runs them."""

@@ -77,13 +77,14 @@ class ConnectorStats:
     stored_blocks: int = 0
     """Offloaded blocks whose store succeeded."""
     dropped_blocks: int = 0
-    """Offloaded blocks that were not stored because the primary tier had no room for them, without those
-    that are offered again."""
+    """Offloaded blocks that were not stored because the primary tier had no room for them, without
+    those that are offered again."""
     failed_stores: int = 0
     """Store jobs that failed."""
     loaded_blocks: int = 0
     """Offloaded blocks whose load succeeded."""
     failed_loads: int = 0
-    """Loads that failed, and loads that were not started because their blocks had been evicted since the match."""
+    """Loads that failed, and loads that were not started because their blocks had been evicted
+    since the match."""
     late_lookups: int = 0
     """Requests for which ``give_up_waiting`` was called."""

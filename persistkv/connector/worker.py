@@ -1,4 +1,5 @@
-"""The worker's side of the connector: starts the transfers that the scheduler planned and reports their ends."""
+"""The worker's side of the connector: starts the transfers that the scheduler planned and reports
+their ends."""
 
 from __future__ import annotations
 
@@ -15,13 +16,18 @@ HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler
 class OffloadingConnectorWorker:
     """Passes each transfer to the handler of its direction. Called from one thread.
 
-    A handler that raises affects no other transfer: this is logged, and its transfers are reported as failed.
+    A handler that raises affects no other transfer: this is logged, and its transfers are reported
+    as failed.
 
-    :param handlers: (source spec type, destination spec type, handler) per direction; owned by the worker.
+    :param handlers: (source spec type, destination spec type, handler) per direction; owned by the
+        worker.
     """
 
     def __init__(self, handlers: Iterable[HandlerEntry]) -> None:
-        self._handlers = {(source.medium(), target.medium()): handler for source, target, handler in handlers}
+        self._handlers = {
+            (source.medium(), target.medium()): handler
+            for source, target, handler in handlers
+        }
         self._isolations = {
             handler: Isolation(f"transfer handler {source} to {target}")
             for (source, target), handler in self._handlers.items()
@@ -30,16 +36,20 @@ class OffloadingConnectorWorker:
         self._not_started: list[TransferResult] = []
 
     def start(self, metadata: ConnectorMetadata) -> None:
-        """Start the transfers of one step, loads first because requests wait for them. ``get_finished`` reports a
-        transfer that does not start as failed.
+        """Start the transfers of one step, loads first because requests wait for them.
+        ``get_finished`` reports a transfer that does not start as failed.
 
         :raises KeyError: a transfer's direction has no handler; no transfer was started.
         """
         jobs = (*metadata.loads, *metadata.stores)
-        handlers = [self._handlers[job.spec[0].medium(), job.spec[1].medium()] for job in jobs]
+        handlers = [
+            self._handlers[job.spec[0].medium(), job.spec[1].medium()] for job in jobs
+        ]
         for job, handler in zip(jobs, handlers, strict=True):
             started = False
-            with self._isolations[handler].guard("transfer_async", "the transfer failed"):
+            with self._isolations[handler].guard(
+                "transfer_async", "the transfer failed"
+            ):
                 started = handler.transfer_async(job.job_id, job.spec)
             if started:
                 self._owners[job.job_id] = handler
@@ -47,9 +57,11 @@ class OffloadingConnectorWorker:
                 self._not_started.append(TransferResult(job.job_id, success=False))
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the transfers that ended since the last call, each once, including those that did not start.
+        """Return the transfers that ended since the last call, each once, including those that did
+        not start.
 
-        If a handler raises, wait for the ends of its transfers in flight, and report them as failed.
+        If a handler raises, wait for the ends of its transfers in flight, and report them as
+        failed.
         """
         finished, self._not_started = self._not_started, []
         for handler, isolation in self._isolations.items():
@@ -57,11 +69,21 @@ class OffloadingConnectorWorker:
             with isolation.guard("get_finished", "its transfers failed") as guard:
                 results.extend(handler.get_finished())
             if guard.raised:
-                in_flight = [job_id for job_id, owner in self._owners.items() if owner is handler]
+                in_flight = [
+                    job_id for job_id, owner in self._owners.items() if owner is handler
+                ]
                 self.wait(in_flight)
                 reported = {result.job_id for result in results}
-                results += [TransferResult(job_id, success=False) for job_id in in_flight if job_id not in reported]
-            finished += [result for result in results if self._owners.pop(result.job_id, None) is not None]
+                results += [
+                    TransferResult(job_id, success=False)
+                    for job_id in in_flight
+                    if job_id not in reported
+                ]
+            finished += [
+                result
+                for result in results
+                if self._owners.pop(result.job_id, None) is not None
+            ]
         return finished
 
     def wait(self, job_ids: Iterable[int]) -> None:
@@ -77,7 +99,8 @@ class OffloadingConnectorWorker:
         self.wait(list(self._owners))
 
     def shutdown(self) -> None:
-        """Wait for the transfers in flight and release the handlers, and with them the rows' memory; idempotent."""
+        """Wait for the transfers in flight and release the handlers, and with them the rows'
+        memory; idempotent."""
         isolations, self._isolations = self._isolations, {}
         self._handlers.clear()
         for handler, isolation in isolations.items():

@@ -1,1 +1,2 @@
-"""The primary tier: rows of CPU memory that the worker copies KV blocks to and from, their protection and eviction."""
+"""The primary tier: rows of CPU memory that the worker copies KV blocks to and from, their
+protection and eviction."""

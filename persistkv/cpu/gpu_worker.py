@@ -1,4 +1,5 @@
-"""The worker's side of the primary tier: copies KV blocks between the engine's tensors and rows, asynchronously."""
+"""The worker's side of the primary tier: copies KV blocks between the engine's tensors and rows,
+asynchronously."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.devices.cuda import CUDACopyEngine
-from persistkv.cpu.layout import KVMemory, cell_bytes, check_kv_caches, head_slices, tensor_offsets
+from persistkv.cpu.layout import (
+    KVMemory,
+    cell_bytes,
+    check_kv_caches,
+    head_slices,
+    tensor_offsets,
+)
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, pin_mmap_region
 from persistkv.errors import ConfigurationError
 from persistkv.isolation import Isolation
@@ -22,10 +29,11 @@ class CpuGpuOffloadingHandlers:
     :param kv_caches: the engine's tensors, and the tensors that each group uses.
     :param block_size_factor: GPU blocks in one offloaded block.
     :param num_cpu_blocks: number of rows of the primary tier.
-    :param mmap_region: memory of the rows; pinned here if the tensors are on a GPU. Without it, each tensor gets rows
-        that are private to this process.
+    :param mmap_region: memory of the rows; pinned here if the tensors are on a GPU. Without it,
+        each tensor gets rows that are private to this process.
     :param head_sharded: see ``WorkerGeometry``; needs a region.
-    :raises ConfigurationError: if the caches, the factor, the rows and the region do not fit each other.
+    :raises ConfigurationError: if the caches, the factor, the rows and the region do not fit each
+        other.
     """
 
     def __init__(
@@ -39,76 +47,135 @@ class CpuGpuOffloadingHandlers:
     ) -> None:
         check_kv_caches(kv_caches, block_size_factor)
         if num_cpu_blocks <= 0:
-            raise ConfigurationError("num_cpu_blocks", num_cpu_blocks, "a positive number of rows")
+            raise ConfigurationError(
+                "num_cpu_blocks", num_cpu_blocks, "a positive number of rows"
+            )
         engine_class = copy_engine_class(kv_caches.tensors[0].tensor.device)
         if mmap_region is not None:
-            _prepare_region(mmap_region, num_cpu_blocks, kv_caches.tensors[0].tensor.device)
+            _prepare_region(
+                mmap_region, num_cpu_blocks, kv_caches.tensors[0].tensor.device
+            )
         if head_sharded:
             memory = _head_sharded_memory(kv_caches, block_size_factor, mmap_region)
         else:
             rows = _rows(kv_caches, block_size_factor, num_cpu_blocks, mmap_region)
-            pages = tuple(canonical.tensor[:, : canonical.page_size_bytes] for canonical in kv_caches.tensors)
-            registered = mmap_region.rows_per_registration if mmap_region is not None else None
-            memory = KVMemory(pages, rows, block_size_factor, registered, kv_caches.group_data_refs)
+            pages = tuple(
+                canonical.tensor[:, : canonical.page_size_bytes]
+                for canonical in kv_caches.tensors
+            )
+            registered = (
+                mmap_region.rows_per_registration if mmap_region is not None else None
+            )
+            memory = KVMemory(
+                pages, rows, block_size_factor, registered, kv_caches.group_data_refs
+            )
         self.gpu_to_cpu_handler = engine_class(memory, Direction.STORE)
         self.cpu_to_gpu_handler = engine_class(memory, Direction.LOAD)
 
     def shutdown(self) -> None:
-        """Wait for the transfers in flight and release the handlers; idempotent. The region can be cleaned up after it.
+        """Wait for the transfers in flight and release the handlers; idempotent. The region can be
+        cleaned up after it.
 
         An exception of one handler is logged and does not affect the other.
         """
-        for name, handler in (("store", self.gpu_to_cpu_handler), ("load", self.cpu_to_gpu_handler)):
-            with Isolation(f"{name} handler").guard("shutdown", "its resources may not be released"):
+        for name, handler in (
+            ("store", self.gpu_to_cpu_handler),
+            ("load", self.cpu_to_gpu_handler),
+        ):
+            with Isolation(f"{name} handler").guard(
+                "shutdown", "its resources may not be released"
+            ):
                 handler.shutdown()
 
 
 def copy_engine_class(device: torch.device) -> type[CopyEngine]:
-    engines: dict[str, type[CopyEngine]] = {"cpu": CPUCopyEngine, "cuda": CUDACopyEngine}
+    engines: dict[str, type[CopyEngine]] = {
+        "cpu": CPUCopyEngine,
+        "cuda": CUDACopyEngine,
+    }
     if device.type not in engines:
-        raise ConfigurationError("kv_caches device", str(device), f"one of {', '.join(engines)}")
+        raise ConfigurationError(
+            "kv_caches device", str(device), f"one of {', '.join(engines)}"
+        )
     return engines[device.type]
 
 
 def _rows(
-    kv_caches: CanonicalKVCaches, block_size_factor: int, num_cpu_blocks: int, region: SharedOffloadRegion | None
+    kv_caches: CanonicalKVCaches,
+    block_size_factor: int,
+    num_cpu_blocks: int,
+    region: SharedOffloadRegion | None,
 ) -> tuple[torch.Tensor, ...]:
     device = kv_caches.tensors[0].tensor.device
-    sizes = [canonical.page_size_bytes * block_size_factor for canonical in kv_caches.tensors]
+    sizes = [
+        canonical.page_size_bytes * block_size_factor for canonical in kv_caches.tensors
+    ]
     if region is None:
         pinned = device.type == "cuda"
-        return tuple(torch.zeros((num_cpu_blocks, size), dtype=torch.int8, pin_memory=pinned) for size in sizes)
+        return tuple(
+            torch.zeros((num_cpu_blocks, size), dtype=torch.int8, pin_memory=pinned)
+            for size in sizes
+        )
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)
-    return tuple(cell[:, offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))
+    return tuple(
+        cell[:, offset : offset + size]
+        for offset, size in zip(offsets, sizes, strict=True)
+    )
 
 
-def _prepare_region(region: SharedOffloadRegion, num_cpu_blocks: int, device: torch.device) -> None:
+def _prepare_region(
+    region: SharedOffloadRegion, num_cpu_blocks: int, device: torch.device
+) -> None:
     if region.num_blocks != num_cpu_blocks:
-        raise ConfigurationError("num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has")
+        raise ConfigurationError(
+            "num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has"
+        )
     if device.type == "cuda":
-        with torch.cuda.device(device):  # registering memory creates a context on the current device
+        # registering memory creates a context on the current device
+        with torch.cuda.device(device):
             pin_mmap_region(region)
 
 
 def _head_sharded_memory(
-    kv_caches: CanonicalKVCaches, block_size_factor: int, region: SharedOffloadRegion | None
+    kv_caches: CanonicalKVCaches,
+    block_size_factor: int,
+    region: SharedOffloadRegion | None,
 ) -> KVMemory:
-    """Return the memory of one worker in the head-sharded layout: each slice of heads is copied like a KV tensor."""
+    """Return the memory of one worker in the head-sharded layout: each slice of heads is copied
+    like a KV tensor."""
     if region is None or region.rank is None:
-        raise ConfigurationError("mmap_region", None, "the region of a worker, since the caches are head-sharded")
+        raise ConfigurationError(
+            "mmap_region",
+            None,
+            "the region of a worker, since the caches are head-sharded",
+        )
     cell = cell_bytes(kv_caches, block_size_factor)
     if cell != region.cpu_page_size:
-        raise ConfigurationError("cpu_page_size", region.cpu_page_size, f"{cell}, as the KV caches have")
+        raise ConfigurationError(
+            "cpu_page_size", region.cpu_page_size, f"{cell}, as the KV caches have"
+        )
     slices = head_slices(kv_caches, block_size_factor, region.rank, region.num_workers)
     pages, rows = [], []
     refs_of: dict[int, list[CanonicalKVCacheRef]] = {}
     for number, part in enumerate(slices):
         tensor = kv_caches.tensors[part.tensor_idx].tensor
         pages.append(tensor[:, part.page_offset : part.page_offset + part.num_bytes])
-        rows.append(region.create_row_view(part.row_offset, part.num_bytes * block_size_factor))
-        refs_of.setdefault(part.tensor_idx, []).append(CanonicalKVCacheRef(number, part.num_bytes))
+        rows.append(
+            region.create_row_view(part.row_offset, part.num_bytes * block_size_factor)
+        )
+        refs_of.setdefault(part.tensor_idx, []).append(
+            CanonicalKVCacheRef(number, part.num_bytes)
+        )
     groups = []
     for refs in kv_caches.group_data_refs:
-        groups.append([slice_ref for ref in refs for slice_ref in refs_of[ref.tensor_idx]])
-    return KVMemory(tuple(pages), tuple(rows), block_size_factor, region.rows_per_registration, groups)
+        groups.append(
+            [slice_ref for ref in refs for slice_ref in refs_of[ref.tensor_idx]]
+        )
+    return KVMemory(
+        tuple(pages),
+        tuple(rows),
+        block_size_factor,
+        region.rows_per_registration,
+        groups,
+    )

@@ -1,10 +1,13 @@
 """Allocation, protection and eviction of the primary tier's rows.
 
-1. A row is in one of three states: free, holding a block of this epoch, or holding one of an earlier epoch until the
-   jobs that use it end. ``reset_cache`` begins an epoch.
-2. A block that is being written is not readable; a block that is being read or written is not evicted.
-3. A key has at most one row over all epochs, so the keys that a job names at its end identify its rows.
-4. The amortised cost of a call is proportional to its number of keys; only ``reset_cache`` iterates over all rows.
+1. A row is in one of three states: free, holding a block of this epoch, or holding one of an
+   earlier epoch until the jobs that use it end. ``reset_cache`` begins an epoch.
+2. A block that is being written is not readable; a block that is being read or written is not
+   evicted.
+3. A key has at most one row over all epochs, so the keys that a job names at its end identify its
+   rows.
+4. The amortised cost of a call is proportional to its number of keys; only ``reset_cache`` iterates
+   over all rows.
 """
 
 from __future__ import annotations
@@ -40,20 +43,27 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 class CPUOffloadingManager(OffloadingManager):
-    """Allocates and evicts the rows of the primary tier. A call that raises KeyError changes nothing.
+    """Allocates and evicts the rows of the primary tier. A call that raises KeyError changes
+    nothing.
 
     :param num_blocks: number of rows, at least 1.
     :param cache_policy: ``lru``, ``arc``, or the name of an installed policy.
     :param enable_events: whether ``take_events`` returns events.
     """
 
-    def __init__(self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = False
+    ) -> None:
         if num_blocks <= 0:
-            raise ConfigurationError("num_blocks", num_blocks, "a positive number of rows")
+            raise ConfigurationError(
+                "num_blocks", num_blocks, "a positive number of rows"
+            )
         self.num_blocks = num_blocks
         self._rows: dict[OffloadKey, int] = {}
-        self._earlier: set[OffloadKey] = set()  # blocks of an earlier epoch that jobs use
-        # Readers by row. Plain numbers: a million objects would slow down each full garbage collection of the engine.
+        # blocks of an earlier epoch that jobs use
+        self._earlier: set[OffloadKey] = set()
+        # Readers by row. Plain numbers: a million objects would slow down each full garbage
+        # collection of the engine.
         self._refs: list[int] = [0] * num_blocks
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._num_evictable = 0
@@ -75,10 +85,11 @@ class CPUOffloadingManager(OffloadingManager):
         return row is not None and self._refs[row] >= 0 and key not in self._earlier
 
     def num_free_or_evictable(self) -> int:
-        """Return the number of rows that ``prepare_store`` could allocate now for blocks that are not held.
+        """Return the number of rows that ``prepare_store`` could allocate now for blocks that are
+        not held.
 
-        A call with keys of held blocks can allocate fewer: one less for each evictable block among them, because the
-        call does not evict blocks that it names.
+        A call with keys of held blocks can allocate fewer: one less for each evictable block among
+        them, because the call does not evict blocks that it names.
         """
         return len(self._free) + self._num_evictable
 
@@ -88,10 +99,13 @@ class CPUOffloadingManager(OffloadingManager):
         return sum(not refs[rows[key]] for key in keys if key in rows)
 
     def get_block_id(self, key: OffloadKey, req_context: ReqContext) -> int:
-        """Return the row number of a block, which may not be readable yet; raise KeyError if it is not held."""
+        """Return the row number of a block, which may not be readable yet; raise KeyError if it is
+        not held."""
         return self._rows_of((key,))[0]
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> CPULoadStoreSpec:
         refs, rows = self._refs, self._rows_of(keys)
         for key, row in zip(keys, rows, strict=True):
             if refs[row] < 0:
@@ -104,7 +118,9 @@ class CPUOffloadingManager(OffloadingManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._policy.touch(keys)
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> None:
         refs, rows = self._refs, self._rows_of(keys, earlier=True)
         for taken, row in enumerate(rows):
             if refs[row] <= 0:
@@ -112,15 +128,20 @@ class CPUOffloadingManager(OffloadingManager):
                     refs[undone] += 1
                 raise KeyError(f"block {keys[taken].hex()} is not being read")
             refs[row] -= 1
-        unused = {key: row for key, row in zip(keys, rows, strict=True) if not refs[row]}
+        unused = {
+            key: row for key, row in zip(keys, rows, strict=True) if not refs[row]
+        }
         self._num_evictable += len(unused) - len(self._free_earlier(unused))
         self._policy.release(keys)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Allocate rows for the blocks that are not held; held blocks in ``keys`` are not evicted for them.
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Allocate rows for the blocks that are not held; held blocks in ``keys`` are not evicted
+        for them.
 
-        A block from before the last ``reset_cache`` that a job still uses is left out, although it is a miss for
-        ``lookup``; it can be stored once that job has ended.
+        A block from before the last ``reset_cache`` that a job still uses is left out, although it
+        is a miss for ``lookup``; it can be stored once that job has ended.
         """
         held = self._rows
         distinct = dict.fromkeys(keys)
@@ -130,11 +151,14 @@ class CPUOffloadingManager(OffloadingManager):
         missing = len(wanted) - len(self._free)
         evicted: list[OffloadKey] = []
         if missing > 0:
-            spared = [key for key in distinct if key in held and not self._refs[held[key]]]
+            spared = [
+                key for key in distinct if key in held and not self._refs[held[key]]
+            ]
             if missing > self._num_evictable - len(spared):
                 return None
             evicted = self._evict(missing, spared)
-        rows = sorted(self._free[-len(wanted) :])  # consecutive blocks tend to get adjacent rows
+        # consecutive blocks tend to get adjacent rows
+        rows = sorted(self._free[-len(wanted) :])
         del self._free[-len(wanted) :]
         held.update(zip(wanted, rows, strict=True))
         for row in rows:
@@ -142,19 +166,27 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.insert(wanted, rows)
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
 
-    def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
         self.end_writes(keys, success)
 
-    def end_writes(self, keys: Sequence[OffloadKey], success: bool) -> tuple[list[OffloadKey], list[OffloadKey]]:
+    def end_writes(
+        self, keys: Sequence[OffloadKey], success: bool
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Do the work of ``complete_store`` and return the blocks whose writes ended.
 
-        :returns: distinct blocks that were being written: those allocated since the last ``reset_cache``, which are
-            readable now if ``success`` and misses if not, and those allocated before it, which are misses.
+        :returns: distinct blocks that were being written: those allocated since the last
+            ``reset_cache``, which are readable now if ``success`` and misses if not, and those
+            allocated before it, which are misses.
         """
         refs, rows, distinct = self._refs, self._rows, dict.fromkeys(keys)
         written = [key for key in distinct if key in rows and refs[rows[key]] < 0]
         if len(written) < len(distinct):
-            self._rows_of([key for key in distinct if key not in rows or refs[rows[key]] >= 0])  # raises if not held
+            # raises if not held
+            self._rows_of(
+                [key for key in distinct if key not in rows or refs[rows[key]] >= 0]
+            )
         for key in written:
             refs[rows[key]] = 0
         orphaned = self._free_earlier(written)
@@ -179,17 +211,26 @@ class CPUOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget all blocks. A row in use becomes free when its use ends. ``weights_changed`` has no effect."""
+        """Forget all blocks. A row in use becomes free when its use ends. ``weights_changed`` has
+        no effect."""
         refs, rows, earlier = self._refs, self._rows, self._earlier
-        self._record([key for key, row in rows.items() if refs[row] >= 0 and key not in earlier], removed=True)
+        self._record(
+            [key for key, row in rows.items() if refs[row] >= 0 and key not in earlier],
+            removed=True,
+        )
         self._rows = {key: row for key, row in rows.items() if refs[row]}
         self._earlier = set(self._rows)
         self._policy.clear()
         self._num_evictable = 0
-        self._free = [row for row in range(self.num_blocks - 1, -1, -1) if not refs[row]]
+        self._free = [
+            row for row in range(self.num_blocks - 1, -1, -1) if not refs[row]
+        ]
 
-    def _rows_of(self, keys: Sequence[OffloadKey], *, earlier: bool = False) -> list[int]:
-        """Return the row numbers of blocks, in the order of ``keys``; raise KeyError if one is not held.
+    def _rows_of(
+        self, keys: Sequence[OffloadKey], *, earlier: bool = False
+    ) -> list[int]:
+        """Return the row numbers of blocks, in the order of ``keys``; raise KeyError if one is not
+        held.
 
         :param earlier: whether blocks from before the last ``reset_cache`` count as held.
         """
@@ -208,7 +249,8 @@ class CPUOffloadingManager(OffloadingManager):
         return ended
 
     def _evict(self, count: int, spared: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Evict ``count`` blocks, none of ``spared``, and return their keys. There must be enough evictable blocks."""
+        """Evict ``count`` blocks, none of ``spared``, and return their keys. There must be enough
+        evictable blocks."""
         refs, held = self._refs, self._rows
         for key in spared:
             refs[held[key]] = 1
@@ -224,15 +266,19 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
         if self._events is not None and keys:
-            self._events.append(OffloadingEvent(list(keys), CPULoadStoreSpec.medium(), removed))
+            self._events.append(
+                OffloadingEvent(list(keys), CPULoadStoreSpec.medium(), removed)
+            )
 
 
 class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     """Manager of the primary tier: allocates and evicts the rows of a shared memory region.
 
-    A cascade to a secondary tier reads rows (``prepare_read``), a promotion writes them (``prepare_write``).
+    A cascade to a secondary tier reads rows (``prepare_read``), a promotion writes them
+    (``prepare_write``).
 
-    :param mmap_region: holds the bytes; must have ``num_blocks`` rows. Owned by the manager: ``shutdown`` releases it.
+    :param mmap_region: holds the bytes; must have ``num_blocks`` rows. Owned by the manager:
+        ``shutdown`` releases it.
     """
 
     def __init__(
@@ -244,7 +290,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     ) -> None:
         super().__init__(num_blocks, cache_policy, enable_events)
         if mmap_region.num_blocks != num_blocks:
-            raise ConfigurationError("num_blocks", num_blocks, f"{mmap_region.num_blocks}, as the region has")
+            raise ConfigurationError(
+                "num_blocks", num_blocks, f"{mmap_region.num_blocks}, as the region has"
+            )
         self.mmap_region = mmap_region
         self._kv_memoryview: memoryview | None = None
 
@@ -263,7 +311,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         """Release the view, then the region. All readers of rows must have ended before."""
         view, self._kv_memoryview = self._kv_memoryview, None
         if view is not None:
-            # An array over the view prevents its release. Then the region logs a warning and its memory stays mapped.
+            # An array over the view prevents its release. Then the region logs a warning and its
+            # memory stays mapped.
             with contextlib.suppress(BufferError):
                 view.release()
         self.mmap_region.cleanup()

@@ -14,13 +14,14 @@ from persistkv.config import Registry
 class CachePolicy(ABC):
     """Decides the order in which blocks are evicted from the primary tier.
 
-    It knows every block that has a row, from the allocation of the row on. If a call passes several keys, the first is
-    the start of a prefix and must be evicted after the last. The amortised cost of a call must be proportional to its
-    number of keys. Not thread-safe. After a call that raised, the policy is unusable, because its state may differ from
-    its manager's.
+    It knows every block that has a row, from the allocation of the row on. If a call passes several
+    keys, the first is the start of a prefix and must be evicted after the last. The amortised cost
+    of a call must be proportional to its number of keys. Not thread-safe. After a call that raised,
+    the policy is unusable, because its state may differ from its manager's.
 
     :param num_blocks: rows of the primary tier.
-    :param refs: one number per row, kept by the manager: 0 if the row can be evicted, any other value if it cannot.
+    :param refs: one number per row, kept by the manager: 0 if the row can be evicted, any other
+        value if it cannot.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
@@ -29,7 +30,8 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
-        """Add blocks that the policy does not know, with their rows, as the most recently used ones."""
+        """Add blocks that the policy does not know, with their rows, as the most recently used
+        ones."""
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -37,8 +39,8 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def release(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that jobs which used these blocks have ended; those with ``refs`` 0 can be evicted again. Not a use.
-        Unknown keys are ignored.
+        """Note that jobs which used these blocks have ended; those with ``refs`` 0 can be evicted
+        again. Not a use. Unknown keys are ignored.
         """
 
     @abstractmethod
@@ -49,7 +51,8 @@ class CachePolicy(ABC):
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
         """Choose ``count`` blocks with ``refs`` 0 to evict, and forget them.
 
-        :returns: key and row of each, in eviction order; fewer than ``count`` only if fewer can be evicted.
+        :returns: key and row of each, in eviction order; fewer than ``count`` only if fewer can be
+            evicted.
         """
 
     @abstractmethod
@@ -58,17 +61,21 @@ class CachePolicy(ABC):
 
 
 class LRUCachePolicy(CachePolicy):
-    """Evicts the least recently used block. Blocks are kept in order of use; a store counts as the first use.
+    """Evicts the least recently used block. Blocks are kept in order of use; a store counts as the
+    first use.
 
-    If an eviction finds that the least recently used block cannot be evicted, it parks the block: later evictions need
-    not skip it again. After ``release``, the block regains its former place, before all blocks that were never parked.
-    Every operation is amortised O(1), or O(log n) for blocks that were parked.
+    If an eviction finds that the least recently used block cannot be evicted, it parks the block:
+    later evictions need not skip it again. After ``release``, the block regains its former place,
+    before all blocks that were never parked. Every operation is amortised O(1), or O(log n) for
+    blocks that were parked.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
         super().__init__(num_blocks, refs)
-        self._rows: OrderedDict[OffloadKey, int] = OrderedDict()  # least recently used first, without parked blocks
-        # (place, row) of parked blocks: ``_parked`` while they are protected, ``_due`` and the heap afterwards.
+        # least recently used first, without parked blocks
+        self._rows: OrderedDict[OffloadKey, int] = OrderedDict()
+        # (place, row) of parked blocks: ``_parked`` while they are protected, ``_due`` and the heap
+        # afterwards.
         self._parked: dict[OffloadKey, tuple[int, int]] = {}
         self._due: dict[OffloadKey, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, OffloadKey]] = []
@@ -139,12 +146,14 @@ class LRUCachePolicy(CachePolicy):
 
 
 class ARCCachePolicy(CachePolicy):
-    """Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, balanced by early evictions.
+    """Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, balanced by early
+    evictions.
 
-    It keeps two lists in order of use (blocks used once, blocks used again) and the keys recently evicted from each.
-    Eviction takes from the first list if it exceeds its target size, else from the second. If a block is stored again
-    soon after its eviction, the list from which it was evicted was too small, and the target size changes in favour of
-    that list. A scan of blocks that are used once only affects the first list.
+    It keeps two lists in order of use (blocks used once, blocks used again) and the keys recently
+    evicted from each. Eviction takes from the first list if it exceeds its target size, else from
+    the second. If a block is stored again soon after its eviction, the list from which it was
+    evicted was too small, and the target size changes in favour of that list. A scan of blocks that
+    are used once only affects the first list.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
@@ -168,7 +177,8 @@ class ARCCachePolicy(CachePolicy):
                 continue
             row = self._once.discard(key)
             if row is not None:
-                # Storing a block also touches it. Only a use of a readable block counts as a second use.
+                # Storing a block also touches it. Only a use of a readable block counts as a second
+                # use.
                 part = self._once if self._refs[row] < 0 else self._again
                 part.insert((key,), (row,))
 
@@ -184,7 +194,9 @@ class ARCCachePolicy(CachePolicy):
         victims: list[tuple[OffloadKey, int]] = []
         lists = ((self._once, self._gone_once), (self._again, self._gone_again))
         while len(victims) < count:
-            for part, gone in lists if len(self._once) > self._target else reversed(lists):
+            for part, gone in (
+                lists if len(self._once) > self._target else reversed(lists)
+            ):
                 if found := part.evict(1):
                     victims += found
                     gone[found[0][0]] = None
@@ -200,11 +212,14 @@ class ARCCachePolicy(CachePolicy):
         self._target = 0.0
 
     def _learn_from_return(self, key: OffloadKey) -> bool:
-        """Return whether the key was recently evicted. If so, change the target size in favour of its list."""
+        """Return whether the key was recently evicted. If so, change the target size in favour of
+        its list."""
         once, again = len(self._gone_once), len(self._gone_again)
         if key in self._gone_once:
             del self._gone_once[key]
-            self._target = min(float(self._num_blocks), self._target + max(1.0, again / once))
+            self._target = min(
+                float(self._num_blocks), self._target + max(1.0, again / once)
+            )
         elif key in self._gone_again:
             del self._gone_again[key]
             self._target = max(0.0, self._target - max(1.0, once / again))
@@ -213,16 +228,26 @@ class ARCCachePolicy(CachePolicy):
         return True
 
     def _trim_gone(self) -> None:
-        """Bound the first list and its evicted keys to ``num_blocks`` entries, and both lists with their evicted keys
-        to twice as many.
+        """Bound the first list and its evicted keys to ``num_blocks`` entries, and both lists with
+        their evicted keys to twice as many.
         """
-        while self._gone_once and len(self._once) + len(self._gone_once) > self._num_blocks:
+        while (
+            self._gone_once
+            and len(self._once) + len(self._gone_once) > self._num_blocks
+        ):
             self._gone_once.popitem(last=False)
         held = len(self._once) + len(self._again)
-        while self._gone_again and held + len(self._gone_once) + len(self._gone_again) > 2 * self._num_blocks:
+        while (
+            self._gone_again
+            and held + len(self._gone_once) + len(self._gone_again)
+            > 2 * self._num_blocks
+        ):
             self._gone_again.popitem(last=False)
 
 
 CACHE_POLICIES = Registry[CachePolicy](
-    "persistkv.cache_policies", "eviction_policy", CachePolicy, {"lru": LRUCachePolicy, "arc": ARCCachePolicy}
+    "persistkv.cache_policies",
+    "eviction_policy",
+    CachePolicy,
+    {"lru": LRUCachePolicy, "arc": ARCCachePolicy},
 )

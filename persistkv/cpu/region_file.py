@@ -1,13 +1,15 @@
-"""The file behind a shared region: created by one process and attached by others; a lock shows that it is in use.
+"""The file behind a shared region: created by one process and attached by others; a lock shows that
+it is in use.
 
-1. Each process that uses the region holds a shared ``flock`` on a descriptor that has no other use. So a lock ends with
-   its process, and a descriptor passed to another process cannot keep it alive.
-2. A process unlinks the file only if it holds the exclusive lock (so the file is unused), or if it created the file and
-   could not allocate it.
-3. A process uses a file only if the path still leads to it after the process has locked it. Between its creation and
-   its locking, a file looks like a leftover, and another process may remove it; then the creator retries.
-4. A process attaches only to a regular file of its own user that no other user may open: whoever created the file
-   reads all contexts. It removes no file of another user.
+1. Each process that uses the region holds a shared ``flock`` on a descriptor that has no other use.
+   So a lock ends with its process, and a descriptor passed to another process cannot keep it alive.
+2. A process unlinks the file only if it holds the exclusive lock (so the file is unused), or if it
+   created the file and could not allocate it.
+3. A process uses a file only if the path still leads to it after the process has locked it. Between
+   its creation and its locking, a file looks like a leftover, and another process may remove it;
+   then the creator retries.
+4. A process attaches only to a regular file of its own user that no other user may open: whoever
+   created the file reads all contexts. It removes no file of another user.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ SHARED_MEMORY_DIRECTORY = "/dev/shm"
 _PREFIX = "persistkv_offload_"
 _SUFFIX = ".mmap"
 _POLL_SECONDS = 0.01
-_PREDECESSOR_S = 25.0  # the host process of an engine that was killed maps its memory for at most 20 s
+# the host process of an engine that was killed maps its memory for at most 20 s
+_PREDECESSOR_S = 25.0
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 logger = logging.getLogger(__name__)
@@ -35,25 +38,29 @@ logger = logging.getLogger(__name__)
 
 def region_path(instance_id: str, directory: str = SHARED_MEMORY_DIRECTORY) -> str:
     if not instance_id or "/" in instance_id or "\0" in instance_id:
-        raise ConfigurationError("instance_id", instance_id, "a name without '/' that is not empty")
+        raise ConfigurationError(
+            "instance_id", instance_id, "a name without '/' that is not empty"
+        )
     return f"{directory}/{_PREFIX}{instance_id}{_SUFFIX}"
 
 
 def remove_leftover_regions(directory: str = SHARED_MEMORY_DIRECTORY) -> list[str]:
-    """Delete the shared memory files that killed engines left, and return their paths. Files in use and files of other
-    users are kept.
+    """Delete the shared memory files that killed engines left, and return their paths. Files in use
+    and files of other users are kept.
     """
     paths = sorted(map(str, Path(directory).glob(f"{_PREFIX}*{_SUFFIX}")))
     return [path for path in paths if _remove_leftover(path)]
 
 
 class RegionFile:
-    """An allocated shared memory file and this process's lock on it, created with ``open``. Not thread-safe."""
+    """An allocated shared memory file and this process's lock on it, created with ``open``. Not
+    thread-safe."""
 
     def __init__(self, path: str, lock_fd: int, fd: int, created: bool) -> None:
         self.path = path
         self.fd = fd
-        """Descriptor to map or to pass to another process. It carries no lock and is close-on-exec."""
+        """Descriptor to map or to pass to another process. It carries no lock and is
+        close-on-exec."""
         self.created = created
         """Whether this process created the file."""
         self._lock_fd: int | None = lock_fd
@@ -63,19 +70,20 @@ class RegionFile:
     def open(cls, path: str, size: int, timeout_s: float) -> RegionFile:
         """Create the file with ``size`` bytes allocated, or attach to the file of another process.
 
-        A file that no process has locked is replaced. If another process is creating the file, the call waits until the
-        file has its size, at most ``timeout_s`` seconds.
+        A file that no process has locked is replaced. If another process is creating the file, the
+        call waits until the file has its size, at most ``timeout_s`` seconds.
 
-        :raises ConfigurationError: ``size`` bytes are not free, also after a wait of 25 s if the directory is large
-            enough; the file is removed.
-        :raises RegionError: the file did not reach its size in time, another user owns it or may open it, or the
-            directory cannot be used.
+        :raises ConfigurationError: ``size`` bytes are not free, also after a wait of 25 s if the
+            directory is large enough; the file is removed.
+        :raises RegionError: the file did not reach its size in time, another user owns it or may
+            open it, or the directory cannot be used.
         """
         deadline = time.monotonic() + timeout_s
         while (file := cls._create_or_attach(path, size)) is None:
             if time.monotonic() >= deadline:
                 raise RegionError(
-                    f"{path} has {_size_of(path)} bytes and did not get the expected {size} within {timeout_s:g} s: "
+                    f"{path} has {_size_of(path)} bytes and did not get the expected {size} "
+                    f"within {timeout_s:g} s: "
                     "its creator hangs, or an engine of another geometry uses the same instance_id"
                 )
             time.sleep(_POLL_SECONDS)
@@ -112,7 +120,9 @@ class RegionFile:
             except FileNotFoundError:
                 return None
             except OSError as error:
-                raise RegionError(f"{path} cannot be opened: {error.strerror}") from error
+                raise RegionError(
+                    f"{path} cannot be opened: {error.strerror}"
+                ) from error
         file = None
         try:
             _check_private(lock_fd, path)
@@ -128,8 +138,9 @@ class RegionFile:
 
 
 def _allocate(fd: int, path: str, size: int) -> None:
-    """Allocate memory for every byte now. In a sparse file, an access without free memory kills a process by SIGBUS.
-    Waits up to 25 s for memory that the host process of a killed engine is about to release.
+    """Allocate memory for every byte now. In a sparse file, an access without free memory kills a
+    process by SIGBUS. Waits up to 25 s for memory that the host process of a killed engine is about
+    to release.
     """
     directory = os.path.dirname(path)
     deadline = time.monotonic() + _PREDECESSOR_S
@@ -141,13 +152,18 @@ def _allocate(fd: int, path: str, size: int) -> None:
             space = os.statvfs(directory)
             if size > space.f_blocks * space.f_frsize or time.monotonic() > deadline:
                 _unlink_if_at(fd, path)
-                expected = f"at most the {_available(directory)} bytes free in {directory} ({error.strerror})"
+                expected = (
+                    f"at most the {_available(directory)} bytes free in {directory} "
+                    f"({error.strerror})"
+                )
                 raise ConfigurationError("total_size_bytes", size, expected) from error
         logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
         while _available(directory) < size and time.monotonic() <= deadline:
             time.sleep(_POLL_SECONDS)
     if not use_huge_pages([fd], size):
-        logger.info("%s is not completely in huge pages: disk transfers are slower", path)
+        logger.info(
+            "%s is not completely in huge pages: disk transfers are slower", path
+        )
 
 
 def _available(directory: str) -> int:
@@ -156,7 +172,8 @@ def _available(directory: str) -> int:
 
 
 def _check_private(fd: int, path: str) -> None:
-    """Raise RegionError unless the open file is a regular one, of this user, that no other user may open."""
+    """Raise RegionError unless the open file is a regular one, of this user, that no other user may
+    open."""
     status = os.fstat(fd)
     problem = ""
     if not stat.S_ISREG(status.st_mode):
@@ -170,7 +187,8 @@ def _check_private(fd: int, path: str) -> None:
 
 
 def _remove_leftover(path: str) -> bool:
-    """Unlink the file if it is this user's and no process uses it; return whether it was unlinked."""
+    """Unlink the file if it is this user's and no process uses it; return whether it was
+    unlinked."""
     try:
         fd = os.open(path, _OPEN_FLAGS)
     except OSError:

@@ -1,4 +1,5 @@
-"""Filter in front of an offloading manager that stores only blocks which requests look up repeatedly."""
+"""Filter in front of an offloading manager that stores only blocks which requests look up
+repeatedly."""
 
 from __future__ import annotations
 
@@ -21,35 +22,46 @@ MAX_TRACKER_SIZE = 64_000  # blocks: about 10 MiB
 
 
 class FilterReusedOffloadingManager(OffloadingManager):
-    """Stores a block only after ``store_threshold`` lookups, so that blocks used once do not evict blocks used often.
+    """Stores a block only after ``store_threshold`` lookups, so that blocks used once do not evict
+    blocks used often.
 
-    Each lookup counts for its block, regardless of its result. A request with a description counts once for each of its
-    blocks, at its first lookup: engines stop looking up a prefix at its first miss, and repeat lookups while blocks are
-    promoted, and neither shows whether a block is reused. Blocks that the request fills later are not counted.
+    Each lookup counts for its block, regardless of its result. A request with a description counts
+    once for each of its blocks, at its first lookup: engines stop looking up a prefix at its first
+    miss, and repeat lookups while blocks are promoted, and neither shows whether a block is reused.
+    Blocks that the request fills later are not counted.
 
-    ``prepare_store`` leaves blocks below the threshold out of ``keys_to_store``, like blocks that are held. They get no
-    row, evict nothing, and must not be named in ``complete_store``. Blocks that ``backing`` holds reach it regardless
-    of their count, because its tiers may need every block of a request. All other calls reach ``backing`` unchanged;
-    none of them counts. A ``backing`` with tiers promotes blocks regardless of their count.
+    ``prepare_store`` leaves blocks below the threshold out of ``keys_to_store``, like blocks that
+    are held. They get no row, evict nothing, and must not be named in ``complete_store``. Blocks
+    that ``backing`` holds reach it regardless of their count, because its tiers may need every
+    block of a request. All other calls reach ``backing`` unchanged; none of them counts. A
+    ``backing`` with tiers promotes blocks regardless of their count.
 
     :param backing: owned by the filter, which shuts it down.
     :param store_threshold: lookups before a block is stored; at least 1.
-    :param max_tracker_size: blocks whose lookups are counted; the least recently counted are forgotten. Should exceed
-        the number of distinct blocks between two uses of a block.
+    :param max_tracker_size: blocks whose lookups are counted; the least recently counted are
+        forgotten. Should exceed the number of distinct blocks between two uses of a block.
     :raises ConfigurationError: a number is out of range.
     """
 
     def __init__(
-        self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = MAX_TRACKER_SIZE
+        self,
+        backing: OffloadingManager,
+        store_threshold: int = 2,
+        max_tracker_size: int = MAX_TRACKER_SIZE,
     ) -> None:
         if store_threshold < 1:
-            raise ConfigurationError("store_threshold", store_threshold, "1 lookup or more")
+            raise ConfigurationError(
+                "store_threshold", store_threshold, "1 lookup or more"
+            )
         if max_tracker_size < 1:
-            raise ConfigurationError("max_tracker_size", max_tracker_size, "1 block or more")
+            raise ConfigurationError(
+                "max_tracker_size", max_tracker_size, "1 block or more"
+            )
         self.backing = backing
         self.store_threshold = store_threshold
         self.max_tracker_size = max_tracker_size
-        self._num_lookups: OrderedDict[OffloadKey, int] = OrderedDict()  # least recently counted first
+        # least recently counted first
+        self._num_lookups: OrderedDict[OffloadKey, int] = OrderedDict()
         self._counted: dict[str, set[OffloadKey]] = {}  # by request with a description
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -66,30 +78,53 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self.backing.lookup(key, req_context)
 
     @staticmethod
-    def _uncounted(key: OffloadKey, counted: set[OffloadKey], description: RequestDescription) -> list[OffloadKey]:
-        """Return ``key`` and the blocks of ``description`` that are not in ``counted``, deepest first: the tracker
-        forgets these first.
+    def _uncounted(
+        key: OffloadKey, counted: set[OffloadKey], description: RequestDescription
+    ) -> list[OffloadKey]:
+        """Return ``key`` and the blocks of ``description`` that are not in ``counted``, deepest
+        first: the tracker forgets these first.
         """
-        new = [block for chain in description.group_keys for block in chain if block not in counted]
+        new = [
+            block
+            for chain in description.group_keys
+            for block in chain
+            if block not in counted
+        ]
         if description.depth(key) is None:
             new.append(key)
-        return sorted(new, key=lambda block: description.depth(block) or 0, reverse=True)
+        return sorted(
+            new, key=lambda block: description.depth(block) or 0, reverse=True
+        )
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        num_lookups, threshold, is_held = self._num_lookups, self.store_threshold, self.backing.is_held
-        offered = [key for key in keys if num_lookups.get(key, 0) >= threshold or is_held(key)]
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        num_lookups, threshold, is_held = (
+            self._num_lookups,
+            self.store_threshold,
+            self.backing.is_held,
+        )
+        offered = [
+            key for key in keys if num_lookups.get(key, 0) >= threshold or is_held(key)
+        ]
         return self.backing.prepare_store(offered, req_context)
 
     def is_held(self, key: OffloadKey) -> bool:
         return self.backing.is_held(key)
 
-    def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
         self.backing.complete_store(keys, req_context, success)
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> None:
         self.backing.complete_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:

@@ -1,4 +1,5 @@
-"""The primary tier's memory: one file under /dev/shm, mapped by the scheduler, every worker, and the store's host."""
+"""The primary tier's memory: one file under /dev/shm, mapped by the scheduler, every worker, and
+the store's host."""
 
 from __future__ import annotations
 
@@ -9,11 +10,21 @@ from typing import ClassVar, Protocol, cast
 import torch
 
 from persistkv.config import PAGE_BYTES
-from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY, RegionFile, region_path, remove_leftover_regions
+from persistkv.cpu.region_file import (
+    SHARED_MEMORY_DIRECTORY,
+    RegionFile,
+    region_path,
+    remove_leftover_regions,
+)
 from persistkv.errors import ConfigurationError, RegionError
 from persistkv.memory.pages import prefault
 
-__all__ = ["SharedOffloadRegion", "pin_mmap_region", "remove_leftover_regions", "row_stride_bytes"]
+__all__ = [
+    "SharedOffloadRegion",
+    "pin_mmap_region",
+    "remove_leftover_regions",
+    "row_stride_bytes",
+]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 
@@ -21,12 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def row_stride_bytes(num_workers: int, cpu_page_size: int) -> int:
-    """Return the bytes of one row: ``cpu_page_size`` bytes per worker, rounded up to a multiple of 4 KiB."""
+    """Return the bytes of one row: ``cpu_page_size`` bytes per worker, rounded up to a multiple of
+    4 KiB."""
     return -(-num_workers * cpu_page_size // PAGE_BYTES) * PAGE_BYTES
 
 
 class CudaRuntime(Protocol):
-    """The part of the CUDA runtime that registers memory. Each call returns an error code, 0 for success."""
+    """The part of the CUDA runtime that registers memory. Each call returns an error code, 0 for
+    success."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int, /) -> int: ...
 
@@ -36,21 +49,27 @@ class CudaRuntime(Protocol):
 class SharedOffloadRegion:
     """Shared memory of the primary tier: a memory-mapped file of rows, one row per offloaded block.
 
-    Each worker (rank) owns one cell of ``cpu_page_size`` bytes in every row. The first process creates and allocates
-    the file, the others attach; see ``RegionFile``. The methods are not thread-safe; the rows may be read and written
-    from any thread. If construction fails, the file and the mapping are released. After ``cleanup``, ``fd``,
-    ``address`` and the methods that create views raise RegionError.
+    Each worker (rank) owns one cell of ``cpu_page_size`` bytes in every row. The first process
+    creates and allocates the file, the others attach; see ``RegionFile``. The methods are not
+    thread-safe; the rows may be read and written from any thread. If construction fails, the file
+    and the mapping are released. After ``cleanup``, ``fd``, ``address`` and the methods that create
+    views raise RegionError.
 
-    :param instance_id: name of the engine, the same in all of its processes; part of the file's name.
-    :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers, cpu_page_size)``.
-    :param rank: number of this worker, 0 to ``num_workers - 1``; None for the scheduler, which has no cell.
+    :param instance_id: name of the engine, the same in all of its processes; part of the file's
+        name.
+    :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers,
+        cpu_page_size)``.
+    :param rank: number of this worker, 0 to ``num_workers - 1``; None for the scheduler, which has
+        no cell.
     :param directory: directory of the file, on a tmpfs.
     :param timeout_s: seconds to wait for the process that creates the file.
-    :raises ConfigurationError: a number is out of range or does not agree with the others, or shared memory is short.
+    :raises ConfigurationError: a number is out of range or does not agree with the others, or
+        shared memory is short.
     :raises RegionError: the file did not become ready within ``timeout_s`` or cannot be opened.
     """
 
-    registration_bytes: ClassVar[int] = 1 << 30  # 1 GiB: drivers refuse or stall on hundreds of GiB at once
+    # 1 GiB: drivers refuse or stall on hundreds of GiB at once
+    registration_bytes: ClassVar[int] = 1 << 30
 
     def __init__(
         self,
@@ -64,14 +83,23 @@ class SharedOffloadRegion:
         directory: str = SHARED_MEMORY_DIRECTORY,
         timeout_s: float = 60.0,
     ) -> None:
-        for name, value in (("num_blocks", num_blocks), ("num_workers", num_workers), ("cpu_page_size", cpu_page_size)):
+        for name, value in (
+            ("num_blocks", num_blocks),
+            ("num_workers", num_workers),
+            ("cpu_page_size", cpu_page_size),
+        ):
             if value <= 0:
                 raise ConfigurationError(name, value, "a positive number")
         if rank is not None and not 0 <= rank < num_workers:
-            raise ConfigurationError("rank", rank, f"0 to {num_workers - 1}, or None for the scheduler")
+            raise ConfigurationError(
+                "rank", rank, f"0 to {num_workers - 1}, or None for the scheduler"
+            )
         self.row_stride = row_stride_bytes(num_workers, cpu_page_size)
         if total_size_bytes != num_blocks * self.row_stride:
-            expected = f"{num_blocks * self.row_stride}: {num_blocks} rows of {self.row_stride} bytes"
+            expected = (
+                f"{num_blocks * self.row_stride}: {num_blocks} rows of "
+                f"{self.row_stride} bytes"
+            )
             raise ConfigurationError("total_size_bytes", total_size_bytes, expected)
         self.mmap_path = region_path(instance_id, directory)
         self.total_size_bytes = total_size_bytes
@@ -81,17 +109,24 @@ class SharedOffloadRegion:
         self.cpu_page_size = cpu_page_size
         self._next_offset = 0
         self._cuda: CudaRuntime | None = None
-        self._pinned: list[int] = []  # addresses of the ranges that are registered with CUDA
+        # addresses of the ranges that are registered with CUDA
+        self._pinned: list[int] = []
         self._file: RegionFile | None = None
         self._mmap: mmap.mmap | None = None
         self._rows: torch.Tensor | None = None
         try:
             self._file = RegionFile.open(self.mmap_path, total_size_bytes, timeout_s)
             self._mmap = mmap.mmap(self._file.fd, total_size_bytes)
-            # torch references the object passed to it, but not its buffer. A private memoryview keeps the buffer
-            # exported, so that the mapping outlives the last tensor.
-            self._rows = torch.frombuffer(memoryview(self._mmap), dtype=torch.int8).view(num_blocks, self.row_stride)
-            first, length = (0, self.row_stride) if rank is None else (rank * cpu_page_size, cpu_page_size)
+            # torch references the object passed to it, but not its buffer. A private memoryview
+            # keeps the buffer exported, so that the mapping outlives the last tensor.
+            self._rows = torch.frombuffer(
+                memoryview(self._mmap), dtype=torch.int8
+            ).view(num_blocks, self.row_stride)
+            first, length = (
+                (0, self.row_stride)
+                if rank is None
+                else (rank * cpu_page_size, cpu_page_size)
+            )
             with memoryview(self._mmap) as memory:
                 prefault(memory, first, length, self.row_stride)
         except BaseException:
@@ -100,8 +135,8 @@ class SharedOffloadRegion:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the file, for another process that maps it. It holds no lock, so it does not mark the file as
-        in use.
+        """Descriptor of the file, for another process that maps it. It holds no lock, so it does
+        not mark the file as in use.
         """
         if self._file is None:
             raise RegionError(f"{self.mmap_path} was cleaned up")
@@ -123,40 +158,53 @@ class SharedOffloadRegion:
         return max(1, self.registration_bytes // self.row_stride)
 
     def create_next_view(self, page_size: int) -> torch.Tensor:
-        """Reserve the next ``page_size`` bytes of this worker's cell in every row; shape (num_blocks, page_size), int8.
+        """Reserve the next ``page_size`` bytes of this worker's cell in every row; shape
+        (num_blocks, page_size), int8.
 
-        :raises ConfigurationError: the cell has fewer bytes left, or ``rank`` is None (no cell); nothing was reserved.
+        :raises ConfigurationError: the cell has fewer bytes left, or ``rank`` is None (no cell);
+            nothing was reserved.
         """
         rows = self._mapped()[1]
         if self.rank is None:
-            raise ConfigurationError("rank", None, "a worker's rank: the scheduler has no cell")
+            raise ConfigurationError(
+                "rank", None, "a worker's rank: the scheduler has no cell"
+            )
         left = self.cpu_page_size - self._next_offset
         if not 0 < page_size <= left:
-            raise ConfigurationError("page_size", page_size, f"1 to {left} bytes, which the cell has left")
+            raise ConfigurationError(
+                "page_size", page_size, f"1 to {left} bytes, which the cell has left"
+            )
         begin = self.rank * self.cpu_page_size + self._next_offset
         self._next_offset += page_size
         return rows[:, begin : begin + page_size]
 
     def create_row_view(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return bytes of every row, which may be in the cells of several workers; shape (num_blocks, num_bytes), int8.
+        """Return bytes of every row, which may be in the cells of several workers; shape
+        (num_blocks, num_bytes), int8.
 
         :raises ConfigurationError: the bytes are not within the cells of all workers.
         """
         rows = self._mapped()[1]
         end = self.num_workers * self.cpu_page_size
         if offset < 0 or num_bytes <= 0 or offset + num_bytes > end:
-            raise ConfigurationError("offset", offset, f"0 to {end - num_bytes} for {num_bytes} bytes")
+            raise ConfigurationError(
+                "offset", offset, f"0 to {end - num_bytes} for {num_bytes} bytes"
+            )
         return rows[:, offset : offset + num_bytes]
 
     def create_kv_memoryview(self) -> memoryview:
-        """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``."""
-        return memoryview(self._mapped()[0]).cast("B", (self.num_blocks, self.row_stride))
+        """Return all rows without a copy: writable, shape (num_blocks, row_stride), format
+        ``B``."""
+        return memoryview(self._mapped()[0]).cast(
+            "B", (self.num_blocks, self.row_stride)
+        )
 
     def cleanup(self) -> None:
-        """Unpin and unmap the memory, and release the file; the last process deletes it. Idempotent.
+        """Unpin and unmap the memory, and release the file; the last process deletes it.
+        Idempotent.
 
-        All reads and writes of rows must have ended before. If a tensor or view of the rows still exists, a warning is
-        logged, and the memory stays mapped until that object is deleted.
+        All reads and writes of rows must have ended before. If a tensor or view of the rows still
+        exists, a warning is logged, and the memory stays mapped until that object is deleted.
         """
         self._unpin()
         self._rows = None
@@ -165,19 +213,25 @@ class SharedOffloadRegion:
             if mapping is not None:
                 mapping.close()
         except BufferError:
-            logger.warning("%s is still in use at cleanup; its memory is freed when that ends", self.mmap_path)
+            logger.warning(
+                "%s is still in use at cleanup; its memory is freed when that ends",
+                self.mmap_path,
+            )
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _unpin(self) -> None:
-        """Unregister all ranges from CUDA, the last one first. Log a failure and continue with the others."""
+        """Unregister all ranges from CUDA, the last one first. Log a failure and continue with the
+        others."""
         failed = False
         while self._pinned and self._cuda is not None:
             address = self._pinned.pop()
             if code := int(self._cuda.cudaHostUnregister(address)):
                 failed = True
-                logger.warning("cudaHostUnregister(%#x) failed with error %d", address, code)
+                logger.warning(
+                    "cudaHostUnregister(%#x) failed with error %d", address, code
+                )
         if failed:
             _clear_cuda_error()
 
@@ -187,11 +241,15 @@ class SharedOffloadRegion:
         return self._mmap, self._rows
 
 
-def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = None) -> bool:
-    """Register a region's mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``.
+def pin_mmap_region(
+    region: SharedOffloadRegion, runtime: CudaRuntime | None = None
+) -> bool:
+    """Register a region's mapping with CUDA, so that the GPU accesses it directly, until
+    ``cleanup``.
 
-    Several calls of CUDA register one range of rows each, which ends between two rows, since a single copy must not
-    touch two registrations. If CUDA refuses a range, the ranges before it are unregistered, and one warning is logged.
+    Several calls of CUDA register one range of rows each, which ends between two rows, since a
+    single copy must not touch two registrations. If CUDA refuses a range, the ranges before it are
+    unregistered, and one warning is logged.
 
     :param runtime: for tests; by default the CUDA runtime of torch.
     :returns: whether the whole mapping is registered. It is not without a CUDA device.
@@ -212,14 +270,19 @@ def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = N
             region._unpin()
             _clear_cuda_error()
             where = f"{size} bytes at offset {offset} of {region.mmap_path}"
-            logger.warning("CUDA error %d while pinning %s: copies use unpinned memory, which is slower", code, where)
+            logger.warning(
+                "CUDA error %d while pinning %s: copies use unpinned memory, which is slower",
+                code,
+                where,
+            )
             return False
         region._pinned.append(address)
     return True
 
 
 def _clear_cuda_error() -> None:
-    """Clear the error of a failed CUDA call. Otherwise CUDA reports it again at this thread's next kernel launch."""
+    """Clear the error of a failed CUDA call. Otherwise CUDA reports it again at this thread's next
+    kernel launch."""
     if not torch.cuda.is_available():
         return
     try:

@@ -31,8 +31,8 @@ class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the primary tier."""
 
     cpu_bytes_to_use: int | str
-    """Size of the primary tier for all workers together, in bytes or as text such as ``100GiB``; rounded down to whole
-    rows."""
+    """Size of the primary tier for all workers together, in bytes or as text such as ``100GiB``;
+    rounded down to whole rows."""
     block_size: int | None = None
     """Tokens in an offloaded block, a multiple of the GPU block size. None: the GPU block size."""
     eviction_policy: str = "lru"
@@ -40,10 +40,11 @@ class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     enable_events: bool = False
     """Whether the manager's ``take_events`` returns the stored and removed blocks."""
     store_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Lookups before a block is stored; 0 stores every block. See ``FilterReusedOffloadingManager``."""
+    """Lookups before a block is stored; 0 stores every block. See
+    ``FilterReusedOffloadingManager``."""
     max_tracker_size: Annotated[int, msgspec.Meta(ge=1)] = MAX_TRACKER_SIZE
-    """Maximum number of blocks whose lookups are counted for ``store_threshold``; the least recently counted are
-    forgotten."""
+    """Maximum number of blocks whose lookups are counted for ``store_threshold``; the least
+    recently counted are forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,14 @@ class WorkerGeometry:
     gpu_block_size: int
     """Tokens in a GPU block."""
     gpu_block_bytes: int
-    """Bytes of a GPU block of the widest KV cache group in the KV tensors of one worker, including padding."""
+    """Bytes of a GPU block of the widest KV cache group in the KV tensors of one worker, including
+    padding."""
     rank: int | None = 0
     """Number of this worker; None if the process is only the scheduler."""
     num_workers: int = 1
     head_sharded: bool = False
-    """Whether rows have the same bytes for all numbers of workers, so that blocks are shared across them. Then each KV
-    tensor must state its heads, which certifies this (``HeadSharding``)."""
+    """Whether rows have the same bytes for all numbers of workers, so that blocks are shared across
+    them. Then each KV tensor must state its heads, which certifies this (``HeadSharding``)."""
 
     def __post_init__(self) -> None:
         for name in ("gpu_block_size", "gpu_block_bytes", "num_workers"):
@@ -71,7 +73,8 @@ class WorkerGeometry:
 
 @dataclass(kw_only=True)
 class CPUOffloadingSpec(OffloadingSpec):
-    """Builds the primary tier: manager, shared memory region and handlers, each created on first use.
+    """Builds the primary tier: manager, shared memory region and handlers, each created on first
+    use.
 
     :raises ConfigurationError: at construction, naming the invalid field of ``extra_config``.
     """
@@ -87,7 +90,9 @@ class CPUOffloadingSpec(OffloadingSpec):
     """Rows of the primary tier."""
 
     def __post_init__(self) -> None:
-        self.options = options = convert_options(self.options_type, self.extra_config, where="offloading")
+        self.options = options = convert_options(
+            self.options_type, self.extra_config, where="offloading"
+        )
         gpu_size = self.geometry.gpu_block_size
         block_size = gpu_size if options.block_size is None else options.block_size
         if block_size <= 0 or block_size % gpu_size:
@@ -98,7 +103,11 @@ class CPUOffloadingSpec(OffloadingSpec):
         size = parse_size(options.cpu_bytes_to_use, name="cpu_bytes_to_use")
         self.num_blocks = size // self.row_stride
         if not self.num_blocks:
-            raise ConfigurationError("cpu_bytes_to_use", size, f"{self.row_stride} bytes or more, one offloaded block")
+            raise ConfigurationError(
+                "cpu_bytes_to_use",
+                size,
+                f"{self.row_stride} bytes or more, one offloaded block",
+            )
         self._region: SharedOffloadRegion | None = None
         self._manager: OffloadingManager | None = None
         self._handlers: CpuGpuOffloadingHandlers | None = None
@@ -114,32 +123,48 @@ class CPUOffloadingSpec(OffloadingSpec):
         return row_stride_bytes(self.geometry.num_workers, self.cpu_page_size)
 
     def get_region(self) -> SharedOffloadRegion:
-        """Return the primary tier's memory, the same object at each call. Raises as ``SharedOffloadRegion`` does."""
+        """Return the primary tier's memory, the same object at each call. Raises as
+        ``SharedOffloadRegion`` does."""
         if self._region is None:
             geometry, total = self.geometry, self.num_blocks * self.row_stride
             workers = geometry.rank, geometry.num_workers
             try:
                 self._region = SharedOffloadRegion(
-                    geometry.instance_id, total, self.num_blocks, *workers, self.cpu_page_size
+                    geometry.instance_id,
+                    total,
+                    self.num_blocks,
+                    *workers,
+                    self.cpu_page_size,
                 )
             except ConfigurationError as error:
                 if error.field != "total_size_bytes":
                     raise
-                raise ConfigurationError("cpu_bytes_to_use", error.value, error.expected) from error
+                raise ConfigurationError(
+                    "cpu_bytes_to_use", error.value, error.expected
+                ) from error
         return self._region
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._manager = self.make_manager()
-            threshold, tracked = self.options.store_threshold, self.options.max_tracker_size
+            threshold, tracked = (
+                self.options.store_threshold,
+                self.options.max_tracker_size,
+            )
             if threshold:
-                self._manager = FilterReusedOffloadingManager(self._manager, threshold, tracked)
+                self._manager = FilterReusedOffloadingManager(
+                    self._manager, threshold, tracked
+                )
         return self._manager
 
     def make_manager(self) -> OffloadingManager:
-        """Return a new manager without the filter of ``store_threshold``, for ``get_manager``. Subclasses add tiers."""
+        """Return a new manager without the filter of ``store_threshold``, for ``get_manager``.
+        Subclasses add tiers."""
         return CPUPrimaryTierOffloadingManager(
-            self.num_blocks, self.get_region(), self.options.eviction_policy, self.options.enable_events
+            self.num_blocks,
+            self.get_region(),
+            self.options.eviction_policy,
+            self.options.enable_events,
         )
 
     def get_handlers(
@@ -153,24 +178,32 @@ class CPUOffloadingSpec(OffloadingSpec):
             cell = cell_bytes(kv_caches, self.block_size_factor)
             if cell != self.cpu_page_size:
                 expected = f"{cell // self.block_size_factor}, as the KV caches have"
-                raise ConfigurationError("gpu_block_bytes", self.geometry.gpu_block_bytes, expected)
+                raise ConfigurationError(
+                    "gpu_block_bytes", self.geometry.gpu_block_bytes, expected
+                )
             region = self.get_region()
             sharded = self.geometry.head_sharded
             self._handlers = CpuGpuOffloadingHandlers(
-                kv_caches, self.block_size_factor, self.num_blocks, region, head_sharded=sharded
+                kv_caches,
+                self.block_size_factor,
+                self.num_blocks,
+                region,
+                head_sharded=sharded,
             )
         store = GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler
         load = CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler
         return iter((store, load))
 
     def shutdown(self) -> None:
-        """Shut down the handlers, the manager and the region; idempotent. An exception of one of the first two is
-        logged and does not stop the rest.
+        """Shut down the handlers, the manager and the region; idempotent. An exception of one of
+        the first two is logged and does not stop the rest.
         """
         if self._handlers is not None:
             self._handlers.shutdown()
         if self._manager is not None:
-            with Isolation("offloading manager").guard("shutdown", "its resources may not be released"):
+            with Isolation("offloading manager").guard(
+                "shutdown", "its resources may not be released"
+            ):
                 self._manager.shutdown()
         if self._region is not None:
             self._region.cleanup()

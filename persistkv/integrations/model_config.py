@@ -1,4 +1,5 @@
-"""A Hugging Face model's configuration as part of an identity: JSON values, without fields that do not affect KV."""
+"""A Hugging Face model's configuration as part of an identity: JSON values, without fields that do
+not affect KV."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ _IRRELEVANT = frozenset(
     }
 )
 _PART = "_config"
-_QUANTIZATION = "quantization_config"  # kept whole: a dtype in it is not that of the model
+# kept whole: a dtype in it is not that of the model
+_QUANTIZATION = "quantization_config"
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration and its nested ones to JSON values, without fields proven not to affect KV bytes."""
+    """Convert a configuration and its nested ones to JSON values, without fields proven not to
+    affect KV bytes."""
     return {
-        name: plain_config(item) if name.endswith(_PART) and name != _QUANTIZATION and item else plain(item)
+        name: plain_config(item)
+        if name.endswith(_PART) and name != _QUANTIZATION and item
+        else plain(item)
         for name, item in config.items()
         if name not in _IRRELEVANT
     }
@@ -41,4 +46,8 @@ def plain(value: Any) -> Any:
         return sorted((plain(item) for item in value), key=json.dumps)
     if isinstance(value, float) and value - value != 0:
         return str(value)  # JSON has neither infinity nor NaN
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return (
+        value
+        if value is None or isinstance(value, (bool, int, float, str))
+        else str(value)
+    )

@@ -33,9 +33,9 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``Retention.ttl_s`` as a duration such as ``30s`` or ``12h``."""
     priority: Priority = "normal"
     weights: str | None = None
-    """Name of the weights that the request expects, for vLLM engines whose weights change while they run: a new name
-    ends the use of the store for the earlier weights. None: those at the start of the engine. Other engines ignore
-    it."""
+    """Name of the weights that the request expects, for vLLM engines whose weights change while
+    they run: a new name ends the use of the store for the earlier weights. None: those at the start
+    of the engine. Other engines ignore it."""
 
     @property
     def retention(self) -> Retention:
@@ -59,7 +59,12 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             options = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
-            expected = f"true, false, or an object with the options {', '.join(cls.__struct_fields__)}: {error}"
-            raise ConfigurationError(f"kv_transfer_params.{REQUEST_PARAMETER}", given, expected) from None
+            expected = (
+                f"true, false, or an object with the options "
+                f"{', '.join(cls.__struct_fields__)}: {error}"
+            )
+            raise ConfigurationError(
+                f"kv_transfer_params.{REQUEST_PARAMETER}", given, expected
+            ) from None
         _ = options.retention
         return options

@@ -1,7 +1,8 @@
-"""Memory budget of a host process: the division of ``staging_bytes``, which bounds all its memory except the index.
+"""Memory budget of a host process: the division of ``staging_bytes``, which bounds all its memory
+except the index.
 
-The medium may keep the data of one transaction in memory until it ends (LMDB keeps changed pages). The rest is
-for read buffers, frames that are encoded ahead, messages and the allocator.
+The medium may keep the data of one transaction in memory until it ends (LMDB keeps changed pages).
+The rest is for read buffers, frames that are encoded ahead, messages and the allocator.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import NamedTuple
 
 from persistkv.config import MAX_PACK_BYTES
 
-MIN_STAGING_BYTES = 64 << 20  # 64 MiB: with less, packs would be too small to be read fast
-BLOCKS_STAGED = 32  # the budget must hold this many blocks of the largest size, so that each share holds some
+# 64 MiB: with less, packs would be too small to be read fast
+MIN_STAGING_BYTES = 64 << 20
+# the budget must hold this many blocks of the largest size, so that each share holds some
+BLOCKS_STAGED = 32
 MAX_IO_THREADS = 8
 
 _PART_BYTES = 2 << 20
-"""Maximum of ``MemoryShares.part``, 2 MiB: bytes of this size stay in the CPU cache from their read to their
-verification. With 4 MiB, cold reads with two threads took 20 % longer."""
+"""Maximum of ``MemoryShares.part``, 2 MiB: bytes of this size stay in the CPU cache from their read
+to their verification. With 4 MiB, cold reads with two threads took 20 % longer."""
 
 
 class MemoryShares(NamedTuple):
@@ -39,13 +42,17 @@ class MemoryShares(NamedTuple):
     def of(cls, bound: int) -> MemoryShares:
         """Return the limits for a budget of ``bound`` bytes, the value of ``staging_bytes``."""
         return cls(
-            bound // 2, bound // 16, min(MAX_PACK_BYTES, bound // 4), min(_PART_BYTES, bound // (8 * MAX_IO_THREADS))
+            bound // 2,
+            bound // 16,
+            min(MAX_PACK_BYTES, bound // 4),
+            min(_PART_BYTES, bound // (8 * MAX_IO_THREADS)),
         )
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Disable garbage collection while many long-lived objects are created: each collection would scan them again."""
+    """Disable garbage collection while many long-lived objects are created: each collection would
+    scan them again."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -56,8 +63,8 @@ def no_collections() -> Iterator[None]:
 
 
 def keep_out_of_collections() -> None:
-    """Exclude all present objects from garbage collection, for the rest of the process: a full collection delays the
-    first job after a start by 2 to 5 ms.
+    """Exclude all present objects from garbage collection, for the rest of the process: a full
+    collection delays the first job after a start by 2 to 5 ms.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,5 @@
-"""Access to memory by address, and calls that the mmap module lacks or does not release the GIL for."""
+"""Access to memory by address, and calls that the mmap module lacks or does not release the GIL
+for."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ def madvise(address: int, num_bytes: int, advice: int) -> int:
 
 
 def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
-    """Map files one after the other, shared and writable; return the address, or 0 if one cannot be mapped. Then no
-    file stays mapped.
+    """Map files one after the other, shared and writable; return the address, or 0 if one cannot be
+    mapped. Then no file stays mapped.
 
-    :param files: descriptors, and the bytes to map from the start of each: whole pages, except for the last.
+    :param files: descriptors, and the bytes to map from the start of each: whole pages, except for
+        the last.
     """
     num_bytes = sum(size for _, size in files)
     libc, reserved = _libc(), num_bytes + alignment
@@ -47,7 +49,8 @@ def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
 
 
 def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
-    """Release the disk space of a byte range of a file, which then reads as zeros; the file keeps its length.
+    """Release the disk space of a byte range of a file, which then reads as zeros; the file keeps
+    its length.
 
     :raises OSError: the file system supports no holes (``EOPNOTSUPP``), or the disk failed.
     """
@@ -61,12 +64,14 @@ def unmap(address: int, num_bytes: int) -> None:
 
 
 def memory_at(address: int, num_bytes: int) -> memoryview:
-    """Return a writable view of mapped memory. The caller must keep it mapped while references to the view exist."""
+    """Return a writable view of mapped memory. The caller must keep it mapped while references to
+    the view exist."""
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of a contiguous, non-empty view. The address is invalid once the memory is released."""
+    """Return the address of a contiguous, non-empty view. The address is invalid once the memory is
+    released."""
     if not view.readonly:  # five times as fast
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
     import numpy as np  # commands that write nothing do not need numpy
@@ -78,7 +83,14 @@ def address_of(view: memoryview) -> int:
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -1,8 +1,9 @@
-"""Huge pages for memory that is used in disk I/O (the primary tier's rows, scratch memory), and resident pages.
+"""Huge pages for memory that is used in disk I/O (the primary tier's rows, scratch memory), and
+resident pages.
 
-Direct I/O transfers bytes between a disk and rows without the page cache, in physically contiguous parts: 2 MiB of
-small pages are 512 addresses for the disk, a huge page is one. On a virtual disk, writing 32 MiB took 16 ms from small
-pages and 7 ms from huge pages; reading took 33 and 13 ms.
+Direct I/O transfers bytes between a disk and rows without the page cache, in physically contiguous
+parts: 2 MiB of small pages are 512 addresses for the disk, a huge page is one. On a virtual disk,
+writing 32 MiB took 16 ms from small pages and 7 ms from huge pages; reading took 33 and 13 ms.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ _PREFAULT_BYTES = 64 << 20  # 64 MiB in one call
 logger = logging.getLogger(__name__)
 
 
-def use_huge_pages(fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
-    """Move the content of shared memory files into huge pages, for all processes that map it. No byte changes.
+def use_huge_pages(
+    fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_THREADS
+) -> bool:
+    """Move the content of shared memory files into huge pages, for all processes that map it. No
+    byte changes.
 
-    The memory may be used during the call. Memory that is registered with CUDA or in use by a transfer cannot be moved,
-    so call this before. Half a gigabyte takes one thread 0.3 s, or 0.3 ms if it is in huge pages already.
+    The memory may be used during the call. Memory that is registered with CUDA or in use by a
+    transfer cannot be moved, so call this before. Half a gigabyte takes one thread 0.3 s, or 0.3 ms
+    if it is in huge pages already.
 
     :param fds: as in ``map_aligned``; ``num_bytes`` is the size of all files together.
     :returns: as ``collapse``; also False if the files cannot be mapped.
@@ -48,29 +53,39 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_TH
 
 
 def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
-    """Move mapped memory into huge pages, for all processes that map it and in this process's page table.
+    """Move mapped memory into huge pages, for all processes that map it and in this process's page
+    table.
 
-    :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page is unchanged.
-    :returns: whether the memory is in huge pages now. If False, the kernel is too old or has too little contiguous
-        memory; then all or part of the memory is unchanged.
+    :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page
+        is unchanged.
+    :returns: whether the memory is in huge pages now. If False, the kernel is too old or has too
+        little contiguous memory; then all or part of the memory is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
-    steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in range(0, whole, _STEP_BYTES)]
+    steps = [
+        (address + begin, min(_STEP_BYTES, whole - begin))
+        for begin in range(0, whole, _STEP_BYTES)
+    ]
     with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
         # if the first step fails, all would: skip the others
-        return not steps or (_collapse(steps[0]) and all(pool.map(_collapse, steps[1:])))
+        return not steps or (
+            _collapse(steps[0]) and all(pool.map(_collapse, steps[1:]))
+        )
 
 
 def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
-    """Map files one after the other, shared and writable, until ``unmap``. Return the address, a multiple of
-    ``HUGE_PAGE_BYTES``.
+    """Map files one after the other, shared and writable, until ``unmap``. Return the address, a
+    multiple of ``HUGE_PAGE_BYTES``.
 
-    ``mmap.mmap`` does not align. A huge page at an unaligned address takes 512 entries of the page table, which slows
-    down each transfer and checksum: reading and verifying 32 MiB took 4.5 ms of processor time, and 2.1 ms if aligned.
+    ``mmap.mmap`` does not align. A huge page at an unaligned address takes 512 entries of the page
+    table, which slows down each transfer and checksum: reading and verifying 32 MiB took 4.5 ms of
+    processor time, and 2.1 ms if aligned.
 
-    :param fds: writable descriptors; every file is mapped completely, except that the last one may be longer.
-    :raises OSError: the files cannot be mapped, are smaller than ``num_bytes`` (an access after the end would kill the
-        process), or one before the last is not whole pages. Nothing stays mapped then.
+    :param fds: writable descriptors; every file is mapped completely, except that the last one may
+        be longer.
+    :raises OSError: the files cannot be mapped, are smaller than ``num_bytes`` (an access after the
+        end would kill the process), or one before the last is not whole pages. Nothing stays mapped
+        then.
     """
     files, missing = [], num_bytes
     for fd in fds:
@@ -79,17 +94,26 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
             files.append((fd, size))
         missing -= size
         if missing and size % mmap.PAGESIZE:
-            raise OSError(errno.EINVAL, f"a file of {size} bytes, which is not whole pages, precedes another one")
+            raise OSError(
+                errno.EINVAL,
+                f"a file of {size} bytes, which is not whole pages, precedes another one",
+            )
     if missing:
-        raise OSError(errno.EINVAL, f"{num_bytes} bytes are to be mapped of files of {num_bytes - missing}")
+        raise OSError(
+            errno.EINVAL,
+            f"{num_bytes} bytes are to be mapped of files of {num_bytes - missing}",
+        )
     address = libc.map_shared(files, HUGE_PAGE_BYTES)
     if not address:
-        raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory cannot be mapped")
+        raise OSError(
+            errno.ENOMEM, f"{num_bytes} bytes of shared memory cannot be mapped"
+        )
     return address
 
 
 def huge_memory(num_bytes: int) -> mmap.mmap:
-    """Allocate at least ``num_bytes`` of private, zeroed memory, in huge pages if the kernel has some free."""
+    """Allocate at least ``num_bytes`` of private, zeroed memory, in huge pages if the kernel has
+    some free."""
     whole = -(-max(num_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
@@ -98,24 +122,33 @@ def huge_memory(num_bytes: int) -> mmap.mmap:
 
 
 def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
-    """Make ``length`` bytes at ``first``, and again every ``stride`` bytes, resident in this process, in parallel.
+    """Make ``length`` bytes at ``first``, and again every ``stride`` bytes, resident in this
+    process, in parallel.
 
-    The first access to a shared page takes many times as long as a copy. No byte changes, so other processes may write
-    at the same time. If the kernel does not support it, the pages are read instead, which suffices for allocated
-    memory.
+    The first access to a shared page takes many times as long as a copy. No byte changes, so other
+    processes may write at the same time. If the kernel does not support it, the pages are read
+    instead, which suffices for allocated memory.
 
     :param memory: one-dimensional, writable, page-aligned, not empty.
     """
     import numpy as np  # other users of this module do not need numpy
 
     started, address, page = time.monotonic(), libc.address_of(memory), mmap.PAGESIZE
-    spans: list[tuple[int, int]] = []  # whole pages: first byte, and byte after the last
+    # whole pages: first byte, and byte after the last
+    spans: list[tuple[int, int]] = []
     for offset in range(first, len(memory), stride):
-        begin, end = offset - offset % page, min(-(-(offset + length) // page) * page, len(memory))
+        begin, end = (
+            offset - offset % page,
+            min(-(-(offset + length) // page) * page, len(memory)),
+        )
         if spans and begin <= spans[-1][1]:
             begin = spans.pop()[0]
         spans.append((begin, end))
-    parts = [(at, min(at + _PREFAULT_BYTES, end)) for begin, end in spans for at in range(begin, end, _PREFAULT_BYTES)]
+    parts = [
+        (at, min(at + _PREFAULT_BYTES, end))
+        for begin, end in spans
+        for at in range(begin, end, _PREFAULT_BYTES)
+    ]
 
     def populate(part: tuple[int, int]) -> int:
         begin, end = part
@@ -124,13 +157,19 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
             np.frombuffer(memory, np.uint8)[begin:end:page].max()
         return problem
 
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1, len(parts)), "persistkv-prefault") as pool:
+    with ThreadPoolExecutor(
+        min(16, os.cpu_count() or 1, len(parts)), "persistkv-prefault"
+    ) as pool:
         problem = max(pool.map(populate, parts))
     if problem:
         reason = errno.errorcode.get(problem, "unknown")
-        logger.info("MADV_POPULATE_WRITE was not possible (%s); pages were read instead", reason)
+        logger.info(
+            "MADV_POPULATE_WRITE was not possible (%s); pages were read instead", reason
+        )
     num_bytes = sum(end - begin for begin, end in spans)
-    logger.info("prefaulted %d MiB in %.2f s", num_bytes >> 20, time.monotonic() - started)
+    logger.info(
+        "prefaulted %d MiB in %.2f s", num_bytes >> 20, time.monotonic() - started
+    )
 
 
 def _collapse(step: tuple[int, int]) -> bool:

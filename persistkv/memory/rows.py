@@ -1,4 +1,5 @@
-"""Access to the primary tier's rows for storage: gather blocks, scatter blocks, and views for direct I/O."""
+"""Access to the primary tier's rows for storage: gather blocks, scatter blocks, and views for
+direct I/O."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class Rows:
-    """Memory of the primary tier as a byte array of shape (num_blocks, row_stride); row i holds block i.
+    """Memory of the primary tier as a byte array of shape (num_blocks, row_stride); row i holds
+    block i.
 
-    References its buffer, which must be writable and contiguous: delete this object before the memory is unmapped.
+    References its buffer, which must be writable and contiguous: delete this object before the
+    memory is unmapped.
 
     :raises ValueError: the buffer's size is not a multiple of the row stride.
     """
@@ -24,10 +27,14 @@ class Rows:
     def __init__(self, buffer: memoryview, layout: RowLayout) -> None:
         flat = np.frombuffer(buffer, dtype=np.uint8)
         if flat.size % layout.row_stride:
-            raise ValueError(f"{flat.size} bytes are no multiple of the row stride {layout.row_stride}")
+            raise ValueError(
+                f"{flat.size} bytes are no multiple of the row stride {layout.row_stride}"
+            )
         self.layout = layout
         self.array: ByteArray = flat.reshape(-1, layout.row_stride)
-        self._flat = buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer
+        self._flat = (
+            buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer
+        )
 
     def __len__(self) -> int:
         return len(self.array)
@@ -35,24 +42,38 @@ class Rows:
     def check(self, block_ids: Sequence[int]) -> None:
         """:raises ValueError: a row does not exist."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self):
-            raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not exist: there are {len(self)} rows")
+            raise ValueError(
+                f"rows {min(block_ids)} to {max(block_ids)} do not exist: there are "
+                f"{len(self)} rows"
+            )
 
     def places(self, group: int, block_id: int) -> list[memoryview]:
-        """Return a writable view of each byte range that a block of the group uses in row ``block_id``."""
+        """Return a writable view of each byte range that a block of the group uses in row
+        ``block_id``."""
         base = block_id * self.layout.row_stride
-        return [self._flat[base + offset : base + offset + size] for offset, size in self.layout.groups[group].ranges]
+        return [
+            self._flat[base + offset : base + offset + size]
+            for offset, size in self.layout.groups[group].ranges
+        ]
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return writable views of the bytes that blocks of the group use in their rows, in the order of ``block_ids``,
-        which must not be empty. If a block uses its whole row, consecutive rows are returned as one view.
+        """Return writable views of the bytes that blocks of the group use in their rows, in the
+        order of ``block_ids``, which must not be empty. If a block uses its whole row, consecutive
+        rows are returned as one view.
         """
         layout, stride = self.layout.groups[group], self.layout.row_stride
         if layout.ranges == ((0, stride),):
-            return [self._flat[first * stride : end * stride] for first, end in runs(block_ids)]
-        return [place for block_id in block_ids for place in self.places(group, block_id)]
+            return [
+                self._flat[first * stride : end * stride]
+                for first, end in runs(block_ids)
+            ]
+        return [
+            place for block_id in block_ids for place in self.places(group, block_id)
+        ]
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
-        """Return a copy of blocks of the group, as an array of shape (len(block_ids), block_bytes)."""
+        """Return a copy of blocks of the group, as an array of shape (len(block_ids),
+        block_bytes)."""
         ids = np.asarray(block_ids)
         ranges = self.layout.groups[group].ranges
         parts = [self.array[ids, offset : offset + size] for offset, size in ranges]
@@ -68,7 +89,8 @@ class Rows:
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (first, last + 1) of each run of consecutive ascending numbers. ``numbers`` must not be empty."""
+    """Return (first, last + 1) of each run of consecutive ascending numbers. ``numbers`` must not
+    be empty."""
     found: list[tuple[int, int]] = []
     first = end = numbers[0]
     for number in numbers:

@@ -1,12 +1,13 @@
 """Interface of stores, which the LMDB driver and the shared store implement.
 
-What a kind of store lacks is plain data: fields of ``Capabilities``, None, or an empty result. No caller asks for the
-type of a backend.
+What a kind of store lacks is plain data: fields of ``Capabilities``, None, or an empty result. No
+caller asks for the type of a backend.
 
-Methods raise vendor exceptions as ``StoreError``s; after ``close``, they raise a ``StoreError``. The caller owns
-returned objects. Any thread may call ``read``, ``read_frames``, ``scan`` and ``tables``, concurrently with any other
-call; only one thread at a time may call the other methods. A pack's payload is its frames as stored. *Held* means:
-contained in the store. The rules of eviction are in ``storage.catalog``.
+Methods raise vendor exceptions as ``StoreError``s; after ``close``, they raise a ``StoreError``.
+The caller owns returned objects. Any thread may call ``read``, ``read_frames``, ``scan`` and
+``tables``, concurrently with any other call; only one thread at a time may call the other methods.
+A pack's payload is its frames as stored. *Held* means: contained in the store. The rules of
+eviction are in ``storage.catalog``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
-from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt, RequestUse
+from persistkv.storage.stats import (
+    BackendStats,
+    FreeSpace,
+    MergeState,
+    Rebuilt,
+    RequestUse,
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,14 @@ class Capabilities:
 class Namespace:
     """Namespace of a store, which contains all that is stored under one identity.
 
-    It begins with its first pack or manifest, and ends with its last. Without content it takes no room, except for
-    notes that were written before.
+    It begins with its first pack or manifest, and ends with its last. Without content it takes no
+    room, except for notes that were written before.
     """
 
     identity: Identity
     created: float
-    """Time of creation, when the process that stored the first content opened it: seconds since the epoch, on the clock
-    of that process."""
+    """Time of creation, when the process that stored the first content opened it: seconds since the
+    epoch, on the clock of that process."""
 
     @property
     def id(self) -> bytes:
@@ -66,7 +73,8 @@ class ManifestWrite:
     keys: ManifestKeys
     """For each KV cache group, the keys of the whole context in order."""
     packs: Sequence[bytes] = ()
-    """Ids of the packs that hold the keys, from the beginning of the context on. The commit counts as their use."""
+    """Ids of the packs that hold the keys, from the beginning of the context on. The commit counts
+    as their use."""
 
 
 @dataclass(frozen=True)
@@ -74,28 +82,32 @@ class CommitBatch:
     """Content of one transaction."""
 
     packs: Sequence[NewPack] = ()
-    """Packs to write, each streamed at most once per attempt. A pack that is held with an intact table is not written
-    again, only marked used."""
+    """Packs to write, each streamed at most once per attempt. A pack that is held with an intact
+    table is not written again, only marked used."""
     manifests: Sequence[ManifestWrite] = ()
     """Manifests to write. Each replaces the manifest with the same id and keeps its pin."""
     deletions: Sequence[bytes] = ()
     """Ids of packs to delete before ``packs`` are written. Ids that are not held are ignored."""
     bad: Sequence[bytes] = ()
-    """Ids of packs to delete because their bytes do not verify, with the manifests that name them. Packs after them in
-    these manifests are kept, unlike those after ``deletions``. Ids that are not held are ignored."""
+    """Ids of packs to delete because their bytes do not verify, with the manifests that name them.
+    Packs after them in these manifests are kept, unlike those after ``deletions``. Ids that are not
+    held are ignored."""
     touches: Sequence[bytes] = ()
-    """Ids of packs that were used, all at one moment: name a pack together with the packs that it depends on.
-    Ids that are not held are ignored."""
+    """Ids of packs that were used, all at one moment: name a pack together with the packs that it
+    depends on. Ids that are not held are ignored."""
     pins: Sequence[tuple[str, bool]] = ()
-    """(manifest id, True to pin or False to unpin), applied after ``manifests``; ids that are not held are ignored."""
+    """(manifest id, True to pin or False to unpin), applied after ``manifests``; ids that are not
+    held are ignored."""
     seen: bytes | None = None
-    """Position up to which the caller knows the namespace's changes (``Changes.cursor``): newer changes make the commit
-    stale. None: do not check."""
+    """Position up to which the caller knows the namespace's changes (``Changes.cursor``): newer
+    changes make the commit stale. None: do not check."""
     needs: Sequence[bytes] | None = None
-    """Ids of the packs that must still be held, if ``seen`` is given. A driver may accept newer changes as long as
-    these packs are held (``CommitResult.interleaved``). None: newer changes make the commit stale."""
+    """Ids of the packs that must still be held, if ``seen`` is given. A driver may accept newer
+    changes as long as these packs are held (``CommitResult.interleaved``). None: newer changes make
+    the commit stale."""
     memory: int = MAX_PACK_BYTES
-    """Bytes of encoded packs that a ``remote`` driver may hold at once; one pack is always allowed."""
+    """Bytes of encoded packs that a ``remote`` driver may hold at once; one pack is always
+    allowed."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +115,17 @@ class CommitResult:
     """Result of a transaction."""
 
     cursor: bytes
-    """Argument for ``changes``: the position after this commit; if the commit was stale, ``seen``."""
+    """Argument for ``changes``: the position after this commit; if the commit was stale,
+    ``seen``."""
     evicted: Sequence[PackTable] = ()
-    """Tables of all packs that this commit removed, in any namespace, except those whose table is damaged."""
+    """Tables of all packs that this commit removed, in any namespace, except those whose table is
+    damaged."""
     stale: bool = False
-    """True: the batch was not written, because another commit followed ``CommitBatch.seen``; packs may have been
-    evicted. Apply ``changes`` and retry."""
+    """True: the batch was not written, because another commit followed ``CommitBatch.seen``; packs
+    may have been evicted. Apply ``changes`` and retry."""
     interleaved: bool = False
-    """True: the batch was written, and other commits followed ``CommitBatch.seen`` before it. Apply ``changes``."""
+    """True: the batch was written, and other commits followed ``CommitBatch.seen`` before it. Apply
+    ``changes``."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +135,12 @@ class Changes:
     cursor: bytes
     """Position after these changes: the argument of the next call."""
     added: Iterable[PackTable]
-    """Tables of added packs that are still held. Iterate once: with ``reset``, this may read and raise a StoreError."""
+    """Tables of added packs that are still held. Iterate once: with ``reset``, this may read and
+    raise a StoreError."""
     removed: Mapping[bytes, bytes] = field(default_factory=dict)
-    """Id of each removed pack → xxh3-64 of each key (``PackedKeys.fingerprints``); empty bytes if the driver does not
-    know them. Apply before ``added``: a pack that was removed and written again is in both."""
+    """Id of each removed pack → xxh3-64 of each key (``PackedKeys.fingerprints``); empty bytes if
+    the driver does not know them. Apply before ``added``: a pack that was removed and written again
+    is in both."""
     reset: bool = False
     """``added`` is the whole catalogue: there was no cursor, or it is too old or invalid."""
     blocks: int | None = None
@@ -138,12 +155,13 @@ class ReadSpan:
     offset: int
     """Offset of the first byte in the pack's payload."""
     buffers: Sequence[memoryview] = field(repr=False)
-    """Writable and contiguous, filled one after the other; their total size is the number of bytes to read."""
+    """Writable and contiguous, filled one after the other; their total size is the number of bytes
+    to read."""
 
 
 TakeFrame = Callable[[int, memoryview], None]
-"""Receives a frame that ``Backend.read_frames`` has read: its index in ``frames``, and its stored bytes, which are
-valid until the call returns. Must not raise."""
+"""Receives a frame that ``Backend.read_frames`` has read: its index in ``frames``, and its stored
+bytes, which are valid until the call returns. Must not raise."""
 
 
 class Backend(ABC):
@@ -159,8 +177,10 @@ class Backend(ABC):
         """Open the store; create it if it is absent and not ``read_only``.
 
         :raises ConfigurationError: an option is invalid; nothing was created.
-        :raises StoreUnavailableError: it cannot be opened (permission, blocked by a file, absent and ``read_only``).
-        :raises CorruptStoreError: the location holds other data or a newer format; it was not changed.
+        :raises StoreUnavailableError: it cannot be opened (permission, blocked by a file, absent
+            and ``read_only``).
+        :raises CorruptStoreError: the location holds other data or a newer format; it was not
+            changed.
         """
 
     @abstractmethod
@@ -171,58 +191,69 @@ class Backend(ABC):
 
     @abstractmethod
     def open_namespace(self, identity: Identity) -> Namespace:
-        """Return the namespace of this identity. If it has no content, ``commit`` may begin it from now on, here or in
-        another process; until then ``changes`` is empty and all reads are misses, also in a read-only store.
+        """Return the namespace of this identity. If it has no content, ``commit`` may begin it from
+        now on, here or in another process; until then ``changes`` is empty and all reads are
+        misses, also in a read-only store.
 
-        :raises StoreUnavailableError: the namespace is absent, the store is read-only, and the driver (S3) cannot read
-            it later.
+        :raises StoreUnavailableError: the namespace is absent, the store is read-only, and the
+            driver (S3) cannot read it later.
         """
 
     @abstractmethod
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        """Apply the whole batch atomically. On return, it is durable, and the totals of the store are exact. In a
-        remote store, a batch of only ``touches`` may become durable later.
+        """Apply the whole batch atomically. On return, it is durable, and the totals of the store
+        are exact. In a remote store, a batch of only ``touches`` may become durable later.
 
-        To make room, packs are evicted, except those that the batch writes or its manifests name. Three steps may
-        become durable earlier: evictions, ``touches``, and the deletion of manifests that name packs to be deleted.
+        To make room, packs are evicted, except those that the batch writes or its manifests name.
+        Three steps may become durable earlier: evictions, ``touches``, and the deletion of
+        manifests that name packs to be deleted.
 
-        State after a failure or a kill: as before the call, except for these steps (``changes`` reports the evicted
-        packs). In a remote store, a commit whose answer was lost may also have taken effect as a whole. Totals are
-        exact, the handle stays usable, and the next commit may succeed.
+        State after a failure or a kill: as before the call, except for these steps (``changes``
+        reports the evicted packs). In a remote store, a commit whose answer was lost may also have
+        taken effect as a whole. Totals are exact, the handle stays usable, and the next commit may
+        succeed.
 
         :raises StoreFullError: the batch does not fit, even after all possible evictions.
-        :raises StoreError: content for a namespace that is neither held nor opened, a pack of another namespace, or a
-            store that is open read-only. Errors of a pack's stream are raised unchanged.
+        :raises StoreError: content for a namespace that is neither held nor opened, a pack of
+            another namespace, or a store that is open read-only. Errors of a pack's stream are
+            raised unchanged.
         """
 
     @abstractmethod
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        """Return the packs that any process added or removed after ``cursor``; the whole catalogue for None. Packs with
-        a damaged table are left out: their blocks are misses. Positions from before the end of a namespace are invalid
-        (``Changes.reset``), also if it has begun again.
+        """Return the packs that any process added or removed after ``cursor``; the whole catalogue
+        for None. Packs with a damaged table are left out: their blocks are misses. Positions from
+        before the end of a namespace are invalid (``Changes.reset``), also if it has begun again.
 
-        :raises StoreError: the medium failed; the cursor stays valid for a retry. Drivers may raise it, too, for a
-            namespace that is neither held nor opened.
+        :raises StoreError: the medium failed; the cursor stays valid for a retry. Drivers may raise
+            it, too, for a namespace that is neither held nor opened.
         """
 
     @abstractmethod
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Fill the spans' buffers with stored bytes, unverified; return for each span whether it was filled. False is a
-        miss: the pack is absent or too short, and the buffers have undefined content.
+        """Fill the spans' buffers with stored bytes, unverified; return for each span whether it
+        was filled. False is a miss: the pack is absent or too short, and the buffers have undefined
+        content.
 
         :raises StoreError: the medium failed; the content of all buffers is undefined.
         """
 
     def read_frames(
-        self, namespace: bytes, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: TakeFrame
+        self,
+        namespace: bytes,
+        pack_id: bytes,
+        frames: Sequence[Frame],
+        buffer: memoryview,
+        take: TakeFrame,
     ) -> None:
-        """Read frames of a pack into one buffer, one after the other: stored bytes, unverified. A remote store reads
-        neighbouring frames with one request.
+        """Read frames of a pack into one buffer, one after the other: stored bytes, unverified. A
+        remote store reads neighbouring frames with one request.
 
         :param frames: frames of the pack's table, ascending by offset.
         :param buffer: at least as large as the largest frame's stored bytes.
         :param take: called for each frame that was read.
-        :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
+        :raises StoreError: the medium failed; frames that were passed to ``take`` before are
+            complete.
         """
         for number, frame in enumerate(frames):
             stored = buffer[: frame.stored_length]
@@ -232,13 +263,14 @@ class Backend(ABC):
 
     @abstractmethod
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        """Return the tables of these packs, in order, without packs that are not held or whose table is damaged."""
+        """Return the tables of these packs, in order, without packs that are not held or whose
+        table is damaged."""
 
     @abstractmethod
     def note(self, namespace: bytes, name: str) -> bytes | None:
-        """Return the content of a note, a small record about a namespace; None if there is none, or if it is known to
-        be damaged. Notes are not evicted, and not in ``BackendStats``. They may be deleted with the namespace's last
-        content.
+        """Return the content of a note, a small record about a namespace; None if there is none, or
+        if it is known to be damaged. Notes are not evicted, and not in ``BackendStats``. They may
+        be deleted with the namespace's last content.
         """
 
     @abstractmethod
@@ -247,26 +279,30 @@ class Backend(ABC):
 
         :param name: 1 to 32 letters and digits.
         :param content: at most 64 KiB, which the store does not interpret.
-        :raises StoreError: the store is open read-only, or the medium failed; the previous note is kept.
+        :raises StoreError: the store is open read-only, or the medium failed; the previous note is
+            kept.
         """
 
     @abstractmethod
     def index_file(self, namespace: bytes) -> Path | None:
-        """Return the path of a file in which an engine saves its index of a namespace for the next opening.
+        """Return the path of a file in which an engine saves its index of a namespace for the next
+        opening.
 
-        The file is a cache: it may be deleted at any time, and is not part of ``BackendStats.disk_bytes``. None: the
-        store has no directory on this machine, or a remote store has not answered since it was opened.
+        The file is a cache: it may be deleted at any time, and is not part of
+        ``BackendStats.disk_bytes``. None: the store has no directory on this machine, or a remote
+        store has not answered since it was opened.
         """
 
     # Queries
 
     @abstractmethod
     def namespaces(self) -> Iterator[Namespace]:
-        """Iterate over all namespaces with content, in any order, except damaged ones. A driver may list others too."""
+        """Iterate over all namespaces with content, in any order, except damaged ones. A driver may
+        list others too."""
 
     def holds(self, namespace: bytes) -> bool:
-        """Return whether the store has a valid namespace with this id. May ask a server and wait for it. False also if
-        the server has not answered since the store was opened.
+        """Return whether the store has a valid namespace with this id. May ask a server and wait
+        for it. False also if the server has not answered since the store was opened.
 
         :raises StoreError: the medium failed later.
         """
@@ -274,48 +310,60 @@ class Backend(ABC):
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
-        """Iterate over the heads of all manifests, in any order, except damaged ones. No snapshot is held: manifests
-        that are written or deleted meanwhile may be included or not.
+        """Iterate over the heads of all manifests, in any order, except damaged ones. No snapshot
+        is held: manifests that are written or deleted meanwhile may be included or not.
         """
 
     @abstractmethod
-    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        """Return the keys of each manifest, in order; None for keys that are damaged or not held."""
+    def manifest_keys(
+        self, namespace: bytes, manifest_ids: Sequence[str]
+    ) -> list[ManifestKeys | None]:
+        """Return the keys of each manifest, in order; None for keys that are damaged or not
+        held."""
 
     @abstractmethod
-    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+    def manifests_naming(
+        self, namespace: bytes, packs: Sequence[bytes]
+    ) -> list[RequestManifest]:
         """Return the heads of the manifests that name any of these packs."""
 
     @abstractmethod
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        """Return the ids of the packs that a manifest names, from the beginning of the context on; None if it is not
-        held.
+        """Return the ids of the packs that a manifest names, from the beginning of the context on;
+        None if it is not held.
         """
 
     @abstractmethod
-    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        """Return the use of each request, in order; None for a request that is not held or whose use is unknown."""
+    def uses(
+        self, namespace: bytes, manifest_ids: Sequence[str]
+    ) -> list[RequestUse | None]:
+        """Return the use of each request, in order; None for a request that is not held or whose
+        use is unknown."""
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """Return the totals over all namespaces, without a scan of the packs. They are exact for all commits that this
-        handle has read; a remote store reads those of other processes with a delay.
+        """Return the totals over all namespaces, without a scan of the packs. They are exact for
+        all commits that this handle has read; a remote store reads those of other processes with a
+        delay.
         """
 
     def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Read as ``read`` does, for large amounts that are read only once: drivers may keep them out of caches.
+        """Read as ``read`` does, for large amounts that are read only once: drivers may keep them
+        out of caches.
 
-        Fastest if the spans are in ``scan_order``, so that neighbours are read with one call, and if offsets, lengths
-        and buffer addresses are multiples of 4 KiB.
+        Fastest if the spans are in ``scan_order``, so that neighbours are read with one call, and
+        if offsets, lengths and buffer addresses are multiples of 4 KiB.
         """
         return self.read(namespace, spans)
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return these ids, held or not, in the order in which ``scan`` of their packs is fastest."""
+        """Return these ids, held or not, in the order in which ``scan`` of their packs is
+        fastest."""
         return list(pack_ids)
 
     def merge_state(self, namespace: bytes) -> MergeState | None:
-        """Return the state of a namespace's inbox; None: the store has none, and each commit is in its catalogue.
+        """Return the state of a namespace's inbox; None: the store has none, and each commit is in
+        its catalogue.
 
         :raises StoreError: the medium failed.
         """
@@ -336,17 +384,19 @@ class Backend(ABC):
 
     @abstractmethod
     def statuses(self) -> dict[str, bytes]:
-        """Return the rows of all engines, by name, unverified. The rows of killed engines remain."""
+        """Return the rows of all engines, by name, unverified. The rows of killed engines
+        remain."""
 
     @property
     def requests(self) -> Mapping[str, int]:
-        """Number of requests sent since the store was opened, by HTTP method or other kind; empty if not counted."""
+        """Number of requests sent since the store was opened, by HTTP method or other kind; empty
+        if not counted."""
         return {}
 
     @property
     def breaker_state(self) -> str | None:
-        """State of the medium's circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``; None:
-        it has none.
+        """State of the medium's circuit breaker: ``closed``, ``open`` (no requests are sent) or
+        ``half-open``; None: it has none.
         """
         return None
 
@@ -366,66 +416,79 @@ class Backend(ABC):
 
     @abstractmethod
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on. A local
-        store evicts what exceeds a lower capacity, and returns the disk space, before this call returns.
+        """Record another capacity and ttl. Open handles in all processes apply them from their next
+        commit on. A local store evicts what exceeds a lower capacity, and returns the disk space,
+        before this call returns.
 
-        :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
-        :raises StoreError: the store is open read-only (nothing changed), or the medium failed. ``policy`` tells
-            whether the values were recorded; then later commits evict the rest.
+        :raises ConfigurationError: a value is out of range, or the placement differs; nothing
+            changed.
+        :raises StoreError: the store is open read-only (nothing changed), or the medium failed.
+            ``policy`` tells whether the values were recorded; then later commits evict the rest.
         """
 
     # Maintenance
 
     def free_space(self) -> FreeSpace | None:
-        """Return the free space within the store; None: its medium takes the space of deleted content at once."""
+        """Return the free space within the store; None: its medium takes the space of deleted
+        content at once."""
         return None
 
     def release_free(self) -> int:
-        """Return the free space of separate payload files to the medium, as far as it supports that; return the bytes
-        by which the store shrank.
+        """Return the free space of separate payload files to the medium, as far as it supports
+        that; return the bytes by which the store shrank.
 
-        Other processes may use the store meanwhile, and take space from the medium again. The content does not change.
+        Other processes may use the store meanwhile, and take space from the medium again. The
+        content does not change.
 
-        :raises StoreError: the store is open read-only, or the medium failed; what was returned stays returned.
+        :raises StoreError: the store is open read-only, or the medium failed; what was returned
+            stays returned.
         """
         return 0
 
     def delete_quarantined(self) -> int:
-        """Delete the directories in ``BackendStats.quarantined``; return the bytes that they took on disk.
+        """Delete the directories in ``BackendStats.quarantined``; return the bytes that they took
+        on disk.
 
-        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other directories may have
-            been deleted before.
+        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Other
+            directories may have been deleted before.
         """
         return 0
 
     @classmethod
     @abstractmethod
-    def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
-        """Find the packs of a store whose catalogue is lost or damaged, by their traces in its payloads, and build a
-        new catalogue of them.
+    def rebuild(
+        cls, url: StoreUrl, progress: Callable[[int, int], None]
+    ) -> Rebuilt | None:
+        """Find the packs of a store whose catalogue is lost or damaged, by their traces in its
+        payloads, and build a new catalogue of them.
 
-        Each listed pack was verified. Requests are lost: their blocks are found by key. If this call fails or is
-        killed, nothing is lost, and it can be repeated.
+        Each listed pack was verified. Requests are lost: their blocks are found by key. If this
+        call fails or is killed, nothing is lost, and it can be repeated.
 
         :param progress: called with the bytes of the payloads that were read, and with all of them.
         :returns: None: the catalogue is not damaged, and nothing was changed.
         :raises ConfigurationError: an option is invalid.
-        :raises StoreBusyError: another process has the store open for writing; shared stores may be in use.
-        :raises StoreUnavailableError: there is no store, or its payloads are not in files of their own.
+        :raises StoreBusyError: another process has the store open for writing; shared stores may be
+            in use.
+        :raises StoreUnavailableError: there is no store, or its payloads are not in files of their
+            own.
         :raises StoreError: the medium failed; the content is unchanged.
         """
 
     @classmethod
     def erase(cls, url: StoreUrl) -> None:
-        """Delete the content of a store that no process uses. A store that is a directory is deleted with it instead.
+        """Delete the content of a store that no process uses. A store that is a directory is
+        deleted with it instead.
 
-        :raises StoreError: the medium failed, and some content may be left; or the driver's stores are directories.
+        :raises StoreError: the medium failed, and some content may be left; or the driver's stores
+            are directories.
         """
         raise StoreError(f"{url.scheme}://{url.location} is a directory: delete that")
 
     @classmethod
     def check_medium(cls, url: StoreUrl) -> Iterator[Check]:
-        """Yield what is wrong with the medium of a shared store, which need not exist; nothing for a local store.
+        """Yield what is wrong with the medium of a shared store, which need not exist; nothing for
+        a local store.
 
         :raises ConfigurationError: an option of the URL is invalid.
         """
@@ -433,8 +496,8 @@ class Backend(ABC):
 
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainMedium | None:
-        """Return the medium at this URL for plain reads and writes, apart from the store; None: there is no plain
-        client, or the store is in a local directory, which needs none.
+        """Return the medium at this URL for plain reads and writes, apart from the store; None:
+        there is no plain client, or the store is in a local directory, which needs none.
 
         :raises ConfigurationError: an option is invalid.
         """
@@ -442,11 +505,13 @@ class Backend(ABC):
 
 
 class PlainMedium(ABC):
-    """Direct access to a medium through the vendor's plain client, without a store: baseline of ``persistkv bench``."""
+    """Direct access to a medium through the vendor's plain client, without a store: baseline of
+    ``persistkv bench``."""
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers' bytes in order, durably, apart from the store's data. ``close`` deletes these bytes."""
+        """Write the buffers' bytes in order, durably, apart from the store's data. ``close``
+        deletes these bytes."""
 
     @abstractmethod
     def read(self, buffers: Sequence[memoryview]) -> None:

@@ -1,12 +1,13 @@
 """Interface of a shared medium: four methods on immutable bytes under names.
 
-``storage.shared`` builds a store on it: packs and the objects of the index are blobs. An object store, a directory that
-several machines mount, and a database table are media of this kind.
+``storage.shared`` builds a store on it: packs and the objects of the index are blobs. An object
+store, a directory that several machines mount, and a database table are media of this kind.
 
-All methods block. Any thread may call any of them, concurrently with every other call. A failure of the medium raises a
-``StoreError``, never an exception of the vendor: ``BlobMissingError`` for a missing blob, ``RefusedError`` if another
-attempt would fail, too, and ``UnavailableError`` if a later attempt may succeed. The medium itself retries, for a
-bounded time. After ``close``, all methods raise a ``StoreError``.
+All methods block. Any thread may call any of them, concurrently with every other call. A failure of
+the medium raises a ``StoreError``, never an exception of the vendor: ``BlobMissingError`` for a
+missing blob, ``RefusedError`` if another attempt would fail, too, and ``UnavailableError`` if a
+later attempt may succeed. The medium itself retries, for a bounded time. After ``close``, all
+methods raise a ``StoreError``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from persistkv.storage.checks import Check
 
 MAX_NAME = 200
-"""Longest name of a blob in bytes. Names consist of ``a-z``, ``0-9``, ``-`` and ``/``; no part is empty."""
+"""Longest name of a blob in bytes. Names consist of ``a-z``, ``0-9``, ``-`` and ``/``; no part is
+empty."""
 
 _NAME = re.compile("[a-z0-9-]+(/[a-z0-9-]+)*")
 
@@ -33,11 +35,13 @@ class BlobMissingError(StoreError):
 
 
 class UnavailableError(StoreUnavailableError):
-    """The medium does not answer at present. A write or deletion may have taken effect, or may take effect later."""
+    """The medium does not answer at present. A write or deletion may have taken effect, or may take
+    effect later."""
 
 
 class RefusedError(StoreUnavailableError):
-    """The medium refuses the call: permissions, credentials, a full disk. The text never contains credentials."""
+    """The medium refuses the call: permissions, credentials, a full disk. The text never contains
+    credentials."""
 
 
 class BlobInfo(NamedTuple):
@@ -47,40 +51,47 @@ class BlobInfo(NamedTuple):
     size: int
     """Bytes."""
     time: float
-    """When it was written, on the medium's clock: seconds since the epoch, perhaps rounded down to a second."""
+    """When it was written, on the medium's clock: seconds since the epoch, perhaps rounded down to
+    a second."""
 
 
 class Blobs(ABC):
     """Blobs of one store on a shared medium."""
 
     latency_s: float = 0.001
-    """Typical duration of a small call in seconds. Neighbouring ranges are read with one call if the bytes between them
-    take less time than a call."""
+    """Typical duration of a small call in seconds. Neighbouring ranges are read with one call if
+    the bytes between them take less time than a call."""
     connections: int = 8
     """Number of calls that the medium serves well at once."""
 
     @abstractmethod
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
-        """Write a blob, the concatenation of ``pieces``; it is durable on return. A blob with this name is replaced: a
-        reader gets the whole old or the whole new one.
+        """Write a blob, the concatenation of ``pieces``; it is durable on return. A blob with this
+        name is replaced: a reader gets the whole old or the whole new one.
 
-        :returns: the time on the medium's clock when the call took effect or later: seconds since the epoch.
-        :raises StoreError: the blob was not written, or (``UnavailableError``) may have been written, or may appear
-            later. It never appears in part.
+        :returns: the time on the medium's clock when the call took effect or later: seconds since
+            the epoch.
+        :raises StoreError: the blob was not written, or (``UnavailableError``) may have been
+            written, or may appear later. It never appears in part.
         """
 
     @abstractmethod
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
-        """Read ``length`` bytes of a blob, from the byte ``offset`` on, into writable buffers, one after the other.
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
+        """Read ``length`` bytes of a blob, from the byte ``offset`` on, into writable buffers, one
+        after the other.
 
-        A buffer is taken from the iterable only when the buffers before it are full: an iterator can process each
-        buffer when the next one is taken. It is exhausted when all buffers are full.
+        A buffer is taken from the iterable only when the buffers before it are full: an iterator
+        can process each buffer when the next one is taken. It is exhausted when all buffers are
+        full.
 
-        :param length: the number of bytes that the buffers hold together. A medium that requests a range from a server
-            must know its end before it takes the first buffer.
+        :param length: the number of bytes that the buffers hold together. A medium that requests a
+            range from a server must know its end before it takes the first buffer.
         :returns: the number of bytes that were read: fewer than ``length`` only if the blob ends.
         :raises BlobMissingError: there is no such blob.
-        :raises StoreError: the medium failed. Buffers that were followed by another one are complete.
+        :raises StoreError: the medium failed. Buffers that were followed by another one are
+            complete.
         """
 
     @abstractmethod
@@ -92,10 +103,11 @@ class Blobs(ABC):
 
     @abstractmethod
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
-        """Iterate over the blobs whose names start with ``prefix`` and are greater than ``after``, by ascending name.
+        """Iterate over the blobs whose names start with ``prefix`` and are greater than ``after``,
+        by ascending name.
 
-        Each blob is included that was durable before the call and is not deleted before the iteration ends. Blobs that
-        are written or deleted meanwhile may be included or not.
+        Each blob is included that was durable before the call and is not deleted before the
+        iteration ends. Blobs that are written or deleted meanwhile may be included or not.
 
         :param prefix: empty, or ends with ``/``.
         :raises StoreError: the medium failed; the iteration ends.
@@ -106,12 +118,13 @@ class Blobs(ABC):
         """Release connections; idempotent."""
 
     def requests(self) -> Mapping[str, int]:
-        """Return the number of requests sent since the medium was opened, by kind; empty if they are not counted."""
+        """Return the number of requests sent since the medium was opened, by kind; empty if they
+        are not counted."""
         return {}
 
     def check(self, *, writes: bool) -> Iterator[Check]:
-        """Yield what ``persistkv doctor`` shows: whether the calls work (``checks.CallsCheck``), and
-        settings of the medium that prevent or slow a store. By default nothing.
+        """Yield what ``persistkv doctor`` shows: whether the calls work (``checks.CallsCheck``),
+        and settings of the medium that prevent or slow a store. By default nothing.
 
         Failures are outcomes; nothing is raised. The check deletes its own blobs again.
 
@@ -120,8 +133,8 @@ class Blobs(ABC):
         return iter(())
 
     def state(self) -> str:
-        """Return ``closed`` if calls are sent to the medium, ``open`` if a breaker prevents them after failures, or
-        ``half-open`` if it lets some through."""
+        """Return ``closed`` if calls are sent to the medium, ``open`` if a breaker prevents them
+        after failures, or ``half-open`` if it lets some through."""
         return "closed"
 
 
@@ -131,19 +144,25 @@ def check_name(name: str) -> None:
     :raises ConfigurationError: it is no valid name (a ``ValueError``).
     """
     if not is_name(name):
-        expected = f"1 to {MAX_NAME} characters of a-z, 0-9 and -, in parts separated by /"
+        expected = (
+            f"1 to {MAX_NAME} characters of a-z, 0-9 and -, in parts separated by /"
+        )
         raise ConfigurationError("name of a blob", name, expected)
 
 
 def check_prefix(prefix: str) -> None:
     """Check the prefix of a listing.
 
-    :raises ConfigurationError: it is neither empty nor a valid name followed by ``/`` (a ``ValueError``).
+    :raises ConfigurationError: it is neither empty nor a valid name followed by ``/`` (a
+        ``ValueError``).
     """
     if prefix and not (prefix.endswith("/") and is_name(prefix[:-1])):
-        raise ConfigurationError("prefix of blobs", prefix, "nothing, or parts of names, each followed by /")
+        raise ConfigurationError(
+            "prefix of blobs", prefix, "nothing, or parts of names, each followed by /"
+        )
 
 
 def is_name(text: str) -> bool:
-    """Return whether a blob may have this name; a medium shared with others may hold objects with other names."""
+    """Return whether a blob may have this name; a medium shared with others may hold objects with
+    other names."""
     return len(text) <= MAX_NAME and _NAME.fullmatch(text) is not None

@@ -1,4 +1,5 @@
-"""Outcomes of the checks of ``persistkv doctor``, and the check of every shared medium: whether its calls work."""
+"""Outcomes of the checks of ``persistkv doctor``, and the check of every shared medium: whether its
+calls work."""
 
 from __future__ import annotations
 
@@ -17,10 +18,13 @@ _PROBE_BYTES = 1024
 _SKEW_S = 300.0  # five minutes
 _ROUNDING_S = 1.0  # a medium's time may have whole seconds
 _SLOW_S = 2.0  # for a call with 1 KiB
-_NO_ANSWER = "check its address and the network; engines start without it, and try again"
+_NO_ANSWER = (
+    "check its address and the network; engines start without it, and try again"
+)
 _SLOW = "loads take long: look for throttling, or use a medium that is nearer"
 _WRONG_CLOCK = (
-    "set the wrong clock (NTP): nothing expires while the clocks differ by more than an hour, and S3 refuses requests "
+    "set the wrong clock (NTP): nothing expires while the clocks differ by more than an hour, "
+    "and S3 refuses requests "
     "of a machine whose clock is wrong by 15 minutes"
 )
 
@@ -30,7 +34,8 @@ class Level(enum.StrEnum):
 
     OK = "ok"
     NOTE = "note"  # requires no action
-    WARNING = "warning"  # persistkv works, but something will be slow, or will run out of space
+    # persistkv works, but something will be slow, or will run out of space
+    WARNING = "warning"
     PROBLEM = "problem"  # persistkv does not work
 
 
@@ -45,13 +50,17 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class CallsCheck:
-    """Check of the calls that a store makes, with a blob of 1 KiB under a random name, which is deleted again.
+    """Check of the calls that a store makes, with a blob of 1 KiB under a random name, which is
+    deleted again.
 
-    :param remedies: what to do if a call is refused, by method of ``Blobs``: put, read, list, delete.
+    :param remedies: what to do if a call is refused, by method of ``Blobs``: put, read, list,
+        delete.
     :param writes: False: only make the calls of engines that only read.
     """
 
-    def __init__(self, blobs: Blobs, remedies: Mapping[str, str], *, writes: bool) -> None:
+    def __init__(
+        self, blobs: Blobs, remedies: Mapping[str, str], *, writes: bool
+    ) -> None:
         self.answers = True
         """Whether the medium answered every call; if not, others would wait for it in vain."""
         self._blobs = blobs
@@ -62,7 +71,8 @@ class CallsCheck:
         self._ahead_s = 0.0
 
     def run(self) -> Iterator[Check]:
-        """Make the calls, and yield the outcome of each. Failures are outcomes; nothing is raised."""
+        """Make the calls, and yield the outcome of each. Failures are outcomes; nothing is
+        raised."""
         yield self._try("list", "list", self._list)
         if self.answers:
             yield self._try("missing object", "list", self._read_missing)
@@ -124,9 +134,18 @@ class CallsCheck:
         check = "medium's clock"
         seconds = abs(self._ahead_s)
         if seconds <= _SKEW_S:
-            return Check(check, Level.OK, f"at most {max(seconds, _ROUNDING_S):.0f} s from this machine's")
+            return Check(
+                check,
+                Level.OK,
+                f"at most {max(seconds, _ROUNDING_S):.0f} s from this machine's",
+            )
         relation = "ahead of" if self._ahead_s > 0 else "behind"
-        return Check(check, Level.WARNING, f"{seconds:.0f} s {relation} this machine's", _WRONG_CLOCK)
+        return Check(
+            check,
+            Level.WARNING,
+            f"{seconds:.0f} s {relation} this machine's",
+            _WRONG_CLOCK,
+        )
 
     def _read(self) -> str:
         found = bytearray(_PROBE_BYTES)

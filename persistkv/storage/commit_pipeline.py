@@ -1,7 +1,9 @@
-"""Path from the blocks of jobs to transactions: cut blocks into packs, stage them, divide packs into transactions.
+"""Path from the blocks of jobs to transactions: cut blocks into packs, stage them, divide packs
+into transactions.
 
-The depth of a block is the number of blocks of its group before it in the context. If depths are known, packs are cut
-at fixed depths: two engines that store the same prefix then cut the same packs, under the same names.
+The depth of a block is the number of blocks of its group before it in the context. If depths are
+known, packs are cut at fixed depths: two engines that store the same prefix then cut the same
+packs, under the same names.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.records import RequestEnd
 
-TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes
+# 32 MiB: the largest pack that a cut at fixed depths makes
+TARGET_PACK_BYTES = 32 << 20
 DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs are staged, to be written together
 FULL_BYTES = 16 << 20  # 16 MiB: a request's staged blocks become a pack at this size
 
@@ -40,15 +43,16 @@ class StagedPack:
 class Staging:
     """Copies of blocks that wait until they form packs of a useful size.
 
-    Blocks are staged from ``add`` until ``end``, including the time in which a transaction writes them: their bytes are
-    counted, and their keys are found.
+    Blocks are staged from ``add`` until ``end``, including the time in which a transaction writes
+    them: their bytes are counted, and their keys are found.
     """
 
     def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
-        """:param max_bytes: bound on the raw bytes of all copies, which ``fits`` checks and ``add`` does not.
+        """:param max_bytes: bound on the raw bytes of all copies, which ``fits`` checks and ``add``
+        does not.
         :param max_age_s: age in seconds at which a pack is due.
-        :param gather_all: all packs become due together, when the oldest is old enough. If False, each pack becomes due
-            when it is full or old enough itself.
+        :param gather_all: all packs become due together, when the oldest is old enough. If False,
+            each pack becomes due when it is full or old enough itself.
         """
         self.num_bytes = 0
         """Raw bytes of all copies."""
@@ -67,8 +71,11 @@ class Staging:
         """Return whether this many more raw bytes may be added."""
         return self.num_bytes + num_bytes <= self._max_bytes
 
-    def add(self, request: str, segments: Iterable[Segment], *, whole: bool = False) -> None:
-        """Copy blocks to a pack of their own (``whole``) or to the request's open pack. Their rows are free then."""
+    def add(
+        self, request: str, segments: Iterable[Segment], *, whole: bool = False
+    ) -> None:
+        """Copy blocks to a pack of their own (``whole``) or to the request's open pack. Their rows
+        are free then."""
         pack = StagedPack(request, time.monotonic(), closed=whole)
         if not whole:
             pack = self._open.setdefault(request, pack)
@@ -88,31 +95,50 @@ class Staging:
             del self._open[pack.request]
 
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
-        """Return the waiting packs of this request, and those of other requests with blocks of its context."""
+        """Return the waiting packs of this request, and those of other requests with blocks of its
+        context."""
         holders = {self._pack_of.get(key) for keys in end.group_keys for key in keys}
-        return [pack for pack in self._waiting if pack.request == end.request or pack in holders]
+        return [
+            pack
+            for pack in self._waiting
+            if pack.request == end.request or pack in holders
+        ]
 
     def due(self, *, everything: bool = False) -> list[StagedPack]:
-        """Return the waiting packs to write now: those that are due by size or age, or all if they use half of the
-        bound, because the other half fills while they are written.
+        """Return the waiting packs to write now: those that are due by size or age, or all if they
+        use half of the bound, because the other half fills while they are written.
 
         :param everything: return all waiting packs.
         """
-        if everything or 2 * sum(pack.num_bytes for pack in self._waiting) >= self._max_bytes:
+        if (
+            everything
+            or 2 * sum(pack.num_bytes for pack in self._waiting) >= self._max_bytes
+        ):
             return list(self._waiting)
         old = time.monotonic() - self._max_age_s
         if self._gather_all:
-            return list(self._waiting) if any(pack.since <= old for pack in self._waiting) else []
+            return (
+                list(self._waiting)
+                if any(pack.since <= old for pack in self._waiting)
+                else []
+            )
         return [pack for pack in self._waiting if pack.closed or pack.since <= old]
 
     def seconds_to_due(self) -> float | None:
-        """Return the seconds until the oldest waiting pack is due by its age; None if there is none."""
+        """Return the seconds until the oldest waiting pack is due by its age; None if there is
+        none."""
         if not self._waiting:
             return None
-        return max(0.0, min(pack.since for pack in self._waiting) + self._max_age_s - time.monotonic())
+        return max(
+            0.0,
+            min(pack.since for pack in self._waiting)
+            + self._max_age_s
+            - time.monotonic(),
+        )
 
     def take(self, pack: StagedPack) -> list[Segment]:
-        """Return a waiting pack's blocks in as few segments as their depths allow. They stay staged until ``end``."""
+        """Return a waiting pack's blocks in as few segments as their depths allow. They stay staged
+        until ``end``."""
         del self._waiting[pack]
         self._close(pack)
         return _joined(pack.segments)
@@ -120,12 +146,15 @@ class Staging:
     def end(self, segments: Iterable[Segment]) -> None:
         """Forget these blocks, if they are staged, because their transaction has ended."""
         for segment in segments:
-            staged = sum(self._pack_of.pop(key, None) is not None for key in segment.keys)
+            staged = sum(
+                self._pack_of.pop(key, None) is not None for key in segment.keys
+            )
             self.num_bytes -= staged * segment.block_bytes
 
 
 def _joined(segments: Iterable[Segment]) -> list[Segment]:
-    """Join segments with consecutive depths, so that blocks that were staged one by one share frames."""
+    """Join segments with consecutive depths, so that blocks that were staged one by one share
+    frames."""
     runs: list[list[Segment]] = []
     expected = None
     for segment in sorted(segments, key=attrgetter("group", "depth")):
@@ -143,7 +172,8 @@ def _joined(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def _deeper(depth: int, blocks: int) -> int:
-    """Return the depth that is ``blocks`` blocks after this one; UNKNOWN_DEPTH if it is not known."""
+    """Return the depth that is ``blocks`` blocks after this one; UNKNOWN_DEPTH if it is not
+    known."""
     return depth if depth == UNKNOWN_DEPTH else depth + blocks
 
 
@@ -154,15 +184,20 @@ class Transaction(NamedTuple):
     ends: Sequence[RequestEnd] = ()
 
     def split(self) -> list[Transaction]:
-        """Return a transaction for each pack and each end of a request; an empty list if this one cannot be split."""
+        """Return a transaction for each pack and each end of a request; an empty list if this one
+        cannot be split."""
         if len(self.packs) + len(self.ends) < 2:
             return []
-        return [Transaction([one]) for one in self.packs] + [Transaction((), [end]) for end in self.ends]
+        return [Transaction([one]) for one in self.packs] + [
+            Transaction((), [end]) for end in self.ends
+        ]
 
 
-def divide(writers: Iterable[PackWriter], ends: Sequence[RequestEnd], max_bytes: int) -> deque[Transaction]:
-    """Divide packs in order into at least one transaction, each of at most ``max_bytes`` raw bytes or one larger pack.
-    The last one also commits the ends of requests.
+def divide(
+    writers: Iterable[PackWriter], ends: Sequence[RequestEnd], max_bytes: int
+) -> deque[Transaction]:
+    """Divide packs in order into at least one transaction, each of at most ``max_bytes`` raw bytes
+    or one larger pack. The last one also commits the ends of requests.
     """
     slices: list[list[PackWriter]] = [[]]
     size = 0
@@ -187,28 +222,39 @@ class Blocks(NamedTuple):
 
     @property
     def chained(self) -> bool:
-        """Whether all blocks are of one group and have consecutive, known depths. This is the usual case."""
+        """Whether all blocks are of one group and have consecutive, known depths. This is the usual
+        case."""
         if not self.keys or UNKNOWN_DEPTH in self.depths:
             return False
         first, count = self.depths[0], len(self.keys)
-        return list(self.depths) == list(range(first, first + count)) and self.groups.count(self.groups[0]) == count
+        return (
+            list(self.depths) == list(range(first, first + count))
+            and self.groups.count(self.groups[0]) == count
+        )
 
 
 def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
-    """Return the maximum number of blocks of each group in a pack that is cut at fixed depths: the largest power of two
-    with which a pack of all groups has at most 32 MiB and at most ``max_bytes``; at least 1.
+    """Return the maximum number of blocks of each group in a pack that is cut at fixed depths: the
+    largest power of two with which a pack of all groups has at most 32 MiB and at most
+    ``max_bytes``; at least 1.
     """
     one_of_each = sum(group.block_bytes for group in rows.layout.groups)
-    return 1 << max(0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1)
+    return 1 << max(
+        0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1
+    )
 
 
-def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> list[list[Segment]]:
-    """Cut blocks into packs, at depths that are multiples of ``blocks_per_pack``; return the segments of each pack.
+def plan_packs(
+    rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES
+) -> list[list[Segment]]:
+    """Cut blocks into packs, at depths that are multiples of ``blocks_per_pack``; return the
+    segments of each pack.
 
     Blocks of unknown depth form packs of their own, cut in the order of the job.
 
-    :param max_bytes: bound on the raw bytes of a pack, unless one block of each group takes more. Two stores cut the
-        same packs of a prefix if ``max_bytes`` is at least 32 MiB in both, or equal in both.
+    :param max_bytes: bound on the raw bytes of a pack, unless one block of each group takes more.
+        Two stores cut the same packs of a prefix if ``max_bytes`` is at least 32 MiB in both, or
+        equal in both.
     """
     cut = blocks_per_pack(rows, max_bytes)
     if blocks.chained:  # 0.2 instead of 3 ms for 4,096 blocks
@@ -216,12 +262,15 @@ def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> l
     packs: dict[tuple[bool, int], list[int]] = {}
     for place, depth in enumerate(blocks.depths):
         is_unknown = depth == UNKNOWN_DEPTH
-        packs.setdefault((is_unknown, (place if is_unknown else depth) // cut), []).append(place)
+        packs.setdefault(
+            (is_unknown, (place if is_unknown else depth) // cut), []
+        ).append(place)
     return [_segments(rows, blocks, places) for places in packs.values()]
 
 
 def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
-    """Cut blocks of one group with consecutive depths into packs, before each depth that is a multiple of ``cut``."""
+    """Cut blocks of one group with consecutive depths into packs, before each depth that is a
+    multiple of ``cut``."""
     start = 0
     while start < len(blocks.keys):
         stop = start + cut - blocks.depths[start] % cut
@@ -230,19 +279,29 @@ def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
 
 
 def _segments(rows: Rows, blocks: Blocks, places: Iterable[int]) -> list[Segment]:
-    """Return the blocks at these places as segments: runs of one group with consecutive depths, as frames require."""
+    """Return the blocks at these places as segments: runs of one group with consecutive depths, as
+    frames require."""
     runs: list[list[int]] = []
     expected = None
-    for group, depth, place in sorted((blocks.groups[place], blocks.depths[place], place) for place in places):
+    for group, depth, place in sorted(
+        (blocks.groups[place], blocks.depths[place], place) for place in places
+    ):
         if (group, depth) == expected:
             runs[-1].append(place)
         else:
             runs.append([place])
         expected = group, _deeper(depth, 1)
-    return [_segment(rows, Blocks._make([column[place] for place in run] for column in blocks)) for run in runs]
+    return [
+        _segment(
+            rows, Blocks._make([column[place] for place in run] for column in blocks)
+        )
+        for run in runs
+    ]
 
 
 def _segment(rows: Rows, run: Blocks) -> Segment:
     group = run.groups[0]
     source = RowBlocks(rows, group, run.rows)
-    return Segment(group, rows.layout.groups[group].block_bytes, run.keys, source, run.depths[0])
+    return Segment(
+        group, rows.layout.groups[group].block_bytes, run.keys, source, run.depths[0]
+    )

@@ -1,16 +1,22 @@
-"""The index of one namespace: which packs may hold a key. It keeps only 64-bit hashes of keys (fingerprints), in a
-sealed memfd that the host process writes and the engine maps read-only (``LookupTable``), and pack numbers.
+"""The index of one namespace: which packs may hold a key. It keeps only 64-bit hashes of keys
+(fingerprints), in a sealed memfd that the host process writes and the engine maps read-only
+(``LookupTable``), and pack numbers.
 
-1. The memory is a hash table (slots with open addressing and linear probing), then the number of entries. An entry
-   never moves within its table. ``_EMPTY`` ends a probe; ``_GONE`` replaces a removed entry that probes must pass. At
-   most 60 % of the slots are not empty, up to 80 % while a larger table is being filled.
-2. An entry is a pair of fingerprint and pack. A key in several packs has several entries, and so do colliding keys.
-3. A fingerprint only hints: a probe may find a key that is not held. Callers compare full keys before they use a block.
-4. A reader needs no lock: a slot is written with one 8-byte instruction. A probe that races with a write may miss.
-5. Hints are entries without a pack: keys of another namespace, for readers of the table only. They make a key readable
-   (``in``), but the methods that return packs do not find them.
-6. A large index is saved when its store closes: loading the file takes a fifth of the time of reading the catalogue.
-   It names a position in the change log, and is used only if the log still has all later changes.
+1. The memory is a hash table (slots with open addressing and linear probing), then the number of
+   entries. An entry never moves within its table. ``_EMPTY`` ends a probe; ``_GONE`` replaces a
+   removed entry that probes must pass. At most 60 % of the slots are not empty, up to 80 % while a
+   larger table is being filled.
+2. An entry is a pair of fingerprint and pack. A key in several packs has several entries, and so do
+   colliding keys.
+3. A fingerprint only hints: a probe may find a key that is not held. Callers compare full keys
+   before they use a block.
+4. A reader needs no lock: a slot is written with one 8-byte instruction. A probe that races with a
+   write may miss.
+5. Hints are entries without a pack: keys of another namespace, for readers of the table only. They
+   make a key readable (``in``), but the methods that return packs do not find them.
+6. A large index is saved when its store closes: loading the file takes a fifth of the time of
+   reading the catalogue. It names a position in the change log, and is used only if the log still
+   has all later changes.
 """
 
 from __future__ import annotations
@@ -35,8 +41,10 @@ from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
 logger = logging.getLogger(__name__)
 
 _EMPTY, _GONE = 0, 1
-_FIRST_FILL = 0.5  # share of slots that are used by as many keys as the table was made for
-_FILL = 0.6  # share of used slots above which entries are copied to a larger table, in slices
+# share of slots that are used by as many keys as the table was made for
+_FIRST_FILL = 0.5
+# share of used slots above which entries are copied to a larger table, in slices
+_FILL = 0.6
 _MOST_FILL = 0.8  # share of used slots above which all entries are copied at once
 _LEAST_KEYS = 1 << 15  # keys for which the smallest table has room
 _AT_ONCE = 1 << 17  # keys per step of a bulk insertion: its arrays stay in the cache
@@ -44,12 +52,15 @@ _SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
 _SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
 _HINT = 0xFFFFFFFF  # in the place of a pack number
 _FEW = 12  # keys; for fewer, NumPy is slower
-_PARTS = 256  # dicts over which packs are spread: with a million packs, one grows in 0.1 ms
+# dicts over which packs are spread: with a million packs, one grows in 0.1 ms
+_PARTS = 256
 _MOST_COLLIDED = 4_096  # bound on remembered collisions
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-_SAVED_FROM = 1 << 16  # entries; reading the catalogue of a smaller store takes less than 0.1 s
-_HEADER = struct.Struct("<8sIIQQ")  # magic, fingerprint bits, bytes of the cursor, packs, entries
+# entries; reading the catalogue of a smaller store takes less than 0.1 s
+_SAVED_FROM = 1 << 16
+# magic, fingerprint bits, bytes of the cursor, packs, entries
+_HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"PKVINDX1"
 _BITS = 64  # bits of a fingerprint
 _ENTRY = np.dtype([("fingerprint", "<u8"), ("pack", "<u4")])
@@ -75,8 +86,9 @@ def _stored(fingerprints: Fps) -> Fps:
 
 
 class LookupTable:
-    """The engine's read-only view of the fingerprints that the host process keeps in shared memory. Empty until ``map``
-    and after ``clear``. Lookups may run in any thread; the other methods belong to one thread.
+    """The engine's read-only view of the fingerprints that the host process keeps in shared memory.
+    Empty until ``map`` and after ``clear``. Lookups may run in any thread; the other methods belong
+    to one thread.
     """
 
     def __init__(self) -> None:
@@ -87,13 +99,20 @@ class LookupTable:
         self._table: tuple[memoryview, int] = (memoryview(bytes(16)).cast("Q"), 1)
 
     def map(self, fd: int, slots: int) -> None:
-        """Map a table that the host sent, in place of the previous one, which ``release_some`` releases; close ``fd``.
+        """Map a table that the host sent, in place of the previous one, which ``release_some``
+        releases; close ``fd``.
 
-        :raises StoreError: the memfd is not sealed or too small, or cannot be mapped; the previous table stays in use.
+        :raises StoreError: the memfd is not sealed or too small, or cannot be mapped; the previous
+            table stays in use.
         """
         try:
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or not 0 < slots < os.fstat(fd).st_size // 8:
-                raise StoreError(f"the lookup table of {slots} slots is not sealed, or too small")
+            if (
+                fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS
+                or not 0 < slots < os.fstat(fd).st_size // 8
+            ):
+                raise StoreError(
+                    f"the lookup table of {slots} slots is not sealed, or too small"
+                )
             memory = mmap.mmap(fd, (slots + 1) * 8, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise StoreError(f"the lookup table cannot be mapped: {error}") from error
@@ -114,12 +133,17 @@ class LookupTable:
         self._memory = None
 
     def release_some(self) -> bool:
-        """Release a slice of the previous tables' memory (a whole one takes 27 ms); return False if none was left."""
+        """Release a slice of the previous tables' memory (a whole one takes 27 ms); return False if
+        none was left."""
         if not self._retired:
             return False
         memory = self._retired[0]
         if self._released < len(memory):
-            memory.madvise(mmap.MADV_DONTNEED, self._released, min(_SLICE_BYTES, len(memory) - self._released))
+            memory.madvise(
+                mmap.MADV_DONTNEED,
+                self._released,
+                min(_SLICE_BYTES, len(memory) - self._released),
+            )
             self._released += _SLICE_BYTES
         else:
             self._released = 0
@@ -127,7 +151,8 @@ class LookupTable:
         return True
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the host's store probably holds the key: another key can have the same fingerprint."""
+        """Whether the host's store probably holds the key: another key can have the same
+        fingerprint."""
         fingerprint = _fingerprint(key)
         table, slots = self._table
         slot = fingerprint % slots
@@ -152,9 +177,14 @@ class LookupTable:
             return list(map(self.contains, keys))
         table, slots = self._table
         wanted = _stored_fingerprints(keys)
-        found: list[bool] = _matches(np.frombuffer(table, np.uint64), slots, wanted)[0].tolist()
+        found: list[bool] = _matches(np.frombuffer(table, np.uint64), slots, wanted)[
+            0
+        ].tolist()
         if self._collided:
-            return [is_held and key not in self._collided for is_held, key in zip(found, keys, strict=True)]
+            return [
+                is_held and key not in self._collided
+                for is_held, key in zip(found, keys, strict=True)
+            ]
         return found
 
     def prefix(self, keys: Sequence[bytes]) -> int:
@@ -163,14 +193,15 @@ class LookupTable:
         return held.index(False) if False in held else len(held)
 
     def set_collided(self, keys: Mapping[bytes, bool]) -> None:
-        """Remember (True) or forget (False) that keys are not held although other keys have their fingerprints. Of more
-        than 4,096, the oldest are forgotten: a load of one fails as a miss.
+        """Remember (True) or forget (False) that keys are not held although other keys have their
+        fingerprints. Of more than 4,096, the oldest are forgotten: a load of one fails as a miss.
         """
         set_bounded(self._collided, keys)
 
 
 def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
-    """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are removed."""
+    """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are
+    removed."""
     for key, present in changes.items():
         some.pop(key, None)
         if present:
@@ -180,8 +211,9 @@ def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
 
 
 def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[npt.NDArray[np.bool_], Ints]:
-    """Return for each fingerprint whether the table has it, and the slot at which its probe ended: the first one that
-    contains the fingerprint, else an empty one. ``table`` may have more entries than ``slots``.
+    """Return for each fingerprint whether the table has it, and the slot at which its probe ended:
+    the first one that contains the fingerprint, else an empty one. ``table`` may have more entries
+    than ``slots``.
     """
     place = _homes(wanted, slots)
     left = np.arange(len(wanted))
@@ -211,11 +243,15 @@ class _Table:
     def __init__(self, keys: int) -> None:
         """:param keys: number of keys to expect; the table has about twice as many slots."""
         self.slots = int(max(keys, _LEAST_KEYS) / _FIRST_FILL) | 1
-        self.fd = os.memfd_create("persistkv-lookup", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create(
+            "persistkv-lookup", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        )
         os.ftruncate(self.fd, (self.slots + 1) * 8)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self.fd, (self.slots + 1) * 8)
-        self.fingerprints, self._header = np.split(np.frombuffer(self._memory, np.uint64), [self.slots])
+        self.fingerprints, self._header = np.split(
+            np.frombuffer(self._memory, np.uint64), [self.slots]
+        )
         self.packs = np.zeros(self.slots, np.uint32)
         """Number of each slot's pack (``Index.number_of``); 0: no entry."""
         self.used = 0
@@ -228,12 +264,14 @@ class _Table:
         return int(self._header[0])
 
     def prefault(self, start: int, stop: int) -> None:
-        """Allocate the memory of slots of a new table. Allocation during insertions would be much slower."""
+        """Allocate the memory of slots of a new table. Allocation during insertions would be much
+        slower."""
         self.fingerprints[start:stop] = _EMPTY
         self.packs[start:stop] = 0
 
     def room(self, fill: float) -> int:
-        """Return how many more slots may be used until their share is ``fill``; negative if it is larger already."""
+        """Return how many more slots may be used until their share is ``fill``; negative if it is
+        larger already."""
         return int(self.slots * fill) - self.used
 
     def insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> Ints:
@@ -245,7 +283,8 @@ class _Table:
             free = np.flatnonzero(self.fingerprints[where] <= _GONE)
             at, which = where[free], left[free]
             self.packs[at] = which
-            won = self.packs[at] == which  # of several entries for one slot, one gets it
+            # of several entries for one slot, one gets it
+            won = self.packs[at] == which
             at, which = at[won], which[won]
             self.used += int(np.count_nonzero(self.fingerprints[at] == _EMPTY))
             self.packs[at] = packs[which]
@@ -263,7 +302,9 @@ class _Table:
         while len(left):
             where = place[left]
             values = self.fingerprints[where]
-            found.append(where[(values == fingerprints[left]) & (self.packs[where] == pack)])
+            found.append(
+                where[(values == fingerprints[left]) & (self.packs[where] == pack)]
+            )
             left = left[values != _EMPTY]
             _next(place, left, self.slots)
         return np.unique(np.concatenate(found)) if found else left
@@ -274,7 +315,10 @@ class _Table:
         self.packs[at] = 0
         self._header[0] -= np.uint64(len(at))
         while len(at):  # no probe needs a _GONE before an empty slot
-            at = at[(self.fingerprints[at] == _GONE) & (self.fingerprints[(at + 1) % self.slots] == _EMPTY)]
+            at = at[
+                (self.fingerprints[at] == _GONE)
+                & (self.fingerprints[(at + 1) % self.slots] == _EMPTY)
+            ]
             self.fingerprints[at] = _EMPTY
             self.used -= len(at)
             at = (at - 1) % self.slots
@@ -288,11 +332,15 @@ class _Table:
             slot = (slot + 1) % self.slots
 
     def release_some(self) -> bool:
-        """Release a slice of the memory. A reader that still maps it finds empty slots there. Return False, and close
-        the table, if it was the last slice.
+        """Release a slice of the memory. A reader that still maps it finds empty slots there.
+        Return False, and close the table, if it was the last slice.
         """
         end = self._released + _SLICE_BYTES
-        self._memory.madvise(mmap.MADV_REMOVE, self._released, min(end, len(self._memory)) - self._released)
+        self._memory.madvise(
+            mmap.MADV_REMOVE,
+            self._released,
+            min(end, len(self._memory)) - self._released,
+        )
         self._released = end
         if end < len(self._memory):
             return True
@@ -300,14 +348,16 @@ class _Table:
         return False
 
     def close(self) -> None:
-        """Close the descriptor; idempotent. The memory is released when no process maps it any more."""
+        """Close the descriptor; idempotent. The memory is released when no process maps it any
+        more."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class _Packs:
-    """Ids and numbers of packs: in many dicts, because a dict of a million entries needs 50 ms to grow."""
+    """Ids and numbers of packs: in many dicts, because a dict of a million entries needs 50 ms to
+    grow."""
 
     def __init__(self) -> None:
         self._numbers: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
@@ -349,10 +399,13 @@ class HeldPack:
     def __init__(self, table: PackTable, number: int) -> None:
         self.table = table
         self.number = number
-        """The pack's ``Index.number_of`` when this object was made; 0: the index did not hold it."""
+        """The pack's ``Index.number_of`` when this object was made; 0: the index did not hold
+        it."""
         self.keys = tuple(table.keys.unpack())
         """Keys of all blocks, frame after frame."""
-        self.places: Mapping[bytes, int] = {key: place for place, key in enumerate(self.keys)}
+        self.places: Mapping[bytes, int] = {
+            key: place for place, key in enumerate(self.keys)
+        }
         """Position of each key in ``keys``."""
 
     @property
@@ -362,18 +415,20 @@ class HeldPack:
 
 
 class Index:
-    """Index of a namespace: finds the packs that may hold a key, by its fingerprint. Not thread-safe."""
+    """Index of a namespace: finds the packs that may hold a key, by its fingerprint. Not
+    thread-safe."""
 
     def __init__(self, most_keys: int | None = None) -> None:
-        """:param most_keys: keys that fit the store's capacity: the table grows further only if it holds more; None:
-        unknown."""
+        """:param most_keys: keys that fit the store's capacity: the table grows further only if it
+        holds more; None: unknown."""
         self._most_keys = most_keys
         self._table = _Table(0)
         self._new: _Table | None = None
         self._prefaulted = 0
         self._copied = 0
         self._retired: list[_Table] = []
-        """Replaced tables that a reader may map: at most the one that it uses, and the one that was shared last."""
+        """Replaced tables that a reader may map: at most the one that it uses, and the one that was
+        shared last."""
         self._unmapped: list[_Table] = []
         """Replaced tables that no reader maps any more, to be released in slices."""
         self._shared: _Table | None = None
@@ -398,13 +453,18 @@ class Index:
         return list(self._packs.ids())
 
     def number_of(self, pack_id: bytes) -> int:
-        """Return the pack's number in this index, another one after each removal; 0 if the index lacks the pack."""
+        """Return the pack's number in this index, another one after each removal; 0 if the index
+        lacks the pack."""
         return self._packs.number(pack_id)
 
     def candidates(self, key: bytes) -> list[bytes]:
         """Return the ids of all packs that hold a key with the same fingerprint."""
         numbers = dict.fromkeys(self._table.packs_of(_fingerprint(key)))
-        return [pack_id for number in numbers if (pack_id := self._packs.id(number)) is not None]
+        return [
+            pack_id
+            for number in numbers
+            if (pack_id := self._packs.id(number)) is not None
+        ]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return ``candidates`` of each key, but only the first; None if there is none."""
@@ -425,19 +485,26 @@ class Index:
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys, in order, whose fingerprints no pack has."""
         keys = list(keys)
-        return [key for key, pack in zip(keys, self.first_candidates(keys), strict=True) if pack is None]
+        return [
+            key
+            for key, pack in zip(keys, self.first_candidates(keys), strict=True)
+            if pack is None
+        ]
 
     # Changes
 
     def reload(self, tables: Iterable[PackTable], blocks: int | None = None) -> None:
-        """Replace the whole content, hints included. If iterating over ``tables`` raises, some packs are missing.
+        """Replace the whole content, hints included. If iterating over ``tables`` raises, some
+        packs are missing.
 
-        :param blocks: estimated number of blocks in ``tables``. None: they are counted, with all tables in memory.
+        :param blocks: estimated number of blocks in ``tables``. None: they are counted, with all
+            tables in memory.
         """
         if blocks is None:
             tables = list(tables)
             blocks = sum(len(table.keys) for table in tables)
-        new = _Table(self._size_for(blocks))  # before any change, because memory can be short
+        # before any change, because memory can be short
+        new = _Table(self._size_for(blocks))
         new.prefault(0, new.slots)
         self._packs = _Packs()
         self._hints = 0
@@ -448,7 +515,9 @@ class Index:
 
     def _size_for(self, keys: int) -> int:
         more = max(keys * 3 // 2, _LEAST_KEYS)
-        return more if self._most_keys is None else max(keys, min(more, self._most_keys))
+        return (
+            more if self._most_keys is None else max(keys, min(more, self._most_keys))
+        )
 
     def add(self, tables: Iterable[PackTable]) -> None:
         """Add packs by their tables; packs that the index has already are ignored."""
@@ -467,17 +536,21 @@ class Index:
 
     def _insert_all(self, some: list[PackedKeys], numbers: list[int]) -> None:
         fingerprints = _stored_fingerprints(PackedKeys.unpack_all(some))
-        self._insert(fingerprints, np.repeat(np.array(numbers, np.uint32), list(map(len, some))))
+        self._insert(
+            fingerprints, np.repeat(np.array(numbers, np.uint32), list(map(len, some)))
+        )
 
     def _number(self, pack_id: bytes) -> int:
         self._last = self._last % (_HINT - 1) + 1
         while self._packs.id(self._last) is not None:  # after four billion packs
             self._last = self._last % (_HINT - 1) + 1
-        self._packs.put(bytes(bytearray(pack_id)), self._last)  # a copy: not among the parser's short-lived objects
+        # a copy: not among the parser's short-lived objects
+        self._packs.put(bytes(bytearray(pack_id)), self._last)
         return self._last
 
     def _insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> None:
-        if len(packs) > self._table.room(_MOST_FILL):  # faster than slices can make room
+        # faster than slices can make room
+        if len(packs) > self._table.room(_MOST_FILL):
             self._begin_replacement(len(packs))
             while self._new is not None:
                 self.replace_some()
@@ -489,8 +562,9 @@ class Index:
             self._begin_replacement(0)
 
     def remove(self, packs: Mapping[bytes, bytes]) -> None:
-        """Remove packs, given as pack id → ``PackedKeys.fingerprints``; unknown ids are ignored. If fingerprints are
-        missing or wrong, as after damage, all slots are searched, which is slow; one search serves all such packs.
+        """Remove packs, given as pack id → ``PackedKeys.fingerprints``; unknown ids are ignored. If
+        fingerprints are missing or wrong, as after damage, all slots are searched, which is slow;
+        one search serves all such packs.
         """
         searched: list[int] = []
         for pack_id, fingerprints in packs.items():
@@ -505,7 +579,9 @@ class Index:
             for table, entries in zip(self._tables, at, strict=True):
                 table.remove(entries)
         for table in self._tables if searched else ():
-            table.remove(np.flatnonzero(np.isin(table.packs, np.array(searched, np.uint32))))
+            table.remove(
+                np.flatnonzero(np.isin(table.packs, np.array(searched, np.uint32)))
+            )
 
     @property
     def _tables(self) -> list[_Table]:
@@ -515,15 +591,20 @@ class Index:
         """Add keys of another namespace's packs as hints, so that lookups find them."""
         if keys:
             self._hints += len(keys)
-            self._insert(_stored_fingerprints(keys), np.full(len(keys), _HINT, np.uint32))
+            self._insert(
+                _stored_fingerprints(keys), np.full(len(keys), _HINT, np.uint32)
+            )
 
     def remove_hints(self, fingerprints: bytes | None = None) -> None:
-        """Remove the hints of keys, given as ``PackedKeys.fingerprints``; None: all hints, by a search of all slots."""
+        """Remove the hints of keys, given as ``PackedKeys.fingerprints``; None: all hints, by a
+        search of all slots."""
         for table in self._tables:
             if fingerprints is None:
                 at = np.flatnonzero(table.packs == _HINT)
             else:
-                wanted = _stored(np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8))
+                wanted = _stored(
+                    np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8)
+                )
                 at = table.find(wanted, _HINT)
             table.remove(at)
             if table is self._table:
@@ -532,8 +613,8 @@ class Index:
     # The file
 
     def save(self, path: Path, cursor: bytes) -> None:
-        """Write the index as of ``cursor`` to a file for the next opening, unless it has fewer than 65,536 entries.
-        Hints are removed. A failure is only logged; the old file remains.
+        """Write the index as of ``cursor`` to a file for the next opening, unless it has fewer than
+        65,536 entries. Hints are removed. A failure is only logged; the old file remains.
         """
         if self._hints:
             self.remove_hints()
@@ -543,41 +624,61 @@ class Index:
         try:
             space = os.statvfs(path.parent)
             if size > space.f_bavail * space.f_frsize // 2:
-                raise StoreError(f"it takes {size} bytes, more than half of the free space")
+                raise StoreError(
+                    f"it takes {size} bytes, more than half of the free space"
+                )
             replace_file(path, self._pieces(cursor))
         except (OSError, StoreError) as error:
             logger.info("the index is not saved in %s: %s", path, error)
 
     def _pieces(self, cursor: bytes) -> Iterator[bytes]:
-        """Yield the content of the file: header, cursor, numbers and ids of the packs, entries, checksum."""
+        """Yield the content of the file: header, cursor, numbers and ids of the packs, entries,
+        checksum."""
         numbers = np.fromiter(self._packs.numbers(), np.uint32, len(self._packs))
         header = _HEADER.pack(_MAGIC, _BITS, len(cursor), len(numbers), len(self))
         digest = xxhash.xxh3_64()
-        for piece in (header, cursor, numbers.astype("<u4").tobytes(), b"".join(self._packs.ids())):
+        for piece in (
+            header,
+            cursor,
+            numbers.astype("<u4").tobytes(),
+            b"".join(self._packs.ids()),
+        ):
             digest.update(piece)
             yield piece
         table = self._table
         for start in range(0, table.slots, _AT_ONCE):
             at = start + np.flatnonzero(table.packs[start : start + _AT_ONCE])
             entries = np.empty(len(at), _ENTRY)
-            entries["fingerprint"], entries["pack"] = table.fingerprints[at], table.packs[at]
+            entries["fingerprint"], entries["pack"] = (
+                table.fingerprints[at],
+                table.packs[at],
+            )
             digest.update(piece := entries.tobytes())
             yield piece
         yield digest.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
 
     def load(self, path: Path) -> bytes | None:
-        """Fill an empty index from a file that ``save`` wrote, and return its cursor; None if the file is absent or
-        damaged. The index is still empty then.
+        """Fill an empty index from a file that ``save`` wrote, and return its cursor; None if the
+        file is absent or damaged. The index is still empty then.
         """
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            with open(
+                os.open(
+                    path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                ),
+                "rb",
+            ) as file:
                 data = memoryview(file.read() or b"")
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
                 logger.info("the index is not loaded from %s: %s", path, error)
             return None
         end = len(data) - _CHECKSUM_BYTES
-        if end < _HEADER.size or xxhash.xxh3_64_intdigest(data[:end]).to_bytes(_CHECKSUM_BYTES, "little") != data[end:]:
+        if (
+            end < _HEADER.size
+            or xxhash.xxh3_64_intdigest(data[:end]).to_bytes(_CHECKSUM_BYTES, "little")
+            != data[end:]
+        ):
             return None
         magic, bits, cursor_bytes, packs, entries = _HEADER.unpack_from(data)
         if (magic, bits) != (_MAGIC, _BITS):
@@ -586,7 +687,11 @@ class Index:
         ids_at = numbers_at + 4 * packs
         entries_at = ids_at + ID_BYTES * packs
         numbers = np.frombuffer(data[numbers_at:ids_at], "<u4").tolist()
-        for pack_id, number in zip(PackedKeys(bytes(data[ids_at:entries_at]), ID_BYTES).unpack(), numbers, strict=True):
+        for pack_id, number in zip(
+            PackedKeys(bytes(data[ids_at:entries_at]), ID_BYTES).unpack(),
+            numbers,
+            strict=True,
+        ):
             self._packs.put(pack_id, number)
         table = _Table(self._size_for(entries))
         table.prefault(0, table.slots)
@@ -611,8 +716,8 @@ class Index:
             self._prefaulted = self._copied = 0
 
     def replace_some(self) -> None:
-        """Work a few ms on the replacement of a table that is too full: allocate the new one, copy entries, or release
-        the old one. Call it again while ``replacing``.
+        """Work a few ms on the replacement of a table that is too full: allocate the new one, copy
+        entries, or release the old one. Call it again while ``replacing``.
         """
         if self._new is not None and self._prefaulted < self._new.slots:
             stop = self._prefaulted + _SLICE_BYTES // 16
@@ -641,16 +746,20 @@ class Index:
             self._unmapped.append(old)
 
     def share(self) -> tuple[int, int]:
-        """Return a new descriptor of the table, which the caller must close, and the number of slots. The table is
-        kept until ``release_retired`` says that its reader has mapped a later one.
+        """Return a new descriptor of the table, which the caller must close, and the number of
+        slots. The table is kept until ``release_retired`` says that its reader has mapped a later
+        one.
         """
         fd = os.dup(self._table.fd)
         self._shared = self._table
         return fd, self._table.slots
 
     def release_retired(self) -> None:
-        """Let ``replace_some`` release replaced tables: the reader has mapped the one that was shared last."""
-        self._unmapped += [table for table in self._retired if table is not self._shared]
+        """Let ``replace_some`` release replaced tables: the reader has mapped the one that was
+        shared last."""
+        self._unmapped += [
+            table for table in self._retired if table is not self._shared
+        ]
         self._retired = [table for table in self._retired if table is self._shared]
 
     def close(self) -> None:

@@ -1,12 +1,15 @@
-"""Read path of promotions: find the frames that hold the keys, read them with few calls, verify them, fill the rows.
+"""Read path of promotions: find the frames that hold the keys, read them with few calls, verify
+them, fill the rows.
 
-A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one span. Frames of
-which all blocks are wanted are read straight into the rows if they are raw, and decoded straight into consecutive rows
-if they are encoded; other frames pass through temporary buffers (scratch memory). The thread that read a part verifies
-and decodes it, while other threads continue to read.
+A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one
+span. Frames of which all blocks are wanted are read straight into the rows if they are raw, and
+decoded straight into consecutive rows if they are encoded; other frames pass through temporary
+buffers (scratch memory). The thread that read a part verifies and decodes it, while other threads
+continue to read.
 
-A call to a remote store has high latency, so one call reads all adjacent frames if some are encoded.
-All of them, raw ones too, pass through a buffer of the size of the largest frame, as they arrive.
+A call to a remote store has high latency, so one call reads all adjacent frames if some are
+encoded. All of them, raw ones too, pass through a buffer of the size of the largest frame, as they
+arrive.
 """
 
 from __future__ import annotations
@@ -26,35 +29,48 @@ from persistkv.errors import CorruptPackError, StoreError
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.format.pack import FRAME_BYTES, Frame, align, decode_frame, frame_seed, verify_frame
+from persistkv.storage.format.pack import (
+    FRAME_BYTES,
+    Frame,
+    align,
+    decode_frame,
+    frame_seed,
+    verify_frame,
+)
 from persistkv.storage.index import HeldPack
 
 logger = logging.getLogger(__name__)
 
 _UNWANTED = -1  # in the place of a row: no row receives the block
 
-_REMOTE_PART_BYTES = 36 << 20  # 36 MiB: one request reads a pack that was cut at fixed depths, with its padding
+# 36 MiB: one request reads a pack that was cut at fixed depths, with its padding
+_REMOTE_PART_BYTES = 36 << 20
 _PART_BYTES = (1 << 20, 16 << 20)
-"""Bounds of a part, 1 to 16 MiB; between them, each thread gets an equal share of the job. Shorter parts keep the disk
-waiting: with reads of 4 MiB, cold jobs of 512 x 64 KiB took 18.4 ms alone and 16.3 ms in a queue; with one part per
-thread, 17.3 and 14.3 ms. The disk alone took 13.3 ms."""
+"""Bounds of a part, 1 to 16 MiB; between them, each thread gets an equal share of the job. Shorter
+parts keep the disk waiting: with reads of 4 MiB, cold jobs of 512 x 64 KiB took 18.4 ms alone and
+16.3 ms in a queue; with one part per thread, 17.3 and 14.3 ms. The disk alone took 13.3 ms."""
 
 Take = Callable[[int], memoryview]
 """Returns page-aligned scratch memory of a number of bytes."""
 
 
 def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
-    """Return the bound, in stored bytes, of the parts of a load job of ``num_bytes`` raw bytes for these threads."""
+    """Return the bound, in stored bytes, of the parts of a load job of ``num_bytes`` raw bytes for
+    these threads."""
     least, most = _PART_BYTES
-    return _REMOTE_PART_BYTES if remote else min(max(least, -(-num_bytes // max(1, threads))), most)
+    return (
+        _REMOTE_PART_BYTES
+        if remote
+        else min(max(least, -(-num_bytes // max(1, threads))), most)
+    )
 
 
 class Scratch:
     """Pool of equal buffers. It grows to the largest number that was lent at once. Thread-safe."""
 
     def __init__(self, part_bytes: int) -> None:
-        """:param part_bytes: stored bytes of a part that are not read straight into rows. A buffer has room for them,
-        one decoded frame, and padding.
+        """:param part_bytes: stored bytes of a part that are not read straight into rows. A buffer
+        has room for them, one decoded frame, and padding.
         """
         self._num_bytes = align(part_bytes + 2 * FRAME_BYTES)
         self._free: list[mmap.mmap] = []
@@ -63,7 +79,8 @@ class Scratch:
     def lend(self) -> Iterator[Take]:
         """Lend a buffer, which must not be used after the ``with`` block.
 
-        If the rest of the buffer is too small, as for a very large block, ``Take`` returns new memory.
+        If the rest of the buffer is too small, as for a very large block, ``Take`` returns new
+        memory.
         """
         try:
             buffer = self._free.pop()
@@ -92,10 +109,12 @@ class ReadOutcome:
     failed: list[bytes] = field(default_factory=list)
     """Keys whose blocks were not read and verified; the content of their rows is undefined."""
     suspects: dict[bytes, HeldPack] = field(default_factory=dict)
-    """Packs with a frame that failed verification, and packs that are absent or too short, by id."""
+    """Packs with a frame that failed verification, and packs that are absent or too short, by
+    id."""
     bad_frames: Counter[bytes] = field(default_factory=Counter)
-    """Number of frames of each pack, by id, that failed verification or decoding, without those of a codec that this
-    release lacks. If the pack was deleted during the read, its bytes may be another pack's: no damage."""
+    """Number of frames of each pack, by id, that failed verification or decoding, without those of
+    a codec that this release lacks. If the pack was deleted during the read, its bytes may be
+    another pack's: no damage."""
     raw_bytes: int = 0
     """Raw bytes of the blocks that were verified and put into rows."""
 
@@ -108,7 +127,8 @@ class ReadOutcome:
 
 @dataclass(slots=True)
 class FrameRead:
-    """One frame, and for each of its blocks the key and the row to fill; ``_UNWANTED`` for other blocks."""
+    """One frame, and for each of its blocks the key and the row to fill; ``_UNWANTED`` for other
+    blocks."""
 
     pack: HeldPack
     frame: Frame
@@ -126,7 +146,11 @@ class FrameRead:
 
     @property
     def wanted(self) -> list[bytes]:
-        return [key for key, row in zip(self.keys, self.rows, strict=True) if row != _UNWANTED]
+        return [
+            key
+            for key, row in zip(self.keys, self.rows, strict=True)
+            if row != _UNWANTED
+        ]
 
 
 def plan_reads(
@@ -144,11 +168,11 @@ def plan_reads(
     A key is missing if no pack holds it, or if the size of its block is not that of ``rows``.
 
     :param holders: for each key, a pack that holds it; None if it is not held.
-    :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the current one has
-        fewer than ``scratch_bytes``.
+    :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the
+        current one has fewer than ``scratch_bytes``.
     :param scratch_bytes: bound on the bytes of a part that are not read straight into rows.
-    :param remote: whether the store is remote. Then adjacent encoded frames are a part of their own,
-        without the bound ``scratch_bytes``: they pass through a buffer for one frame.
+    :param remote: whether the store is remote. Then adjacent encoded frames are a part of their
+        own, without the bound ``scratch_bytes``: they pass through a buffer for one frame.
     """
     wanted: dict[HeldPack, dict[bytes, int]] = {}
     missing: dict[bytes, None] = {}
@@ -181,7 +205,9 @@ def _adjacent(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
     for read in reads:
         if run:
             before = run[-1].frame
-            if read.pack is not run[-1].pack or read.frame.offset != align(before.offset + before.stored_length):
+            if read.pack is not run[-1].pack or read.frame.offset != align(
+                before.offset + before.stored_length
+            ):
                 yield run
                 run = []
         run.append(read)
@@ -195,7 +221,9 @@ def _any_encoded(reads: Iterable[FrameRead]) -> bool:
 
 def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
     first = run[0].frame.offset
-    for _, part in groupby(run, key=lambda read: (read.frame.offset - first) // part_bytes):
+    for _, part in groupby(
+        run, key=lambda read: (read.frame.offset - first) // part_bytes
+    ):
         yield list(part)
 
 
@@ -210,14 +238,18 @@ def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
         start = stop
 
 
-def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> Iterator[list[FrameRead]]:
+def _parts(
+    reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int
+) -> Iterator[list[FrameRead]]:
     part: list[FrameRead] = []
     size = indirect = 0
     for read in reads:
         length = align(read.frame.stored_length)
         scratch = 0 if read.direct else length
         full = size + length > part_bytes or indirect + scratch > scratch_bytes
-        if part and (full or (size >= scratch_bytes and part[-1].pack is not read.pack)):
+        if part and (
+            full or (size >= scratch_bytes and part[-1].pack is not read.pack)
+        ):
             yield part
             part, size, indirect = [], 0, 0
         part.append(read)
@@ -228,9 +260,14 @@ def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> I
 
 
 def read_part(
-    backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
+    backend: Backend,
+    namespace: bytes,
+    rows: Rows,
+    scratch: Scratch,
+    part: Sequence[FrameRead],
 ) -> ReadOutcome:
-    """Read, verify and decode one part into its rows. Thread-safe. Raises no errors: see ``ReadOutcome.failed``."""
+    """Read, verify and decode one part into its rows. Thread-safe. Raises no errors: see
+    ``ReadOutcome.failed``."""
     outcome, left = ReadOutcome(), dict(enumerate(part))
     try:
         with scratch.lend() as take:
@@ -240,25 +277,47 @@ def read_part(
 
             def finish(number: int, *stored: memoryview) -> None:
                 read = left[number]
-                _finish(read, stored, namespace, rows, raw, outcome, in_rows=read.direct and not is_streamed)
+                _finish(
+                    read,
+                    stored,
+                    namespace,
+                    rows,
+                    raw,
+                    outcome,
+                    in_rows=read.direct and not is_streamed,
+                )
                 del left[number]
 
             if is_streamed:
                 frames = [read.frame for read in part]
                 buffer = take(max(frame.stored_length for frame in frames))
-                backend.read_frames(namespace, part[0].pack.pack_id, frames, buffer, finish)
+                backend.read_frames(
+                    namespace, part[0].pack.pack_id, frames, buffer, finish
+                )
             else:
                 padding = take(PAGE_BYTES)
-                runs = [[(read, _buffers(read, rows, take)) for read in run] for run in _adjacent(part)]
+                runs = [
+                    [(read, _buffers(read, rows, take)) for read in run]
+                    for run in _adjacent(part)
+                ]
                 answers = backend.read(namespace, [_span(run, padding) for run in runs])
-                filled = [(answer, stored) for run, answer in zip(runs, answers, strict=True) for _, stored in run]
+                filled = [
+                    (answer, stored)
+                    for run, answer in zip(runs, answers, strict=True)
+                    for _, stored in run
+                ]
                 for number, (answer, stored) in enumerate(filled):
                     if answer:
                         finish(number, *stored)
-        outcome.suspects.update((read.pack.pack_id, read.pack) for read in left.values())
+        outcome.suspects.update(
+            (read.pack.pack_id, read.pack) for read in left.values()
+        )
     except Exception as error:
-        why = str(error) if isinstance(error, StoreError) else repr(error)  # the exception keeps references to the rows
-        logger.warning("reading %d frames failed (%s): their blocks are misses", len(left), why)
+        # the exception keeps references to the rows
+        why = str(error) if isinstance(error, StoreError) else repr(error)
+        logger.warning(
+            "reading %d frames failed (%s): their blocks are misses", len(left), why
+        )
     outcome.failed += [key for read in left.values() for key in read.wanted]
     return outcome
 
@@ -267,11 +326,15 @@ def _buffers(read: FrameRead, rows: Rows, take: Take) -> list[memoryview]:
     """Return the memory into which the frame's stored bytes are read, in their order."""
     if read.direct:
         return rows.pieces(read.frame.group, read.rows)
-    return [take(align(read.frame.stored_length))]  # reads that bypass the page cache need whole pages
+    # reads that bypass the page cache need whole pages
+    return [take(align(read.frame.stored_length))]
 
 
-def _span(run: Sequence[tuple[FrameRead, list[memoryview]]], padding: memoryview) -> ReadSpan:
-    """Return adjacent frames as one span. Padding between them is read into ``padding``, one page, and ignored."""
+def _span(
+    run: Sequence[tuple[FrameRead, list[memoryview]]], padding: memoryview
+) -> ReadSpan:
+    """Return adjacent frames as one span. Padding between them is read into ``padding``, one page,
+    and ignored."""
     buffers: list[memoryview] = []
     for (read, of_frame), following in zip_longest(run, run[1:]):
         buffers += of_frame
@@ -306,11 +369,14 @@ def _finish(
             _decode(read, stored[0], rows, raw)
     except CorruptPackError as error:
         outcome.failed += read.wanted
-        if error.field != "codec":  # a codec of another release is not damage: that release can read the pack
+        # a codec of another release is not damage: that release can read the pack
+        if error.field != "codec":
             outcome.bad_frames[read.pack.pack_id] += 1
             outcome.suspects[read.pack.pack_id] = read.pack
     else:
-        outcome.raw_bytes += (len(read.rows) - read.rows.count(_UNWANTED)) * frame.block_bytes
+        outcome.raw_bytes += (
+            len(read.rows) - read.rows.count(_UNWANTED)
+        ) * frame.block_bytes
 
 
 def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:
@@ -323,5 +389,9 @@ def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) ->
     if frame.encoded:
         decode_frame(codec, frame, stored, out)
     wanted = [position for position, row in enumerate(read.rows) if row != _UNWANTED]
-    blocks = np.frombuffer(out, dtype=np.uint8).reshape(frame.block_count, frame.block_bytes)
-    rows.scatter(frame.group, [read.rows[position] for position in wanted], blocks[wanted])
+    blocks = np.frombuffer(out, dtype=np.uint8).reshape(
+        frame.block_count, frame.block_bytes
+    )
+    rows.scatter(
+        frame.group, [read.rows[position] for position in wanted], blocks[wanted]
+    )

@@ -1,5 +1,5 @@
-"""Type of the file system that a path is on. LMDB's locks and memory map need a local one; a shared store in a
-directory needs one that all its machines mount.
+"""Type of the file system that a path is on. LMDB's locks and memory map need a local one; a shared
+store in a directory needs one that all its machines mount.
 """
 
 from __future__ import annotations
@@ -10,7 +10,19 @@ from pathlib import Path
 MOUNTS = Path("/proc/self/mountinfo")
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs")
-_CLUSTER = ("ceph", "lustre", "gpfs", "beegfs", "wekafs", "panfs", "glusterfs", "ocfs2", "gfs2", "orangefs", "pvfs2")
+_CLUSTER = (
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "wekafs",
+    "panfs",
+    "glusterfs",
+    "ocfs2",
+    "gfs2",
+    "orangefs",
+    "pvfs2",
+)
 _REMOTE = frozenset(_NETWORK + _CLUSTER)
 _REMOTE_FUSE = (
     "sshfs",
@@ -27,9 +39,11 @@ _REMOTE_FUSE = (
 
 
 def remote_type(path: Path) -> str | None:
-    """Return the type of the file system if other hosts may write it, as in ``/proc/self/mountinfo``: ``nfs4``.
+    """Return the type of the file system if other hosts may write it, as in
+    ``/proc/self/mountinfo``: ``nfs4``.
 
-    Return None for local ones, and if the type is not known: a type that is not listed here is taken for local.
+    Return None for local ones, and if the type is not known: a type that is not listed here is
+    taken for local.
 
     :raises OSError: the path cannot be read.
     """
@@ -42,7 +56,8 @@ def remote_type(path: Path) -> str | None:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return the path if it exists; else its nearest parent that does, where its directories would be created.
+    """Return the path if it exists; else its nearest parent that does, where its directories would
+    be created.
 
     :raises OSError: a parent may not be searched.
     """
@@ -60,7 +75,8 @@ def type_of(path: Path) -> str | None:
         lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # no /proc
         return None
-    for line in lines:  # id, parent, device, root, mount point, options, tags …, "-", type, source, options
+    # id, parent, device, root, mount point, options, tags …, "-", type, source, options
+    for line in lines:
         mount, _, rest = line.partition(" - ")
         fields = mount.split()
         if len(fields) > 2 and fields[2] == number:

@@ -1,7 +1,8 @@
-"""One namespace of an open backend: its blocking calls, the index of durable keys, ``News`` for the engine, manifests.
+"""One namespace of an open backend: its blocking calls, the index of durable keys, ``News`` for the
+engine, manifests.
 
-Coroutines that commit or refresh must run as flows of ``Executor.begin_write``, so that the index applies changes in
-order. ``holders`` may run in any flow.
+Coroutines that commit or refresh must run as flows of ``Executor.begin_write``, so that the index
+applies changes in order. ``holders`` may run in any flow.
 """
 
 from __future__ import annotations
@@ -21,9 +22,19 @@ from persistkv.base import Retention
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.memory.budget import no_collections, trim_heap
-from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
+from persistkv.storage.backend import (
+    Backend,
+    Changes,
+    CommitBatch,
+    CommitResult,
+    ManifestWrite,
+)
 from persistkv.storage.executor import Executor
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, context_digest
+from persistkv.storage.format.manifest import (
+    ManifestKeys,
+    RequestManifest,
+    context_digest,
+)
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.index import HeldPack, Index, set_bounded
@@ -35,8 +46,8 @@ _FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 3 MB
 _READ_AT_ONCE = 4
-"""Number of tables of a local store up to which the caller's thread reads them, in 0.1 to 0.3 ms. Another thread would
-begin 0.2 to 1.8 ms later, or after all parts of queued load jobs."""
+"""Number of tables of a local store up to which the caller's thread reads them, in 0.1 to 0.3 ms.
+Another thread would begin 0.2 to 1.8 ms later, or after all parts of queued load jobs."""
 SHORTENED_AT_ONCE = 64  # maximum number of manifests that one commit shortens
 
 T = TypeVar("T")
@@ -51,7 +62,8 @@ class _Suspect(NamedTuple):
 
 
 class NamespaceView:
-    """One namespace of an open backend, with the index of its durable keys and ``News``. Not thread-safe."""
+    """One namespace of an open backend, with the index of its durable keys and ``News``. Not
+    thread-safe."""
 
     def __init__(
         self,
@@ -62,7 +74,8 @@ class NamespaceView:
         layout: RowLayout,
         options: StoreOptions,
     ) -> None:
-        """Read the catalogue into the index, on the caller's thread. Its keys are not reported as news.
+        """Read the catalogue into the index, on the caller's thread. Its keys are not reported as
+        news.
 
         :raises StoreError: the catalogue could not be read; the backend stays open.
         """
@@ -71,8 +84,8 @@ class NamespaceView:
         self.executor = executor
         self.index = Index(_most_keys(backend, layout))
         self.cursor: bytes | None = None
-        """Position in the backend's change log up to which the index is complete. None: unknown, so the next refresh
-        reads the whole catalogue."""
+        """Position in the backend's change log up to which the index is complete. None: unknown, so
+        the next refresh reads the whole catalogue."""
         self.news = News()
         self._counters = counters
         self._events = options.events
@@ -82,8 +95,8 @@ class NamespaceView:
         self._recent_keys = 0
         self._collided: dict[bytes, None] = {}
         self._distrusted: dict[bytes, _Suspect] = {}
-        """Packs, by id, that were removed from the index because a read of them failed, until the backend reports their
-        removal or replacement, or ``quarantine`` decides about them."""
+        """Packs, by id, that were removed from the index because a read of them failed, until the
+        backend reports their removal or replacement, or ``quarantine`` decides about them."""
         self._failure_logged_at: float | None = None
         self._dropped = False
         """Whether packs were removed from the index that the store may still hold."""
@@ -100,20 +113,34 @@ class NamespaceView:
         trim_heap()  # about 50 bytes per block
 
     def _load(self) -> Changes:
-        """Load the index from its file, and return the changes since then; without a file, the whole catalogue."""
+        """Load the index from its file, and return the changes since then; without a file, the
+        whole catalogue."""
         self._file = self.backend.index_file(self.namespace)
-        self._saved = self.cursor = None if self._file is None else self.index.load(self._file)
+        self._saved = self.cursor = (
+            None if self._file is None else self.index.load(self._file)
+        )
         changes = self.backend.changes(self.namespace, self.cursor)
         if self._file is not None and changes.reset:
-            with suppress(OSError):  # its cursor must not become valid later, in a store that is restored from a copy
+            # its cursor must not become valid later, in a store that is restored from a copy
+            with suppress(OSError):
                 self._file.unlink(missing_ok=True)
         return changes
 
     def close(self) -> None:
-        """Close the backend, then save the index, unless it may lack packs that the store holds. Idempotent."""
+        """Close the backend, then save the index, unless it may lack packs that the store holds.
+        Idempotent."""
         self.backend.close()
-        is_whole = self.backend.capabilities.writable and not self._distrusted and not self._dropped
-        if self._file is not None and is_whole and self.cursor is not None and self.cursor != self._saved:
+        is_whole = (
+            self.backend.capabilities.writable
+            and not self._distrusted
+            and not self._dropped
+        )
+        if (
+            self._file is not None
+            and is_whole
+            and self.cursor is not None
+            and self.cursor != self._saved
+        ):
             self.index.save(self._file, self.cursor)
         self._file = None
         self.index.close()
@@ -121,29 +148,42 @@ class NamespaceView:
     def call(self, call: Callable[[], T]) -> Awaitable[T]:
         """Run a blocking call with ``Executor.write``.
 
-        :raises StoreError: the call raised an exception of any kind; one of another kind is the ``__cause__``.
+        :raises StoreError: the call raised an exception of any kind; one of another kind is the
+            ``__cause__``.
         """
         return self.executor.write(_translated()(call))
 
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
-        """Run ``Backend.commit`` as ``call`` does. When it has ended, no thread reads the blocks of its packs."""
+        """Run ``Backend.commit`` as ``call`` does. When it has ended, no thread reads the blocks of
+        its packs."""
         return self.call(partial(_commit, self.backend, self.namespace, batch))
 
     def log_failure(self, error: StoreError) -> None:
-        """Log a failure as a warning that new blocks are dropped, at most once per minute: a full store fails often."""
+        """Log a failure as a warning that new blocks are dropped, at most once per minute: a full
+        store fails often."""
         now = time.monotonic()
-        if self._failure_logged_at is None or now - self._failure_logged_at >= _FAILURE_LOG_S:
+        if (
+            self._failure_logged_at is None
+            or now - self._failure_logged_at >= _FAILURE_LOG_S
+        ):
             self._failure_logged_at = now
-            kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
-            logger.warning("%s (%s): new blocks are dropped", kind, str(error))  # str: the error references rows
+            kind = (
+                "the store is full"
+                if isinstance(error, StoreFullError)
+                else "the store failed"
+            )
+            # str: the error references rows
+            logger.warning("%s (%s): new blocks are dropped", kind, str(error))
 
     async def refresh(self) -> None:
         """Apply the changes of other processes.
 
-        :raises StoreError: the index is unchanged, or memory or descriptors are short and it lacks packs until the next
-            refresh, which reads the whole catalogue.
+        :raises StoreError: the index is unchanged, or memory or descriptors are short and it lacks
+            packs until the next refresh, which reads the whole catalogue.
         """
-        changes = await self.call(partial(_changes, self.backend, self.namespace, self.cursor))
+        changes = await self.call(
+            partial(_changes, self.backend, self.namespace, self.cursor)
+        )
         with self._changing_index():
             self._learn(changes)
 
@@ -156,12 +196,15 @@ class NamespaceView:
 
     @contextmanager
     def _changing_index(self) -> Iterator[None]:
-        """Convert a lack of memory or descriptors to ``StoreError``, and have the next refresh reload the index."""
+        """Convert a lack of memory or descriptors to ``StoreError``, and have the next refresh
+        reload the index."""
         try:
             yield
         except (OSError, MemoryError) as error:
             self.cursor = None
-            raise StoreError(f"the index is incomplete: {error or 'no memory is left'}") from error
+            raise StoreError(
+                f"the index is incomplete: {error or 'no memory is left'}"
+            ) from error
 
     def _learn(self, changes: Changes) -> None:
         if changes.reset:
@@ -178,7 +221,9 @@ class NamespaceView:
             self._distrusted.pop(table.pack_id, None)
             if self._collided or self._events:
                 keys = table.keys.unpack()
-                self._set_collided([key for key in keys if key in self._collided], collided=False)
+                self._set_collided(
+                    [key for key in keys if key in self._collided], collided=False
+                )
                 if self._events and not self.index.number_of(table.pack_id):
                     self.news.add(stored=self.index.absent(keys))
         self.index.add(tables)
@@ -186,7 +231,8 @@ class NamespaceView:
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
         """Remove packs from the index, and record their keys in ``news``, or that keys are lost.
 
-        :param packs: pack id → the pack's table, or ``PackedKeys.fingerprints`` if the caller does not have it.
+        :param packs: pack id → the pack's table, or ``PackedKeys.fingerprints`` if the caller does
+            not have it.
         """
         fingerprints: dict[bytes, bytes] = {}
         tables: list[PackTable | None] = []
@@ -194,8 +240,16 @@ class NamespaceView:
             self._distrusted.pop(pack_id, None)
             if number := self.index.number_of(pack_id):
                 recent = self._recent.get(number)
-                tables.append(known if isinstance(known, PackTable) else recent.table if recent is not None else None)
-                fingerprints[pack_id] = known.keys.fingerprints if isinstance(known, PackTable) else known
+                tables.append(
+                    known
+                    if isinstance(known, PackTable)
+                    else recent.table
+                    if recent is not None
+                    else None
+                )
+                fingerprints[pack_id] = (
+                    known.keys.fingerprints if isinstance(known, PackTable) else known
+                )
         self.index.remove(fingerprints)
         for table in tables if self._events else ():
             if table is None:
@@ -206,13 +260,16 @@ class NamespaceView:
     # Full keys
 
     async def holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
-        """Return, for each key, a pack that holds it; None if no pack does. Compares full keys, not fingerprints.
+        """Return, for each key, a pack that holds it; None if no pack does. Compares full keys, not
+        fingerprints.
 
         :raises StoreError: the key tables could not be read.
         """
         candidates = self.index.first_candidates(keys)
         found: list[HeldPack | None] = [None] * len(keys)
-        packs = await self._packs({pack_id: None for pack_id in candidates if pack_id is not None})
+        packs = await self._packs(
+            {pack_id: None for pack_id in candidates if pack_id is not None}
+        )
         unsure: list[int] = []
         for place, (key, pack_id) in enumerate(zip(keys, candidates, strict=True)):
             pack = packs.get(pack_id) if pack_id is not None else None
@@ -224,20 +281,31 @@ class NamespaceView:
             await self._find_others(keys, unsure, found)
         return found
 
-    async def _find_others(self, keys: Sequence[bytes], unsure: Sequence[int], found: list[HeldPack | None]) -> None:
-        """Search all packs for the keys at positions ``unsure``, which are not in the first pack with their
-        fingerprint, and enter them in ``found``. Lookups no longer find keys that are in no pack.
+    async def _find_others(
+        self, keys: Sequence[bytes], unsure: Sequence[int], found: list[HeldPack | None]
+    ) -> None:
+        """Search all packs for the keys at positions ``unsure``, which are not in the first pack
+        with their fingerprint, and enter them in ``found``. Lookups no longer find keys that are in
+        no pack.
         """
         named = {place: self.index.candidates(keys[place]) for place in unsure}
-        packs = await self._packs({pack_id: None for pack_ids in named.values() for pack_id in pack_ids})
+        packs = await self._packs(
+            {pack_id: None for pack_ids in named.values() for pack_id in pack_ids}
+        )
         collided: list[bytes] = []
         unread: dict[bytes, int] = {}
         for place, pack_ids in named.items():
             there = [packs[pack_id] for pack_id in pack_ids if pack_id in packs]
-            found[place] = next((pack for pack in there if keys[place] in pack.places), None)
+            found[place] = next(
+                (pack for pack in there if keys[place] in pack.places), None
+            )
             if found[place] is None and len(there) == len(pack_ids):
                 collided.append(keys[place])
-            unread.update((pack_id, self.index.number_of(pack_id)) for pack_id in pack_ids if pack_id not in packs)
+            unread.update(
+                (pack_id, self.index.number_of(pack_id))
+                for pack_id in pack_ids
+                if pack_id not in packs
+            )
         self._set_collided(collided, collided=True)
         if unread:
             self.executor.begin_write(self._drop_unread(unread))
@@ -245,19 +313,28 @@ class NamespaceView:
     async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
         """Return these packs by id, without those whose tables are missing or damaged."""
         numbers = {pack_id: self.index.number_of(pack_id) for pack_id in pack_ids}
-        found = {pack_id: self._recent[number] for pack_id, number in numbers.items() if number in self._recent}
+        found = {
+            pack_id: self._recent[number]
+            for pack_id, number in numbers.items()
+            if number in self._recent
+        }
         unread = [pack_id for pack_id in numbers if pack_id not in found]
         if unread:
             read = partial(self.backend.tables, self.namespace, unread)
-            at_once = len(unread) <= _READ_AT_ONCE and not self.backend.capabilities.remote
+            at_once = (
+                len(unread) <= _READ_AT_ONCE and not self.backend.capabilities.remote
+            )
             with _translated():
                 tables = read() if at_once else (await self.executor.read([read]))[0]
             for table in tables:
-                found[table.pack_id] = self._remember(HeldPack(table, numbers[table.pack_id]))
+                found[table.pack_id] = self._remember(
+                    HeldPack(table, numbers[table.pack_id])
+                )
         return found
 
     def _remember(self, pack: HeldPack) -> HeldPack:
-        """Keep the pack's table in memory and return the pack. Above 16,384 keys in all, drop the oldest tables."""
+        """Keep the pack's table in memory and return the pack. Above 16,384 keys in all, drop the
+        oldest tables."""
         if pack.number and pack.number not in self._recent:
             self._recent[pack.number] = pack
             self._recent_keys += len(pack.keys)
@@ -266,15 +343,25 @@ class NamespaceView:
         return pack
 
     async def _drop_unread(self, packs: Mapping[bytes, int]) -> None:
-        """Refresh, and remove from the index the packs whose tables are damaged or no longer held, unless they were
-        added since the failed read (``packs``: id → ``Index.number_of``) or the medium fails.
+        """Refresh, and remove from the index the packs whose tables are damaged or no longer held,
+        unless they were added since the failed read (``packs``: id → ``Index.number_of``) or the
+        medium fails.
         """
         await self.refresh_or_log()
-        left = [pack_id for pack_id, number in packs.items() if number and self.index.number_of(pack_id) == number]
+        left = [
+            pack_id
+            for pack_id, number in packs.items()
+            if number and self.index.number_of(pack_id) == number
+        ]
         with suppress(StoreError):
             if not left:
                 return
-            there = {table.pack_id for table in await self.call(partial(self.backend.tables, self.namespace, left))}
+            there = {
+                table.pack_id
+                for table in await self.call(
+                    partial(self.backend.tables, self.namespace, left)
+                )
+            }
             self._dropped = True
             self._forget({pack_id: b"" for pack_id in left if pack_id not in there})
 
@@ -284,11 +371,14 @@ class NamespaceView:
             set_bounded(self._collided, changes)
             self.news.collided.update(changes)
 
-    async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
-        """Apply the result of this store's own commit of these packs to the index, the counters and the news.
+    async def committed(
+        self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool
+    ) -> None:
+        """Apply the result of this store's own commit of these packs to the index, the counters and
+        the news.
 
-        :param followed: whether it is certain that no other process committed between the last refresh and this commit.
-            If not, this method refreshes.
+        :param followed: whether it is certain that no other process committed between the last
+            refresh and this commit. If not, this method refreshes.
         """
         try:
             with self._changing_index():
@@ -299,8 +389,11 @@ class NamespaceView:
         if not followed:
             await self.refresh_or_log()
 
-    def _apply_commit(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> bool:
-        """Apply the result of a commit, see ``committed``; return whether the index is complete without a refresh."""
+    def _apply_commit(
+        self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool
+    ) -> bool:
+        """Apply the result of a commit, see ``committed``; return whether the index is complete
+        without a refresh."""
         self._counters.commits += 1
         unknown = not all(writer.written for writer in writers)
         if followed and not unknown:
@@ -315,30 +408,42 @@ class NamespaceView:
             self._counters.stored_blocks += len(table.keys)
             self._counters.stored_raw_bytes += table.raw_length
             self._counters.stored_bytes += table.payload_length
-        mine = {pack.pack_id: pack for pack in result.evicted if pack.namespace == self.namespace}
+        mine = {
+            pack.pack_id: pack
+            for pack in result.evicted
+            if pack.namespace == self.namespace
+        }
         self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine.values())
         self._forget(mine)
         if unknown and followed:
-            self.cursor = None  # the backend holds a pack that the index lacks: reload the catalogue
+            # the backend holds a pack that the index lacks: reload the catalogue
+            self.cursor = None
         return followed and not unknown
 
-    def distrust(self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]) -> None:
-        """Remove from the index the packs of which a read failed. A pack that was replaced since that read is kept.
+    def distrust(
+        self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
+    ) -> None:
+        """Remove from the index the packs of which a read failed. A pack that was replaced since
+        that read is kept.
 
-        :param bad_frames: number of frames of each pack, by id, that did not verify. ``quarantine`` counts them if the
-            store still holds the pack.
+        :param bad_frames: number of frames of each pack, by id, that did not verify. ``quarantine``
+            counts them if the store still holds the pack.
         """
-        bad = {pack.pack_id: pack.table for pack in packs if self.index.number_of(pack.pack_id) == pack.number}
+        bad = {
+            pack.pack_id: pack.table
+            for pack in packs
+            if self.index.number_of(pack.pack_id) == pack.number
+        }
         self._forget(bad)
         for pack_id, table in bad.items():
             self._distrusted[pack_id] = _Suspect(table, bad_frames.get(pack_id, 0))
 
     async def quarantine(self) -> None:
-        """Refresh, and delete the distrusted packs that no process has removed or replaced since, if the store is
-        writable. Manifests that name them are shortened to the part before.
+        """Refresh, and delete the distrusted packs that no process has removed or replaced since,
+        if the store is writable. Manifests that name them are shortened to the part before.
 
-        If the refresh fails, all distrusted packs are restored to the index: a later read decides. If a deletion fails,
-        they stay out of the index.
+        If the refresh fails, all distrusted packs are restored to the index: a later read decides.
+        If a deletion fails, they stay out of the index.
         """
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
@@ -357,8 +462,9 @@ class NamespaceView:
                 return
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
-        """Delete packs. Return False, and delete none, if another process has committed since the last refresh: it may
-        have replaced them. If the store fails, the packs stay in ``_distrusted``.
+        """Delete packs. Return False, and delete none, if another process has committed since the
+        last refresh: it may have replaced them. If the store fails, the packs stay in
+        ``_distrusted``.
         """
         try:
             if (batch := await self._shorten(bad)) is None:
@@ -372,13 +478,17 @@ class NamespaceView:
             for pack_id in bad:
                 self._distrusted.pop(pack_id, None)
             names = ", ".join(pack_id.hex() for pack_id in bad)
-            logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
+            logger.warning(
+                "deleted packs whose bytes do not verify: %s; their blocks will be computed again",
+                names,
+            )
         await self.refresh_or_log()  # applies the deletions to the index
         return True
 
     async def _shorten(self, bad: Sequence[bytes]) -> CommitBatch | None:
-        """Shorten the manifests that name these packs, in commits of ``SHORTENED_AT_ONCE`` manifests. Return the last
-        commit, which the caller must execute; None if another process has committed since the last refresh.
+        """Shorten the manifests that name these packs, in commits of ``SHORTENED_AT_ONCE``
+        manifests. Return the last commit, which the caller must execute; None if another process
+        has committed since the last refresh.
         """
         batch, backend = CommitBatch(), self.backend
         heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
@@ -389,23 +499,38 @@ class NamespaceView:
                     return None
                 await self.committed([], result, followed=True)
             some = heads[start : start + SHORTENED_AT_ONCE]
-            requests = await self.call(partial(read_requests, backend, self.namespace, some))
-            keys = dict.fromkeys(key for request in requests for group in request.keys for key in group.unpack())
-            batch = shortened(requests, await self.pack_of(list(keys)), self.block_bytes, self.cursor)
+            requests = await self.call(
+                partial(read_requests, backend, self.namespace, some)
+            )
+            keys = dict.fromkeys(
+                key
+                for request in requests
+                for group in request.keys
+                for key in group.unpack()
+            )
+            batch = shortened(
+                requests, await self.pack_of(list(keys)), self.block_bytes, self.cursor
+            )
         return batch
 
     async def pack_of(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the ids of packs that hold these keys, without keys that are not held. Raises as ``holders``."""
+        """Return the ids of packs that hold these keys, without keys that are not held. Raises as
+        ``holders``."""
         holders = zip(keys, await self.holders(keys), strict=True) if keys else ()
         return {key: pack.pack_id for key, pack in holders if pack is not None}
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
-    """Estimate how many blocks fit into the store, without regard to its codec. None: unbounded or unknown."""
+    """Estimate how many blocks fit into the store, without regard to its codec. None: unbounded or
+    unknown."""
     capacity = None
     with suppress(StoreError):
         capacity = backend.policy().capacity
-    return None if capacity is None else capacity // min(group.block_bytes for group in layout.groups)
+    return (
+        None
+        if capacity is None
+        else capacity // min(group.block_bytes for group in layout.groups)
+    )
 
 
 def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
@@ -415,7 +540,8 @@ def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Change
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Convert other exceptions to ``StoreError``, so that a lack of memory or a bug in a driver fails only the call."""
+    """Convert other exceptions to ``StoreError``, so that a lack of memory or a bug in a driver
+    fails only the call."""
     try:
         yield
     except StoreError:
@@ -435,10 +561,13 @@ def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitRes
 
 
 def make_manifest(
-    end: RequestEnd, pack_of: Mapping[bytes, bytes], block_bytes: Sequence[int], created: float | None = None
+    end: RequestEnd,
+    pack_of: Mapping[bytes, bytes],
+    block_bytes: Sequence[int],
+    created: float | None = None,
 ) -> tuple[ManifestWrite | None, bool]:
-    """Return a manifest of the longest durable prefix of each group, and whether it covers the whole context. The
-    manifest is None if no group has a durable prefix.
+    """Return a manifest of the longest durable prefix of each group, and whether it covers the
+    whole context. The manifest is None if no group has a durable prefix.
 
     :param pack_of: for each durable key, the id of a pack that holds it.
     :param block_bytes: raw bytes of one block, for each group.
@@ -452,9 +581,13 @@ def make_manifest(
     manifest = RequestManifest(
         id=end.manifest_id,
         created=time.time() if created is None else created,
-        tokens=end.tokens if whole else min(end.tokens, min(map(len, kept)) * end.block_size),
+        tokens=end.tokens
+        if whole
+        else min(end.tokens, min(map(len, kept)) * end.block_size),
         group_blocks=tuple(map(len, kept)),
-        raw_bytes=sum(len(some) * size for some, size in zip(kept, block_bytes, strict=True)),
+        raw_bytes=sum(
+            len(some) * size for some, size in zip(kept, block_bytes, strict=True)
+        ),
         ordered=end.ordered,
         labels=end.labels,
         context=context_digest(keys),
@@ -474,20 +607,36 @@ class NamedRequest(NamedTuple):
     pinned: bool
 
 
-def read_requests(backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]) -> list[NamedRequest]:
+def read_requests(
+    backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]
+) -> list[NamedRequest]:
     """Read the keys and pins of these requests, except those whose keys are missing or damaged."""
     names = [head.id for head in heads]
-    rows = zip(heads, backend.manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
-    return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
+    rows = zip(
+        heads,
+        backend.manifest_keys(namespace, names),
+        backend.uses(namespace, names),
+        strict=True,
+    )
+    return [
+        NamedRequest(head, keys, use is not None and use.pinned)
+        for head, keys, use in rows
+        if keys is not None
+    ]
 
 
 def shortened(
-    requests: Iterable[NamedRequest], pack_of: Mapping[bytes, bytes], block_bytes: Sequence[int], seen: bytes | None
+    requests: Iterable[NamedRequest],
+    pack_of: Mapping[bytes, bytes],
+    block_bytes: Sequence[int],
+    seen: bytes | None,
 ) -> CommitBatch:
-    """Return the commit that shortens the manifests of requests to their durable prefixes, and keeps times of creation
-    and pins. A request of which no block is left is not part of the commit: it is deleted with the bad pack.
+    """Return the commit that shortens the manifests of requests to their durable prefixes, and
+    keeps times of creation and pins. A request of which no block is left is not part of the commit:
+    it is deleted with the bad pack.
 
-    Numbers of tokens are estimated from the present manifests. For a request of few blocks they may be too high.
+    Numbers of tokens are estimated from the present manifests. For a request of few blocks they may
+    be too high.
 
     :param pack_of: as for ``make_manifest``, without the keys of bad packs.
     """

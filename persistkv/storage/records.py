@@ -1,4 +1,5 @@
-"""Options and counters of an open store, and the values that it exchanges with its caller, the host process."""
+"""Options and counters of an open store, and the values that it exchanges with its caller, the host
+process."""
 
 from __future__ import annotations
 
@@ -19,31 +20,37 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of an open namespace; not part of its identity."""
 
     codec: str = "raw"
-    """Codec of new packs, such as ``raw`` or ``zstd:3`` (``parse_codec``). Packs of any codec are read."""
+    """Codec of new packs, such as ``raw`` or ``zstd:3`` (``parse_codec``). Packs of any codec are
+    read."""
     staging_bytes: int = 256 << 20  # 256 MiB
     """Bound in bytes on all memory of the host process except its index and the primary tier."""
     max_age_s: float = 2.0
-    """Age in seconds at which the write of staged blocks starts: blocks of small packs (below 4 MiB), copied to memory
-    to be written together with others. Ignored with ``interval:`` durability."""
+    """Age in seconds at which the write of staged blocks starts: blocks of small packs (below 4
+    MiB), copied to memory to be written together with others. Ignored with ``interval:``
+    durability."""
     durability: str = "commit"
-    """``commit``: each pack is written when it is large enough, at the end of its request, or at ``max_age_s``.
-    ``interval:5s``: accepted blocks are written together when the oldest is 5 s old."""
+    """``commit``: each pack is written when it is large enough, at the end of its request, or at
+    ``max_age_s``. ``interval:5s``: accepted blocks are written together when the oldest is 5 s old.
+    """
     io_threads: int = 2
-    """Number of threads that read and decode frames, and encode those of new packs. A remote store uses 8 instead."""
+    """Number of threads that read and decode frames, and encode those of new packs. A remote store
+    uses 8 instead."""
     refresh_s: float = 1.0
-    """Seconds between the starts of refreshes, which read the packs that other processes added or removed."""
+    """Seconds between the starts of refreshes, which read the packs that other processes added or
+    removed."""
     strict_identity: bool = False
-    """True: refuse to open a store that holds only namespaces of other identities (an empty one is opened). False: add
-    a namespace to it."""
+    """True: refuse to open a store that holds only namespaces of other identities (an empty one is
+    opened). False: add a namespace to it."""
     adopt: Literal["canary", "never"] = "canary"
-    """``canary``: use the namespace of another engine release after comparisons have proven its blocks valid.
-    ``never``: use only the own namespace."""
+    """``canary``: use the namespace of another engine release after comparisons have proven its
+    blocks valid. ``never``: use only the own namespace."""
     events: bool = False
     """Whether ``News`` reports stored and removed keys."""
 
 
 class StoreCounters(msgspec.Struct):
-    """Counters of one open ``Store`` since it was opened. Work of other processes is not counted."""
+    """Counters of one open ``Store`` since it was opened. Work of other processes is not
+    counted."""
 
     stored_blocks: int = 0
     """Blocks of the packs that this store wrote and that became durable."""
@@ -52,10 +59,12 @@ class StoreCounters(msgspec.Struct):
     stored_bytes: int = 0
     """Bytes of ``stored_blocks`` as stored, after the codec and with padding."""
     held_blocks: int = 0
-    """Blocks of store jobs that were not written again: the store already held or had accepted them."""
+    """Blocks of store jobs that were not written again: the store already held or had accepted
+    them."""
     dropped_blocks: int = 0
-    """Blocks that were dropped, because their commits failed or had not begun when the host ended, or because the store
-    is open for reading only. They are misses: the engine computes them again."""
+    """Blocks that were dropped, because their commits failed or had not begun when the host ended,
+    or because the store is open for reading only. They are misses: the engine computes them again.
+    """
     dropped_bytes: int = 0
     """Raw bytes of ``dropped_blocks``."""
     loaded_blocks: int = 0
@@ -67,31 +76,36 @@ class StoreCounters(msgspec.Struct):
     verification_failures: int = 0
     """Frames read by load jobs whose bytes failed verification or decoding."""
     evicted_blocks: int = 0
-    """Blocks of this namespace's packs that were evicted or expired in successful commits of this store. Deleted
-    damaged packs are not counted."""
+    """Blocks of this namespace's packs that were evicted or expired in successful commits of this
+    store. Deleted damaged packs are not counted."""
     commits: int = 0
     """Transactions of this store that succeeded, including those that wrote no pack."""
 
 
 class News(msgspec.Struct, array_like=True, tag=True):
-    """Changes of the store's keys and requests since the last ``take_news``. The first three are set only if
-    ``StoreOptions.events`` is.
+    """Changes of the store's keys and requests since the last ``take_news``. The first three are
+    set only if ``StoreOptions.events`` is.
     """
 
     stored: list[bytes] = []
-    """Keys that became durable, including those that other processes wrote and those of an adopted namespace."""
+    """Keys that became durable, including those that other processes wrote and those of an adopted
+    namespace."""
     removed: list[bytes] = []
     """Keys that can no longer be loaded: their packs were removed, or are damaged."""
     lost: bool = False
-    """Whether ``stored`` or ``removed`` is incomplete: more than 65,536 keys changed, or the keys of removed packs are
-    not known (mostly of packs that another process removed)."""
+    """Whether ``stored`` or ``removed`` is incomplete: more than 65,536 keys changed, or the keys
+    of removed packs are not known (mostly of packs that another process removed)."""
     persisted: list[tuple[str, bool]] = []
-    """(request id, whether its whole context is durable), for each request whose end was processed."""
+    """(request id, whether its whole context is durable), for each request whose end was
+    processed."""
     collided: dict[bytes, bool] = {}
-    """Key → True: the key is not held, although a held key has the same fingerprint, so the engine must treat it as a
-    miss. False: it was stored since, so the engine can trust the lookup table again."""
+    """Key → True: the key is not held, although a held key has the same fingerprint, so the engine
+    must treat it as a miss. False: it was stored since, so the engine can trust the lookup table
+    again."""
 
-    def add(self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
+    def add(
+        self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()
+    ) -> None:
         """Add keys to both lists. A key that was stored and then removed is only in ``removed``."""
         gone = set(removed)
         if gone and not gone.isdisjoint(self.stored):
@@ -103,7 +117,8 @@ class News(msgspec.Struct, array_like=True, tag=True):
 
 
 def are_encodable(texts: Iterable[object]) -> bool:
-    """Return whether these are strings that a message can contain: one with a lone surrogate is not."""
+    """Return whether these are strings that a message can contain: one with a lone surrogate is
+    not."""
     try:
         for text in texts:
             if not isinstance(text, str):
@@ -120,7 +135,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request: str | None = None
     """The id of a context, as ``persistkv ls --json`` shows it, or the beginning of the id."""
     labels: dict[str, str] = {}
-    """Labels that the contexts have, with these values; ignored if ``request`` is set. Empty: all contexts."""
+    """Labels that the contexts have, with these values; ignored if ``request`` is set. Empty: all
+    contexts."""
 
     @property
     def is_encodable(self) -> bool:
@@ -134,7 +150,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End of a request. The engine sends it to the host process after the request's last store job."""
+    """End of a request. The engine sends it to the host process after the request's last store
+    job."""
 
     request: str
     manifest_id: str
@@ -144,7 +161,8 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tokens: int
     """Tokens of the whole context; 0 if the engine did not report them."""
     block_size: int
-    """Tokens of one block, one value for all groups; used to count the tokens of a prefix of the context."""
+    """Tokens of one block, one value for all groups; used to count the tokens of a prefix of the
+    context."""
     ordered: bool = True
     """Whether the keys are in the order of the context; False: in order of arrival."""
     labels: dict[str, str] = {}
@@ -154,10 +172,20 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def is_encodable(self) -> bool:
         """Whether a message can contain the ids and labels, which users choose."""
-        return are_encodable([self.request, self.manifest_id, *self.labels, *self.labels.values()])
+        return are_encodable(
+            [self.request, self.manifest_id, *self.labels, *self.labels.values()]
+        )
 
     @property
     def num_bytes(self) -> int:
         """Approximate memory of this object in bytes."""
-        keys = sum(len(keys) * (len(keys[0]) + _BYTES_OBJECT) for keys in self.group_keys if keys)
-        return _END_BYTES + keys + sum(len(name) + len(value) for name, value in self.labels.items())
+        keys = sum(
+            len(keys) * (len(keys[0]) + _BYTES_OBJECT)
+            for keys in self.group_keys
+            if keys
+        )
+        return (
+            _END_BYTES
+            + keys
+            + sum(len(name) + len(value) for name, value in self.labels.items())
+        )

@@ -1,4 +1,5 @@
-"""Reports of a store about its content: totals, the use of requests, free space; and the result of a rebuild."""
+"""Reports of a store about its content: totals, the use of requests, free space; and the result of
+a rebuild."""
 
 from __future__ import annotations
 
@@ -11,19 +12,22 @@ class RequestUse:
     """Use of a stored request."""
 
     last_used: float
-    """Last use of the whole context, which is the last use of its last pack: seconds since the epoch, approximate."""
+    """Last use of the whole context, which is the last use of its last pack: seconds since the
+    epoch, approximate."""
     reused: bool
     """Whether ``last_used`` is later than the writing of the request."""
     shared_by: int
-    """Number of other requests whose manifests name the last pack of this request. They probably contain its whole
-    context."""
+    """Number of other requests whose manifests name the last pack of this request. They probably
+    contain its whole context."""
     pinned: bool
-    """Whether the manifest is pinned: its packs are not evicted then, and expire only by its own ttl."""
+    """Whether the manifest is pinned: its packs are not evicted then, and expire only by its own
+    ttl."""
     hits: int = 0
-    """Number of the requests counted by ``shared_by`` that were written later than this one. Requests that are no
-    longer held do not count."""
+    """Number of the requests counted by ``shared_by`` that were written later than this one.
+    Requests that are no longer held do not count."""
     packs_raw_bytes: int = 0
-    """Bytes, before the codec, of all blocks in the packs that the manifest names, including other requests' blocks."""
+    """Bytes, before the codec, of all blocks in the packs that the manifest names, including other
+    requests' blocks."""
     packs_stored_bytes: int = 0
     """Payload bytes of the packs that the manifest names, padding included."""
 
@@ -46,8 +50,8 @@ class BackendStats:
     capacity: int | None
     """Bound on ``disk_bytes``; None: unbounded."""
     quarantined: tuple[str, ...] = ()
-    """Paths of the renamed directories of damaged stores. They are kept until ``persistkv prune --quarantined`` deletes
-    them, and do not count towards the capacity."""
+    """Paths of the renamed directories of damaged stores. They are kept until ``persistkv prune
+    --quarantined`` deletes them, and do not count towards the capacity."""
     quarantined_bytes: int = 0
     """Bytes that the directories in ``quarantined`` take on disk."""
 
@@ -57,11 +61,13 @@ class FreeSpace:
     """Unused space within ``BackendStats.disk_bytes``. Later commits reuse it."""
 
     catalogue_bytes: int
-    """Free bytes in the catalogue. Includes space freed by payloads if they are stored in the catalogue."""
+    """Free bytes in the catalogue. Includes space freed by payloads if they are stored in the
+    catalogue."""
     payload_bytes: int
     """Free bytes in separate payload files."""
     pieces: int
-    """Number of contiguous free extents in separate payload files; together they have ``payload_bytes``."""
+    """Number of contiguous free extents in separate payload files; together they have
+    ``payload_bytes``."""
     largest_bytes: int
     """Size of the largest contiguous free extent. A larger payload is split."""
 

@@ -1,7 +1,7 @@
 """Tools for testing drivers and tiers, without torch.
 
-Conformance suites, sample packs, a backend and a medium in memory, and wrappers that inject faults into any backend or
-medium.
+Conformance suites, sample packs, a backend and a medium in memory, and wrappers that inject faults
+into any backend or medium.
 
 ``BackendConformance`` and ``BlobsConformance`` need pytest, and are imported on first use.
 """

@@ -53,7 +53,9 @@ class MemoryBlobs(Blobs):
             self._held[name] = (data, now)
         return now
 
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
         check_name(name)
         self._check_open()
         with self._lock:
@@ -109,8 +111,9 @@ class FaultyBlobs(Blobs):
         blobs.split_lists(between=lambda: other.put("a/b", [b"data"]))  # lists are no snapshots
         blobs.clear_faults()
 
-    A method is ``put``, ``read``, ``delete`` or ``list``. The subject of a call, which conditions and functions
-    receive, is a name, the prefix of a list, or the names of a deletion, separated by spaces.
+    A method is ``put``, ``read``, ``delete`` or ``list``. The subject of a call, which conditions
+    and functions receive, is a name, the prefix of a list, or the names of a deletion, separated by
+    spaces.
     """
 
     def __init__(self, inner: Blobs) -> None:
@@ -134,7 +137,8 @@ class FaultyBlobs(Blobs):
     # Faults
 
     def before(self, method: str, call: Callable[[str], object]) -> None:
-        """Run ``call(subject)`` before each call of the method; if it raises, the call has no effect."""
+        """Run ``call(subject)`` before each call of the method; if it raises, the call has no
+        effect."""
         _check(method)
         self._before[method].append(call)
 
@@ -185,7 +189,8 @@ class FaultyBlobs(Blobs):
         times: int | None = None,
         only: Callable[[str], bool] | None = None,
     ) -> None:
-        """Let ``put`` or ``delete`` raise ``UnavailableError``, and take effect in ``run_postponed``."""
+        """Let ``put`` or ``delete`` raise ``UnavailableError``, and take effect in
+        ``run_postponed``."""
         if method not in ("put", "delete"):
             raise ValueError(f"{method} has no effect that could be postponed")
         is_due = _Countdown(times, only)
@@ -237,7 +242,9 @@ class FaultyBlobs(Blobs):
         self._end("put", name)
         return written
 
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
         self._begin("read", name)
         count = self.inner.read(name, offset, length, buffers)
         self._end("read", name)
@@ -260,7 +267,11 @@ class FaultyBlobs(Blobs):
         if between is None:
             listed = self.inner.list(prefix, after)
         else:
-            first = [info for info in self.inner.list(prefix, after) if in_first_half(info.name)]
+            first = [
+                info
+                for info in self.inner.list(prefix, after)
+                if in_first_half(info.name)
+            ]
             between()
             again = self.inner.list(prefix, after)
             second = [info for info in again if not in_first_half(info.name)]
@@ -276,7 +287,9 @@ class FaultyBlobs(Blobs):
     def state(self) -> str:
         return self.inner.state()
 
-    def _finish_list(self, listed: Iterator[BlobInfo], prefix: str) -> Iterator[BlobInfo]:
+    def _finish_list(
+        self, listed: Iterator[BlobInfo], prefix: str
+    ) -> Iterator[BlobInfo]:
         yield from listed
         self._end("list", prefix)
 

@@ -17,31 +17,42 @@ B = TypeVar("B", bound=Backend)
 class FaultyBackend(Backend, Generic[B]):
     """Wrapper of an open backend that injects faults into its calls.
 
-    It has every public method and attribute of the wrapped backend's class, and forwards all calls. Faults can be added
-    and removed at any time, from any thread:
+    It has every public method and attribute of the wrapped backend's class, and forwards all calls.
+    Faults can be added and removed at any time, from any thread:
 
         backend = FaultyBackend.of(MemoryBackend())
-        backend.fail("commit", StoreFullError("no room"), times=1)  # the next commit fails, and commits nothing
-        backend.before("read", lambda namespace, spans: time.sleep(5))  # reads are slow
-        backend.after("read", lambda filled, namespace, spans: [False for _ in filled])  # and find nothing
+        # the next commit fails, and commits nothing
+        backend.fail("commit", StoreFullError("no room"), times=1)
+        # reads are slow, and find nothing
+        backend.before("read", lambda namespace, spans: time.sleep(5))
+        backend.after("read", lambda filled, namespace, spans: [False for _ in filled])
         backend.clear_faults()
 
-    Calls that the wrapped backend makes to itself have no faults: one on ``read`` does not reach the backend's own
-    ``scan``, even if that calls ``read``. Naming a method that it lacks raises ValueError.
+    Calls that the wrapped backend makes to itself have no faults: one on ``read`` does not reach
+    the backend's own ``scan``, even if that calls ``read``. Naming a method that it lacks raises
+    ValueError.
     """
 
     inner: B
     """The wrapped backend."""
     calls: list[str]
-    """Names of the methods called through the wrapper since its creation, in order, including failed calls."""
+    """Names of the methods called through the wrapper since its creation, in order, including
+    failed calls."""
 
     @classmethod
     def of(cls, inner: B) -> FaultyBackend[B]:
-        """Return a wrapper of an open backend, without faults. The wrapper's ``close`` closes the backend."""
+        """Return a wrapper of an open backend, without faults. The wrapper's ``close`` closes the
+        backend."""
         kind = type(inner)
-        names = [name for name in dir(kind) if not name.startswith("_") and name not in vars(FaultyBackend)]
+        names = [
+            name
+            for name in dir(kind)
+            if not name.startswith("_") and name not in vars(FaultyBackend)
+        ]
         members = {name: _member(kind, name) for name in names}
-        wrapper: type[FaultyBackend[B]] = type(f"Faulty{kind.__name__}", (cls,), members)
+        wrapper: type[FaultyBackend[B]] = type(
+            f"Faulty{kind.__name__}", (cls,), members
+        )
         return wrapper(inner)
 
     def __init__(self, inner: B) -> None:
@@ -52,13 +63,14 @@ class FaultyBackend(Backend, Generic[B]):
         self._after: dict[str, list[Callable[..., Any]]] = defaultdict(list)
 
     def before(self, method: str, call: Callable[..., object]) -> None:
-        """Run ``call(*arguments)`` before each call of the method; if it raises, the method is not called."""
+        """Run ``call(*arguments)`` before each call of the method; if it raises, the method is not
+        called."""
         self._check(method)
         self._before[method].append(call)
 
     def after(self, method: str, call: Callable[..., Any]) -> None:
-        """Run ``call(result, *arguments)`` after each call of the method that returned. Its return value replaces the
-        result.
+        """Run ``call(result, *arguments)`` after each call of the method that returned. Its return
+        value replaces the result.
         """
         self._check(method)
         self._after[method].append(call)
@@ -66,7 +78,8 @@ class FaultyBackend(Backend, Generic[B]):
     def fail(self, method: str, error: BaseException, times: int | None = None) -> None:
         """Make calls of the method raise an error instead of reaching the backend.
 
-        :param error: each call raises a copy, because the traceback of an error references the buffers of its call.
+        :param error: each call raises a copy, because the traceback of an error references the
+            buffers of its call.
         :param times: number of calls that fail; None: all, until ``clear_faults``.
         """
         errors = repeat(error) if times is None else repeat(error, times)
@@ -78,7 +91,8 @@ class FaultyBackend(Backend, Generic[B]):
         self.before(method, raise_next)
 
     def clear_faults(self, method: str | None = None) -> None:
-        """Remove all faults of a method; None: of all methods. Calls that are already running keep their faults."""
+        """Remove all faults of a method; None: of all methods. Calls that are already running keep
+        their faults."""
         for faults in (self._before, self._after):
             if method is None:
                 faults.clear()

@@ -17,11 +17,14 @@ _OPTIONS = SharedOptions(cache=False)
 
 
 class MemoryBackend(SharedBackend):
-    """Handle of a shared store in memory. Each handle opens a store of its own, which ends with the process.
+    """Handle of a shared store in memory. Each handle opens a store of its own, which ends with the
+    process.
 
-    Its options are those of every shared store; the replica of the index is always in a temporary directory.
+    Its options are those of every shared store; the replica of the index is always in a temporary
+    directory.
 
-    :param blobs: the medium, such as ``FaultyBlobs``, or ``MemoryBlobs.handle`` of another store; None: a new one.
+    :param blobs: the medium, such as ``FaultyBlobs``, or ``MemoryBlobs.handle`` of another store;
+        None: a new one.
     """
 
     capabilities = Capabilities(shared=False)
@@ -39,9 +42,13 @@ class MemoryBackend(SharedBackend):
         super().__init__(self.blobs, options, place, read_only=read_only)
 
     @classmethod
-    def open_blobs(cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool) -> Blobs:
+    def open_blobs(
+        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+    ) -> Blobs:
         if options:
-            raise ConfigurationError("memory options", " ".join(options), "those of shared stores")
+            raise ConfigurationError(
+                "memory options", " ".join(options), "those of shared stores"
+            )
         return MemoryBlobs()
 
     @classmethod

@@ -1,4 +1,5 @@
-"""Packs and manifests for tests, generated from a seed. The same seed generates the same keys and bytes."""
+"""Packs and manifests for tests, generated from a seed. The same seed generates the same keys and
+bytes."""
 
 from __future__ import annotations
 
@@ -15,14 +16,18 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 
 
-def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:
-    """Return ``count`` block keys of one group; each contains ``hash_bytes`` random bytes in place of a hash."""
+def sample_keys(
+    seed: int, count: int, *, group: int = 0, hash_bytes: int = 32
+) -> list[bytes]:
+    """Return ``count`` block keys of one group; each contains ``hash_bytes`` random bytes in place
+    of a hash."""
     rng = np.random.default_rng(seed)
     return [make_offload_key(rng.bytes(hash_bytes), group) for _ in range(count)]
 
 
 def sample_blocks(seed: int, count: int, block_bytes: int) -> ByteArray:
-    """Return random bytes, shape (count, block_bytes). Half of each block repeats one byte, so that it compresses."""
+    """Return random bytes, shape (count, block_bytes). Half of each block repeats one byte, so that
+    it compresses."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     blocks[:, block_bytes // 2 :] = blocks[:, :1]
@@ -44,7 +49,9 @@ def sample_segment(
     :param content: seed of the blocks' bytes; None: the seed of the keys.
     :param depth: number of blocks before the first one in its request.
     """
-    source = StagedBlocks([sample_blocks(seed if content is None else content, blocks, block_bytes)])
+    source = StagedBlocks(
+        [sample_blocks(seed if content is None else content, blocks, block_bytes)]
+    )
     keys = sample_keys(seed, blocks, group=group, hash_bytes=hash_bytes)
     return Segment(group, block_bytes, keys, source, depth)
 
@@ -59,8 +66,11 @@ def sample_pack(
     content: int | None = None,
     depth: int = 0,
 ) -> PackWriter:
-    """Return a pack of consecutive blocks of group 0; see ``sample_segment``. The default codec is ``raw``."""
-    segment = sample_segment(seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth)
+    """Return a pack of consecutive blocks of group 0; see ``sample_segment``. The default codec is
+    ``raw``."""
+    segment = sample_segment(
+        seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth
+    )
     return PackWriter(namespace, codec or RawCodec(), [segment])
 
 
@@ -80,7 +90,8 @@ def sample_manifest(
     ttl_s: float | None = None,
     priority: Priority = "normal",
 ) -> ManifestWrite:
-    """Return a manifest of one group that names packs by id; other parameters as for ``RequestManifest``."""
+    """Return a manifest of one group that names packs by id; other parameters as for
+    ``RequestManifest``."""
     keys = PackedKeys.of(sample_keys(seed, blocks))
     manifest = RequestManifest(
         id=manifest_id,

@@ -20,43 +20,67 @@ from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 NUM_ROWS = 48
 STRIDE = 12288
-LAYOUT = RowLayout(STRIDE, (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096)))))
+LAYOUT = RowLayout(
+    STRIDE, (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096))))
+)
 TIMEOUT_S = 90.0
 
 
 class TierRig:
-    """A secondary tier under test, and the primary tier's rows that it uses, shape (rows, bytes of a row)."""
+    """A secondary tier under test, and the primary tier's rows that it uses, shape (rows, bytes of
+    a row)."""
 
     def __init__(self, tier: SecondaryTierManager, rows: npt.NDArray[np.uint8]) -> None:
         self.tier = tier
         self.rows = rows
         self._job_ids = itertools.count()
 
-    def store(self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext) -> int:
+    def store(
+        self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext
+    ) -> int:
         """Submit a store of the blocks in the rows ``block_ids``; return the job's id."""
         return self._submit(keys, block_ids, req, is_promotion=False)
 
-    def load(self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext) -> int:
+    def load(
+        self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext
+    ) -> int:
         """Submit a load of blocks into the rows ``block_ids``; return the job's id."""
         return self._submit(keys, block_ids, req, is_promotion=True)
 
-    def _submit(self, keys: Sequence[OffloadKey], rows: Sequence[int], req: ReqContext, *, is_promotion: bool) -> int:
-        job = JobMetadata(next(self._job_ids), list(keys), np.array(rows, np.int64), is_promotion, req)
-        (self.tier.submit_load if is_promotion else self.tier.submit_store)(job_metadata=job)
+    def _submit(
+        self,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        req: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> int:
+        job = JobMetadata(
+            next(self._job_ids), list(keys), np.array(rows, np.int64), is_promotion, req
+        )
+        (self.tier.submit_load if is_promotion else self.tier.submit_store)(
+            job_metadata=job
+        )
         return job.job_id
 
     def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:
-        """Poll the tier until each of the jobs has a result, 90 s at most; return the results by job id. Fail if
-        another job gets a result, or one of these jobs gets two.
+        """Poll the tier until each of the jobs has a result, 90 s at most; return the results by
+        job id. Fail if another job gets a result, or one of these jobs gets two.
         """
         found: dict[int, JobResult] = {}
         deadline = time.monotonic() + TIMEOUT_S
         while len(found) < len(job_ids):
             for result in self.tier.get_finished_jobs():
-                assert result.job_id in job_ids, f"job {result.job_id} was not submitted, or answered twice"
-                assert result.job_id not in found, f"job {result.job_id} was answered twice"
+                assert result.job_id in job_ids, (
+                    f"job {result.job_id} was not submitted, or answered twice"
+                )
+                assert result.job_id not in found, (
+                    f"job {result.job_id} was answered twice"
+                )
                 found[result.job_id] = result
-            assert time.monotonic() < deadline, f"no result for jobs {set(job_ids) - set(found)}"
+            assert time.monotonic() < deadline, (
+                f"no result for jobs {set(job_ids) - set(found)}"
+            )
             time.sleep(0.0005)
         return found
 
@@ -65,8 +89,8 @@ class TierRig:
         return self.results([job_id])[job_id]
 
     def wait_held(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
-        """Poll the tier until lookups find all keys, 90 s at most: it may need time to make the blocks durable.
-        Fail if a job gets a result meanwhile.
+        """Poll the tier until lookups find all keys, 90 s at most: it may need time to make the
+        blocks durable. Fail if a job gets a result meanwhile.
         """
         deadline = time.monotonic() + TIMEOUT_S
         while not all(self.tier.lookup(key, req) for key in keys):
@@ -78,17 +102,23 @@ class TierRig:
 
 def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes:
     """Return the bytes of the key's block in row number ``row``."""
-    return b"".join(rows[row, offset : offset + size].tobytes() for offset, size in LAYOUT.groups[key[-1]].ranges)
+    return b"".join(
+        rows[row, offset : offset + size].tobytes()
+        for offset, size in LAYOUT.groups[key[-1]].ranges
+    )
 
 
 class SecondaryTierConformance(ABC):
-    """Tests of the contract of a secondary tier. pytest runs them in a subclass whose name begins with ``Test``."""
+    """Tests of the contract of a secondary tier. pytest runs them in a subclass whose name begins
+    with ``Test``."""
 
     num_blocks = 16
     """Number of blocks that the tier must be able to hold; not the number of rows."""
 
     @abstractmethod
-    def open_tier(self, config: OffloadingConfig, view: memoryview) -> SecondaryTierManager:
+    def open_tier(
+        self, config: OffloadingConfig, view: memoryview
+    ) -> SecondaryTierManager:
         """Return a new, empty tier that uses the primary tier's rows.
 
         :param view: the rows, shape (``config.num_blocks``, row stride in bytes), writable.
@@ -97,11 +127,17 @@ class SecondaryTierConformance(ABC):
     @pytest.fixture
     def rig(self) -> Iterator[TierRig]:
         """An open tier with rows of random bytes."""
-        memory = bytearray(np.random.default_rng(11).integers(0, 256, NUM_ROWS * STRIDE, dtype=np.uint8).tobytes())
+        memory = bytearray(
+            np.random.default_rng(11)
+            .integers(0, 256, NUM_ROWS * STRIDE, dtype=np.uint8)
+            .tobytes()
+        )
         view = memoryview(memory).cast("B", (NUM_ROWS, STRIDE))
         config = OffloadingConfig({"weights": "w"}, 16, LAYOUT, NUM_ROWS)
         tier = self.open_tier(config, view)
-        rig = TierRig(tier, np.frombuffer(memory, dtype=np.uint8).reshape(NUM_ROWS, STRIDE))
+        rig = TierRig(
+            tier, np.frombuffer(memory, dtype=np.uint8).reshape(NUM_ROWS, STRIDE)
+        )
         yield rig
         tier.drain_jobs(TIMEOUT_S)
         tier.shutdown()
@@ -113,7 +149,10 @@ class SecondaryTierConformance(ABC):
         """A request with two groups of eight blocks each, announced to the tier."""
         description = RequestDescription(2)
         for group in range(2):
-            keys = [make_offload_key(bytes((depth + 1,)) * 32, group) for depth in range(self.num_blocks // 2)]
+            keys = [
+                make_offload_key(bytes((depth + 1,)) * 32, group)
+                for depth in range(self.num_blocks // 2)
+            ]
             description.extend(group, keys)
         description.num_tokens = 16 * (self.num_blocks // 2)
         context = ReqContext("request", None, description)
@@ -123,17 +162,22 @@ class SecondaryTierConformance(ABC):
 
     @staticmethod
     def keys_of(context: ReqContext) -> list[OffloadKey]:
-        """Return the keys of all groups, one group after the other, from ``context.description``, which must be set."""
+        """Return the keys of all groups, one group after the other, from ``context.description``,
+        which must be set."""
         assert context.description is not None
         return [key for chain in context.description.group_keys for key in chain]
 
     def test_get_tier_type_returns_nonempty_name(self, rig: TierRig) -> None:
         assert rig.tier.get_tier_type() == type(rig.tier).get_tier_type() != ""
 
-    def test_load_stored_blocks_writes_their_bytes_only(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_load_stored_blocks_writes_their_bytes_only(
+        self, rig: TierRig, request_of: ReqContext
+    ) -> None:
         keys = self.keys_of(request_of)
         stored = rig.rows[: len(keys)].copy()
-        assert rig.run(rig.store(keys, range(len(keys)), request_of)) == JobResult(0, True, [])
+        assert rig.run(rig.store(keys, range(len(keys)), request_of)) == JobResult(
+            0, True, []
+        )
         rig.tier.on_request_finished(request_of)
         rig.wait_held(keys, request_of)
         rig.rows[:] = 0x5A
@@ -144,9 +188,13 @@ class SecondaryTierConformance(ABC):
             assert block_bytes(rig.rows, key, row) == block_bytes(stored, key, source)
             for offset, size in LAYOUT.groups[key[-1]].ranges:
                 rig.rows[row, offset : offset + size] = 0x5A
-        assert (rig.rows == 0x5A).all(), "a load wrote outside the ranges of its blocks' groups"
+        assert (rig.rows == 0x5A).all(), (
+            "a load wrote outside the ranges of its blocks' groups"
+        )
 
-    def test_store_rows_overwritten_after_result_keeps_stored_bytes(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_store_rows_overwritten_after_result_keeps_stored_bytes(
+        self, rig: TierRig, request_of: ReqContext
+    ) -> None:
         keys = self.keys_of(request_of)[:3]
         stored = rig.rows[:3].copy()
         rig.run(rig.store(keys, [0, 1, 2], request_of))
@@ -155,9 +203,13 @@ class SecondaryTierConformance(ABC):
         rig.wait_held(keys, request_of)
         rig.run(rig.load(keys, [5, 6, 7], request_of))
         for number, key in enumerate(keys):
-            assert block_bytes(rig.rows, key, 5 + number) == block_bytes(stored, key, number)
+            assert block_bytes(rig.rows, key, 5 + number) == block_bytes(
+                stored, key, number
+            )
 
-    def test_get_finished_jobs_returns_one_result_per_job(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_get_finished_jobs_returns_one_result_per_job(
+        self, rig: TierRig, request_of: ReqContext
+    ) -> None:
         keys = self.keys_of(request_of)
         jobs = [
             rig.store(keys[:4], range(4), request_of),
@@ -169,7 +221,9 @@ class SecondaryTierConformance(ABC):
         assert all(result.success for result in rig.results(jobs).values())
         assert not list(rig.tier.get_finished_jobs())
 
-    def test_load_absent_block_fails_alone(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_load_absent_block_fails_alone(
+        self, rig: TierRig, request_of: ReqContext
+    ) -> None:
         keys = self.keys_of(request_of)
         stored = rig.rows[:2].copy()
         rig.run(rig.store(keys[:2], [0, 1], request_of))
@@ -190,10 +244,14 @@ class SecondaryTierConformance(ABC):
         rig.tier.on_request_finished(context)
         rig.wait_held(keys, context)
 
-    def test_touch_absent_blocks_does_not_raise(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_touch_absent_blocks_does_not_raise(
+        self, rig: TierRig, request_of: ReqContext
+    ) -> None:
         rig.tier.touch(self.keys_of(request_of), request_of)
 
-    def test_reset_cache_changed_weights_makes_all_blocks_miss(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_reset_cache_changed_weights_makes_all_blocks_miss(
+        self, rig: TierRig, request_of: ReqContext
+    ) -> None:
         keys = self.keys_of(request_of)[:3]
         rig.run(rig.store(keys, [0, 1, 2], request_of))
         rig.tier.on_request_finished(request_of)
@@ -202,10 +260,15 @@ class SecondaryTierConformance(ABC):
         assert all(rig.tier.lookup(key, request_of) for key in keys)
         rig.tier.reset_cache(weights_changed=True)
         assert not any(rig.tier.lookup(key, request_of) for key in keys)
-        jobs = [rig.store(keys, [0, 1, 2], request_of), rig.load(keys, [3, 4, 5], request_of)]
+        jobs = [
+            rig.store(keys, [0, 1, 2], request_of),
+            rig.load(keys, [3, 4, 5], request_of),
+        ]
         rig.results(jobs)
 
-    def test_drain_jobs_makes_results_available_at_once(self, rig: TierRig, request_of: ReqContext) -> None:
+    def test_drain_jobs_makes_results_available_at_once(
+        self, rig: TierRig, request_of: ReqContext
+    ) -> None:
         keys = self.keys_of(request_of)
         job = rig.store(keys, range(len(keys)), request_of)
         assert rig.tier.has_pending_work()

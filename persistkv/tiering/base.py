@@ -10,7 +10,12 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from persistkv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from persistkv.base import (
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
 from persistkv.config import OffloadingConfig
 
 
@@ -36,10 +41,11 @@ class JobResult:
 
     job_id: int
     success: bool
-    """True: except for ``failed_keys``, the tier accepted the blocks of a store, durable or not, or filled the rows of
-    a load. False: all keys have failed."""
+    """True: except for ``failed_keys``, the tier accepted the blocks of a store, durable or not, or
+    filled the rows of a load. False: all keys have failed."""
     failed_keys: Collection[OffloadKey] = ()
-    """Keys that failed although ``success`` is True. If ``success`` is False, all keys have failed."""
+    """Keys that failed although ``success`` is True. If ``success`` is False, all keys have
+    failed."""
     num_bytes: int = field(default=0, compare=False)
     """Raw bytes of the blocks that were stored or loaded; 0 if the tier does not count them."""
     seconds: float = field(default=0.0, compare=False)
@@ -49,17 +55,21 @@ class JobResult:
 class SecondaryTierManager(ABC):
     """Interface of one secondary tier.
 
-    Called from the scheduler's thread. Except for ``drain_jobs`` and ``shutdown``, no call waits for I/O, the network,
-    or a lock that is held during I/O. **Every submitted job gets exactly one result**, including empty jobs and jobs
-    whose medium failed. From the submission until ``get_finished_jobs`` returns the result, the tier may read the rows
-    of a store and write the rows of a load.
+    Called from the scheduler's thread. Except for ``drain_jobs`` and ``shutdown``, no call waits
+    for I/O, the network, or a lock that is held during I/O. **Every submitted job gets exactly one
+    result**, including empty jobs and jobs whose medium failed. From the submission until
+    ``get_finished_jobs`` returns the result, the tier may read the rows of a store and write the
+    rows of a load.
 
-    The manager logs the exceptions of a tier and continues with the others. Consequences of an exception:
+    The manager logs the exceptions of a tier and continues with the others. Consequences of an
+    exception:
 
-    - ``submit_store`` and ``submit_load``: the job has failed. The tier must not use its rows and must not report it.
-    - ``get_finished_jobs``: requests stop waiting for the tier's jobs. Their rows stay reserved until the tier reports
-      them, and until a poll succeeds the tier gets no lookups and no jobs.
-    - ``reset_cache`` for changed weights: the tier gets no lookups and no jobs until such a reset succeeds.
+    - ``submit_store`` and ``submit_load``: the job has failed. The tier must not use its rows and
+      must not report it.
+    - ``get_finished_jobs``: requests stop waiting for the tier's jobs. Their rows stay reserved
+      until the tier reports them, and until a poll succeeds the tier gets no lookups and no jobs.
+    - ``reset_cache`` for changed weights: the tier gets no lookups and no jobs until such a reset
+      succeeds.
     """
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
@@ -77,27 +87,34 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return whether a load of the block may succeed; None: retry in a later step. Must take about 1 µs."""
+        """Return whether a load of the block may succeed; None: retry in a later step. Must take
+        about 1 µs."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return the number of keys before the first one for which ``lookup`` does not return True."""
-        return sum(1 for _ in takewhile(lambda key: self.lookup(key, req_context), keys))
+        """Return the number of keys before the first one for which ``lookup`` does not return
+        True."""
+        return sum(
+            1 for _ in takewhile(lambda key: self.lookup(key, req_context), keys)
+        )
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        """Start to store the blocks that are in the job's rows. Failures of the medium are reported in the result."""
+        """Start to store the blocks that are in the job's rows. Failures of the medium are reported
+        in the result."""
 
     @abstractmethod
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        """Start to load the job's blocks into its rows. Failures of the medium are reported in the result.
+        """Start to load the job's blocks into its rows. Failures of the medium are reported in the
+        result.
 
-        Blocks that the tier does not hold fail; the others are loaded. The content of a failed key's row is undefined.
+        Blocks that the tier does not hold fail; the others are loaded. The content of a failed
+        key's row is undefined.
         """
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return results of the jobs that ended since the last call, once each. Called once per step: before
-        rows are allocated for stores, if there are any.
+        """Return results of the jobs that ended since the last call, once each. Called once per
+        step: before rows are allocated for stores, if there are any.
         """
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
@@ -105,31 +122,34 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Announce a request; called once, before its first lookup. Return which of its blocks the tier must receive to
-        store.
+        """Announce a request; called once, before its first lookup. Return which of its blocks the
+        tier must receive to store.
         """
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
         """End a request; called once, after the request's last store job was submitted."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the blocks that the tier stored (durably, if it is durable) or removed since the last call."""
+        """Return the blocks that the tier stored (durably, if it is durable) or removed since the
+        last call."""
         return ()
 
     def reset_cache(self, weights_changed: bool) -> None:  # noqa: B027
         """Process a reset of the engine's cache.
 
-        :param weights_changed: True: all blocks that the tier holds or is storing must become misses. False: they
-            remain valid.
+        :param weights_changed: True: all blocks that the tier holds or is storing must become
+            misses. False: they remain valid.
         """
 
     def has_pending_work(self) -> bool:
-        """Return whether the tier has work in progress that needs engine steps even if no request runs."""
+        """Return whether the tier has work in progress that needs engine steps even if no request
+        runs."""
         return False
 
     @abstractmethod
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until every submitted job has a result, which the next ``get_finished_jobs`` returns.
+        """Wait until every submitted job has a result, which the next ``get_finished_jobs``
+        returns.
 
         :returns: False if a job has no result after ``timeout_s`` seconds; it continues.
         """

@@ -1,11 +1,17 @@
-"""The shortest correct secondary tier: copies of blocks in this process's memory. A starting point for other tiers."""
+"""The shortest correct secondary tier: copies of blocks in this process's memory. A starting point
+for other tiers."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from persistkv.base import OffloadKey, ReqContext, RequestOffloadingContext, get_offload_group_idx
+from persistkv.base import (
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -14,8 +20,8 @@ from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 class ExampleSecondaryTier(SecondaryTierManager):
     """Keeps up to ``max_blocks`` blocks; evicts the least recently used.
 
-    :param simulate_async: run each job in the next ``get_finished_jobs`` instead of in the call that submits it, as a
-        tier with real I/O does.
+    :param simulate_async: run each job in the next ``get_finished_jobs`` instead of in the call
+        that submits it, as a tier with real I/O does.
     :raises ConfigurationError: ``max_blocks`` is not positive.
     """
 
@@ -28,7 +34,11 @@ class ExampleSecondaryTier(SecondaryTierManager):
     ) -> None:
         super().__init__(config, primary_kv_view)
         if max_blocks <= 0:
-            raise ConfigurationError("tier example option max_blocks", max_blocks, "a positive number of blocks")
+            raise ConfigurationError(
+                "tier example option max_blocks",
+                max_blocks,
+                "a positive number of blocks",
+            )
         self.max_blocks = max_blocks
         self.simulate_async = simulate_async
         self.blocks: OrderedDict[OffloadKey, bytes] = OrderedDict()
@@ -84,7 +94,9 @@ class ExampleSecondaryTier(SecondaryTierManager):
 
     def _submit(self, job: JobMetadata) -> None:
         if len(job.keys) != len(job.block_ids):
-            raise ValueError(f"job {job.job_id} has {len(job.keys)} keys and {len(job.block_ids)} rows")
+            raise ValueError(
+                f"job {job.job_id} has {len(job.keys)} keys and {len(job.block_ids)} rows"
+            )
         self.pending_jobs.append(job)
         if not self.simulate_async:
             self._run_pending()
@@ -129,5 +141,10 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def _ranges(self, key: OffloadKey, row: int) -> list[memoryview]:
         """Return writable views of the bytes that the block uses in its row."""
         layout = self.config.layout
-        ranges, base = layout.groups[get_offload_group_idx(key)].ranges, row * layout.row_stride
-        return [self._flat[base + offset : base + offset + size] for offset, size in ranges]
+        ranges, base = (
+            layout.groups[get_offload_group_idx(key)].ranges,
+            row * layout.row_stride,
+        )
+        return [
+            self._flat[base + offset : base + offset + size] for offset, size in ranges
+        ]

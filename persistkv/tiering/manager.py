@@ -1,15 +1,17 @@
 """The OffloadingManager that combines the primary tier with the secondary tiers behind it.
 
-1. A stored block cascades to every secondary tier. Each cascade holds its own reference on the row. If the tier's
-   share of the rows is in use, a cascade waits, without a reference, until earlier ones have ended.
-2. If only a secondary tier holds a block, its lookup returns None (retry later) and the block is promoted: one job per
-   tier and request, all groups together, submitted at the end of the step (``take_events``).
-3. A row is readable only after its promotion was verified. A failed promotion frees the row and is a miss for the
-   requests that waited for it.
-4. Promoted rows stay referenced for the requests that waited for them until they are loaded, the request ends, or a
-   deadline passes.
-5. Request-level tiers receive a promoted block, for each request that waits for it or offered it, as soon as it is
-   readable.
+1. A stored block cascades to every secondary tier. Each cascade holds its own reference on the row.
+   If the tier's share of the rows is in use, a cascade waits, without a reference, until earlier
+   ones have ended.
+2. If only a secondary tier holds a block, its lookup returns None (retry later) and the block is
+   promoted: one job per tier and request, all groups together, submitted at the end of the step
+   (``take_events``).
+3. A row is readable only after its promotion was verified. A failed promotion frees the row and is
+   a miss for the requests that waited for it.
+4. Promoted rows stay referenced for the requests that waited for them until they are loaded, the
+   request ends, or a deadline passes.
+5. Request-level tiers receive a promoted block, for each request that waits for it or offered it,
+   as soon as it is readable.
 6. Recently used contexts may be promoted before a request looks them up, one context at a time.
 7. A tier that raises affects no other tier, and its failed jobs are misses (``IsolatedTier``).
 8. No call waits, except ``shutdown``.
@@ -55,8 +57,9 @@ class TieringStats:
     cascaded_blocks: int = 0
     """Blocks submitted to secondary tiers for storing; a block counts once per tier and job."""
     dropped_cascades: int = 0
-    """Blocks that were evicted or forgotten (``reset_cache``) while their cascade waited for earlier store jobs of the
-    tier, or whose tier became unusable; a block counts once per tier and cascade."""
+    """Blocks that were evicted or forgotten (``reset_cache``) while their cascade waited for
+    earlier store jobs of the tier, or whose tier became unusable; a block counts once per tier and
+    cascade."""
     failed_cascades: int = 0
     """Blocks submitted to a secondary tier that failed to store them."""
     promoted_blocks: int = 0
@@ -64,15 +67,17 @@ class TieringStats:
     failed_promotions: int = 0
     """Blocks whose load from a secondary tier failed."""
     declined_promotions: int = 0
-    """Blocks not loaded from a secondary tier, because the primary tier had no row for them. A promotion for which it
-    has no row at all waits up to ``room_wait_s`` seconds first."""
+    """Blocks not loaded from a secondary tier, because the primary tier had no row for them. A
+    promotion for which it has no row at all waits up to ``room_wait_s`` seconds first."""
     expired_holds: int = 0
-    """Promoted blocks that a waiting request did not load within ``hold_s`` seconds, per request."""
+    """Promoted blocks that a waiting request did not load within ``hold_s`` seconds, per
+    request."""
 
 
 @dataclass
 class _Promotion:
-    """Blocks to load from one secondary tier for one request, all KV cache groups together; not submitted yet."""
+    """Blocks to load from one secondary tier for one request, all KV cache groups together; not
+    submitted yet."""
 
     context: ReqContext
     keys: dict[OffloadKey, None] = field(default_factory=dict)
@@ -93,33 +98,38 @@ class _Job:
 
 @dataclass
 class _Request:
-    """State of one request, from its first call until the tiers have received ``on_request_finished`` for it."""
+    """State of one request, from its first call until the tiers have received
+    ``on_request_finished`` for it."""
 
     context: ReqContext
     request_level_tiers: list[IsolatedTier]
-    """Tiers with ``OffloadPolicy.REQUEST_LEVEL``: they receive every block of the request, including prefix hits."""
+    """Tiers with ``OffloadPolicy.REQUEST_LEVEL``: they receive every block of the request,
+    including prefix hits."""
     storing: int = 0
     """Number of blocks of the request that are being written to the primary tier."""
     num_waiting_cascades: int = 0
     """Cascades of the request that wait for earlier ones to end. The tiers receive them before
     ``on_request_finished``."""
     awaiting: set[OffloadKey] = field(default_factory=set)
-    """Blocks that the request offered for storing while a promotion or another request was writing them. The tiers
-    receive these blocks before ``on_request_finished``."""
+    """Blocks that the request offered for storing while a promotion or another request was writing
+    them. The tiers receive these blocks before ``on_request_finished``."""
     finished: bool = False
     missed: set[OffloadKey] = field(default_factory=set)
-    """Blocks whose promotion failed or found no row: misses for this request, so that it does not retry forever."""
+    """Blocks whose promotion failed or found no row: misses for this request, so that it does not
+    retry forever."""
     held: set[OffloadKey] = field(default_factory=set)
     """Promoted blocks that stay referenced until the request loads them."""
     held_until: float = 0.0
     """``time.monotonic`` time at which ``held`` blocks are released."""
     received: dict[IsolatedTier, set[OffloadKey]] = field(default_factory=dict)
-    """For each request-level tier, promoted blocks that it received before the request offered them for storing."""
+    """For each request-level tier, promoted blocks that it received before the request offered them
+    for storing."""
 
 
 @dataclass
 class _Cascade:
-    """Readable blocks to submit to one secondary tier for storing. Until then they may be evicted."""
+    """Readable blocks to submit to one secondary tier for storing. Until then they may be
+    evicted."""
 
     request: _Request | None
     """None: the request is not known."""
@@ -145,11 +155,13 @@ class _WaitingCascades:
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """Manager of the primary tier and all secondary tiers. Not thread-safe: called from the scheduler's thread.
+    """Manager of the primary tier and all secondary tiers. Not thread-safe: called from the
+    scheduler's thread.
 
     :param primary_tier: owned by the manager, which shuts it down last.
     :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.
-    :param enable_events: whether ``take_events`` returns events. Call it in each step either way: it starts promotions.
+    :param enable_events: whether ``take_events`` returns events. Call it in each step either way:
+        it starts promotions.
     :param cascade_share: see ``TieringOffloadingOptions``, also for the parameters after it.
     :raises ConfigurationError: a number is out of range.
     """
@@ -166,19 +178,25 @@ class TieringOffloadingManager(OffloadingManager):
         prewarm_share: float = 0.0,
     ) -> None:
         if not 0 < cascade_share <= 1:
-            raise ConfigurationError("cascade_share", cascade_share, "a share above 0 and at most 1")
+            raise ConfigurationError(
+                "cascade_share", cascade_share, "a share above 0 and at most 1"
+            )
         if hold_s <= 0:
             raise ConfigurationError("hold_s", hold_s, "a positive number of seconds")
         if room_wait_s < 0:
             raise ConfigurationError("room_wait_s", room_wait_s, "0 or more seconds")
         if not 0 <= prewarm_share <= 1:
-            raise ConfigurationError("prewarm_share", prewarm_share, "a share from 0 to 1")
+            raise ConfigurationError(
+                "prewarm_share", prewarm_share, "a share from 0 to 1"
+            )
         self.primary_tier = primary_tier
         self.secondary_tiers = list(secondary_tiers)
         self.stats = TieringStats()
         self._tiers = [IsolatedTier(tier) for tier in self.secondary_tiers]
         self._enable_events = enable_events
-        self._max_cascading = primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
+        self._max_cascading = (
+            primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
+        )
         self._hold_s = hold_s
         self._room_wait_s = room_wait_s
         self._epoch = 0
@@ -187,13 +205,20 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs: dict[int, _Job] = {}
         self._requests: dict[str, _Request] = {}
         self._pending: dict[tuple[IsolatedTier, str], _Promotion] = {}
-        self._waiters: dict[OffloadKey, set[str]] = {}  # requests by the promoted block that they wait for
+        # requests by the promoted block that they wait for
+        self._waiters: dict[OffloadKey, set[str]] = {}
         self._waiting = {tier: _WaitingCascades() for tier in self._tiers}
-        self._awaited: dict[OffloadKey, set[str]] = {}  # requests by the block in _Request.awaiting
-        self._lost: set[OffloadKey] = set()  # blocks being promoted by a tier that cannot be polled
-        listing = [tier for tier in self._tiers if isinstance(tier.tier, RecentContexts)]
+        # requests by the block in _Request.awaiting
+        self._awaited: dict[OffloadKey, set[str]] = {}
+        # blocks being promoted by a tier that cannot be polled
+        self._lost: set[OffloadKey] = set()
+        listing = [
+            tier for tier in self._tiers if isinstance(tier.tier, RecentContexts)
+        ]
         num_prewarmed = int(primary_tier.num_blocks * prewarm_share)
-        self._prewarming = Prewarming(listing[0], num_prewarmed) if prewarm_share and listing else None
+        self._prewarming = (
+            Prewarming(listing[0], num_prewarmed) if prewarm_share and listing else None
+        )
 
     # Lookup and promotion
 
@@ -203,9 +228,12 @@ class TieringOffloadingManager(OffloadingManager):
     def is_held(self, key: OffloadKey) -> bool:
         return self.primary_tier.is_held(key)
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """See ``OffloadingManager``. From the first key on that is not readable in the primary tier, one call probes
-        each secondary tier for all keys, if the tier has its own ``lookup_prefix``.
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> list[bool | None]:
+        """See ``OffloadingManager``. From the first key on that is not readable in the primary
+        tier, one call probes each secondary tier for all keys, if the tier has its own
+        ``lookup_prefix``.
         """
         answers: list[bool | None] = []
         tier_of: dict[OffloadKey, IsolatedTier] | None = None
@@ -217,7 +245,9 @@ class TieringOffloadingManager(OffloadingManager):
                 for tier in reversed(self._tiers):
                     if tier.is_usable:
                         held = tier.num_held(keys[number:], req_context)
-                        tier_of.update(dict.fromkeys(keys[number : number + held], tier))
+                        tier_of.update(
+                            dict.fromkeys(keys[number : number + held], tier)
+                        )
             answer = self._lookup(key, req_context, tier_of)
             if answer is False:
                 break
@@ -225,9 +255,13 @@ class TieringOffloadingManager(OffloadingManager):
         return answers
 
     def _lookup(
-        self, key: OffloadKey, req_context: ReqContext, tier_of: Mapping[OffloadKey, IsolatedTier] | None
+        self,
+        key: OffloadKey,
+        req_context: ReqContext,
+        tier_of: Mapping[OffloadKey, IsolatedTier] | None,
     ) -> bool | None:
-        """Look up one block. If only a secondary tier holds it, queue its promotion and return None.
+        """Look up one block. If only a secondary tier holds it, queue its promotion and return
+        None.
 
         :param tier_of: key → a tier that holds it, so that this tier need not be probed again.
         """
@@ -245,7 +279,9 @@ class TieringOffloadingManager(OffloadingManager):
             return False
         known = tier_of.get(key) if tier_of else None
         for tier in self._tiers:
-            answer = tier is known or (tier.lookup(key, req_context) if tier.is_usable else False)
+            answer = tier is known or (
+                tier.lookup(key, req_context) if tier.is_usable else False
+            )
             if answer:
                 place = (tier, req_context.req_id)
                 pending = self._pending.get(place)
@@ -261,20 +297,33 @@ class TieringOffloadingManager(OffloadingManager):
         primary, pending = self.primary_tier, self._pending
         self._pending = {}
         for (tier, req_id), promotion in pending.items():
-            keys, context, resident = list(promotion.keys), promotion.context, list[OffloadKey]()
+            keys, context, resident = (
+                list(promotion.keys),
+                promotion.context,
+                list[OffloadKey](),
+            )
             if not tier.is_usable:
                 self._miss(keys)
                 continue
             if (description := context.description) is not None:
                 depths = {key: description.depth(key) or 0 for key in keys}
-                keys.sort(key=depths.__getitem__)  # if the list is cut, each group keeps a prefix
-                # The request's blocks in the primary tier: its promotion must not evict its own prefix.
-                resident = [key for chain in description.group_keys for key in chain if primary.is_ready(key)]
+                # if the list is cut, each group keeps a prefix
+                keys.sort(key=depths.__getitem__)
+                # The request's blocks in the primary tier: its promotion must not evict its own
+                # prefix.
+                resident = [
+                    key
+                    for chain in description.group_keys
+                    for key in chain
+                    if primary.is_ready(key)
+                ]
             room = primary.num_free_or_evictable() - primary.num_evictable_of(resident)
             if not room and time.monotonic() - promotion.since < self._room_wait_s:
                 self._pending[tier, req_id] = promotion
                 continue
-            output = primary.prepare_write(resident + keys[:room], context) if room else None
+            output = (
+                primary.prepare_write(resident + keys[:room], context) if room else None
+            )
             declined = keys[room:] if output is not None else keys
             self.stats.declined_promotions += len(declined)
             self._miss(declined)
@@ -283,21 +332,40 @@ class TieringOffloadingManager(OffloadingManager):
             for key in set(keys[:room]).difference(output.keys_to_store):
                 del self._waiters[key]  # another job writes it to the primary tier
             if output.keys_to_store:
-                self._submit(tier, output.keys_to_store, output.store_spec, context, is_promotion=True)
+                self._submit(
+                    tier,
+                    output.keys_to_store,
+                    output.store_spec,
+                    context,
+                    is_promotion=True,
+                )
 
     def _prewarm(self, prewarming: Prewarming) -> None:
-        """Queue the promotion of the next recently used context once all promotions of the previous one have ended."""
+        """Queue the promotion of the next recently used context once all promotions of the previous
+        one have ended."""
         if (
             not prewarming.is_due
             or any(req_id == _PREWARM.req_id for _, req_id in self._pending)
             or any(job.data.req_context is _PREWARM for job in self._jobs.values())
         ):
             return
-        new = [key for key in prewarming.next_context() or () if self.primary_tier.lookup(key, _PREWARM) is False]
+        new = [
+            key
+            for key in prewarming.next_context() or ()
+            if self.primary_tier.lookup(key, _PREWARM) is False
+        ]
         for tier in self._tiers:
-            held = [key for key in new if key not in self._waiters and tier.is_usable and tier.lookup(key, _PREWARM)]
+            held = [
+                key
+                for key in new
+                if key not in self._waiters
+                and tier.is_usable
+                and tier.lookup(key, _PREWARM)
+            ]
             if held:
-                self._pending[tier, _PREWARM.req_id] = _Promotion(_PREWARM, dict.fromkeys(held))
+                self._pending[tier, _PREWARM.req_id] = _Promotion(
+                    _PREWARM, dict.fromkeys(held)
+                )
                 self._waiters.update((key, set()) for key in held)
 
     def _miss(self, keys: Iterable[OffloadKey]) -> None:
@@ -316,7 +384,8 @@ class TieringOffloadingManager(OffloadingManager):
         *,
         is_promotion: bool,
     ) -> bool:
-        """Submit a job to a tier, and return True. If the tier raises, finish the job as failed and return False."""
+        """Submit a job to a tier, and return True. If the tier raises, finish the job as failed and
+        return False."""
         block_ids = cast(CPULoadStoreSpec, rows).block_ids
         job = JobMetadata(next(self._job_ids), keys, block_ids, is_promotion, context)
         self._jobs[job.job_id] = _Job(tier, job, self._epoch)
@@ -325,14 +394,18 @@ class TieringOffloadingManager(OffloadingManager):
         self._finish(JobResult(job.job_id, success=False))
         return False
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         request = self._requests.get(req_context.req_id)
         if request is not None and request.held:
             self._release_held(request, request.held.intersection(keys))
         return spec
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> None:
         self.primary_tier.complete_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -346,8 +419,11 @@ class TieringOffloadingManager(OffloadingManager):
 
     # Storing
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """See ``OffloadingManager``. Rows of tier jobs that had ended before the first call of a step can be allocated.
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """See ``OffloadingManager``. Rows of tier jobs that had ended before the first call of a
+        step can be allocated.
 
         Finished jobs are polled once per step, so a step without room does not poll at each call.
         """
@@ -364,14 +440,25 @@ class TieringOffloadingManager(OffloadingManager):
             ready = [key for key in existing if self.primary_tier.is_ready(key)]
             for tier in request.request_level_tiers:
                 received = request.received.get(tier)
-                self._cascade(tier, [key for key in ready if key not in received] if received else ready, req_context)
+                self._cascade(
+                    tier,
+                    [key for key in ready if key not in received]
+                    if received
+                    else ready,
+                    req_context,
+                )
             for key in existing:
-                if self.primary_tier.lookup(key, req_context) is None and key not in self._lost:
+                if (
+                    self.primary_tier.lookup(key, req_context) is None
+                    and key not in self._lost
+                ):
                     request.awaiting.add(key)
                     self._awaited.setdefault(key, set()).add(req_context.req_id)
         return output
 
-    def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
         written, orphaned = self.primary_tier.end_writes(keys, success)
         for tier in self._tiers if success else ():
             self._cascade(tier, written, req_context)
@@ -389,9 +476,11 @@ class TieringOffloadingManager(OffloadingManager):
                     request.awaiting.discard(key)
                     self._end_if_done(request)
 
-    def _cascade(self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext) -> bool:
-        """Submit readable blocks to a tier for storing, once the tier's share of the rows permits it. Return False if
-        the tier gets no jobs.
+    def _cascade(
+        self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext
+    ) -> bool:
+        """Submit readable blocks to a tier for storing, once the tier's share of the rows permits
+        it. Return False if the tier gets no jobs.
         """
         if not ready or not tier.is_usable:
             return False
@@ -407,14 +496,18 @@ class TieringOffloadingManager(OffloadingManager):
         return True
 
     def _submit_cascades(self, tier: IsolatedTier) -> None:
-        """Submit the tier's waiting cascades for which its share of the rows has room. Drop them if it gets no jobs."""
+        """Submit the tier's waiting cascades for which its share of the rows has room. Drop them if
+        it gets no jobs."""
         waiting = self._waiting[tier]
         while waiting.cascades:
             if not tier.is_usable:
                 self._drop_cascade(waiting.popleft())
                 continue
             num_blocks = len(waiting.cascades[0].keys)
-            if tier.num_cascading and tier.num_cascading + num_blocks > self._max_cascading:
+            if (
+                tier.num_cascading
+                and tier.num_cascading + num_blocks > self._max_cascading
+            ):
                 return
             cascade = waiting.popleft()
             held = [key for key in cascade.keys if self.primary_tier.is_ready(key)]
@@ -431,7 +524,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_cascade(cascade)
 
     def _end_cascade(self, cascade: _Cascade) -> None:
-        """A cascade waits no longer: end the request if this was the last thing that it waited for."""
+        """A cascade waits no longer: end the request if this was the last thing that it waited
+        for."""
         request = cascade.request
         if request is not None:
             request.num_waiting_cascades -= 1
@@ -441,22 +535,31 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = self._requests.get(req_context.req_id) or self._begin(req_context)
-        if request.finished:  # the id is used again while stores of the finished request are in flight
+        # the id is used again while stores of the finished request are in flight
+        if request.finished:
             request.finished = False
             request.missed.clear()
         request.context = req_context
         wants_all = bool(request.request_level_tiers)
-        return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL)
+        return RequestOffloadingContext(
+            OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL
+        )
 
     def _begin(self, req_context: ReqContext) -> _Request:
-        """Create the state of a request, and announce the request to each tier before its first lookup or job there."""
-        wanting = [tier for tier in self._tiers if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL]
+        """Create the state of a request, and announce the request to each tier before its first
+        lookup or job there."""
+        wanting = [
+            tier
+            for tier in self._tiers
+            if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL
+        ]
         request = self._requests[req_context.req_id] = _Request(req_context, wanting)
         return request
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """See ``OffloadingManager``. The secondary tiers receive the end when no block of the request is being written
-        to the primary tier. Pending promotions that no other request waits for are dropped.
+        """See ``OffloadingManager``. The secondary tiers receive the end when no block of the
+        request is being written to the primary tier. Pending promotions that no other request waits
+        for are dropped.
         """
         req_id = req_context.req_id
         request = self._requests.get(req_id)
@@ -507,7 +610,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._submit_cascades(tier)
 
     def _lose_promotions(self, tier: IsolatedTier) -> None:
-        """Treat the promotions of a tier that cannot be polled as misses. It may still write to their rows."""
+        """Treat the promotions of a tier that cannot be polled as misses. It may still write to
+        their rows."""
         for job in self._jobs.values():
             if job.tier is tier and job.data.is_promotion and job.epoch == self._epoch:
                 self._lost.update(job.data.keys)
@@ -517,7 +621,10 @@ class TieringOffloadingManager(OffloadingManager):
     def _finish(self, result: JobResult) -> None:
         job = self._jobs.pop(result.job_id, None)
         if job is None:
-            logger.error("a secondary tier reported job %d, which is not in flight", result.job_id)
+            logger.error(
+                "a secondary tier reported job %d, which is not in flight",
+                result.job_id,
+            )
             return
         keys, context = job.data.keys, job.data.req_context
         failed = set(result.failed_keys) if result.success else set(keys)
@@ -530,7 +637,9 @@ class TieringOffloadingManager(OffloadingManager):
         self.stats.promoted_blocks += len(good)
         self.stats.failed_promotions += len(failed)
         if failed:
-            self.primary_tier.complete_write([key for key in keys if key in failed], context, success=False)
+            self.primary_tier.complete_write(
+                [key for key in keys if key in failed], context, success=False
+            )
         self.primary_tier.complete_write(good, context)
         self._lost.difference_update(keys)
         if job.epoch == self._epoch:
@@ -539,10 +648,12 @@ class TieringOffloadingManager(OffloadingManager):
         self._settle(keys)
 
     def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
-        """Hold promoted blocks for the requests that wait for them, and pass the blocks to request-level tiers.
+        """Hold promoted blocks for the requests that wait for them, and pass the blocks to
+        request-level tiers.
 
-        Such a tier receives the blocks that the request has offered for storing and, unless it is the ``source`` that
-        loaded them or the request does not store, those that the request waits for.
+        Such a tier receives the blocks that the request has offered for storing and, unless it is
+        the ``source`` that loaded them or the request does not store, those that the request waits
+        for.
         """
         waited: dict[str, set[OffloadKey]] = {}
         for key in keys:
@@ -558,7 +669,11 @@ class TieringOffloadingManager(OffloadingManager):
                 wanted = set()
             for tier in request.request_level_tiers:
                 takes_all = tier is not source and request.context.store
-                due = [key for key in keys if key in request.awaiting or (takes_all and key in wanted)]
+                due = [
+                    key
+                    for key in keys
+                    if key in request.awaiting or (takes_all and key in wanted)
+                ]
                 if self._cascade(tier, due, request.context):
                     request.received.setdefault(tier, set()).update(due)
             if wanted:
@@ -597,13 +712,15 @@ class TieringOffloadingManager(OffloadingManager):
             tier.reset_cache(weights_changed)
 
     def shutdown(self) -> None:
-        """Shut down all tiers. Waits up to 60 s per tier for its jobs, because they use the primary tier's rows, and
-        for cascades that wait for them.
+        """Shut down all tiers. Waits up to 60 s per tier for its jobs, because they use the primary
+        tier's rows, and for cascades that wait for them.
         """
         try:
             for tier in self._tiers:
                 deadline = time.monotonic() + _DRAIN_S
-                while self._waiting[tier].cascades and tier.drain(deadline - time.monotonic()):
+                while self._waiting[tier].cascades and tier.drain(
+                    deadline - time.monotonic()
+                ):
                     self._poll()
                 tier.shutdown(max(0.0, deadline - time.monotonic()))
         finally:

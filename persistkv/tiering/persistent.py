@@ -1,7 +1,8 @@
 """The persistent tier: a thin, request-level adapter of a hosted store.
 
-It translates jobs to messages for the store's host, answers of the host to job results, and requests to manifests. The
-store (``persistkv.storage``) decides which blocks are stored, when, and how.
+It translates jobs to messages for the store's host, answers of the host to job results, and
+requests to manifests. The store (``persistkv.storage``) decides which blocks are stored, when, and
+how.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from persistkv.base import (
     RequestOffloadingContext,
     get_offload_group_idx,
 )
-from persistkv.config import OffloadingConfig, convert_options, parse_durability, parse_size
+from persistkv.config import (
+    OffloadingConfig,
+    convert_options,
+    parse_durability,
+    parse_size,
+)
 from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
@@ -40,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 _NAP_S = 0.0005
 _MOST_PREFETCHES = 64
-_REMEMBERED_ENDS = 4_096  # ended requests whose persistence ``wait_persisted`` can still report
+# ended requests whose persistence ``wait_persisted`` can still report
+_REMEMBERED_ENDS = 4_096
 
 
 class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,65 +58,80 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "raw"
     """Codec of new packs."""
     host: Literal["process", "thread", "inline"] = "process"
-    """Where the store's I/O runs: ``process`` (a host process), ``thread`` (of the engine) or ``inline`` (the caller's
-    thread, within the tier's calls). If a host process is not possible, a warning is logged and a thread is used."""
+    """Where the store's I/O runs: ``process`` (a host process), ``thread`` (of the engine) or
+    ``inline`` (the caller's thread, within the tier's calls). If a host process is not possible, a
+    warning is logged and a thread is used."""
     strict_identity: bool = False
-    """True: the constructor raises IdentityMismatchError if the store contains only other identities. False: it adds a
-    namespace for this identity."""
+    """True: the constructor raises IdentityMismatchError if the store contains only other
+    identities. False: it adds a namespace for this identity."""
     adopt: Literal["canary", "never"] = "canary"
-    """``canary``: the blocks of another engine release are used after they have proven equal to newly computed ones. If
-    ``RowLayout.numbers`` is None, it is as ``never``. ``never``: each release computes its own blocks."""
+    """``canary``: the blocks of another engine release are used after they have proven equal to
+    newly computed ones. If ``RowLayout.numbers`` is None, it is as ``never``. ``never``: each
+    release computes its own blocks."""
     queue_bytes: int | str = "1GiB"
-    """Bound on the raw bytes of store jobs in flight. A job that would exceed it fails, unless it is the only one."""
+    """Bound on the raw bytes of store jobs in flight. A job that would exceed it fails, unless it
+    is the only one."""
     staging_bytes: int | str = "256MiB"
-    """Bound on all memory of the store's host beyond its index. At least 64 MiB, and at least the raw bytes of 32
-    blocks of the KV cache group with the largest blocks."""
+    """Bound on all memory of the store's host beyond its index. At least 64 MiB, and at least the
+    raw bytes of 32 blocks of the KV cache group with the largest blocks."""
     max_age_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
-    """Seconds after which the write of staged blocks begins although their request has not ended; ignored if
-    ``durability`` is an interval."""
+    """Seconds after which the write of staged blocks begins although their request has not ended;
+    ignored if ``durability`` is an interval."""
     durability: str = "commit"
-    """``commit``: packs of 4 MiB and more are written at once; in a local store, their blocks are durable when the
-    store job ends. The write of smaller packs begins when their request ends, or after ``max_age_s``. ``interval:5s``:
-    a write begins when the oldest waiting block is 5 s old. A crash of the host or the machine loses the blocks that
-    are not written yet. See ``persistkv.config.parse_durability``."""
+    """``commit``: packs of 4 MiB and more are written at once; in a local store, their blocks are
+    durable when the store job ends. The write of smaller packs begins when their request ends, or
+    after ``max_age_s``. ``interval:5s``: a write begins when the oldest waiting block is 5 s old. A
+    crash of the host or the machine loses the blocks that are not written yet. See
+    ``persistkv.config.parse_durability``."""
     io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = 2
-    """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes; 1 to 8. A
-    remote store has always 8. Ignored if ``host`` is ``inline``."""
+    """Threads of the store's host that read, verify, encode and decode, in addition to the one that
+    writes; 1 to 8. A remote store has always 8. Ignored if ``host`` is ``inline``."""
     open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
-    """Seconds, at least 1, to wait at construction for the store to open. After that, a host process continues to open
-    it, and lookups miss until it is open; so does a thread, unless ``required`` is set: then the constructor raises
-    HostError."""
+    """Seconds, at least 1, to wait at construction for the store to open. After that, a host
+    process continues to open it, and lookups miss until it is open; so does a thread, unless
+    ``required`` is set: then the constructor raises HostError."""
     required: bool = False
-    """What happens if the store cannot be opened at the start (busy, no permission, no such bucket, damaged). False: an
-    error is logged, lookups miss and new blocks are dropped, and the store is tried again in the background. True: the
-    constructor raises the error. Mistakes in the configuration are always raised."""
+    """What happens if the store cannot be opened at the start (busy, no permission, no such bucket,
+    damaged). False: an error is logged, lookups miss and new blocks are dropped, and the store is
+    tried again in the background. True: the constructor raises the error. Mistakes in the
+    configuration are always raised."""
     unique_request_ids: bool = False
-    """Whether the engine's request ids are unique across restarts. If so, stored requests are listed under these ids,
-    otherwise under generated ones."""
+    """Whether the engine's request ids are unique across restarts. If so, stored requests are
+    listed under these ids, otherwise under generated ones."""
     watchdog_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
-    """Seconds, at least 1, that the host process may send no message while an answer is due. Then it is killed, its
-    jobs fail, and it is restarted. The limit is at least 60 until the store is open. A single call to the medium may
-    take ten times the limit if the host answers pings."""
+    """Seconds, at least 1, that the host process may send no message while an answer is due. Then
+    it is killed, its jobs fail, and it is restarted. The limit is at least 60 until the store is
+    open. A single call to the medium may take ten times the limit if the host answers pings."""
 
 
 class PersistentTier(SecondaryTierManager):
-    """Secondary tier that stores the blocks of whole requests durably, so that they survive restarts of the engine.
+    """Secondary tier that stores the blocks of whole requests durably, so that they survive
+    restarts of the engine.
 
-    The constructor waits up to ``open_timeout_s`` seconds for the store. Later calls wait only if their description
-    says so, or if the option ``host`` is ``inline``.
+    The constructor waits up to ``open_timeout_s`` seconds for the store. Later calls wait only if
+    their description says so, or if the option ``host`` is ``inline``.
 
-    :raises ConfigurationError: an option is invalid (the error names it), or ``config.identity`` is empty.
-    :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
+    :raises ConfigurationError: an option is invalid (the error names it), or ``config.identity`` is
+        empty.
+    :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other
+        identities.
     :raises MissingExtraError: a package that the store's driver requires is not installed.
     :raises StoreError: ``required`` is set and the store cannot be opened.
     :raises HostError: ``required`` is set and the store's host does not start.
     """
 
-    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, **options: Any) -> None:
+    def __init__(
+        self, config: OffloadingConfig, primary_kv_view: memoryview, **options: Any
+    ) -> None:
         super().__init__(config, primary_kv_view)
         if not config.identity:
-            raise MissingOptionError("the persistent tier", "an identity: all that tells this engine's KV from others")
-        self.options = convert_options(PersistentTierOptions, options, where="tier persistent")
+            raise MissingOptionError(
+                "the persistent tier",
+                "an identity: all that tells this engine's KV from others",
+            )
+        self.options = convert_options(
+            PersistentTierOptions, options, where="tier persistent"
+        )
         parse_codec(self.options.codec)
         parse_durability(self.options.durability)
         staging_bytes = parse_size(self.options.staging_bytes, name="staging_bytes")
@@ -117,7 +139,9 @@ class PersistentTier(SecondaryTierManager):
         least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
         if staging_bytes < least:
             expected = f"{least} bytes or more, for blocks of {largest} bytes"
-            raise ConfigurationError("staging_bytes", self.options.staging_bytes, expected)
+            raise ConfigurationError(
+                "staging_bytes", self.options.staging_bytes, expected
+            )
         options_of_store = StoreOptions(
             codec=self.options.codec,
             staging_bytes=staging_bytes,
@@ -128,10 +152,18 @@ class PersistentTier(SecondaryTierManager):
             adopt=self.options.adopt,
             events=config.enable_events,
         )
-        hello = Hello(self.options.url, Identity.of(config.identity).encode(), config.layout, options_of_store)
+        hello = Hello(
+            self.options.url,
+            Identity.of(config.identity).encode(),
+            config.layout,
+            options_of_store,
+        )
         queue_bytes = parse_size(self.options.queue_bytes, name="queue_bytes")
         self._client = StoreClient(
-            self._choose_host(), hello, max_queue_bytes=queue_bytes, watchdog_s=self.options.watchdog_s
+            self._choose_host(),
+            hello,
+            max_queue_bytes=queue_bytes,
+            watchdog_s=self.options.watchdog_s,
         )
         self._client.open(self.options.open_timeout_s, required=self.options.required)
         self._engine = uuid.uuid4().hex
@@ -140,13 +172,19 @@ class PersistentTier(SecondaryTierManager):
         self._undescribed: dict[str, list[OffloadKey]] = {}
         self._ended: dict[str, bool] = {}
         self._detached = False
-        self._prefetches: deque[Choice | list[OffloadKey]] = deque(maxlen=_MOST_PREFETCHES)
+        self._prefetches: deque[Choice | list[OffloadKey]] = deque(
+            maxlen=_MOST_PREFETCHES
+        )
         self._known: list[list[OffloadKey]] | None = None
         self._contains = self._client.contains
 
     def _choose_host(self) -> Host:
         num_bytes = self.config.num_blocks * self.config.layout.row_stride
-        flat = self.primary_kv_view.cast("B") if self.primary_kv_view.ndim != 1 else self.primary_kv_view
+        flat = (
+            self.primary_kv_view.cast("B")
+            if self.primary_kv_view.ndim != 1
+            else self.primary_kv_view
+        )
         if self.options.host == "inline":
             return InlineHost(flat)
         if self.options.host == "process":
@@ -154,7 +192,8 @@ class PersistentTier(SecondaryTierManager):
                 with suppress(OSError):
                     return ProcessHost(self.config.region_fds, num_bytes)
             logger.warning(
-                "no descriptor of the primary tier, or no pidfds: the store runs in a thread of this process"
+                "no descriptor of the primary tier, or no pidfds: the store runs in a thread "
+                "of this process"
             )
         return ThreadHost(flat)
 
@@ -169,7 +208,8 @@ class PersistentTier(SecondaryTierManager):
 
     @property
     def notices(self) -> Sequence[str]:
-        """Messages for the user: the fields in which the identity differs from the nearest stored one."""
+        """Messages for the user: the fields in which the identity differs from the nearest stored
+        one."""
         return self._client.notices
 
     # Lookups and jobs
@@ -185,7 +225,9 @@ class PersistentTier(SecondaryTierManager):
         description = req_context.description
         if description is None:
             self._undescribed.setdefault(req_context.req_id, []).extend(keys)
-        if self._detached or (not self._client.wants_all and self._client.table.prefix(keys) == len(keys)):
+        if self._detached or (
+            not self._client.wants_all and self._client.table.prefix(keys) == len(keys)
+        ):
             self.touch(keys, req_context)
             self._finished.append(JobResult(job_metadata.job_id, not self._detached))
             return
@@ -202,10 +244,13 @@ class PersistentTier(SecondaryTierManager):
         if self._detached:
             self._finished.append(JobResult(job_metadata.job_id, False))
             return
-        self._client.submit_load(job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist())
+        self._client.submit_load(
+            job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist()
+        )
 
     def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
-        """Report that another tier loads these blocks: this engine has not computed them (option ``adopt``)."""
+        """Report that another tier loads these blocks: this engine has not computed them (option
+        ``adopt``)."""
         if not self._detached:
             self._client.loaded_elsewhere(keys)
 
@@ -222,7 +267,13 @@ class PersistentTier(SecondaryTierManager):
     def get_finished_jobs(self) -> list[JobResult]:
         for outcome in self._client.poll():
             failed = [OffloadKey(key) for key in outcome.failed]
-            result = JobResult(outcome.job_id, not outcome.refused, failed, outcome.num_bytes, outcome.seconds)
+            result = JobResult(
+                outcome.job_id,
+                not outcome.refused,
+                failed,
+                outcome.num_bytes,
+                outcome.seconds,
+            )
             self._finished.append(result)
         for req_id, whole in self._client.take_persisted().items():
             self._remember(req_id, whole)
@@ -233,8 +284,8 @@ class PersistentTier(SecondaryTierManager):
         return bool(self._finished) or self._client.has_pending_work
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """See ``SecondaryTierManager``. The host writes all accepted blocks; True does not mean that they are durable:
-        see ``flush``.
+        """See ``SecondaryTierManager``. The host writes all accepted blocks; True does not mean
+        that they are durable: see ``flush``.
         """
         deadline = time.monotonic() + timeout_s
         self._client.flush(timeout_s)
@@ -260,14 +311,21 @@ class PersistentTier(SecondaryTierManager):
                     description.extend(group, [key])
         if len(description.group_keys) != num_groups:
             given = len(description.group_keys)
-            logger.error("request %s has keys of %d groups; there are %d", req_id, given, num_groups)
+            logger.error(
+                "request %s has keys of %d groups; there are %d",
+                req_id,
+                given,
+                num_groups,
+            )
         if self._detached or len(description.group_keys) != num_groups:
             self._remember(req_id, False)
             return
         self._client.end_request(
             RequestEnd(
                 req_id,
-                req_id if self.options.unique_request_ids else f"{self._engine}-{self._sequence}",
+                req_id
+                if self.options.unique_request_ids
+                else f"{self._engine}-{self._sequence}",
                 tuple(map(list[bytes], description.group_keys)),
                 description.num_tokens,
                 self.config.block_size,
@@ -284,33 +342,40 @@ class PersistentTier(SecondaryTierManager):
             del self._ended[next(iter(self._ended))]
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask the store for keys of stored requests, to promote their blocks: first requests that ``persistkv warm``
-        named, then the most recently used ones. ``take_recent`` returns the keys.
+        """Ask the store for keys of stored requests, to promote their blocks: first requests that
+        ``persistkv warm`` named, then the most recently used ones. ``take_recent`` returns the
+        keys.
 
         :param max_blocks: most keys to return, over all requests.
-        :param only_asked: ask only for the oldest entry of ``prefetch`` or, if there is none, for requests that
-            ``persistkv warm`` named.
-        :returns: False if nothing was requested: the store is not open (retry later), or the tier is detached.
+        :param only_asked: ask only for the oldest entry of ``prefetch`` or, if there is none, for
+            requests that ``persistkv warm`` named.
+        :returns: False if nothing was requested: the store is not open (retry later), or the tier
+            is detached.
         """
         choice = self._prefetches[0] if only_asked and self._prefetches else None
         if isinstance(choice, list):  # the keys are known: there is nothing to ask
             self._known = [choice[:max_blocks]]
             self._prefetches.popleft()
             return True
-        asked = not self._detached and self._client.ask_recent(max_blocks, only_asked=only_asked, choice=choice)
+        asked = not self._detached and self._client.ask_recent(
+            max_blocks, only_asked=only_asked, choice=choice
+        )
         if asked and choice is not None:
             self._prefetches.popleft()
         return asked
 
     def prefetch(self, choice: Choice | list[OffloadKey]) -> None:
-        """Queue contexts to promote. Each later ``ask_recent`` with ``only_asked`` takes the oldest entry.
+        """Queue contexts to promote. Each later ``ask_recent`` with ``only_asked`` takes the oldest
+        entry.
 
         At most 64 entries are queued; a further one replaces the oldest.
 
         :param choice: filter of stored requests, or the keys of one context in order.
         """
         if isinstance(choice, Choice) and not choice.is_encodable:
-            logger.warning("a prefetch is ignored: its request id or a label is no valid text")
+            logger.warning(
+                "a prefetch is ignored: its request id or a label is no valid text"
+            )
             return
         if not self._detached:
             self._prefetches.append(choice)
@@ -321,48 +386,64 @@ class PersistentTier(SecondaryTierManager):
         return bool(self._prefetches)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
-        """Return the answer to the last ``ask_recent`` once: a list of keys per stored request. An empty list: there is
-        no such request, or the store cannot be read. None: no answer has arrived.
+        """Return the answer to the last ``ask_recent`` once: a list of keys per stored request. An
+        empty list: there is no such request, or the store cannot be read. None: no answer has
+        arrived.
         """
         if self._known is not None:
             known, self._known = self._known, None
             return known
         recent = self._client.take_recent()
-        return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
+        return (
+            None
+            if recent is None
+            else [[OffloadKey(key) for key in keys] for keys in recent]
+        )
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         news = self._client.take_events()
         medium = self.get_tier_type()
         events = []
         if news.removed or news.lost:
-            events.append(OffloadingEvent([OffloadKey(key) for key in news.removed], medium, True, news.lost))
+            events.append(
+                OffloadingEvent(
+                    [OffloadKey(key) for key in news.removed], medium, True, news.lost
+                )
+            )
         if news.stored:
-            events.append(OffloadingEvent([OffloadKey(key) for key in news.stored], medium, False))
+            events.append(
+                OffloadingEvent([OffloadKey(key) for key in news.stored], medium, False)
+            )
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
-        """Detach the tier if weights changed, since its identity is no longer the engine's; see ``detach``."""
+        """Detach the tier if weights changed, since its identity is no longer the engine's; see
+        ``detach``."""
         if weights_changed and not self._detached:
             self.detach()
-            logger.error("weights changed without a new identity: nothing is persisted from here on")
+            logger.error(
+                "weights changed without a new identity: nothing is persisted from here on"
+            )
 
     def detach(self) -> None:
-        """End the use of the store for good, without waiting: lookups miss, and later jobs fail. The store keeps its
-        blocks, and still writes those of jobs that it has accepted.
+        """End the use of the store for good, without waiting: lookups miss, and later jobs fail.
+        The store keeps its blocks, and still writes those of jobs that it has accepted.
         """
         self._detached = True
         self._contains = lambda key: False
-        self._prefetches.clear()  # nothing takes them any more, and an engine must not wait for them
+        # nothing takes them any more, and an engine must not wait for them
+        self._prefetches.clear()
 
     def persisted(self, req_id: str) -> bool | None:
-        """Return whether all blocks of a finished request are durable; None: not known yet, or no longer."""
+        """Return whether all blocks of a finished request are durable; None: not known yet, or no
+        longer."""
         return self._ended.get(req_id)
 
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
         """Wait until all blocks of a finished request are durable, at most ``timeout_s`` seconds.
 
-        :returns: whether they are. False: some were dropped, the timeout passed, or the result is no longer known:
-            those of the last 4,096 requests are kept.
+        :returns: whether they are. False: some were dropped, the timeout passed, or the result is
+            no longer known: those of the last 4,096 requests are kept.
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
@@ -373,26 +454,30 @@ class PersistentTier(SecondaryTierManager):
     def flush(self, timeout_s: float) -> bool:
         """Wait until all submitted blocks are durable or dropped; return whether they are.
 
-        False: ``timeout_s`` seconds have passed, or the store is not open (then without waiting). The host continues.
+        False: ``timeout_s`` seconds have passed, or the store is not open (then without waiting).
+        The host continues.
         """
         return self._client.flush(timeout_s)
 
     def store_stats(self, timeout_s: float = 5.0) -> StoreStats:
-        """Return the client's totals since the tier was created, and the host's since it opened the store.
+        """Return the client's totals since the tier was created, and the host's since it opened the
+        store.
 
-        Waits up to ``timeout_s`` seconds for the host's answer; without one, ``StoreStats.host`` is None.
+        Waits up to ``timeout_s`` seconds for the host's answer; without one, ``StoreStats.host`` is
+        None.
         """
         return self._client.stats(timeout_s)
 
     def glance(self) -> StoreStats:
-        """Return the totals of ``store_stats`` without waiting, and request new ones from the host for later calls.
-        ``StoreStats.host`` is the last that arrived, and None if none has.
+        """Return the totals of ``store_stats`` without waiting, and request new ones from the host
+        for later calls. ``StoreStats.host`` is the last that arrived, and None if none has.
         """
         return self._client.glance()
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of blocks that lookups can find, 0 while the store is not open; a block in two packs counts twice."""
+        """Number of blocks that lookups can find, 0 while the store is not open; a block in two
+        packs counts twice."""
         return len(self._client)
 
     def shutdown(self) -> None:

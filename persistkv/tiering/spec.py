@@ -27,23 +27,28 @@ SECONDARY_TIERS = Registry[SecondaryTierManager](
 
 
 def create_secondary_tier(
-    tier_config: Mapping[str, Any], primary_kv_view: memoryview, config: OffloadingConfig
+    tier_config: Mapping[str, Any],
+    primary_kv_view: memoryview,
+    config: OffloadingConfig,
 ) -> SecondaryTierManager:
     """Build the tier of one entry of ``secondary_tiers``: ``{"type": NAME, option: value, …}``.
 
     :param primary_kv_view: the primary tier's rows, (num_blocks, row_stride) bytes, writable.
-    :raises ConfigurationError: no type, an unknown one (the error lists the known ones), or an option that the tier
-        does not know. Errors of the tier's constructor are raised unchanged.
+    :raises ConfigurationError: no type, an unknown one (the error lists the known ones), or an
+        option that the tier does not know. Errors of the tier's constructor are raised unchanged.
     """
     options = dict(tier_config)
     kind = options.pop("type", None)
     tier = SECONDARY_TIERS.get(kind)
     parameters = list(signature(tier).parameters.values())[2:]
-    if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):  # such a tier checks its options
+    # such a tier checks its options
+    if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         known = {parameter.name for parameter in parameters}
         for name in options.keys() - known:
             expected = f"one of {', '.join(sorted(known)) or 'none'}"
-            raise ConfigurationError(f"tier {kind} option {name}", options[name], expected)
+            raise ConfigurationError(
+                f"tier {kind} option {name}", options[name], expected
+            )
     return tier(config, primary_kv_view, **options)
 
 
@@ -51,21 +56,23 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     """Options of the tiers, in addition to those of the primary tier."""
 
     secondary_tiers: tuple[dict[str, Any], ...] = ()
-    """One ``{"type": NAME, option: value, …}`` per tier, in the order of lookups; none by default."""
+    """One ``{"type": NAME, option: value, …}`` per tier, in the order of lookups; none by
+    default."""
     cascade_share: float = 0.5
-    """Fraction, above 0 and at most 1, of the primary tier's rows that running store jobs of the secondary tiers may
-    keep from eviction, divided evenly among the tiers. A job that would exceed it waits, unless its tier has no other
-    store job. Blocks that are evicted while their job waits are not stored."""
+    """Fraction, above 0 and at most 1, of the primary tier's rows that running store jobs of the
+    secondary tiers may keep from eviction, divided evenly among the tiers. A job that would exceed
+    it waits, unless its tier has no other store job. Blocks that are evicted while their job waits
+    are not stored."""
     hold_s: float = 30.0
-    """Seconds, above 0, that blocks loaded from a secondary tier stay in the primary tier until their request loads
-    them."""
+    """Seconds, above 0, that blocks loaded from a secondary tier stay in the primary tier until
+    their request loads them."""
     room_wait_s: float = 0.5
-    """Seconds, 0 or more, that a request waits for the load of blocks from a secondary tier to begin while all rows of
-    the primary tier are in use. Then the blocks are misses, and the engine computes them. Should not exceed the time
-    that the engine needs for this."""
+    """Seconds, 0 or more, that a request waits for the load of blocks from a secondary tier to
+    begin while all rows of the primary tier are in use. Then the blocks are misses, and the engine
+    computes them. Should not exceed the time that the engine needs for this."""
     prewarm_share: float = 0.0
-    """Fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most recently used contexts of
-    the first tier that lists them; 0: none."""
+    """Fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most
+    recently used contexts of the first tier that lists them; 0: none."""
 
 
 @dataclass(kw_only=True)
@@ -76,11 +83,12 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     options: TieringOffloadingOptions = field(init=False)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that must match for KV bytes to be valid, such as model and weights, as JSON values. Tiers that
-    outlive the process need it; empty: unknown. The layout of rows is added if they depend on the number of workers."""
+    """Everything that must match for KV bytes to be valid, such as model and weights, as JSON
+    values. Tiers that outlive the process need it; empty: unknown. The layout of rows is added if
+    they depend on the number of workers."""
     group_layouts: tuple[GroupLayout, ...] = ()
-    """For each KV cache group, the bytes of a row that its blocks use. Empty: one group, which uses the cells of all
-    workers."""
+    """For each KV cache group, the bytes of a row that its blocks use. Empty: one group, which uses
+    the cells of all workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,12 +98,16 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def _identity_of_rows(self) -> Mapping[str, Any]:
         """Return the identity, with all on which the order of bytes in a row depends.
 
-        With one GPU block per row, the rows of one worker and head-sharded rows are equal, so neither adds anything.
+        With one GPU block per row, the rows of one worker and head-sharded rows are equal, so
+        neither adds anything.
         """
         if not self.identity:
             return self.identity
         if not self.geometry.head_sharded and self.geometry.num_workers > 1:
-            return {**self.identity, "row_layout": f"{self.geometry.num_workers} workers"}
+            return {
+                **self.identity,
+                "row_layout": f"{self.geometry.num_workers} workers",
+            }
         if self.geometry.head_sharded and self.block_size_factor > 1:
             return {**self.identity, "row_layout": "head_sharded"}
         return self.identity
@@ -103,11 +115,16 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def make_manager(self) -> OffloadingManager:
         options = self.options
         primary = CPUPrimaryTierOffloadingManager(
-            self.num_blocks, self.get_region(), options.eviction_policy, options.enable_events
+            self.num_blocks,
+            self.get_region(),
+            options.eviction_policy,
+            options.enable_events,
         )
         with ExitStack() as undo:
             undo.callback(primary.shutdown)
-            groups = self.group_layouts or (GroupLayout(((0, self.cpu_page_size * self.geometry.num_workers),)),)
+            groups = self.group_layouts or (
+                GroupLayout(((0, self.cpu_page_size * self.geometry.num_workers),)),
+            )
             config = OffloadingConfig(
                 self._identity_of_rows(),
                 self.geometry.gpu_block_size * self.block_size_factor,
@@ -118,7 +135,11 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             )
             tiers: list[SecondaryTierManager] = []
             for tier_config in options.secondary_tiers:
-                tiers.append(create_secondary_tier(tier_config, primary.get_kv_memoryview(), config))
+                tiers.append(
+                    create_secondary_tier(
+                        tier_config, primary.get_kv_memoryview(), config
+                    )
+                )
                 undo.callback(tiers[-1].shutdown)
             manager = TieringOffloadingManager(
                 primary,

@@ -1,5 +1,7 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    "persistkv.testing.conformance", "tests.backends.catalogue_rules", "tests.backends.eviction_rules"
+    "persistkv.testing.conformance",
+    "tests.backends.catalogue_rules",
+    "tests.backends.eviction_rules",
 )

@@ -61,7 +61,9 @@ class RawShared(RawStore):
             return _Place(names.pack(name + held.nonce), 0, held.table.payload_length)
         keys = replica.keys_place(name.decode())
         assert keys is not None
-        return _Place(names.keys_blob(keys.nonce), keys.offset, keys.offset + keys.length)
+        return _Place(
+            names.keys_blob(keys.nonce), keys.offset, keys.offset + keys.length
+        )
 
 
 def _row(kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, bytes]:

@@ -1,4 +1,5 @@
-"""Both placements compared with a model that keeps its store in a list: eviction order, dependent deletions, totals."""
+"""Both placements compared with a model that keeps its store in a list: eviction order, dependent
+deletions, totals."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
@@ -28,16 +35,19 @@ class Held:
     """A pack (number, depth) or a manifest (name, depth 0)."""
 
     used: int
-    """Moment of the pack's last use, or of the manifest's creation. A moment is a commit that stores or touches."""
+    """Moment of the pack's last use, or of the manifest's creation. A moment is a commit that
+    stores or touches."""
     depth: int
     packs: list[int] = field(default_factory=list)
     pinned: bool = False
     named: int = 0
-    """1: only requests of low priority have named the pack, or the manifest has low priority; 2: others."""
+    """1: only requests of low priority have named the pack, or the manifest has low priority; 2:
+    others."""
 
 
 class EvictionMachine(RuleBasedStateMachine):
-    """Driver and model. Packs are numbers. The model determines the eviction order, the driver the number of packs."""
+    """Driver and model. Packs are numbers. The model determines the eviction order, the driver the
+    number of packs."""
 
     open_store: Callable[[str], Backend]
     """Open a store of 4 MiB in a directory."""
@@ -56,7 +66,11 @@ class EvictionMachine(RuleBasedStateMachine):
 
     def pack(self, number: int) -> PackWriter:
         return sample_pack(
-            self.namespace, number, blocks=1 + number % 5, block_bytes=220_000, depth=DEPTHS[number % len(DEPTHS)]
+            self.namespace,
+            number,
+            blocks=1 + number % 5,
+            block_bytes=220_000,
+            depth=DEPTHS[number % len(DEPTHS)],
         )
 
     # The model
@@ -67,18 +81,29 @@ class EvictionMachine(RuleBasedStateMachine):
 
     def delete(self, number: int) -> set[int]:
         gone = {number} if self.packs.pop(number, None) else set()
-        for name in [name for name, held in self.manifests.items() if number in held.packs]:
+        for name in [
+            name for name, held in self.manifests.items() if number in held.packs
+        ]:
             held = self.manifests.pop(name)
             for later in held.packs[held.packs.index(number) + 1 :]:
-                if not any(later in other.packs for other in self.manifests.values()) and later not in self.kept:
+                if (
+                    not any(later in other.packs for other in self.manifests.values())
+                    and later not in self.kept
+                ):
                     gone |= self.delete(later)
         return gone
 
     def evict(self, expected: list[int]) -> None:
-        """Remove the oldest entries of the model, until exactly the packs that the driver evicted are gone."""
+        """Remove the oldest entries of the model, until exactly the packs that the driver evicted
+        are gone."""
         missing = set(expected)
         while missing:
-            pinned = {number for held in self.manifests.values() if held.pinned for number in held.packs}
+            pinned = {
+                number
+                for held in self.manifests.values()
+                if held.pinned
+                for number in held.packs
+            }
             order: list[tuple[bool, int, int, int, int | str]] = [
                 (held.named != 1, held.used, UNKNOWN_DEPTH - held.depth, 0, number)
                 for number, held in self.packs.items()
@@ -89,13 +114,18 @@ class EvictionMachine(RuleBasedStateMachine):
                 for name, held in self.manifests.items()
                 if not held.pinned and held.used < self.moment
             ]
-            first = min(order)  # numbers are never compared with names: the fourth item differs
+            # numbers are never compared with names: the fourth item differs
+            first = min(order)
             if isinstance(first[4], str):
-                assert first[4] not in self.present(), "a manifest in the store precedes the evicted packs"
+                assert first[4] not in self.present(), (
+                    "a manifest in the store precedes the evicted packs"
+                )
                 del self.manifests[first[4]]
                 continue
             peers = [candidate[4] for candidate in order if candidate[:4] == first[:4]]
-            evicted = [number for number in expected if number in peers and number in missing]
+            evicted = [
+                number for number in expected if number in peers and number in missing
+            ]
             assert evicted, "a younger pack was evicted before an older one"
             for number in evicted:  # in the driver's order, which is free among peers
                 gone = self.delete(number)
@@ -108,31 +138,50 @@ class EvictionMachine(RuleBasedStateMachine):
 
     def commit(self, batch: CommitBatch) -> list[int]:
         by_id = {pack_id: number for number, pack_id in self.ids.items()}
-        return [by_id[table.pack_id] for table in self.backend.commit(self.namespace, batch).evicted]
+        return [
+            by_id[table.pack_id]
+            for table in self.backend.commit(self.namespace, batch).evicted
+        ]
 
     def may_pin(self, name: str, numbers: list[int]) -> bool:
-        """Return whether enough space for the next packs remains if the manifest ``name`` pins these packs."""
+        """Return whether enough space for the next packs remains if the manifest ``name`` pins
+        these packs."""
         pinned = {
-            number for other, held in self.manifests.items() if held.pinned and other != name for number in held.packs
+            number
+            for other, held in self.manifests.items()
+            if held.pinned and other != name
+            for number in held.packs
         }
         return sum(1 + number % 5 for number in pinned.union(numbers)) <= 4
 
     # Rules
 
-    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=3, unique=True), touched=st.lists(NUMBERS, max_size=3))
+    @rule(
+        numbers=st.lists(NUMBERS, min_size=1, max_size=3, unique=True),
+        touched=st.lists(NUMBERS, max_size=3),
+    )
     def store(self, numbers: list[int], touched: list[int]) -> None:
         self.moment += 1
         self.kept = set(numbers)
-        batch = CommitBatch([self.pack(number) for number in numbers], touches=[self.ids[n] for n in touched])
+        batch = CommitBatch(
+            [self.pack(number) for number in numbers],
+            touches=[self.ids[n] for n in touched],
+        )
         evicted = self.commit(batch)
         for number in numbers:
-            self.packs.setdefault(number, Held(self.moment, DEPTHS[number % len(DEPTHS)]))
+            self.packs.setdefault(
+                number, Held(self.moment, DEPTHS[number % len(DEPTHS)])
+            )
         for number in {*numbers, *touched}:
             self.use(number)
         self.evict(evicted)
         self.drop_aged_manifests()
 
-    @rule(name=st.sampled_from("abc"), numbers=st.lists(NUMBERS, max_size=4, unique=True), low=st.booleans())
+    @rule(
+        name=st.sampled_from("abc"),
+        numbers=st.lists(NUMBERS, max_size=4, unique=True),
+        low=st.booleans(),
+    )
     def end_request(self, name: str, numbers: list[int], low: bool) -> None:
         numbers = [number for number in numbers if number in self.packs]
         pinned = name in self.manifests and self.manifests[name].pinned
@@ -142,7 +191,13 @@ class EvictionMachine(RuleBasedStateMachine):
         self.kept = set(numbers)
         ids = [self.ids[number] for number in numbers]
         evicted = self.commit(
-            CommitBatch(manifests=[sample_manifest(name, packs=ids, priority="low" if low else "normal")])
+            CommitBatch(
+                manifests=[
+                    sample_manifest(
+                        name, packs=ids, priority="low" if low else "normal"
+                    )
+                ]
+            )
         )
         self.manifests[name] = Held(self.moment, 0, numbers, pinned, 1 if low else 2)
         for number in numbers:
@@ -153,7 +208,9 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("ab"), pinned=st.booleans())
     def pin(self, name: str, pinned: bool) -> None:
-        if pinned and not self.may_pin(name, self.manifests[name].packs if name in self.manifests else []):
+        if pinned and not self.may_pin(
+            name, self.manifests[name].packs if name in self.manifests else []
+        ):
             return
         assert not self.commit(CommitBatch(pins=[(name, pinned)]))
         if name in self.manifests:
@@ -162,22 +219,32 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=4))
     def touch(self, numbers: list[int]) -> None:
         self.moment += 1
-        assert not self.commit(CommitBatch(touches=[self.ids[number] for number in numbers]))
+        assert not self.commit(
+            CommitBatch(touches=[self.ids[number] for number in numbers])
+        )
         for number in numbers:
             self.use(number)
 
     @rule(number=NUMBERS)
     def remove(self, number: int) -> None:
         self.kept = set()
-        assert set(self.commit(CommitBatch(deletions=[self.ids[number]]))) == self.delete(number)
+        assert set(
+            self.commit(CommitBatch(deletions=[self.ids[number]]))
+        ) == self.delete(number)
 
     def drop_aged_manifests(self) -> None:
-        """Remove manifests that the driver dropped without their packs. Each must be older than all evictable packs."""
+        """Remove manifests that the driver dropped without their packs. Each must be older than all
+        evictable packs."""
         gone = set(self.manifests) - self.present()
         for name in gone:
             held = self.manifests.pop(name)
             assert not held.pinned
-            pinned = {number for other in self.manifests.values() if other.pinned for number in other.packs}
+            pinned = {
+                number
+                for other in self.manifests.values()
+                if other.pinned
+                for number in other.packs
+            }
             free = [
                 (other.named != 1, other.used)
                 for number, other in self.packs.items()
@@ -191,7 +258,9 @@ class EvictionMachine(RuleBasedStateMachine):
     def equals_model(self) -> None:
         if not hasattr(self, "backend"):
             return
-        assert set(tables(self.backend, self.namespace)) == {self.ids[number] for number in self.packs}
+        assert set(tables(self.backend, self.namespace)) == {
+            self.ids[number] for number in self.packs
+        }
         assert self.present() == set(self.manifests)
         check_totals(self.backend)
 
@@ -218,11 +287,19 @@ def in_extents(directory: str) -> Backend:
         pytest.param(in_extents, 150, id="extents, long", marks=pytest.mark.slow),
     ],
 )
-def test_eviction_random_commits_match_model(open_store: Callable[[str], Backend], examples: int) -> None:
-    machine = type("Machine", (EvictionMachine,), {"open_store": staticmethod(open_store)})
+def test_eviction_random_commits_match_model(
+    open_store: Callable[[str], Backend], examples: int
+) -> None:
+    machine = type(
+        "Machine", (EvictionMachine,), {"open_store": staticmethod(open_store)}
+    )
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     limits = settings(
-        max_examples=examples, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=checks
+        max_examples=examples,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=checks,
     )
     run_state_machine_as_test(machine, settings=limits)
     assert machine.evictions > examples // 2  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""``FaultyBackend`` applies faults to the chosen methods only, and forwards all calls without faults."""
+"""``FaultyBackend`` applies faults to the chosen methods only, and forwards all calls without
+faults."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ class TestFaultyBackendWithoutFaults(BackendConformance):
     def url(self) -> str:
         return "memory://test"
 
-    def open(self, url: str, *, read_only: bool = False) -> FaultyBackend[MemoryBackend]:
-        return FaultyBackend.of(MemoryBackend.open(StoreUrl.parse(url), read_only=read_only))
+    def open(
+        self, url: str, *, read_only: bool = False
+    ) -> FaultyBackend[MemoryBackend]:
+        return FaultyBackend.of(
+            MemoryBackend.open(StoreUrl.parse(url), read_only=read_only)
+        )
 
     @pytest.fixture
     def raw(self, backend: FaultyBackend[MemoryBackend]) -> RawShared:
@@ -63,10 +68,19 @@ def test_fail_with_times_raises_that_often_without_calling_method(
     assert backend.stats().packs == 0
     store_one(backend, namespace)
     assert backend.stats().packs == 1
-    assert backend.calls == ["open_namespace", "commit", "commit", "stats", "commit", "stats"]
+    assert backend.calls == [
+        "open_namespace",
+        "commit",
+        "commit",
+        "stats",
+        "commit",
+        "stats",
+    ]
 
 
-def test_fail_without_times_lasts_until_clear_faults(backend: FaultyBackend[MemoryBackend]) -> None:
+def test_fail_without_times_lasts_until_clear_faults(
+    backend: FaultyBackend[MemoryBackend],
+) -> None:
     backend.fail("stats", StoreError())
     backend.fail("namespaces", StoreError())
     for _ in range(3):
@@ -80,7 +94,9 @@ def test_fail_without_times_lasts_until_clear_faults(backend: FaultyBackend[Memo
     assert list(backend.namespaces()) == []
 
 
-def test_fail_several_calls_raise_separate_copies_of_error(backend: FaultyBackend[MemoryBackend]) -> None:
+def test_fail_several_calls_raise_separate_copies_of_error(
+    backend: FaultyBackend[MemoryBackend],
+) -> None:
     error = CorruptPackError("magic", "wrong value")
     backend.fail("stats", error)
     raised = []
@@ -103,7 +119,9 @@ def test_before_several_callbacks_run_in_order_with_arguments(
     assert seen == [(namespace, None), "second"]
 
 
-def test_after_callback_replaces_result(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+def test_after_callback_replaces_result(
+    backend: FaultyBackend[MemoryBackend], namespace: bytes
+) -> None:
     span, payload = store_one(backend, namespace)
 
     def tear(filled: list[bool], namespace: bytes, spans: list[ReadSpan]) -> list[bool]:
@@ -118,7 +136,9 @@ def test_after_callback_replaces_result(backend: FaultyBackend[MemoryBackend], n
     assert bytes(span.buffers[0]) == payload
 
 
-def test_after_method_raised_is_not_called(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+def test_after_method_raised_is_not_called(
+    backend: FaultyBackend[MemoryBackend], namespace: bytes
+) -> None:
     called: list[object] = []
     backend.after("stats", called.append)
     backend.fail("stats", StoreError(), times=1)
@@ -127,7 +147,9 @@ def test_after_method_raised_is_not_called(backend: FaultyBackend[MemoryBackend]
     assert called == []
 
 
-def test_before_after_and_fail_unknown_method_raise(backend: FaultyBackend[MemoryBackend]) -> None:
+def test_before_after_and_fail_unknown_method_raise(
+    backend: FaultyBackend[MemoryBackend],
+) -> None:
     for add in (backend.before, backend.after):
         with pytest.raises(ValueError, match="MemoryBackend has no method 'comit'"):
             add("comit", print)

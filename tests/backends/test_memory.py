@@ -1,4 +1,5 @@
-"""A store in memory: its handles, and what the package of tools for tests imports. ``test_faulty`` runs the suite."""
+"""A store in memory: its handles, and what the package of tools for tests imports. ``test_faulty``
+runs the suite."""
 
 import subprocess
 import sys
@@ -30,6 +31,11 @@ def test_memory_backend_on_same_blobs_finds_content_of_closed_handle() -> None:
 
 
 def test_import_testing_package_loads_neither_torch_nor_pytest() -> None:
-    code = "import sys, persistkv.testing; print([name for name in ('torch', 'pytest') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import sys, persistkv.testing; print([name for name in ('torch', 'pytest') if name "
+        "in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

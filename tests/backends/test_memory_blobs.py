@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from persistkv.storage.blobs import BlobMissingError, Blobs, RefusedError, UnavailableError
+from persistkv.storage.blobs import (
+    BlobMissingError,
+    Blobs,
+    RefusedError,
+    UnavailableError,
+)
 from persistkv.testing.blobs import FaultyBlobs, MemoryBlobs, in_first_half
 from persistkv.testing.conformance.blobs import BlobsConformance, RawBlobs
 
@@ -103,7 +108,9 @@ def test_memory_handle_of_closed_medium_is_open(medium: MemoryBlobs) -> None:
 
 
 @pytest.mark.parametrize("method", ["put", "read", "delete", "list"])
-def test_fail_before_call_has_no_effect(faulty: FaultyBlobs, medium: MemoryBlobs, method: str) -> None:
+def test_fail_before_call_has_no_effect(
+    faulty: FaultyBlobs, medium: MemoryBlobs, method: str
+) -> None:
     medium.put("a/b", [b"old"])
     faulty.fail(method, RefusedError("forbidden"), times=1)
     calls: dict[str, Callable[[], object]] = {
@@ -120,14 +127,18 @@ def test_fail_before_call_has_no_effect(faulty: FaultyBlobs, medium: MemoryBlobs
     assert [call for call, _ in faulty.calls] == [method, method]
 
 
-def test_fail_after_put_has_taken_effect(faulty: FaultyBlobs, medium: MemoryBlobs) -> None:
+def test_fail_after_put_has_taken_effect(
+    faulty: FaultyBlobs, medium: MemoryBlobs
+) -> None:
     faulty.fail("put", UnavailableError("no reply"), after=True, times=1)
     with pytest.raises(UnavailableError):
         faulty.put("a", [b"data"])
     assert read(medium, "a") == b"data"
 
 
-def test_fail_after_delete_has_taken_effect(faulty: FaultyBlobs, medium: MemoryBlobs) -> None:
+def test_fail_after_delete_has_taken_effect(
+    faulty: FaultyBlobs, medium: MemoryBlobs
+) -> None:
     medium.put("a", [b"data"])
     faulty.fail("delete", UnavailableError("no reply"), after=True)
     for _ in range(2):
@@ -136,7 +147,9 @@ def test_fail_after_delete_has_taken_effect(faulty: FaultyBlobs, medium: MemoryB
     assert names_of(medium) == []
 
 
-def test_fail_after_list_ends_iteration(faulty: FaultyBlobs, medium: MemoryBlobs) -> None:
+def test_fail_after_list_ends_iteration(
+    faulty: FaultyBlobs, medium: MemoryBlobs
+) -> None:
     medium.put("a", [b"data"])
     faulty.fail("list", UnavailableError("connection reset"), after=True)
     listed = faulty.list("")
@@ -146,7 +159,9 @@ def test_fail_after_list_ends_iteration(faulty: FaultyBlobs, medium: MemoryBlobs
 
 
 def test_fail_only_affects_matching_names(faulty: FaultyBlobs) -> None:
-    faulty.fail("put", RefusedError("forbidden"), only=lambda name: name.startswith("index/"))
+    faulty.fail(
+        "put", RefusedError("forbidden"), only=lambda name: name.startswith("index/")
+    )
     faulty.put("inbox/a", [b"data"])
     with pytest.raises(RefusedError):
         faulty.put("index/a", [b"data"])
@@ -161,7 +176,9 @@ def test_delay_lasts_as_long(faulty: FaultyBlobs) -> None:
     assert time.monotonic() - began >= 0.2
 
 
-def test_postponed_put_takes_effect_later(faulty: FaultyBlobs, medium: MemoryBlobs) -> None:
+def test_postponed_put_takes_effect_later(
+    faulty: FaultyBlobs, medium: MemoryBlobs
+) -> None:
     faulty.postpone("put", times=1)
     piece = bytearray(b"data")
     with pytest.raises(UnavailableError):
@@ -175,7 +192,9 @@ def test_postponed_put_takes_effect_later(faulty: FaultyBlobs, medium: MemoryBlo
     assert faulty.run_postponed() == 0
 
 
-def test_postponed_delete_takes_effect_later(faulty: FaultyBlobs, medium: MemoryBlobs) -> None:
+def test_postponed_delete_takes_effect_later(
+    faulty: FaultyBlobs, medium: MemoryBlobs
+) -> None:
     medium.put("a", [b"data"])
     faulty.postpone("delete")
     with pytest.raises(UnavailableError):
@@ -186,7 +205,9 @@ def test_postponed_delete_takes_effect_later(faulty: FaultyBlobs, medium: Memory
     assert names_of(medium) == []
 
 
-def test_split_list_shows_each_half_at_its_time(faulty: FaultyBlobs, medium: MemoryBlobs) -> None:
+def test_split_list_shows_each_half_at_its_time(
+    faulty: FaultyBlobs, medium: MemoryBlobs
+) -> None:
     names = [f"{number:02}" for number in range(40)]
     early = [name for name in names if in_first_half(name)]
     late = [name for name in names if not in_first_half(name)]

@@ -18,7 +18,9 @@ from tests.backends.raw_shared import RawShared
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """A directory in memory: hundreds of synced commits to a disk would take long."""
-    with tempfile.TemporaryDirectory(prefix="persistkv-sqlite-", dir="/dev/shm") as name:
+    with tempfile.TemporaryDirectory(
+        prefix="persistkv-sqlite-", dir="/dev/shm"
+    ) as name:
         yield Path(name)
 
 

@@ -1,4 +1,5 @@
-"""The counts of ``benchmarks.trips`` refer to the product's code, and are complete and plausible."""
+"""The counts of ``benchmarks.trips`` refer to the product's code, and are complete and
+plausible."""
 
 from __future__ import annotations
 
@@ -19,11 +20,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, trips.Trip]:
     return trips.measure(str(tmp_path_factory.mktemp("stores")))
 
 
-def test_measure_three_trips_have_plausible_counts(measured: dict[str, trips.Trip]) -> None:
+def test_measure_three_trips_have_plausible_counts(
+    measured: dict[str, trips.Trip],
+) -> None:
     assert list(measured) == ["store", "promote", "open"]
     for trip in measured.values():
         files = list(trip.files)
-        assert files[0] == "persistkv/tiering/persistent.py", "a trip begins with a call of the tier"
+        assert files[0] == "persistkv/tiering/persistent.py", (
+            "a trip begins with a call of the tier"
+        )
         assert all(file.startswith((CORE, DRIVER)) for file in files)
         assert {file.split("/")[0] + "/" for file in files} == {CORE, DRIVER}
         assert len(files) <= trip.functions <= 1_000
@@ -33,11 +38,17 @@ def test_measure_three_trips_have_plausible_counts(measured: dict[str, trips.Tri
 
 def test_measure_routes_stay_within_targets(measured: dict[str, trips.Trip]) -> None:
     for name, trip in measured.items():
-        assert len(trip.files) <= trips.TARGET_FILES[name], f"{name} passes through {list(trip.files)}"
-        assert trip.frames <= trips.TARGET_FRAMES, f"{name}: {max(trip.device.values(), key=len)}"
+        assert len(trip.files) <= trips.TARGET_FILES[name], (
+            f"{name} passes through {list(trip.files)}"
+        )
+        assert trip.frames <= trips.TARGET_FRAMES, (
+            f"{name}: {max(trip.device.values(), key=len)}"
+        )
 
 
-def test_measure_stacks_lead_from_tier_to_driver(measured: dict[str, trips.Trip]) -> None:
+def test_measure_stacks_lead_from_tier_to_driver(
+    measured: dict[str, trips.Trip],
+) -> None:
     store = measured["store"]
     assert "pwritev" in store.device, "the blocks are written"
     deepest = max(store.device.values(), key=len)

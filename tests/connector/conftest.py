@@ -30,7 +30,9 @@ class WatchedManager(CPUOffloadingManager):
     ``lookup`` returns None for keys in ``late`` and False for keys in ``missing``.
     """
 
-    def __init__(self, num_blocks: int, policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL) -> None:
+    def __init__(
+        self, num_blocks: int, policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+    ) -> None:
         super().__init__(num_blocks)
         self.request_policy = policy
         self.late: set[OffloadKey] = set()
@@ -54,7 +56,9 @@ class WatchedManager(CPUOffloadingManager):
         self.touched.append(list(keys))
         super().touch(keys, req_context)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
         self.offered.append(list(keys))
         return super().prepare_store(keys, req_context)
 
@@ -95,8 +99,13 @@ def make_manager() -> type[WatchedManager]:
 
 @pytest.fixture
 def make_keys() -> MakeKeys:
-    def keys(count: int, group: int = 0, start: int = 0, chain: str = "a") -> list[OffloadKey]:
-        return [make_offload_key(f"{chain}{index:07d}".encode(), group) for index in range(start, start + count)]
+    def keys(
+        count: int, group: int = 0, start: int = 0, chain: str = "a"
+    ) -> list[OffloadKey]:
+        return [
+            make_offload_key(f"{chain}{index:07d}".encode(), group)
+            for index in range(start, start + count)
+        ]
 
     return keys
 
@@ -105,23 +114,35 @@ def make_keys() -> MakeKeys:
 def finish() -> Finish:
     """Return a function that makes the results of all transfers of a step."""
 
-    def results(metadata: ConnectorMetadata, success: bool = True) -> list[TransferResult]:
-        return [TransferResult(job.job_id, success, 64, 0.1) for job in (*metadata.loads, *metadata.stores)]
+    def results(
+        metadata: ConnectorMetadata, success: bool = True
+    ) -> list[TransferResult]:
+        return [
+            TransferResult(job.job_id, success, 64, 0.1)
+            for job in (*metadata.loads, *metadata.stores)
+        ]
 
     return results
 
 
 @pytest.fixture
 def fill(finish: Finish) -> Fill:
-    """Return a function that computes and stores a request's blocks in the primary tier, and finishes the request."""
+    """Return a function that computes and stores a request's blocks in the primary tier, and
+    finishes the request."""
 
     def run(
-        scheduler: OffloadingConnectorScheduler, req_id: str, keys: list[OffloadKey], block_size: int, factor: int = 1
+        scheduler: OffloadingConnectorScheduler,
+        req_id: str,
+        keys: list[OffloadKey],
+        block_size: int,
+        factor: int = 1,
     ) -> None:
         num_tokens = len(keys) * block_size * factor
         scheduler.on_new_request(req_id)
         scheduler.update_keys(req_id, 0, keys, num_tokens)
-        scheduler.update_computed_tokens(req_id, num_tokens, [list(range(len(keys) * factor))])
+        scheduler.update_computed_tokens(
+            req_id, num_tokens, [list(range(len(keys) * factor))]
+        )
         scheduler.request_finished(req_id)
         scheduler.update_connector_output(finish(scheduler.build_connector_meta()))
         scheduler.take_events()

@@ -11,20 +11,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match, longest_that_fits
+from persistkv.connector.matching import (
+    GroupBlocks,
+    GroupGeometry,
+    longest_match,
+    longest_that_fits,
+)
 
 Context = tuple[list[GroupGeometry], list[set[int]], int, int]
 
 
 def blocks_needed(geometry: GroupGeometry, length: int, start: int) -> set[int]:
-    """Return the offloaded blocks with tokens that the token at ``length`` attends to and the caller lacks."""
+    """Return the offloaded blocks with tokens that the token at ``length`` attends to and the
+    caller lacks."""
     window = geometry.spec.sliding_window or length + 1
     tokens = range(max(start, length - window + 1), length)
     return {token // geometry.offloaded_tokens for token in tokens}
 
 
-def servable(groups: Sequence[GroupGeometry], present: Sequence[set[int]], length: int, start: int) -> bool:
-    return all(blocks_needed(geometry, length, start) <= held for geometry, held in zip(groups, present, strict=True))
+def servable(
+    groups: Sequence[GroupGeometry],
+    present: Sequence[set[int]],
+    length: int,
+    start: int,
+) -> bool:
+    return all(
+        blocks_needed(geometry, length, start) <= held
+        for geometry, held in zip(groups, present, strict=True)
+    )
 
 
 @st.composite
@@ -32,7 +46,10 @@ def contexts(draw: st.DrawFn) -> Context:
     factor = draw(st.sampled_from([1, 2, 3]))
     groups = [
         GroupGeometry(
-            KVCacheGroupSpec(draw(st.sampled_from([1, 2, 4])), draw(st.none() | st.integers(1, 20))), factor=factor
+            KVCacheGroupSpec(
+                draw(st.sampled_from([1, 2, 4])), draw(st.none() | st.integers(1, 20))
+            ),
+            factor=factor,
         )
         for _ in range(draw(st.integers(1, 3)))
     ]
@@ -48,7 +65,10 @@ def contexts(draw: st.DrawFn) -> Context:
 
 
 def probes(
-    groups: Sequence[GroupGeometry], present: Sequence[set[int]], tokens: int, asked: Counter[tuple[int, bytes]]
+    groups: Sequence[GroupGeometry],
+    present: Sequence[set[int]],
+    tokens: int,
+    asked: Counter[tuple[int, bytes]],
 ) -> list[GroupBlocks]:
     def probe(group: int) -> Callable[[bytes], bool]:
         def is_available(key: bytes) -> bool:
@@ -58,7 +78,11 @@ def probes(
         return is_available
 
     return [
-        GroupBlocks(geometry, [bytes([index]) for index in range(tokens // geometry.offloaded_tokens)], probe(group))
+        GroupBlocks(
+            geometry,
+            [bytes([index]) for index in range(tokens // geometry.offloaded_tokens)],
+            probe(group),
+        )
         for group, geometry in enumerate(groups)
     ]
 
@@ -72,23 +96,31 @@ def test_longest_match_any_context_equals_exhaustive_search(context: Context) ->
     asked: Counter[tuple[int, bytes]] = Counter()
     found = longest_match(probes(groups, present, tokens, asked), unit, start, limit)
     candidates = [
-        length for length in range(unit, limit + 1, unit) if length > start and servable(groups, present, length, start)
+        length
+        for length in range(unit, limit + 1, unit)
+        if length > start and servable(groups, present, length, start)
     ]
     assert found == max(candidates, default=0)
     assert set(asked.values()) <= {1}
-    assert all((key[0] + 1) * groups[group].offloaded_tokens > start for group, key in asked)
+    assert all(
+        (key[0] + 1) * groups[group].offloaded_tokens > start for group, key in asked
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(contexts(), st.integers(1, 40))
-def test_longest_that_fits_any_limit_equals_exhaustive_search(context: Context, max_blocks: int) -> None:
+def test_longest_that_fits_any_limit_equals_exhaustive_search(
+    context: Context, max_blocks: int
+) -> None:
     groups, _, tokens, start = context
     unit = math.lcm(*(geometry.offloaded_tokens for geometry in groups))
     found = longest_that_fits(groups, unit, start, tokens, max_blocks)
     fitting = [
         length
         for length in range(unit, tokens + 1, unit)
-        if length > start and sum(len(blocks_needed(geometry, length, start)) for geometry in groups) <= max_blocks
+        if length > start
+        and sum(len(blocks_needed(geometry, length, start)) for geometry in groups)
+        <= max_blocks
     ]
     assert found == max(fitting, default=found)
     assert fitting or found <= start

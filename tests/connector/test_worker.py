@@ -2,14 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from persistkv.base import GPULoadStoreSpec, OffloadingHandler, TransferResult, TransferSpec
+from persistkv.base import (
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+)
 from persistkv.connector.common import ConnectorMetadata, TransferJob
 from persistkv.connector.worker import OffloadingConnectorWorker
 from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 class Handler(OffloadingHandler):
-    """Handler that copies nothing, finishes transfers passed to ``wait``, and raises in calls named in ``failing``."""
+    """Handler that copies nothing, finishes transfers passed to ``wait``, and raises in calls named
+    in ``failing``."""
 
     def __init__(self) -> None:
         self.failing: set[str] = set()
@@ -30,7 +36,11 @@ class Handler(OffloadingHandler):
 
     def get_finished(self) -> list[TransferResult]:
         self.check("get_finished")
-        finished = [TransferResult(job_id, True) for job_id in self.started if job_id in self.waited]
+        finished = [
+            TransferResult(job_id, True)
+            for job_id in self.started
+            if job_id in self.waited
+        ]
         self.started = [job_id for job_id in self.started if job_id not in self.waited]
         return finished
 
@@ -52,12 +62,17 @@ def handlers() -> tuple[Handler, Handler]:
 def worker(handlers: tuple[Handler, Handler]) -> OffloadingConnectorWorker:
     to_device, from_device = handlers
     return OffloadingConnectorWorker(
-        [(CPULoadStoreSpec, GPULoadStoreSpec, to_device), (GPULoadStoreSpec, CPULoadStoreSpec, from_device)]
+        [
+            (CPULoadStoreSpec, GPULoadStoreSpec, to_device),
+            (GPULoadStoreSpec, CPULoadStoreSpec, from_device),
+        ]
     )
 
 
 CPU, GPU = CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1], [0])
-METADATA = ConnectorMetadata(loads=[TransferJob(1, (CPU, GPU))], stores=[TransferJob(2, (GPU, CPU))])
+METADATA = ConnectorMetadata(
+    loads=[TransferJob(1, (CPU, GPU))], stores=[TransferJob(2, (GPU, CPU))]
+)
 
 
 def test_start_load_and_store_reach_their_handlers(
@@ -91,13 +106,20 @@ def test_start_unknown_direction_starts_nothing(
     worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
 ) -> None:
     with pytest.raises(KeyError, match="GPU"):
-        worker.start(ConnectorMetadata(METADATA.loads, [TransferJob(3, (GPU, GPU)), *METADATA.stores]))
+        worker.start(
+            ConnectorMetadata(
+                METADATA.loads, [TransferJob(3, (GPU, GPU)), *METADATA.stores]
+            )
+        )
     assert [handler.started for handler in handlers] == [[], []]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_start_handler_raises_other_jobs_start_and_are_reported(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler], failing: int, caplog: pytest.LogCaptureFixture
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
+    failing: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     handlers[failing].failing.add("transfer_async")
     worker.start(METADATA)
@@ -110,7 +132,10 @@ def test_start_handler_raises_other_jobs_start_and_are_reported(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_get_finished_handler_raises_others_are_reported_and_its_own_fail(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler], failing: int, caplog: pytest.LogCaptureFixture
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
+    failing: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker.start(METADATA)
     worker.wait_all()
@@ -118,7 +143,9 @@ def test_get_finished_handler_raises_others_are_reported_and_its_own_fail(
     handlers[failing].failing.add("get_finished")
     results = {result.job_id: result.success for result in worker.get_finished()}
     assert results == {1: failing != 0, 2: failing != 1}
-    assert handlers[failing].waited == {failing + 1}, "no failed transfer is still copying"
+    assert handlers[failing].waited == {failing + 1}, (
+        "no failed transfer is still copying"
+    )
     assert "raised in get_finished: its transfers failed" in caplog.text
     handlers[failing].failing.clear()
     assert worker.get_finished() == [], "each transfer is reported once"
@@ -136,7 +163,10 @@ def test_wait_handler_raises_other_handler_is_waited_for(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_shutdown_handler_raises_other_handler_is_shut_down(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler], failing: int, caplog: pytest.LogCaptureFixture
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
+    failing: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     handlers[failing].failing.add("shutdown")
     worker.shutdown()

@@ -24,7 +24,9 @@ def context() -> ReqContext:
 def keys() -> Callable[[int], list[OffloadKey]]:
     """Return a function that makes distinct keys; it never returns the same key twice."""
     numbers = itertools.count()
-    return lambda count: [make_offload_key(next(numbers).to_bytes(32, "big"), 0) for _ in range(count)]
+    return lambda count: [
+        make_offload_key(next(numbers).to_bytes(32, "big"), 0) for _ in range(count)
+    ]
 
 
 @pytest.fixture

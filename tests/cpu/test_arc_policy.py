@@ -1,4 +1,5 @@
-"""ARC: a scan does not evict reused blocks, and storing evicted blocks again changes the target size."""
+"""ARC: a scan does not evict reused blocks, and storing evicted blocks again changes the target
+size."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from persistkv.cpu.policies import ARCCachePolicy
 MakeKeys = Callable[[int], list[OffloadKey]]
 
 
-def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+def store(
+    manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext
+) -> list[OffloadKey]:
     output = manager.prepare_store(keys, context)
     assert output is not None
     manager.touch(keys, context)
@@ -21,7 +24,9 @@ def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqCon
     return output.evicted_keys
 
 
-def test_arc_scan_does_not_evict_reused_blocks(keys: MakeKeys, context: ReqContext) -> None:
+def test_arc_scan_does_not_evict_reused_blocks(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     held = {}
     for policy in ("lru", "arc"):
         manager = CPUOffloadingManager(20, policy)
@@ -45,7 +50,9 @@ def test_touch_block_being_written_is_not_second_use(keys: MakeKeys) -> None:
     assert policy.evict(2) == [(first, 0), (second, 1)]
 
 
-def test_evict_protected_blocks_in_both_lists_skipped_until_released(keys: MakeKeys) -> None:
+def test_evict_protected_blocks_in_both_lists_skipped_until_released(
+    keys: MakeKeys,
+) -> None:
     refs = [1, 1, 0]
     policy = ARCCachePolicy(3, refs)
     once, again, idle = keys(3)
@@ -72,12 +79,15 @@ def test_insert_keys_evicted_before_adapts_target(keys: MakeKeys) -> None:
     assert [row for _, row in policy.evict(4)] == [1, 0, 3, 2]
     fresh = keys(2)
     policy.insert(fresh, [0, 1])
-    policy.insert(again, [2, 3])  # inserted into the second list, which lowers the target to 0
+    # inserted into the second list, which lowers the target to 0
+    policy.insert(again, [2, 3])
     assert {key for key, _ in policy.evict(2)} == set(fresh)
 
 
 @pytest.mark.parametrize(("used_again", "limit"), [(False, 4), (True, 8)])
-def test_evict_key_is_remembered_for_bounded_number_of_evictions(keys: MakeKeys, used_again: bool, limit: int) -> None:
+def test_evict_key_is_remembered_for_bounded_number_of_evictions(
+    keys: MakeKeys, used_again: bool, limit: int
+) -> None:
     for evictions, remembered in ((limit - 1, True), (limit, False)):
         policy = ARCCachePolicy(4, [0] * 4)
         returning, *others = keys(1 + evictions)

@@ -1,4 +1,5 @@
-"""Transfers through the handlers, on each available device: every byte is compared with a plain model."""
+"""Transfers through the handlers, on each available device: every byte is compared with a plain
+model."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ needs_cuda = [
 
 @pytest.fixture(params=["cpu", "cuda strategy", pytest.param("cuda", marks=needs_cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Device of the KV tensors; "cuda strategy" is the CPU with the CUDA strategy and a driver that needs no GPU."""
+    """Device of the KV tensors; "cuda strategy" is the CPU with the CUDA strategy and a driver that
+    needs no GPU."""
     if request.param != "cuda strategy":
         return str(request.param)
     driver = request.getfixturevalue("driver")
@@ -61,7 +63,9 @@ GEOMETRIES = {
     "one group": Geometry([64], [[(0, 64)]]),
     "layers": Geometry([256] * 4, [[(index, 256) for index in range(4)]]),
     "hybrid, own tensors": Geometry([128, 48], [[(0, 128)], [(1, 48)]]),
-    "hybrid, shared tensor, padding": Geometry([128, 40], [[(0, 128), (1, 40)], [(0, 48)], [(0, 128)]]),
+    "hybrid, shared tensor, padding": Geometry(
+        [128, 40], [[(0, 128), (1, 40)], [(0, 48)], [(0, 128)]]
+    ),
     "odd pages": Geometry([33, 7], [[(0, 33)], [(0, 5), (1, 7)]]),
 }
 
@@ -70,9 +74,14 @@ def make_caches(geometry: Geometry, device: str, slack: int = 0) -> CanonicalKVC
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for page in geometry.pages:
-        data = torch.randint(-128, 128, (NUM_BLOCKS, page + slack), dtype=torch.int8, generator=generator)
+        data = torch.randint(
+            -128, 128, (NUM_BLOCKS, page + slack), dtype=torch.int8, generator=generator
+        )
         tensors.append(CanonicalKVCacheTensor(data.to(device), page))
-    refs = [[CanonicalKVCacheRef(index, used) for index, used in group] for group in geometry.groups]
+    refs = [
+        [CanonicalKVCacheRef(index, used) for index, used in group]
+        for group in geometry.groups
+    ]
     return CanonicalKVCaches(tensors, refs)
 
 
@@ -84,7 +93,9 @@ def make_handlers(
     if directory is not None:
         cell = cell_bytes(caches, factor)
         total = NUM_ROWS * row_stride_bytes(1, cell)
-        region = SharedOffloadRegion("engine", total, NUM_ROWS, 0, 1, cell, directory=directory)
+        region = SharedOffloadRegion(
+            "engine", total, NUM_ROWS, 0, 1, cell, directory=directory
+        )
     handlers = CpuGpuOffloadingHandlers(caches, factor, NUM_ROWS, region)
     try:
         yield handlers, region
@@ -94,7 +105,9 @@ def make_handlers(
             region.cleanup()
 
 
-def finish(handler: OffloadingHandler, job_id: int, spec: TransferSpec) -> TransferResult:
+def finish(
+    handler: OffloadingHandler, job_id: int, spec: TransferSpec
+) -> TransferResult:
     assert handler.transfer_async(job_id, spec)
     handler.wait({job_id})
     (result,) = handler.get_finished()
@@ -112,16 +125,27 @@ class Job:
     cpu: CPULoadStoreSpec
 
     @classmethod
-    def random(cls, chance: random.Random, num_groups: int, factor: int, scattered: bool) -> Job:
+    def random(
+        cls, chance: random.Random, num_groups: int, factor: int, scattered: bool
+    ) -> Job:
         sizes = [chance.randint(0, NUM_BLOCKS // num_groups) for _ in range(num_groups)]
         indices = [chance.randint(0, 3 * factor) for _ in range(num_groups)]
         num_rows = [
-            -(-(index % factor + size) // factor) if size else 0 for size, index in zip(sizes, indices, strict=True)
+            -(-(index % factor + size) // factor) if size else 0
+            for size, index in zip(sizes, indices, strict=True)
         ]
-        blocks = chance.sample(range(NUM_BLOCKS), sum(sizes)) if scattered else list(range(sum(sizes)))
+        blocks = (
+            chance.sample(range(NUM_BLOCKS), sum(sizes))
+            if scattered
+            else list(range(sum(sizes)))
+        )
         if sum(num_rows) > NUM_ROWS:
             return cls.random(chance, num_groups, factor, scattered)
-        rows = chance.sample(range(NUM_ROWS), sum(num_rows)) if scattered else list(range(sum(num_rows)))
+        rows = (
+            chance.sample(range(NUM_ROWS), sum(num_rows))
+            if scattered
+            else list(range(sum(num_rows)))
+        )
         return cls(GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(rows))
 
     def used(self, geometry: Geometry) -> Iterator[tuple[int, int, int]]:
@@ -139,13 +163,21 @@ class Job:
 @pytest.mark.parametrize("factor", [1, 2, 4])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_handlers_store_then_load_restores_only_transferred_pages(
-    name: str, factor: int, shared: bool, scattered: bool, device: str, shared_memory: str
+    name: str,
+    factor: int,
+    shared: bool,
+    scattered: bool,
+    device: str,
+    shared_memory: str,
 ) -> None:
     geometry = GEOMETRIES[name]
     caches = make_caches(geometry, device, slack=16)
     original = [canonical.tensor.clone() for canonical in caches.tensors]
     chance = random.Random(f"{name} {factor} {shared} {scattered}")
-    with make_handlers(caches, factor, shared_memory if shared else None) as (handlers, _):
+    with make_handlers(caches, factor, shared_memory if shared else None) as (
+        handlers,
+        _,
+    ):
         for number in range(6):
             job = Job.random(chance, len(geometry.groups), factor, scattered)
             stored = finish(handlers.gpu_to_cpu_handler, number, (job.gpu, job.cpu))
@@ -164,7 +196,9 @@ def test_handlers_store_then_load_restores_only_transferred_pages(
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
-def test_handlers_stored_rows_match_group_layouts(factor: int, device: str, shared_memory: str) -> None:
+def test_handlers_stored_rows_match_group_layouts(
+    factor: int, device: str, shared_memory: str
+) -> None:
     geometry = GEOMETRIES["hybrid, shared tensor, padding"]
     caches = make_caches(geometry, device)
     with make_handlers(caches, factor, shared_memory) as (handlers, region):
@@ -176,7 +210,9 @@ def test_handlers_stored_rows_match_group_layouts(factor: int, device: str, shar
         rows = torch.frombuffer(view, dtype=torch.int8).view(NUM_ROWS, -1)
         for group, row in ((0, 7), (1, 3)):
             ranges = group_layouts(caches, factor)[group].ranges
-            written = torch.cat([rows[row, begin : begin + length] for begin, length in ranges])
+            written = torch.cat(
+                [rows[row, begin : begin + length] for begin, length in ranges]
+            )
             pages = [
                 caches.tensors[tensor].tensor[group * factor + position, :used].cpu()
                 for tensor, used in sorted(geometry.groups[group])
@@ -194,7 +230,9 @@ def test_handler_jobs_of_one_direction_finish_in_order(device: str) -> None:
     with make_handlers(caches, 1, None) as (handlers, _):
         store, load = handlers.gpu_to_cpu_handler, handlers.cpu_to_gpu_handler
         for job_id in range(5):
-            assert store.transfer_async(job_id, (GPULoadStoreSpec([job_id], [1], [0]), CPULoadStoreSpec([9])))
+            assert store.transfer_async(
+                job_id, (GPULoadStoreSpec([job_id], [1], [0]), CPULoadStoreSpec([9]))
+            )
         store.wait({4, 99})
         assert [result.job_id for result in store.get_finished()] == [0, 1, 2, 3, 4]
         finish(load, 7, (CPULoadStoreSpec([9]), GPULoadStoreSpec([5], [1], [0])))
@@ -202,9 +240,17 @@ def test_handler_jobs_of_one_direction_finish_in_order(device: str) -> None:
 
 
 def test_handler_empty_job_is_reported_with_zero_bytes(device: str) -> None:
-    with make_handlers(make_caches(GEOMETRIES["layers"], device), 2, None) as (handlers, _):
+    with make_handlers(make_caches(GEOMETRIES["layers"], device), 2, None) as (
+        handlers,
+        _,
+    ):
         nothing = GPULoadStoreSpec([], [0], [0])
-        assert finish(handlers.gpu_to_cpu_handler, 1, (nothing, CPULoadStoreSpec([]))).num_bytes == 0
+        assert (
+            finish(
+                handlers.gpu_to_cpu_handler, 1, (nothing, CPULoadStoreSpec([]))
+            ).num_bytes
+            == 0
+        )
 
 
 def test_handlers_inference_mode_tensors_are_loaded(device: str) -> None:
@@ -221,11 +267,16 @@ def test_handlers_inference_mode_tensors_are_loaded(device: str) -> None:
 
 
 def test_handlers_any_bit_pattern_survives_round_trip(device: str) -> None:
-    """Pages are moved as wide numbers: NaNs with a payload and subnormal numbers must not change."""
+    """Pages are moved as wide numbers: NaNs with a payload and subnormal numbers must not
+    change."""
     page = torch.arange(256, dtype=torch.uint8).repeat(4).sort().values.view(torch.int8)
-    signalling = torch.tensor([0x7FF0000000000001, 0x000000000000000F], dtype=torch.int64).view(torch.int8)
+    signalling = torch.tensor(
+        [0x7FF0000000000001, 0x000000000000000F], dtype=torch.int64
+    ).view(torch.int8)
     data = torch.cat([page, signalling]).repeat(NUM_BLOCKS, 1).to(device)
-    caches = CanonicalKVCaches([CanonicalKVCacheTensor(data, 1040)], [[CanonicalKVCacheRef(0, 1040)]])
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(data, 1040)], [[CanonicalKVCacheRef(0, 1040)]]
+    )
     with make_handlers(caches, 1, None) as (handlers, _):
         spec = GPULoadStoreSpec([3, 2, 1], [3], [0]), CPULoadStoreSpec([5, 6, 7])
         original = data.clone()
@@ -244,10 +295,19 @@ def test_handlers_any_bit_pattern_survives_round_trip(device: str) -> None:
         lambda gpu, cpu: (gpu, CPULoadStoreSpec([1, 2])),
     ],
 )
-def test_transfer_async_mismatched_specs_raise(wrong: Callable[..., TransferSpec], device: str) -> None:
-    with make_handlers(make_caches(GEOMETRIES["layers"], device), 1, None) as (handlers, _):
-        with pytest.raises(ValueError, match=r"is no store|not one of|does not have the rows"):
-            handlers.gpu_to_cpu_handler.transfer_async(1, wrong(GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0])))
+def test_transfer_async_mismatched_specs_raise(
+    wrong: Callable[..., TransferSpec], device: str
+) -> None:
+    with make_handlers(make_caches(GEOMETRIES["layers"], device), 1, None) as (
+        handlers,
+        _,
+    ):
+        with pytest.raises(
+            ValueError, match=r"is no store|not one of|does not have the rows"
+        ):
+            handlers.gpu_to_cpu_handler.transfer_async(
+                1, wrong(GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0]))
+            )
         assert handlers.gpu_to_cpu_handler.get_finished() == []
 
 
@@ -296,7 +356,9 @@ def test_handlers_shutdown_one_raises_other_is_released(
         else:
             replaced, handlers.cpu_to_gpu_handler = handlers.cpu_to_gpu_handler, broken
             other = handlers.gpu_to_cpu_handler
-        spec: TransferSpec = (rows, blocks) if direction is Direction.STORE else (blocks, rows)
+        spec: TransferSpec = (
+            (rows, blocks) if direction is Direction.STORE else (blocks, rows)
+        )
         replaced.shutdown()
         handlers.shutdown()
         assert not other.transfer_async(1, spec), "the other handler was shut down"
@@ -305,8 +367,12 @@ def test_handlers_shutdown_one_raises_other_is_released(
 
 def test_handlers_row_count_differs_from_region_raises(shared_memory: str) -> None:
     caches = make_caches(GEOMETRIES["one group"], "cpu")
-    region = SharedOffloadRegion("engine", 4096 * 2, 2, 0, 1, 64, directory=shared_memory)
-    with pytest.raises(ConfigurationError, match="num_cpu_blocks: 3 is not valid; expected 2"):
+    region = SharedOffloadRegion(
+        "engine", 4096 * 2, 2, 0, 1, 64, directory=shared_memory
+    )
+    with pytest.raises(
+        ConfigurationError, match="num_cpu_blocks: 3 is not valid; expected 2"
+    ):
         CpuGpuOffloadingHandlers(caches, 1, 3, region)
     region.cleanup()
     with pytest.raises(ConfigurationError, match="num_cpu_blocks: 0"):
@@ -315,9 +381,17 @@ def test_handlers_row_count_differs_from_region_raises(shared_memory: str) -> No
 
 def test_handlers_unsupported_device_raises() -> None:
     caches = CanonicalKVCaches(
-        [CanonicalKVCacheTensor(torch.zeros((2, 8), dtype=torch.int8, device="meta"), 8)], [[CanonicalKVCacheRef(0, 8)]]
+        [
+            CanonicalKVCacheTensor(
+                torch.zeros((2, 8), dtype=torch.int8, device="meta"), 8
+            )
+        ],
+        [[CanonicalKVCacheRef(0, 8)]],
     )
-    with pytest.raises(ConfigurationError, match="kv_caches device: 'meta' is not valid; expected one of cpu, cuda"):
+    with pytest.raises(
+        ConfigurationError,
+        match="kv_caches device: 'meta' is not valid; expected one of cpu, cuda",
+    ):
         CpuGpuOffloadingHandlers(caches, 1, 1)
 
 
@@ -325,8 +399,13 @@ def test_handlers_unsupported_device_raises() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_handlers_pending_kernels_finish_before_store_and_load() -> None:
     pages = torch.zeros((NUM_BLOCKS, 1 << 16), dtype=torch.int8, device="cuda")
-    caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]])
-    gpu = GPULoadStoreSpec(list(range(32)), [32], [0]), CPULoadStoreSpec(list(range(32)))
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]]
+    )
+    gpu = (
+        GPULoadStoreSpec(list(range(32)), [32], [0]),
+        CPULoadStoreSpec(list(range(32))),
+    )
     with make_handlers(caches, 1, None) as (handlers, _):
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
         pages.fill_(7)
@@ -342,9 +421,13 @@ def test_handlers_pending_kernels_finish_before_store_and_load() -> None:
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_handlers_head_sharded_two_workers_fill_rows_as_one(device: str, shared_memory: str, factor: int) -> None:
+def test_handlers_head_sharded_two_workers_fill_rows_as_one(
+    device: str, shared_memory: str, factor: int
+) -> None:
     parts, heads, head_bytes, num_rows = 4, 6, 16, 4
-    whole = torch.randint(-128, 128, (num_rows * factor, parts, heads, head_bytes), dtype=torch.int8)
+    whole = torch.randint(
+        -128, 128, (num_rows * factor, parts, heads, head_bytes), dtype=torch.int8
+    )
 
     def fill_rows(num_workers: int) -> torch.Tensor:
         per_worker = heads // num_workers
@@ -353,17 +436,29 @@ def test_handlers_head_sharded_two_workers_fill_rows_as_one(device: str, shared_
         name = f"workers-{num_workers}-{factor}"
         regions = [
             SharedOffloadRegion(
-                name, num_rows * stride, num_rows, rank, num_workers, page * factor, directory=shared_memory
+                name,
+                num_rows * stride,
+                num_rows,
+                rank,
+                num_workers,
+                page * factor,
+                directory=shared_memory,
             )
             for rank in range(num_workers)
         ]
         for rank, region in enumerate(regions):
             part = whole[:, :, rank * per_worker : (rank + 1) * per_worker]
             pages = part.reshape(num_rows * factor, page).to(device)
-            tensor = CanonicalKVCacheTensor(pages, page, HeadSharding(parts, per_worker))
+            tensor = CanonicalKVCacheTensor(
+                pages, page, HeadSharding(parts, per_worker)
+            )
             kv_caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page)]])
-            handlers = CpuGpuOffloadingHandlers(kv_caches, factor, num_rows, region, head_sharded=True)
-            blocks = GPULoadStoreSpec(range(num_rows * factor), [num_rows * factor], [0])
+            handlers = CpuGpuOffloadingHandlers(
+                kv_caches, factor, num_rows, region, head_sharded=True
+            )
+            blocks = GPULoadStoreSpec(
+                range(num_rows * factor), [num_rows * factor], [0]
+            )
             rows = CPULoadStoreSpec(list(reversed(range(num_rows))))
             assert handlers.gpu_to_cpu_handler.transfer_async(1, (blocks, rows))
             handlers.gpu_to_cpu_handler.wait({1})
@@ -387,7 +482,9 @@ def test_handlers_head_sharded_two_workers_fill_rows_as_one(device: str, shared_
 
 
 def test_handlers_head_sharded_without_region_raises() -> None:
-    tensor = CanonicalKVCacheTensor(torch.zeros((2, 16), dtype=torch.int8), 16, HeadSharding(2, 2))
+    tensor = CanonicalKVCacheTensor(
+        torch.zeros((2, 16), dtype=torch.int8), 16, HeadSharding(2, 2)
+    )
     kv_caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 16)]])
     with pytest.raises(ConfigurationError, match="mmap_region"):
         CpuGpuOffloadingHandlers(kv_caches, 1, 2, head_sharded=True)

@@ -30,8 +30,13 @@ from persistkv.errors import ConfigurationError
 
 
 def caches(pages: list[int], groups: list[list[tuple[int, int]]]) -> CanonicalKVCaches:
-    tensors = [CanonicalKVCacheTensor(torch.zeros((2, page), dtype=torch.int8), page) for page in pages]
-    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(*ref) for ref in refs] for refs in groups])
+    tensors = [
+        CanonicalKVCacheTensor(torch.zeros((2, page), dtype=torch.int8), page)
+        for page in pages
+    ]
+    return CanonicalKVCaches(
+        tensors, [[CanonicalKVCacheRef(*ref) for ref in refs] for refs in groups]
+    )
 
 
 def test_cell_bytes_several_groups_returns_size_of_widest() -> None:
@@ -47,7 +52,10 @@ def test_cell_bytes_several_groups_returns_size_of_widest() -> None:
 def test_tensor_offsets_tensors_of_one_group_do_not_overlap(
     pages: list[int], groups: list[set[int]], factor: int
 ) -> None:
-    refs = [[(index % len(pages), pages[index % len(pages)]) for index in group] for group in groups]
+    refs = [
+        [(index % len(pages), pages[index % len(pages)]) for index in group]
+        for group in groups
+    ]
     kv_caches = caches(pages, refs)
     offsets, cell = tensor_offsets(kv_caches, factor), cell_bytes(kv_caches, factor)
     for group in refs:
@@ -65,7 +73,15 @@ def test_tensor_offsets_tensors_of_one_group_do_not_overlap(
     [
         (1, 1, [((0, 100),), ((0, 60), (100, 40)), ((100, 40),)]),
         (2, 1, [((0, 200),), ((0, 60), (100, 60), (200, 80)), ((200, 80),)]),
-        (1, 2, [((0, 100), (140, 100)), ((0, 60), (100, 100), (240, 40)), ((100, 40), (240, 40))]),
+        (
+            1,
+            2,
+            [
+                ((0, 100), (140, 100)),
+                ((0, 60), (100, 100), (240, 40)),
+                ((100, 40), (240, 40)),
+            ],
+        ),
     ],
 )
 def test_group_layouts_mixed_groups_return_ranges_and_block_bytes(
@@ -115,12 +131,23 @@ def test_check_kv_caches_invalid_reference_raises_and_names_field(
         (torch.zeros((2, 8), dtype=torch.float32), 8, "kv_caches.tensors[0]"),
         (torch.zeros(8, dtype=torch.int8), 8, "kv_caches.tensors[0]"),
         (torch.zeros((2, 8), dtype=torch.int8).T, 2, "kv_caches.tensors[0]"),
-        (torch.zeros((2, 8), dtype=torch.int8), 9, "kv_caches.tensors[0].page_size_bytes"),
+        (
+            torch.zeros((2, 8), dtype=torch.int8),
+            9,
+            "kv_caches.tensors[0].page_size_bytes",
+        ),
     ],
 )
-def test_check_kv_caches_tensor_without_byte_pages_raises(tensor: torch.Tensor, page: int, field: str) -> None:
+def test_check_kv_caches_tensor_without_byte_pages_raises(
+    tensor: torch.Tensor, page: int, field: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        check_kv_caches(CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(0, 1)]]), 1)
+        check_kv_caches(
+            CanonicalKVCaches(
+                [CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(0, 1)]]
+            ),
+            1,
+        )
     assert caught.value.field == field
 
 
@@ -133,26 +160,49 @@ def test_cell_bytes_zero_factor_raises() -> None:
 
 
 def make_memory(factor: int) -> KVMemory:
-    """Return two tensors of 8 blocks, and 6 rows; group 0 uses both tensors, group 1 half of the second's pages."""
-    tensors = [CanonicalKVCacheTensor(torch.zeros((8, page), dtype=torch.int8), page) for page in (16, 32)]
-    refs = [[CanonicalKVCacheRef(0, 16), CanonicalKVCacheRef(1, 32)], [CanonicalKVCacheRef(1, 16)]]
+    """Return two tensors of 8 blocks, and 6 rows; group 0 uses both tensors, group 1 half of the
+    second's pages."""
+    tensors = [
+        CanonicalKVCacheTensor(torch.zeros((8, page), dtype=torch.int8), page)
+        for page in (16, 32)
+    ]
+    refs = [
+        [CanonicalKVCacheRef(0, 16), CanonicalKVCacheRef(1, 32)],
+        [CanonicalKVCacheRef(1, 16)],
+    ]
     rows = tuple(torch.zeros((6, factor * page), dtype=torch.int8) for page in (16, 32))
-    return KVMemory(tuple(tensor.tensor for tensor in tensors), rows, factor, group_data_refs=refs)
+    return KVMemory(
+        tuple(tensor.tensor for tensor in tensors), rows, factor, group_data_refs=refs
+    )
 
 
 def plan(
-    factor: int, blocks: list[int], sizes: list[int], indices: list[int], rows: list[int]
+    factor: int,
+    blocks: list[int],
+    sizes: list[int],
+    indices: list[int],
+    rows: list[int],
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    copies = plan_copies(GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(rows), make_memory(factor))
+    copies = plan_copies(
+        GPULoadStoreSpec(blocks, sizes, indices),
+        CPULoadStoreSpec(rows),
+        make_memory(factor),
+    )
     return {
-        (part.tensor_idx, part.page_bytes): list(zip(part.blocks.tolist(), part.sub_blocks.tolist(), strict=True))
+        (part.tensor_idx, part.page_bytes): list(
+            zip(part.blocks.tolist(), part.sub_blocks.tolist(), strict=True)
+        )
         for part in copies
     }
 
 
 def test_plan_copies_two_groups_copy_only_their_tensors() -> None:
     pairs = plan(1, [4, 5, 6], [2, 1], [0, 0], [3, 1, 2])
-    assert pairs == {(0, 16): [(4, 3), (5, 1)], (1, 32): [(4, 3), (5, 1)], (1, 16): [(6, 2)]}
+    assert pairs == {
+        (0, 16): [(4, 3), (5, 1)],
+        (1, 32): [(4, 3), (5, 1)],
+        (1, 16): [(6, 2)],
+    }
 
 
 def test_plan_copies_unaligned_first_block_starts_inside_row() -> None:
@@ -180,7 +230,11 @@ def test_plan_copies_group_without_blocks_uses_no_row() -> None:
     ],
 )
 def test_plan_copies_mismatched_blocks_or_rows_raises(
-    blocks: list[int], sizes: list[int], indices: list[int], rows: list[int], problem: str
+    blocks: list[int],
+    sizes: list[int],
+    indices: list[int],
+    rows: list[int],
+    problem: str,
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         plan(2, blocks, sizes, indices, rows)
@@ -195,12 +249,21 @@ def test_compute_sub_block_ptrs_returns_addresses_of_sub_blocks(gap: int) -> Non
     offsets = compute_sub_block_ptrs(sub_blocks, factor, rows) - rows.data_ptr()
     stride = factor * page + gap
     assert offsets.tolist() == [4 * stride + 2 * page, stride, 0]
-    assert compute_sub_block_ptrs(np.array([2]), 1, rows).tolist() == [rows[2].data_ptr()]
+    assert compute_sub_block_ptrs(np.array([2]), 1, rows).tolist() == [
+        rows[2].data_ptr()
+    ]
 
 
-def sharded(pages: list[int], heads: HeadSharding | None, used: int | None = None) -> CanonicalKVCaches:
-    tensors = [CanonicalKVCacheTensor(torch.zeros((2, page), dtype=torch.int8), page, heads) for page in pages]
-    refs = [CanonicalKVCacheRef(index, used or page) for index, page in enumerate(pages)]
+def sharded(
+    pages: list[int], heads: HeadSharding | None, used: int | None = None
+) -> CanonicalKVCaches:
+    tensors = [
+        CanonicalKVCacheTensor(torch.zeros((2, page), dtype=torch.int8), page, heads)
+        for page in pages
+    ]
+    refs = [
+        CanonicalKVCacheRef(index, used or page) for index, page in enumerate(pages)
+    ]
     return CanonicalKVCaches(tensors, [refs])
 
 
@@ -215,7 +278,8 @@ def sharded(pages: list[int], heads: HeadSharding | None, used: int | None = Non
 def test_head_slices_of_all_workers_are_those_of_one_worker_with_all_heads(
     layers: int, parts: int, heads: int, head_bytes: int, workers: int, factor: int
 ) -> None:
-    """Each byte of a page, by its part, head of the model and offset in the head, has one place for all numbers."""
+    """Each byte of a page, by its part, head of the model and offset in the head, has one place for
+    all numbers."""
 
     def places(num_workers: int) -> dict[tuple[int, int, int, int], int]:
         per_worker = heads * workers // num_workers
@@ -233,13 +297,19 @@ def test_head_slices_of_all_workers_are_those_of_one_worker_with_all_heads(
 
     shared = places(workers)
     assert shared == places(1)
-    assert len(set(shared.values())) == len(shared) == layers * parts * heads * workers * head_bytes
+    assert (
+        len(set(shared.values()))
+        == len(shared)
+        == layers * parts * heads * workers * head_bytes
+    )
 
 
 def test_group_layouts_head_sharded_are_equal_for_all_numbers_of_workers() -> None:
     layouts = []
     for workers in (1, 2, 4):
-        kv_caches = sharded([96 // workers, 32 // workers], HeadSharding(2, 4 // workers))
+        kv_caches = sharded(
+            [96 // workers, 32 // workers], HeadSharding(2, 4 // workers)
+        )
         layouts.append(group_layouts(kv_caches, 3, workers, head_sharded=True))
     assert layouts == [layouts[0]] * 3
     assert layouts[0][0].ranges == ((0, 3 * 128),)

@@ -96,7 +96,9 @@ def test_lru_policy_random_steps_match_list_model(steps: list[tuple[str, int]]) 
                 policy.release([key])
         elif step == "evict":
             expected = next((other for other in model if not refs[other]), None)
-            assert policy.evict(1) == ([] if expected is None else [(KEYS[expected], expected)])
+            assert policy.evict(1) == (
+                [] if expected is None else [(KEYS[expected], expected)]
+            )
             model = [other for other in model if other != expected]
         assert len(policy) == len(model)
         assert all((KEYS[other] in policy) == (other in model) for other in range(8))

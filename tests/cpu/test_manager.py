@@ -1,4 +1,5 @@
-"""Managers of the CPU tier: allocation, protection, eviction and events of rows, alone and against a model."""
+"""Managers of the CPU tier: allocation, protection, eviction and events of rows, alone and against
+a model."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from persistkv.base import OffloadingEvent, OffloadKey, ReqContext
-from persistkv.cpu.manager import CPULoadStoreSpec, CPUOffloadingManager, CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import (
+    CPULoadStoreSpec,
+    CPUOffloadingManager,
+    CPUPrimaryTierOffloadingManager,
+)
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.errors import ConfigurationError, RegionError
 
@@ -24,7 +29,9 @@ def manager(request: pytest.FixtureRequest) -> CPUOffloadingManager:
     return CPUOffloadingManager(4, request.param, enable_events=True)
 
 
-def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+def store(
+    manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext
+) -> list[OffloadKey]:
     """Store blocks that must fit; return the evicted keys."""
     output = manager.prepare_store(keys, context)
     assert output is not None
@@ -49,7 +56,11 @@ def test_manager_unfinished_store_is_not_readable_until_completed(
     spec = manager.prepare_load([key], context)
     assert isinstance(spec, CPULoadStoreSpec)
     assert isinstance(output.store_spec, CPULoadStoreSpec)
-    assert spec.block_ids.tolist() == output.store_spec.block_ids.tolist() == [manager.get_block_id(key, context)]
+    assert (
+        spec.block_ids.tolist()
+        == output.store_spec.block_ids.tolist()
+        == [manager.get_block_id(key, context)]
+    )
 
 
 def test_prepare_store_held_or_repeated_keys_are_skipped(
@@ -136,9 +147,17 @@ def test_complete_store_readable_keys_are_ignored(
     manager.prepare_store(writing, context)
     manager.take_events()
     manager.complete_store(idle + writing + read + writing, context, success)
-    assert [manager.lookup(key, context) for key in idle + read + writing] == [True, True, success]
-    assert [event.keys for event in manager.take_events()] == ([writing] if success else [])
-    assert manager.num_free_or_evictable() == 3, "only the block that is being read is protected"
+    assert [manager.lookup(key, context) for key in idle + read + writing] == [
+        True,
+        True,
+        success,
+    ]
+    assert [event.keys for event in manager.take_events()] == (
+        [writing] if success else []
+    )
+    assert manager.num_free_or_evictable() == 3, (
+        "only the block that is being read is protected"
+    )
     manager.complete_load(read, context)
     assert manager.num_free_or_evictable() == 4
 
@@ -169,7 +188,9 @@ def test_touch_prefix_and_suffix_evicts_suffix_first(
     assert manager.is_ready(prefix[0])
 
 
-def test_complete_store_after_touch_keeps_suffix_first_to_evict(keys: MakeKeys, context: ReqContext) -> None:
+def test_complete_store_after_touch_keeps_suffix_first_to_evict(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     manager = CPUOffloadingManager(3)
     prefix, suffix = keys(1), keys(1)
     store(manager, prefix, context)
@@ -179,7 +200,9 @@ def test_complete_store_after_touch_keeps_suffix_first_to_evict(keys: MakeKeys, 
     assert store(manager, keys(2), context) == suffix
 
 
-def test_complete_store_after_touch_counts_use_of_block_being_written(keys: MakeKeys, context: ReqContext) -> None:
+def test_complete_store_after_touch_counts_use_of_block_being_written(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     manager = CPUOffloadingManager(2)
     (written,), (other,) = keys(1), keys(1)
     manager.prepare_store([written], context)
@@ -189,7 +212,9 @@ def test_complete_store_after_touch_counts_use_of_block_being_written(keys: Make
     assert store(manager, keys(1), context) == [other]
 
 
-def test_prepare_load_without_touch_keeps_eviction_order(keys: MakeKeys, context: ReqContext) -> None:
+def test_prepare_load_without_touch_keeps_eviction_order(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     """A secondary tier that reads a suffix late must not keep the suffix longer than its prefix."""
     manager = CPUOffloadingManager(2)
     old, new = keys(1), keys(1)
@@ -212,7 +237,9 @@ def test_take_events_store_and_eviction_are_returned_once(
     assert manager.take_events() == []
 
 
-def test_take_events_not_enabled_returns_nothing(keys: MakeKeys, context: ReqContext) -> None:
+def test_take_events_not_enabled_returns_nothing(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     manager = CPUOffloadingManager(1)
     store(manager, keys(1), context)
     assert manager.take_events() == []
@@ -227,7 +254,9 @@ def test_reset_cache_rows_in_use_miss_at_once_and_free_on_completion(
     manager.prepare_store(written, context)
     list(manager.take_events())
     manager.reset_cache()
-    assert [manager.lookup(key, context) for key in read + written + idle] == [False] * 3
+    assert [manager.lookup(key, context) for key in read + written + idle] == [
+        False
+    ] * 3
     (event,) = manager.take_events()
     assert (set(event.keys), event.removed) == ({*read, *idle}, True)
     assert manager.num_free_or_evictable() == 2
@@ -285,7 +314,8 @@ some_keys = st.lists(st.sampled_from(KEYS), max_size=5)
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Random calls of the manager, compared with sets and counters: owners of rows, and rows that can be evicted."""
+    """Random calls of the manager, compared with sets and counters: owners of rows, and rows that
+    can be evicted."""
 
     policy = "lru"
     num_blocks = 6
@@ -296,7 +326,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.ready: dict[OffloadKey, int] = {}
         self.writing: dict[OffloadKey, int] = {}
         self.reads: Counter[OffloadKey] = Counter()
-        self.earlier: dict[OffloadKey, tuple[int, int]] = {}  # row, uses left: -1 for a write
+        # row, uses left: -1 for a write
+        self.earlier: dict[OffloadKey, tuple[int, int]] = {}
         self.order: list[OffloadKey] = []  # LRU, coldest first
 
     def evictable(self) -> int:
@@ -314,7 +345,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(keys=some_keys)
     def prepare_store(self, keys: list[OffloadKey]) -> None:
         held = self.ready.keys() | self.writing.keys()
-        wanted = [key for key in dict.fromkeys(keys) if key not in held and key not in self.earlier]
+        wanted = [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in held and key not in self.earlier
+        ]
         spared = {key for key in keys if key in self.ready and not self.reads[key]}
         missing = len(wanted) - self.free()
         output = self.manager.prepare_store(keys, CONTEXT)
@@ -331,16 +366,34 @@ class ManagerMachine(RuleBasedStateMachine):
             assert key not in spared
             del self.ready[key]
         if self.policy == "lru":
-            candidates = [key for key in self.order if key in self.ready or key in output.evicted_keys]
-            candidates = [key for key in candidates if not self.reads[key] and key not in spared]
+            candidates = [
+                key
+                for key in self.order
+                if key in self.ready or key in output.evicted_keys
+            ]
+            candidates = [
+                key for key in candidates if not self.reads[key] and key not in spared
+            ]
             assert output.evicted_keys == candidates[: len(output.evicted_keys)]
-        self.order = [key for key in self.order if key not in output.evicted_keys] + wanted[::-1]
-        self.writing.update(zip(wanted, output.store_spec.block_ids.tolist(), strict=True))
+        self.order = [
+            key for key in self.order if key not in output.evicted_keys
+        ] + wanted[::-1]
+        self.writing.update(
+            zip(wanted, output.store_spec.block_ids.tolist(), strict=True)
+        )
 
     @rule(keys=some_keys, success=st.booleans())
     def complete_store(self, keys: list[OffloadKey], success: bool) -> None:
-        writing = [key for key in keys if key in self.writing or self.earlier.get(key, (0, 0))[1] == -1]
-        self.manager.complete_store([key for key in keys if key in writing or key in self.ready], CONTEXT, success)
+        writing = [
+            key
+            for key in keys
+            if key in self.writing or self.earlier.get(key, (0, 0))[1] == -1
+        ]
+        self.manager.complete_store(
+            [key for key in keys if key in writing or key in self.ready],
+            CONTEXT,
+            success,
+        )
         for key in set(writing):
             if key in self.earlier:
                 del self.earlier[key]
@@ -359,7 +412,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(keys=some_keys)
     def complete_load(self, keys: list[OffloadKey]) -> None:
-        left = self.reads + Counter({key: uses for key, (_, uses) in self.earlier.items() if uses > 0})
+        left = self.reads + Counter(
+            {key: uses for key, (_, uses) in self.earlier.items() if uses > 0}
+        )
         ending = []
         for key in keys:
             if left[key]:
@@ -384,20 +439,32 @@ class ManagerMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.manager.reset_cache()
         self.earlier.update({key: (row, -1) for key, row in self.writing.items()})
-        self.earlier.update({key: (row, self.reads[key]) for key, row in self.ready.items() if self.reads[key]})
+        self.earlier.update(
+            {
+                key: (row, self.reads[key])
+                for key, row in self.ready.items()
+                if self.reads[key]
+            }
+        )
         self.ready, self.writing, self.order = {}, {}, []
         self.reads.clear()
 
     @invariant()
     def lookups_agree(self) -> None:
         for key in KEYS:
-            expected = True if key in self.ready else None if key in self.writing else False
+            expected = (
+                True if key in self.ready else None if key in self.writing else False
+            )
             assert self.manager.lookup(key, CONTEXT) is expected
             assert self.manager.is_ready(key) is (expected is True)
 
     @invariant()
     def rows_have_one_owner(self) -> None:
-        rows = [*self.ready.values(), *self.writing.values(), *(row for row, _ in self.earlier.values())]
+        rows = [
+            *self.ready.values(),
+            *self.writing.values(),
+            *(row for row, _ in self.earlier.values()),
+        ]
         assert len(rows) == len(set(rows))
         assert all(0 <= row < self.num_blocks for row in rows)
         assert self.manager.num_free_or_evictable() == self.free() + self.evictable()
@@ -418,7 +485,9 @@ for _case in (TestLRUManager, TestARCManager):
 
 @pytest.fixture
 def region(shared_memory: str) -> SharedOffloadRegion:
-    return SharedOffloadRegion("engine", 4 * 4096, 4, None, 1, 4096, directory=shared_memory)
+    return SharedOffloadRegion(
+        "engine", 4 * 4096, 4, None, 1, 4096, directory=shared_memory
+    )
 
 
 def test_primary_tier_written_row_is_read_through_view(
@@ -442,7 +511,9 @@ def test_primary_tier_written_row_is_read_through_view(
     manager.shutdown()
 
 
-def test_primary_tier_shutdown_twice_releases_view_and_region(region: SharedOffloadRegion) -> None:
+def test_primary_tier_shutdown_twice_releases_view_and_region(
+    region: SharedOffloadRegion,
+) -> None:
     manager = CPUPrimaryTierOffloadingManager(4, region)
     view = manager.get_kv_memoryview()
     manager.shutdown()
@@ -463,7 +534,11 @@ def test_primary_tier_shutdown_view_in_use_warns_and_keeps_memory(
     assert array.sum() == 0
 
 
-def test_primary_tier_row_count_differs_from_region_raises(region: SharedOffloadRegion) -> None:
-    with pytest.raises(ConfigurationError, match="num_blocks: 5 is not valid; expected 4"):
+def test_primary_tier_row_count_differs_from_region_raises(
+    region: SharedOffloadRegion,
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match="num_blocks: 5 is not valid; expected 4"
+    ):
         CPUPrimaryTierOffloadingManager(5, region)
     region.cleanup()

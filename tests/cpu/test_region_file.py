@@ -1,4 +1,5 @@
-"""RegionFile with real processes: races, crashes, leftovers, inherited descriptors, too little memory."""
+"""RegionFile with real processes: races, crashes, leftovers, inherited descriptors, too little
+memory."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that starts Python code in a new process with ``path`` and ``size``; kill it afterwards."""
+    """Return a function that starts Python code in a new process with ``path`` and ``size``; kill
+    it afterwards."""
     processes: list[subprocess.Popen[str]] = []
 
     def run(code: str, path: str, size: int = SIZE) -> subprocess.Popen[str]:
@@ -33,7 +35,9 @@ def start() -> Iterator[Start]:
             f"path, size = {path!r}, {size}\n{textwrap.dedent(code)}"
         )
         pipe = subprocess.PIPE
-        process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True
+        )
         processes.append(process)
         return process
 
@@ -73,7 +77,9 @@ def test_open_eight_processes_race_one_creates_file(start: Start, path: str) -> 
     assert not Path(path).exists()
 
 
-def test_open_eight_processes_replace_leftover_with_empty_file(start: Start, path: str) -> None:
+def test_open_eight_processes_replace_leftover_with_empty_file(
+    start: Start, path: str
+) -> None:
     killed = start(HOLD, path)
     assert line(killed) == "created"
     before = os.stat(path).st_ino
@@ -87,7 +93,9 @@ def test_open_eight_processes_replace_leftover_with_empty_file(start: Start, pat
     assert Path(path).read_bytes() == bytes(SIZE)
 
 
-def test_open_creator_killed_while_allocating_creates_file(start: Start, path: str) -> None:
+def test_open_creator_killed_while_allocating_creates_file(
+    start: Start, path: str
+) -> None:
     creator = start(
         """
         def never(fd, offset, length):
@@ -100,7 +108,9 @@ def test_open_creator_killed_while_allocating_creates_file(start: Start, path: s
     )
     assert line(creator) == "allocating"
     opened: list[RegionFile] = []
-    waiter = threading.Thread(target=lambda: opened.append(RegionFile.open(path, SIZE, 20)))
+    waiter = threading.Thread(
+        target=lambda: opened.append(RegionFile.open(path, SIZE, 20))
+    )
     waiter.start()
     waiter.join(0.2)
     assert waiter.is_alive()
@@ -112,12 +122,16 @@ def test_open_creator_killed_while_allocating_creates_file(start: Start, path: s
     opened[0].close()
 
 
-def test_region_file_in_use_is_not_removed_or_resized(start: Start, path: str, shared_memory: str) -> None:
+def test_region_file_in_use_is_not_removed_or_resized(
+    start: Start, path: str, shared_memory: str
+) -> None:
     owner = start(HOLD, path)
     line(owner)
     before = os.stat(path).st_ino
     assert remove_leftover_regions(shared_memory) == []
-    with pytest.raises(RegionError, match=f"has {SIZE} bytes.*expected {2 * SIZE} within 0.1 s"):
+    with pytest.raises(
+        RegionError, match=f"has {SIZE} bytes.*expected {2 * SIZE} within 0.1 s"
+    ):
         RegionFile.open(path, 2 * SIZE, 0.1)
     file = RegionFile.open(path, SIZE, 1)
     assert not file.created
@@ -125,7 +139,9 @@ def test_region_file_in_use_is_not_removed_or_resized(start: Start, path: str, s
     assert os.stat(path).st_ino == before
 
 
-def test_remove_leftover_regions_killed_owner_removes_only_its_file(start: Start, shared_memory: str) -> None:
+def test_remove_leftover_regions_killed_owner_removes_only_its_file(
+    start: Start, shared_memory: str
+) -> None:
     paths = [region_path(name, shared_memory) for name in ("killed", "live")]
     killed, live = (start(HOLD, path) for path in paths)
     assert (line(killed), line(live)) == ("created", "created")
@@ -156,7 +172,8 @@ def test_remove_leftover_regions_child_inherited_descriptor_removes(
     owner.kill()
     owner.wait()
     assert remove_leftover_regions(shared_memory) == [path]
-    owner.communicate("\n")  # the child that inherited the descriptor reads the same pipe, and exits
+    # the child that inherited the descriptor reads the same pipe, and exits
+    owner.communicate("\n")
 
 
 def test_close_in_forked_child_keeps_file(start: Start, path: str) -> None:
@@ -187,7 +204,9 @@ def test_close_last_user_removes_file(path: str) -> None:
     assert not Path(path).exists()
 
 
-def test_open_file_removed_before_lock_creates_it_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_file_removed_before_lock_creates_it_again(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that is removed between its creation and its lock is created again."""
     real_open = os.open
     removed: list[str] = []
@@ -205,11 +224,16 @@ def test_open_file_removed_before_lock_creates_it_again(path: str, monkeypatch: 
     file.close()
 
 
-def test_open_too_little_memory_raises_and_leaves_nothing(path: str, shared_memory: str) -> None:
+def test_open_too_little_memory_raises_and_leaves_nothing(
+    path: str, shared_memory: str
+) -> None:
     filesystem = os.statvfs(shared_memory)
     too_much = filesystem.f_blocks * filesystem.f_frsize + 4096
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigurationError, match=f"total_size_bytes: {too_much}.*bytes free in {shared_memory}"):
+    with pytest.raises(
+        ConfigurationError,
+        match=f"total_size_bytes: {too_much}.*bytes free in {shared_memory}",
+    ):
         RegionFile.open(path, too_much, 1)
     assert os.listdir(shared_memory) == []
     assert set(os.listdir("/proc/self/fd")) == before
@@ -218,13 +242,17 @@ def test_open_too_little_memory_raises_and_leaves_nothing(path: str, shared_memo
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 4 MiB."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path], capture_output=True
+    ).returncode:
         pytest.skip("mounting a tmpfs needs privileges")
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
-def test_open_tmpfs_full_waits_until_old_host_process_exits(small_tmpfs: Path, start: Start) -> None:
+def test_open_tmpfs_full_waits_until_old_host_process_exits(
+    small_tmpfs: Path, start: Start
+) -> None:
     """The host process of a killed engine keeps an unlinked file mapped until it exits."""
     host = start(
         """
@@ -246,7 +274,9 @@ def test_open_tmpfs_full_waits_until_old_host_process_exits(small_tmpfs: Path, s
 
 
 def test_open_missing_directory_raises(shared_memory: str) -> None:
-    with pytest.raises(RegionError, match="cannot be created: No such file or directory"):
+    with pytest.raises(
+        RegionError, match="cannot be created: No such file or directory"
+    ):
         RegionFile.open(region_path("engine", f"{shared_memory}/nowhere"), SIZE, 1)
 
 
@@ -266,7 +296,8 @@ def test_region_path_invalid_instance_id_raises(name: str) -> None:
 
 
 def planted_file(path: str, mode: int) -> int:
-    """Create a file of the expected size, as another program could, and lock it as an engine does."""
+    """Create a file of the expected size, as another program could, and lock it as an engine
+    does."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.fchmod(fd, mode)
     os.ftruncate(fd, SIZE)
@@ -282,9 +313,13 @@ def test_open_file_that_others_may_open_raises(path: str, mode: int) -> None:
     os.close(fd)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root may give a file to another user"
+)
 @pytest.mark.parametrize("is_locked", [True, False])
-def test_open_file_of_another_user_raises_and_keeps_it(path: str, shared_memory: str, is_locked: bool) -> None:
+def test_open_file_of_another_user_raises_and_keeps_it(
+    path: str, shared_memory: str, is_locked: bool
+) -> None:
     fd = planted_file(path, 0o600)
     os.fchown(fd, 65534, 65534)
     if not is_locked:

@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, RequestDescription, RequestOffloadingContext
+from persistkv.base import (
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestDescription,
+    RequestOffloadingContext,
+)
 from persistkv.cpu.manager import CPUOffloadingManager
 from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from persistkv.errors import ConfigurationError
@@ -17,15 +23,25 @@ MakeKeys = Callable[[int], list[OffloadKey]]
 def make_filter(
     store_threshold: int = 2, max_tracker_size: int = 100, num_blocks: int = 4
 ) -> FilterReusedOffloadingManager:
-    return FilterReusedOffloadingManager(CPUOffloadingManager(num_blocks), store_threshold, max_tracker_size)
+    return FilterReusedOffloadingManager(
+        CPUOffloadingManager(num_blocks), store_threshold, max_tracker_size
+    )
 
 
-def look_up(manager: FilterReusedOffloadingManager, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+def look_up(
+    manager: FilterReusedOffloadingManager,
+    keys: Sequence[OffloadKey],
+    context: ReqContext,
+) -> None:
     for key in keys:
         manager.lookup(key, context)
 
 
-def stored(manager: FilterReusedOffloadingManager, keys: Sequence[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+def stored(
+    manager: FilterReusedOffloadingManager,
+    keys: Sequence[OffloadKey],
+    context: ReqContext,
+) -> list[OffloadKey]:
     """Store all blocks that the filter accepts; return them."""
     output = manager.prepare_store(keys, context)
     assert output is not None
@@ -53,14 +69,18 @@ def test_prepare_store_block_is_stored_after_threshold_lookups(
     assert manager.lookup(key, context) is True
 
 
-def test_prepare_store_mixed_blocks_stores_reused_ones_in_order(keys: MakeKeys, context: ReqContext) -> None:
+def test_prepare_store_mixed_blocks_stores_reused_ones_in_order(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     manager = make_filter()
     first, second, third, fourth = keys(4)
     look_up(manager, [third, first, third, first, second], context)
     assert stored(manager, [fourth, third, second, first], context) == [third, first]
 
 
-def test_prepare_store_filtered_blocks_evict_nothing(keys: MakeKeys, context: ReqContext) -> None:
+def test_prepare_store_filtered_blocks_evict_nothing(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     manager = make_filter(num_blocks=2)
     held = keys(2)
     look_up(manager, held * 2, context)
@@ -71,14 +91,18 @@ def test_prepare_store_filtered_blocks_evict_nothing(keys: MakeKeys, context: Re
     assert [manager.lookup(key, context) for key in held] == [True, True]
 
 
-def test_prepare_store_without_room_for_reused_blocks_returns_none(keys: MakeKeys, context: ReqContext) -> None:
+def test_prepare_store_without_room_for_reused_blocks_returns_none(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     manager = make_filter(num_blocks=2)
     many = keys(3)
     look_up(manager, many * 2, context)
     assert manager.prepare_store(many, context) is None
 
 
-def test_complete_store_filtered_block_raises_key_error(keys: MakeKeys, context: ReqContext) -> None:
+def test_complete_store_filtered_block_raises_key_error(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     manager = make_filter()
     (key,) = keys(1)
     manager.prepare_store([key], context)
@@ -86,7 +110,9 @@ def test_complete_store_filtered_block_raises_key_error(keys: MakeKeys, context:
         manager.complete_store([key], context)
 
 
-def test_tracker_full_forgets_least_recently_looked_up_block(keys: MakeKeys, context: ReqContext) -> None:
+def test_tracker_full_forgets_least_recently_looked_up_block(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     manager = make_filter(max_tracker_size=2)
     first, second, third = keys(3)
     look_up(manager, [first, second, first, third], context)  # forgets the second block
@@ -109,7 +135,9 @@ def test_tracker_two_long_groups_keep_first_blocks_of_each(keys: MakeKeys) -> No
     chains = [keys(5), keys(5)]
     request = described("a", *chains)
     manager.lookup(chains[0][0], request)
-    assert stored(manager, chains[0] + chains[1], request) == chains[0][:2] + chains[1][:2]
+    assert (
+        stored(manager, chains[0] + chains[1], request) == chains[0][:2] + chains[1][:2]
+    )
 
 
 def test_described_request_repeated_lookups_count_once(keys: MakeKeys) -> None:
@@ -117,7 +145,8 @@ def test_described_request_repeated_lookups_count_once(keys: MakeKeys) -> None:
     groups = [keys(3), keys(2)]
     everything = groups[0] + groups[1]
     first = described("a", *groups)
-    for _ in range(5):  # an engine that waits for a promotion repeats its lookup, which ends at the first miss
+    # an engine that waits for a promotion repeats its lookup, which ends at the first miss
+    for _ in range(5):
         manager.lookup(groups[0][0], first)
     assert stored(manager, everything, first) == []
     manager.on_request_finished(first)
@@ -126,7 +155,9 @@ def test_described_request_repeated_lookups_count_once(keys: MakeKeys) -> None:
     assert stored(manager, everything, second) == everything
 
 
-def test_described_request_blocks_added_after_lookup_are_not_counted(keys: MakeKeys) -> None:
+def test_described_request_blocks_added_after_lookup_are_not_counted(
+    keys: MakeKeys,
+) -> None:
     manager = make_filter(store_threshold=1)
     prompt, answer = keys(2), keys(2)
     request = described("a", prompt)
@@ -190,7 +221,9 @@ class RecordingManager(CPUOffloadingManager):
         self.calls.append(("shutdown", None))
 
 
-def test_filter_other_calls_reach_backing_manager(keys: MakeKeys, context: ReqContext) -> None:
+def test_filter_other_calls_reach_backing_manager(
+    keys: MakeKeys, context: ReqContext
+) -> None:
     backing = RecordingManager()
     manager = FilterReusedOffloadingManager(backing, 1, 10)
     held, filtered = keys(2), keys(2)
@@ -224,7 +257,9 @@ def test_filter_other_calls_reach_backing_manager(keys: MakeKeys, context: ReqCo
         (2, 0, "max_tracker_size: 0 is not valid; expected 1 block or more"),
     ],
 )
-def test_filter_number_out_of_range_raises_and_names_option(threshold: int, size: int, message: str) -> None:
+def test_filter_number_out_of_range_raises_and_names_option(
+    threshold: int, size: int, message: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make_filter(threshold, size)
     assert str(caught.value) == message

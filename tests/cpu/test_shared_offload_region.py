@@ -17,7 +17,11 @@ import torch
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.layout import KVMemory, PageCopies
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion, pin_mmap_region, row_stride_bytes
+from persistkv.cpu.shared_offload_region import (
+    SharedOffloadRegion,
+    pin_mmap_region,
+    row_stride_bytes,
+)
 from persistkv.errors import ConfigurationError, RegionError
 
 CELL = 3000
@@ -29,9 +33,18 @@ MakeRegion = Callable[..., SharedOffloadRegion]
 
 @pytest.fixture
 def make_region(shared_memory: str) -> MakeRegion:
-    def make(rank: int | None = 0, num_workers: int = 2, total: int = ROWS * STRIDE) -> SharedOffloadRegion:
+    def make(
+        rank: int | None = 0, num_workers: int = 2, total: int = ROWS * STRIDE
+    ) -> SharedOffloadRegion:
         return SharedOffloadRegion(
-            "engine", total, ROWS, rank, num_workers, CELL, directory=shared_memory, timeout_s=0.2
+            "engine",
+            total,
+            ROWS,
+            rank,
+            num_workers,
+            CELL,
+            directory=shared_memory,
+            timeout_s=0.2,
         )
 
     return make
@@ -42,8 +55,11 @@ def test_row_stride_bytes_any_size_rounds_up_to_4_kib() -> None:
     assert row_stride_bytes(8, 512) == 4096
 
 
-def test_region_heads_split_over_two_workers_gives_same_rows_as_one(shared_memory: str) -> None:
-    """A page stores its heads consecutively, so the cells of two workers are the halves of one worker's page."""
+def test_region_heads_split_over_two_workers_gives_same_rows_as_one(
+    shared_memory: str,
+) -> None:
+    """A page stores its heads consecutively, so the cells of two workers are the halves of one
+    worker's page."""
     heads, head_bytes, blocks = 4, 1024, ROWS
     kv = torch.randint(-128, 128, (blocks, heads, head_bytes), dtype=torch.int8)
     order = torch.randperm(blocks)
@@ -53,15 +69,27 @@ def test_region_heads_split_over_two_workers_gives_same_rows_as_one(shared_memor
         total = blocks * row_stride_bytes(num_workers, part * head_bytes)
         regions = [
             SharedOffloadRegion(
-                f"engine-{num_workers}", total, blocks, rank, num_workers, part * head_bytes, directory=shared_memory
+                f"engine-{num_workers}",
+                total,
+                blocks,
+                rank,
+                num_workers,
+                part * head_bytes,
+                directory=shared_memory,
             )
             for rank in range(num_workers)
         ]
         for rank, region in enumerate(regions):
-            pages = kv[:, rank * part : (rank + 1) * part].reshape(blocks, -1).contiguous()
-            memory = KVMemory((pages,), (region.create_next_view(part * head_bytes),), 1)
+            pages = (
+                kv[:, rank * part : (rank + 1) * part].reshape(blocks, -1).contiguous()
+            )
+            memory = KVMemory(
+                (pages,), (region.create_next_view(part * head_bytes),), 1
+            )
             stores = CPUCopyEngine(memory, Direction.STORE)
-            assert stores.run(1, [PageCopies(0, part * head_bytes, np.arange(blocks), order.numpy())]).success
+            assert stores.run(
+                1, [PageCopies(0, part * head_bytes, np.arange(blocks), order.numpy())]
+            ).success
             del memory, stores
         view = regions[0].create_kv_memoryview()
         rows.append(np.array(view))
@@ -72,18 +100,26 @@ def test_region_heads_split_over_two_workers_gives_same_rows_as_one(shared_memor
     assert np.array_equal(rows[0], rows[1])
 
 
-def test_region_two_workers_interleave_cells_and_scheduler_sees_both(make_region: MakeRegion) -> None:
+def test_region_two_workers_interleave_cells_and_scheduler_sees_both(
+    make_region: MakeRegion,
+) -> None:
     workers = [make_region(rank) for rank in range(2)]
     scheduler = make_region(None)
     view = scheduler.create_kv_memoryview()
     assert (view.shape, view.format, view.readonly) == ((ROWS, STRIDE), "B", False)
     for rank, worker in enumerate(workers):
         first, rest = worker.create_next_view(1000), worker.create_next_view(2000)
-        assert (first.shape, first.stride(), first.dtype) == ((ROWS, 1000), (STRIDE, 1), torch.int8)
+        assert (first.shape, first.stride(), first.dtype) == (
+            (ROWS, 1000),
+            (STRIDE, 1),
+            torch.int8,
+        )
         first[3] = rank + 1
         rest[3] = rank + 11
     row = np.asarray(view)[3]
-    expected = np.repeat(np.array([1, 11, 2, 12, 0], np.uint8), [1000, 2000, 1000, 2000, 2192])
+    expected = np.repeat(
+        np.array([1, 11, 2, 12, 0], np.uint8), [1000, 2000, 1000, 2000, 2192]
+    )
     assert np.array_equal(row, expected)
     row[0] = 77
     assert workers[0].create_kv_memoryview()[3, 0] == 77
@@ -93,7 +129,9 @@ def test_region_two_workers_interleave_cells_and_scheduler_sees_both(make_region
         region.cleanup()
 
 
-def test_create_next_view_size_outside_rest_of_cell_raises(make_region: MakeRegion) -> None:
+def test_create_next_view_size_outside_rest_of_cell_raises(
+    make_region: MakeRegion,
+) -> None:
     region = make_region()
     region.create_next_view(2000)
     for size in (1001, 0, -1):
@@ -103,14 +141,20 @@ def test_create_next_view_size_outside_rest_of_cell_raises(make_region: MakeRegi
     region.cleanup()
 
 
-@pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 4), (0, 0), (3000, 3001), (6001, 1)])
-def test_create_row_view_outside_cells_raises(make_region: MakeRegion, offset: int, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "num_bytes"), [(-1, 4), (0, 0), (3000, 3001), (6001, 1)]
+)
+def test_create_row_view_outside_cells_raises(
+    make_region: MakeRegion, offset: int, num_bytes: int
+) -> None:
     region = make_region()
     with pytest.raises(ConfigurationError, match="offset"):
         region.create_row_view(offset, num_bytes)
 
 
-def test_create_next_view_scheduler_without_rank_raises(make_region: MakeRegion) -> None:
+def test_create_next_view_scheduler_without_rank_raises(
+    make_region: MakeRegion,
+) -> None:
     region = make_region(None)
     with pytest.raises(ConfigurationError, match="rank"):
         region.create_next_view(1)
@@ -144,7 +188,9 @@ def test_region_opened_again_keeps_written_bytes(make_region: MakeRegion) -> Non
     first.cleanup()
 
 
-def test_region_written_by_other_process_shows_its_bytes(make_region: MakeRegion, shared_memory: str) -> None:
+def test_region_written_by_other_process_shows_its_bytes(
+    make_region: MakeRegion, shared_memory: str
+) -> None:
     region = make_region(0)
     code = f"""if True:
         from persistkv.cpu.shared_offload_region import SharedOffloadRegion
@@ -159,7 +205,9 @@ def test_region_written_by_other_process_shows_its_bytes(make_region: MakeRegion
     region.cleanup()
 
 
-def test_cleanup_called_twice_frees_all_and_later_use_raises(make_region: MakeRegion) -> None:
+def test_cleanup_called_twice_frees_all_and_later_use_raises(
+    make_region: MakeRegion,
+) -> None:
     before = set(os.listdir("/proc/self/fd"))
     region = make_region()
     path = Path(region.mmap_path)
@@ -216,10 +264,14 @@ def test_region_prefault_fails_leaves_no_file_or_descriptor(
     make_region().cleanup()
 
 
-def test_region_other_geometry_under_same_name_raises(make_region: MakeRegion, shared_memory: str) -> None:
+def test_region_other_geometry_under_same_name_raises(
+    make_region: MakeRegion, shared_memory: str
+) -> None:
     region = make_region()
     with pytest.raises(RegionError, match="another geometry"):
-        SharedOffloadRegion("engine", STRIDE, 1, 0, 2, CELL, directory=shared_memory, timeout_s=0.1)
+        SharedOffloadRegion(
+            "engine", STRIDE, 1, 0, 2, CELL, directory=shared_memory, timeout_s=0.1
+        )
     region.cleanup()
 
 
@@ -250,7 +302,8 @@ def test_cleanup_pinned_region_unregisters_memory(make_region: MakeRegion) -> No
 
 
 class Runtime:
-    """CUDA runtime that counts registrations; from call ``refuse_from`` on, each returns the error ``code``."""
+    """CUDA runtime that counts registrations; from call ``refuse_from`` on, each returns the error
+    ``code``."""
 
     def __init__(self, refuse_from: int = 1000, code: int = 2) -> None:
         self.registered: dict[int, int] = {}
@@ -271,7 +324,9 @@ class Runtime:
 
 @pytest.fixture
 def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
-    region = SharedOffloadRegion("engine", STRIDE * ROWS, ROWS, 0, 1, STRIDE, directory=shared_memory)
+    region = SharedOffloadRegion(
+        "engine", STRIDE * ROWS, ROWS, 0, 1, STRIDE, directory=shared_memory
+    )
     yield region
     region.cleanup()
 
@@ -282,12 +337,21 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_ranges")
-def test_pin_large_region_registers_bounded_ranges_of_whole_rows(region: SharedOffloadRegion) -> None:
+def test_pin_large_region_registers_bounded_ranges_of_whole_rows(
+    region: SharedOffloadRegion,
+) -> None:
     runtime = Runtime()
     assert pin_mmap_region(region, runtime)
     assert region.is_pinned
-    offsets = {address - region.address: size for address, size in runtime.registered.items()}
-    assert offsets == {0: 3 * STRIDE, 3 * STRIDE: 3 * STRIDE, 6 * STRIDE: 3 * STRIDE, 9 * STRIDE: STRIDE}
+    offsets = {
+        address - region.address: size for address, size in runtime.registered.items()
+    }
+    assert offsets == {
+        0: 3 * STRIDE,
+        3 * STRIDE: 3 * STRIDE,
+        6 * STRIDE: 3 * STRIDE,
+        9 * STRIDE: STRIDE,
+    }
     assert pin_mmap_region(region, runtime)
     assert runtime.calls == 4
 

@@ -26,13 +26,25 @@ from persistkv.errors import ConfigurationError
 
 
 def geometry(**changes: Any) -> WorkerGeometry:
-    values: dict[str, Any] = {"instance_id": f"test-{uuid4().hex}", "gpu_block_size": 16, "gpu_block_bytes": 3000}
+    values: dict[str, Any] = {
+        "instance_id": f"test-{uuid4().hex}",
+        "gpu_block_size": 16,
+        "gpu_block_bytes": 3000,
+    }
     return WorkerGeometry(**(values | changes))
 
 
 def caches(page: int) -> CanonicalKVCaches:
-    data = torch.randint(-128, 128, (8, page), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
-    return CanonicalKVCaches([CanonicalKVCacheTensor(data, page)], [[CanonicalKVCacheRef(0, page)]])
+    data = torch.randint(
+        -128,
+        128,
+        (8, page),
+        dtype=torch.int8,
+        generator=torch.Generator().manual_seed(1),
+    )
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(data, page)], [[CanonicalKVCacheRef(0, page)]]
+    )
 
 
 @pytest.fixture
@@ -51,7 +63,10 @@ def test_spec_store_then_load_restores_blocks(spec: CPUOffloadingSpec) -> None:
     assert spec.get_manager() is manager
     output = manager.prepare_store([key], context)
     assert output is not None
-    handlers = {(source.medium(), target.medium()): handler for source, target, handler in spec.get_handlers(kv_caches)}
+    handlers = {
+        (source.medium(), target.medium()): handler
+        for source, target, handler in spec.get_handlers(kv_caches)
+    }
     assert next(spec.get_handlers(kv_caches))[2] is handlers["GPU", "CPU"]
     blocks = GPULoadStoreSpec([3, 4], [2], [0])
     original = kv_caches.tensors[0].tensor.clone()
@@ -76,8 +91,12 @@ class RaisingManagerSpec(CPUOffloadingSpec):
         return RaisingManager(self.num_blocks, self.get_region())
 
 
-def test_spec_shutdown_manager_raises_region_is_removed(caplog: pytest.LogCaptureFixture) -> None:
-    spec = RaisingManagerSpec(extra_config={"cpu_bytes_to_use": "64KiB"}, geometry=geometry())
+def test_spec_shutdown_manager_raises_region_is_removed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spec = RaisingManagerSpec(
+        extra_config={"cpu_bytes_to_use": "64KiB"}, geometry=geometry()
+    )
     spec.get_manager()
     path = spec.get_region().mmap_path
     assert os.path.exists(path)
@@ -87,9 +106,17 @@ def test_spec_shutdown_manager_raises_region_is_removed(caplog: pytest.LogCaptur
 
 
 def test_spec_store_threshold_filters_blocks_that_are_not_reused() -> None:
-    options = {"cpu_bytes_to_use": "64KiB", "store_threshold": "2", "max_tracker_size": 10}
+    options = {
+        "cpu_bytes_to_use": "64KiB",
+        "store_threshold": "2",
+        "max_tracker_size": 10,
+    }
     spec = CPUOffloadingSpec(extra_config=options, geometry=geometry())
-    manager, context, key = spec.get_manager(), ReqContext("request"), make_offload_key(b"hash", 0)
+    manager, context, key = (
+        spec.get_manager(),
+        ReqContext("request"),
+        make_offload_key(b"hash", 0),
+    )
     assert isinstance(manager, FilterReusedOffloadingManager)
     assert spec.get_manager() is manager
     assert manager.max_tracker_size == 10
@@ -104,8 +131,12 @@ def test_spec_store_threshold_filters_blocks_that_are_not_reused() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"store_threshold": 0}])
-def test_spec_without_store_threshold_stores_every_block(options: dict[str, Any]) -> None:
-    spec = CPUOffloadingSpec(extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry())
+def test_spec_without_store_threshold_stores_every_block(
+    options: dict[str, Any],
+) -> None:
+    spec = CPUOffloadingSpec(
+        extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry()
+    )
     assert isinstance(spec.get_manager(), CPUPrimaryTierOffloadingManager)
     spec.shutdown()
 
@@ -113,20 +144,38 @@ def test_spec_without_store_threshold_stores_every_block(options: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"store_threshold": -1}, "offloading option store_threshold: -1 is not valid; expected an integer >= 0"),
-        ({"store_threshold": 1.5}, "offloading option store_threshold: 1.5 is not valid; expected an integer"),
-        ({"max_tracker_size": 0}, "offloading option max_tracker_size: 0 is not valid; expected an integer >= 1"),
-        ({"max_tracker_size": "all"}, "offloading option max_tracker_size: 'all' is not valid; expected an integer"),
+        (
+            {"store_threshold": -1},
+            "offloading option store_threshold: -1 is not valid; expected an integer >= 0",
+        ),
+        (
+            {"store_threshold": 1.5},
+            "offloading option store_threshold: 1.5 is not valid; expected an integer",
+        ),
+        (
+            {"max_tracker_size": 0},
+            "offloading option max_tracker_size: 0 is not valid; expected an integer >= 1",
+        ),
+        (
+            {"max_tracker_size": "all"},
+            "offloading option max_tracker_size: 'all' is not valid; expected an integer",
+        ),
     ],
 )
-def test_spec_filter_option_out_of_range_raises_and_names_option(options: dict[str, Any], message: str) -> None:
+def test_spec_filter_option_out_of_range_raises_and_names_option(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        CPUOffloadingSpec(extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry())
+        CPUOffloadingSpec(
+            extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry()
+        )
     assert str(caught.value) == message
 
 
 def test_spec_unused_allocates_no_region() -> None:
-    spec = CPUOffloadingSpec(extra_config={"cpu_bytes_to_use": 1 << 50}, geometry=geometry())
+    spec = CPUOffloadingSpec(
+        extra_config={"cpu_bytes_to_use": 1 << 50}, geometry=geometry()
+    )
     spec.shutdown()
 
 
@@ -144,7 +193,9 @@ def test_spec_unused_allocates_no_region() -> None:
         ({"cpu_bytes_to_use": "1MiB", "evictoin_policy": "lru"}, "evictoin_policy"),
     ],
 )
-def test_spec_malformed_option_raises_and_names_field(options: dict[str, Any], field: str) -> None:
+def test_spec_malformed_option_raises_and_names_field(
+    options: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         CPUOffloadingSpec(extra_config=options, geometry=geometry())
     assert caught.value.field.removeprefix("offloading option ") == field
@@ -156,6 +207,10 @@ def test_worker_geometry_zero_field_raises_and_names_field(field: str) -> None:
         geometry(**{field: 0})
 
 
-def test_get_handlers_block_size_differs_from_geometry_raises(spec: CPUOffloadingSpec) -> None:
-    with pytest.raises(ConfigurationError, match="gpu_block_bytes: 3000 is not valid; expected 2000"):
+def test_get_handlers_block_size_differs_from_geometry_raises(
+    spec: CPUOffloadingSpec,
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match="gpu_block_bytes: 3000 is not valid; expected 2000"
+    ):
         spec.get_handlers(caches(2000))

@@ -1,14 +1,18 @@
-"""Simulated disk: replays the calls that ``record.c`` recorded, and rebuilds files as a power loss may leave them.
+"""Simulated disk: replays the calls that ``record.c`` recorded, and rebuilds files as a power loss
+may leave them.
 
 The simulation assumes only the guarantees of POSIX:
 
-1. A write is durable after the next sync of its file, or at once if the write is synchronous. Until then each page of
-   4 KiB may be on the disk or not, in any order, and each sector of 512 bytes in it may be new or old.
+1. A write is durable after the next sync of its file, or at once if the write is synchronous. Until
+   then each page of 4 KiB may be on the disk or not, in any order, and each sector of 512 bytes in
+   it may be new or old.
 2. The same holds for the length of a file, and for allocated space.
-3. A new file or directory may be missing, and a removed file present, until its parent directory has been synced.
-4. After a failed sync, later syncs do not make the affected pages durable, because the kernel marks them as clean. Such
-   a page may be on the disk or not, until it is rewritten and synced. The same holds for a length. The sync of a
-   directory can be retried: a file system whose journal fails accepts no further changes.
+3. A new file or directory may be missing, and a removed file present, until its parent directory
+   has been synced.
+4. After a failed sync, later syncs do not make the affected pages durable, because the kernel marks
+   them as clean. Such a page may be on the disk or not, until it is rewritten and synced. The same
+   holds for a length. The sync of a directory can be retried: a file system whose journal fails
+   accepts no further changes.
 """
 
 from __future__ import annotations
@@ -21,7 +25,19 @@ from typing import NamedTuple
 
 PAGE_BYTES = 4 << 10  # 4 KiB
 SECTOR_BYTES = 512
-WRITE, SYNCED_WRITE, SYNC, RESIZE, ALLOCATE, CREATE, MKDIR, UNMODELLED, FAILED, REMOVE, PUNCH = range(1, 12)
+(
+    WRITE,
+    SYNCED_WRITE,
+    SYNC,
+    RESIZE,
+    ALLOCATE,
+    CREATE,
+    MKDIR,
+    UNMODELLED,
+    FAILED,
+    REMOVE,
+    PUNCH,
+) = range(1, 12)
 _HEAD = struct.Struct("<IIQQ")
 
 
@@ -45,7 +61,13 @@ def read_log(log: Path) -> Iterator[Record]:
         size = length if op in (WRITE, SYNCED_WRITE) else 0
         if len(rest) < end + size:
             return
-        yield Record(op, Path(bytes(rest[_HEAD.size : end]).decode()), offset, length, rest[end : end + size])
+        yield Record(
+            op,
+            Path(bytes(rest[_HEAD.size : end]).decode()),
+            offset,
+            length,
+            rest[end : end + size],
+        )
         rest = rest[end + size :]
 
 
@@ -67,13 +89,19 @@ class _File:
         if length < len(self.now):
             first = length // PAGE_BYTES
             for page in range(first, -(-len(self.now) // PAGE_BYTES)):
-                tail = bytes(self.now[page * PAGE_BYTES : length]) if page == first else b""
+                tail = (
+                    bytes(self.now[page * PAGE_BYTES : length])
+                    if page == first
+                    else b""
+                )
                 self.versions.setdefault(page, []).append(tail.ljust(PAGE_BYTES, b"\0"))
             del self.now[length:]
         self.now.extend(bytes(length - len(self.now)))
         self.lengths.append(length)
 
-    def write(self, offset: int, data: memoryview, *, synced: bool, failed: bool = False) -> None:
+    def write(
+        self, offset: int, data: memoryview, *, synced: bool, failed: bool = False
+    ) -> None:
         end = offset + len(data)
         if end > len(self.now):
             self.resize(end)
@@ -82,7 +110,9 @@ class _File:
         if failed:
             for page in pages:
                 older = self.versions.pop(page, [])
-                self.failed_versions.setdefault(page, []).extend([*older, self._page(self.now, page)])
+                self.failed_versions.setdefault(page, []).extend(
+                    [*older, self._page(self.now, page)]
+                )
             return
         if not synced:
             for page in pages:
@@ -104,7 +134,11 @@ class _File:
         self.durable.extend(bytes(length - len(self.durable)))
         for page in list(self.versions):
             self._keep(page)
-        self.failed_lengths = [] if self.lengths else [other for other in self.failed_lengths if other > length]
+        self.failed_lengths = (
+            []
+            if self.lengths
+            else [other for other in self.failed_lengths if other > length]
+        )
         self.lengths.clear()
 
     def fail_to_sync(self) -> None:
@@ -146,22 +180,28 @@ class _File:
 
     @staticmethod
     def _page(content: bytearray, page: int) -> bytes:
-        return bytes(content[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]).ljust(PAGE_BYTES, b"\0")
+        return bytes(content[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]).ljust(
+            PAGE_BYTES, b"\0"
+        )
 
 
 def _torn(old: bytes, new: bytes, draw: random.Random) -> bytes:
     starts = range(0, PAGE_BYTES, SECTOR_BYTES)
-    return b"".join(draw.choice((old, new))[start : start + SECTOR_BYTES] for start in starts)
+    return b"".join(
+        draw.choice((old, new))[start : start + SECTOR_BYTES] for start in starts
+    )
 
 
 class Disk:
-    """All files of the recorded directory after the replayed records, with durable and pending changes."""
+    """All files of the recorded directory after the replayed records, with durable and pending
+    changes."""
 
     def __init__(self) -> None:
         self._files: dict[Path, _File] = {}
         self._directories: set[Path] = set()
         self._failed: Path | None = None
-        """File of the previous record, if that is a write that failed after it was executed. The next record is it."""
+        """File of the previous record, if that is a write that failed after it was executed. The
+        next record is it."""
         self._unsynced_names: set[Path] = set()
         """New files and directories whose parent directory has not been synced since."""
         self._removed: dict[Path, _File] = {}
@@ -183,7 +223,9 @@ class Disk:
         elif op == REMOVE:
             self._removed[path] = self._files.pop(path)
         elif op in (WRITE, SYNCED_WRITE):
-            self._files[path].write(offset, data, synced=op == SYNCED_WRITE, failed=path == failed)
+            self._files[path].write(
+                offset, data, synced=op == SYNCED_WRITE, failed=path == failed
+            )
         elif op == FAILED and offset == SYNC and path in self._files:
             self._files[path].fail_to_sync()
         elif op == FAILED:
@@ -201,15 +243,21 @@ class Disk:
         elif op == SYNC and path in self._files:
             self._files[path].sync()
         elif op == SYNC:
-            self._unsynced_names = {new for new in self._unsynced_names if new.parent != path}
-            self._removed = {old: file for old, file in self._removed.items() if old.parent != path}
+            self._unsynced_names = {
+                new for new in self._unsynced_names if new.parent != path
+            }
+            self._removed = {
+                old: file for old, file in self._removed.items() if old.parent != path
+            }
         else:
             raise NotImplementedError(f"operation {op} on {path}")
 
     def rebuild(self, target: Path, draw: random.Random) -> None:
         """Create ``target`` with files as a power loss at this point may leave them."""
         kept = draw.choice((0.0, 0.5, 0.9, 1.0))
-        missing = {path for path in sorted(self._unsynced_names) if draw.random() >= kept}
+        missing = {
+            path for path in sorted(self._unsynced_names) if draw.random() >= kept
+        }
         target.mkdir()
         for path in sorted(self._directories):
             if missing.isdisjoint((path, *path.parents)):

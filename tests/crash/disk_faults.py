@@ -1,16 +1,20 @@
 """Let the disk fail at one call after another: ``python -m tests.crash.disk_faults --seed 1``.
 
-An engine opens a new store, stores requests until some blocks are evicted, promotes the blocks that it has, and closes.
-Its k-th call that changes the disk fails (``record.c``), for each k and each of ``FAULTS``. Some faults also hit the
-following calls, so that undo and recovery fail too. A lasting fault hits all following calls, until the engine has
-tried to promote. The store runs in the engine's process, or with ``--host process`` in a host process, which is killed
-when the disk works again. Invariants:
+An engine opens a new store, stores requests until some blocks are evicted, promotes the blocks that
+it has, and closes. Its k-th call that changes the disk fails (``record.c``), for each k and each of
+``FAULTS``. Some faults also hit the following calls, so that undo and recovery fail too. A lasting
+fault hits all following calls, until the engine has tried to promote. The store runs in the
+engine's process, or with ``--host process`` in a host process, which is killed when the disk works
+again. Invariants:
 
-1. No call of the engine raises, except opening, which succeeds on a retry. Each submitted block is held, was evicted,
-   or is counted as dropped. Promoted blocks are correct. Later requests are stored.
-2. In the store that the next process opens, every block that the engine knew to be held is present. All blocks are
-   readable and correct. Each manifest names present blocks. The request that was persisted last has a manifest.
-3. Totals equal a recount, and free and used extents match the files. Nothing was quarantined. The store is writable.
+1. No call of the engine raises, except opening, which succeeds on a retry. Each submitted block is
+   held, was evicted, or is counted as dropped. Promoted blocks are correct. Later requests are
+   stored.
+2. In the store that the next process opens, every block that the engine knew to be held is present.
+   All blocks are readable and correct. Each manifest names present blocks. The request that was
+   persisted last has a manifest.
+3. Totals equal a recount, and free and used extents match the files. Nothing was quarantined. The
+   store is writable.
 """
 
 from __future__ import annotations
@@ -83,7 +87,8 @@ PREFIX = 4
 CAPACITY = 2 << 20  # 2 MiB
 METADATA_BYTES = 64 << 10  # 64 KiB: of the file system, for one file
 OPTIONS = StoreOptions(staging_bytes=16 << 20, events=True)
-"""16 MiB: large enough to copy a request's blocks, which are committed with its manifest in one transaction."""
+"""16 MiB: large enough to copy a request's blocks, which are committed with its manifest in one
+transaction."""
 PATIENCE_S = 120.0
 INLINE, PROCESS = InlineHost.name, ProcessHost.name
 STORED, DROPPED = "stored all", "dropped some"
@@ -104,7 +109,8 @@ _CALLS = {
 
 
 class Fault(NamedTuple):
-    """One way for calls to fail. "Call executed" means that the call takes effect, and then reports an error."""
+    """One way for calls to fail. "Call executed" means that the call takes effect, and then reports
+    an error."""
 
     name: str
     errno: int
@@ -114,7 +120,8 @@ class Fault(NamedTuple):
 
     @property
     def lasts(self) -> bool:
-        """Whether the disk works again only after the engine has met the fault in each of its operations."""
+        """Whether the disk works again only after the engine has met the fault in each of its
+        operations."""
         return self.calls == _MANY
 
 
@@ -149,12 +156,22 @@ def content(request: int) -> dict[bytes, bytes]:
 
 
 def _sample(seed: int, count: int) -> dict[bytes, bytes]:
-    return dict(zip(sample_keys(seed, count), map(bytes, sample_blocks(seed, count, BLOCK_BYTES)), strict=True))
+    return dict(
+        zip(
+            sample_keys(seed, count),
+            map(bytes, sample_blocks(seed, count, BLOCK_BYTES)),
+            strict=True,
+        )
+    )
 
 
 def everything() -> dict[bytes, bytes]:
     """Return every block that is ever stored, by key."""
-    return {key: block for request in range(LAST + 1) for key, block in content(request).items()}
+    return {
+        key: block
+        for request in range(LAST + 1)
+        for key, block in content(request).items()
+    }
 
 
 class Engine:
@@ -171,7 +188,11 @@ class Engine:
         os.ftruncate(region, size)
         self._rows = mmap.mmap(region, size)
         hello = Hello(url, IDENTITY.encode(), _LAYOUT, OPTIONS)
-        self._host = ProcessHost((region,), size) if host == PROCESS else InlineHost(memoryview(self._rows))
+        self._host = (
+            ProcessHost((region,), size)
+            if host == PROCESS
+            else InlineHost(memoryview(self._rows))
+        )
         self._client = StoreClient(self._host, hello, max_queue_bytes=1 << 30)
         self._client.open()
         self._jobs = 0
@@ -187,9 +208,13 @@ class Engine:
         keys, rows = list(blocks), range(len(blocks))
         self._rows[: len(blocks) * BLOCK_BYTES] = b"".join(blocks.values())
         self.offered += keys
-        self._client.submit_store(self._next_job(), str(request), keys, rows, rows, len(blocks) * BLOCK_BYTES)
+        self._client.submit_store(
+            self._next_job(), str(request), keys, rows, rows, len(blocks) * BLOCK_BYTES
+        )
         chains = (keys,)
-        self._client.end_request(RequestEnd(str(request), str(request), chains, 16 * len(keys), 16))
+        self._client.end_request(
+            RequestEnd(str(request), str(request), chains, 16 * len(keys), 16)
+        )
         assert self._client.flush(PATIENCE_S), "submitted jobs do not end"
         self._end_job()
         for name, whole in self._client.take_persisted().items():
@@ -208,12 +233,17 @@ class Engine:
         return len(failed)
 
     def account(self) -> int:
-        """Check that each block was stored, was held already, or was dropped. Return the number of dropped blocks."""
+        """Check that each block was stored, was held already, or was dropped. Return the number of
+        dropped blocks."""
         stats = self._client.stats().host
         assert stats is not None
         counters = stats.counters
-        counted = counters.stored_blocks + counters.held_blocks + counters.dropped_blocks
-        assert counted == len(self.offered), f"{len(self.offered)} blocks submitted, {counters}"
+        counted = (
+            counters.stored_blocks + counters.held_blocks + counters.dropped_blocks
+        )
+        assert counted == len(self.offered), (
+            f"{len(self.offered)} blocks submitted, {counters}"
+        )
         lost = {*self.offered} - {*self.held()} - self.removed
         assert len(lost) <= counters.dropped_blocks, (
             f"{len(lost)} blocks are missing but not counted as dropped, {counters}"
@@ -226,9 +256,13 @@ class Engine:
         assert self._host.pid is not None
         os.kill(self._host.pid, signal.SIGKILL)
         self._await(
-            lambda: self._client.state is not State.OPEN, "the client does not detect that the host process is dead"
+            lambda: self._client.state is not State.OPEN,
+            "the client does not detect that the host process is dead",
         )
-        self._await(lambda: self._client.state is State.OPEN, "the host process is not restarted")
+        self._await(
+            lambda: self._client.state is State.OPEN,
+            "the host process is not restarted",
+        )
 
     @property
     def restarts(self) -> int:
@@ -265,8 +299,8 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Ou
     """Run an engine from opening to closing.
 
     :param k: number of the call that fails; 0: none.
-    :returns: ``count``: number of calls in this process that can fail in this way. ``detail``: the engine's knowledge
-        at its end, as JSON.
+    :returns: ``count``: number of calls in this process that can fail in this way. ``detail``: the
+        engine's knowledge at its end, as JSON.
     """
     disk = _Disk(root, log, host)
     disk.fail(f"{k} {fault.calls if k else 0} {fault.errno} {fault.how}")
@@ -283,7 +317,9 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Ou
         if host == PROCESS:
             engine.kill()
     engine.store(LAST)
-    assert engine.persisted == LAST or not fault_ended, "nothing is stored although the fault has ended"
+    assert engine.persisted == LAST or not fault_ended, (
+        "nothing is stored although the fault has ended"
+    )
     assert engine.removed or fault.calls > 1, "nothing was evicted"
     if not engine.restarts:
         dropped = engine.account()
@@ -293,10 +329,14 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Ou
 
 
 class _Disk:
-    """Disk of an engine or of its host process. A host process reads the fault settings when it starts."""
+    """Disk of an engine or of its host process. A host process reads the fault settings when it
+    starts."""
 
     def __init__(self, root: Path, log: Path, host: str) -> None:
-        os.environ["PERSISTKV_RECORD_ROOT"], os.environ["PERSISTKV_RECORD_LOG"] = str(root), str(log)
+        os.environ["PERSISTKV_RECORD_ROOT"], os.environ["PERSISTKV_RECORD_LOG"] = (
+            str(root),
+            str(log),
+        )
         self._log = log
         self._recorder = None if host == PROCESS else ctypes.CDLL(None)
 
@@ -312,17 +352,23 @@ class _Disk:
     @property
     def calls(self) -> int:
         """Number of calls of this process so far that can fail."""
-        return 0 if self._recorder is None else int(self._recorder.persistkv_record_calls())
+        return (
+            0
+            if self._recorder is None
+            else int(self._recorder.persistkv_record_calls())
+        )
 
     def failed(self, k: int, count: int) -> bool:
-        """Return whether all calls that have to fail, ``count`` from the k-th on, have been made."""
+        """Return whether all calls that have to fail, ``count`` from the k-th on, have been
+        made."""
         if self._recorder is None:
             return sum(record.op == FAILED for record in read_log(self._log)) >= count
         return self.calls >= k + count
 
 
 def _open(disk: _Disk, url: str, fault: Fault, host: str) -> Engine:
-    """Open an engine. Retry while opening fails, and remove a lasting fault before the last attempt."""
+    """Open an engine. Retry while opening fails, and remove a lasting fault before the last
+    attempt."""
     for _ in range(2 if fault.lasts else fault.calls + 1):
         with suppress(StoreError):
             return Engine(url, host)
@@ -343,11 +389,17 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     held = [key for key in right if opened.contains(key)]
     missing = {*map(bytes.fromhex, known.held)} - {*held}
     assert not missing, f"{len(missing)} held blocks are missing"
-    assert len(opened.index) == len(held), "the index lists blocks that were never stored"
+    assert len(opened.index) == len(held), (
+        "the index lists blocks that were never stored"
+    )
     assert not opened.read(held, range(len(held))), "held blocks cannot be read"
-    assert all(bytes(rows.places(0, row)[0]) == right[key] for row, key in enumerate(held)), "wrong bytes"
+    assert all(
+        bytes(rows.places(0, row)[0]) == right[key] for row, key in enumerate(held)
+    ), "wrong bytes"
     manifests = {manifest.id for manifest in backend.manifests(opened.namespace)}
-    assert known.persisted != LAST or str(LAST) in manifests, "the request that was persisted last is missing"
+    assert known.persisted != LAST or str(LAST) in manifests, (
+        "the request that was persisted last is missing"
+    )
     for name in manifests:
         (chain,) = backend.manifest_keys(opened.namespace, [name])[0] or ()
         assert {*chain.unpack()} <= {*held}, f"request {name} names missing blocks"
@@ -360,9 +412,12 @@ def look(url: str, store: Path, known: Known) -> Outcome:
 
 
 def _write_more(opened: Store, backend: LmdbBackend) -> None:
-    """Check that the store accepts new content, and that its files then have the recorded lengths."""
+    """Check that the store accepts new content, and that its files then have the recorded
+    lengths."""
     blocks = content(LAST)
-    opened.rows.array[: len(blocks)] = [np.frombuffer(block, np.uint8) for block in blocks.values()]
+    opened.rows.array[: len(blocks)] = [
+        np.frombuffer(block, np.uint8) for block in blocks.values()
+    ]
     opened.put("more", list(blocks), range(len(blocks)), range(len(blocks)))
     opened.flush()
     assert all(map(opened.contains, blocks)), "the store does not accept new blocks"
@@ -372,17 +427,24 @@ def _write_more(opened: Store, backend: LmdbBackend) -> None:
     environment = backend.environment
     with environment.transaction() as transaction:
         allocator = Allocator(transaction)
-        recorded = {segment: pages * PAGE_BYTES for segment, pages in allocator.segments().items()}
+        recorded = {
+            segment: pages * PAGE_BYTES
+            for segment, pages in allocator.segments().items()
+        }
         for hole in allocator.holes():
             recorded[hole.segment] -= hole.pages * PAGE_BYTES
     lengths = environment.files.lengths()
     for segment in lengths.keys() | recorded.keys():
         excess = lengths.get(segment, 0) - recorded.get(segment, 0)
         # ext4 counts the blocks that list the parts of a file with holes
-        assert 0 <= excess <= METADATA_BYTES, f"files have {lengths} bytes, the extents in them {recorded}"
+        assert 0 <= excess <= METADATA_BYTES, (
+            f"files have {lengths} bytes, the extents in them {recorded}"
+        )
 
 
-def run_case(directory: Path, placement: str, fault: Fault, k: int, host: str = INLINE) -> Outcome:
+def run_case(
+    directory: Path, placement: str, fault: Fault, k: int, host: str = INLINE
+) -> Outcome:
     """Run an engine and check the store that it leaves.
 
     :raises AssertionError: an invariant is violated; the message names the call that failed.
@@ -393,26 +455,41 @@ def run_case(directory: Path, placement: str, fault: Fault, k: int, host: str = 
     root.mkdir()
     url = f"lmdb://{root}/store?capacity={CAPACITY}&placement={placement}"
     lived = run_in_fork(lambda: live(url, root, log, fault, k, host), 2 * PATIENCE_S)
-    failed = [f"{_CALLS[record.offset]} {record.path}" for record in read_log(log) if record.op == FAILED]
+    failed = [
+        f"{_CALLS[record.offset]} {record.path}"
+        for record in read_log(log)
+        if record.op == FAILED
+    ]
     where = f"{placement}, {fault.name}, call {k} ({failed[0] if failed else 'none'})"
     assert lived.kind in (STORED, DROPPED), f"{where}: {lived.kind}: {lived.detail}"
     known = Known(*json.loads(lived.detail))
     found = run_in_fork(lambda: look(url, root / "store", known), PATIENCE_S)
-    assert found.kind == "right", f"{where}: {lived.kind}; then {found.kind}: {found.detail}"
+    assert found.kind == "right", (
+        f"{where}: {lived.kind}; then {found.kind}: {found.detail}"
+    )
     return lived
 
 
 def run(
-    cases: int, seed: int, directory: Path, seconds: float, placement: str, faults: Sequence[Fault], host: str
+    cases: int,
+    seed: int,
+    directory: Path,
+    seconds: float,
+    placement: str,
+    faults: Sequence[Fault],
+    host: str,
 ) -> Counter[str]:
-    """Run up to ``cases`` cases, in an order given by the seed, within the time limit. Count their outcomes.
+    """Run up to ``cases`` cases, in an order given by the seed, within the time limit. Count their
+    outcomes.
 
     :raises AssertionError: as ``run_case``.
     """
     deadline = time.monotonic() + seconds
     gc.freeze()
     seen: Counter[str] = Counter()
-    calls = {fault.how: run_case(directory, placement, fault, 0).total for fault in faults}
+    calls = {
+        fault.how: run_case(directory, placement, fault, 0).total for fault in faults
+    }
     every = [(fault, k) for fault in faults for k in range(1, calls[fault.how] + 1)]
     seen["possible"] = len(every)
     for fault, k in random.Random(seed).sample(every, min(cases, len(every))):
@@ -424,28 +501,48 @@ def run(
 
 def main() -> None:
     by_name = {fault.name: fault for fault in FAULTS}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=100_000, help="maximum for each placement")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", type=int, default=100_000, help="maximum for each placement"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit for each placement")
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="time limit for each placement"
+    )
     parser.add_argument("--fault", choices=sorted(by_name), help="run this fault only")
-    parser.add_argument("--host", choices=(INLINE, PROCESS), default=INLINE, help="where the store runs")
+    parser.add_argument(
+        "--host", choices=(INLINE, PROCESS), default=INLINE, help="where the store runs"
+    )
     arguments = parser.parse_args()
     faults = FAULTS if arguments.fault is None else (by_name[arguments.fault],)
     if not hasattr(ctypes.CDLL(None), "persistkv_record_begin"):
         with tempfile.TemporaryDirectory() as directory:
-            environment = {**os.environ, "LD_PRELOAD": str(build_recorder(Path(directory)))}
+            environment = {
+                **os.environ,
+                "LD_PRELOAD": str(build_recorder(Path(directory))),
+            }
             command = [sys.executable, "-m", "tests.crash.disk_faults", *sys.argv[1:]]
             sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     logging.disable(logging.CRITICAL)
     for placement in PLACEMENTS:
         with tempfile.TemporaryDirectory() as directory:
             seen = run(
-                arguments.cases, arguments.seed, Path(directory), arguments.seconds, placement, faults, arguments.host
+                arguments.cases,
+                arguments.seed,
+                Path(directory),
+                arguments.seconds,
+                placement,
+                faults,
+                arguments.host,
             )
         possible = seen.pop("possible")
         ends = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items()))
-        print(f"{placement}: {seen.total()} of {possible} faults of the disk ({ends}): 0 lost, 0 wrong")
+        print(
+            f"{placement}: {seen.total()} of {possible} faults of the disk ({ends}): 0 lost, 0 "
+            f"wrong"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Engines read what another one evicts and overwrites: ``python -m tests.crash.overwrites --seconds 600``.
+"""Engines read what another one evicts and overwrites: ``python -m tests.crash.overwrites --seconds
+600``.
 
-The writer fills a small store again and again, so that extents get new content at once. Readers load whole ranges of
-requests without pause, the oldest included, with an index that is a little old. Each block that they load must have its
-own content, and no pack may count as damaged: a reader whose pack is overwritten sees a miss. The readers are stopped
-again and again, also in the middle of a read, for longer than the writer takes to overwrite what they read.
+The writer fills a small store again and again, so that extents get new content at once. Readers
+load whole ranges of requests without pause, the oldest included, with an index that is a little
+old. Each block that they load must have its own content, and no pack may count as damaged: a reader
+whose pack is overwritten sees a miss. The readers are stopped again and again, also in the middle
+of a read, for longer than the writer takes to overwrite what they read.
 
-The writer drops nothing, except with ``placement=inline``: there a reader that is stopped in a read keeps the pages of
-its snapshot. Once it continues, blocks must be stored again.
+The writer drops nothing, except with ``placement=inline``: there a reader that is stopped in a read
+keeps the pages of its snapshot. Once it continues, blocks must be stored again.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ IDENTITY = Identity.of({"test": "overwrites"})
 BLOCK_BYTES = 32 << 10  # 32 KiB
 BLOCKS = 64  # of a request: 2 MiB
 CAPACITY = "32MiB"
-_AT_ONCE = 8  # requests that a reader loads in one call, which takes longer than an eviction and a write
-_WINDOW = 16  # the range begins at most so many requests before the newest: about as many as the store holds
+# requests that a reader loads in one call, which takes longer than an eviction and a write
+_AT_ONCE = 8
+# the range begins at most so many requests before the newest: about as many as the store holds
+_WINDOW = 16
 _REFRESHES = 0.3  # share of the loads before which a reader reads the news
 _STOP_S, _PAUSE_S = 1.0, 0.05
 _PATIENCE_S = 120.0
@@ -48,7 +52,10 @@ _RECOVERY_S = 30.0  # after the last stop of a reader, a request is stored
 
 def keys_of(request: int) -> list[bytes]:
     """Return the keys of a request's blocks."""
-    return [(BLOCKS * request + block).to_bytes(32, "big") + bytes(4) for block in range(BLOCKS)]
+    return [
+        (BLOCKS * request + block).to_bytes(32, "big") + bytes(4)
+        for block in range(BLOCKS)
+    ]
 
 
 def content_of(request: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -65,8 +72,12 @@ def open_rows(url: str) -> tuple[Store, np.ndarray[Any, np.dtype[np.uint64]]]:
     memory = memoryview(mmap.mmap(-1, _AT_ONCE * BLOCKS * BLOCK_BYTES))
     rows = Rows(memory, RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),)))
     executor = Executor(2, lambda: None)
-    store = Store(open_backend(url), IDENTITY, rows, StoreOptions(), url=url, executor=executor)
-    return store, np.frombuffer(memory, np.uint64).reshape(_AT_ONCE * BLOCKS, BLOCK_BYTES // 8)
+    store = Store(
+        open_backend(url), IDENTITY, rows, StoreOptions(), url=url, executor=executor
+    )
+    return store, np.frombuffer(memory, np.uint64).reshape(
+        _AT_ONCE * BLOCKS, BLOCK_BYTES // 8
+    )
 
 
 def write(url: str, newest: Path, seconds: float) -> None:
@@ -89,9 +100,13 @@ def write(url: str, newest: Path, seconds: float) -> None:
 
     while time.monotonic() < end:
         is_stored = write_next()
-        assert is_stored or "placement=inline" in url, f"{counters.dropped_blocks} blocks were dropped"
+        assert is_stored or "placement=inline" in url, (
+            f"{counters.dropped_blocks} blocks were dropped"
+        )
     while not write_next():
-        assert time.monotonic() < end + _RECOVERY_S, "no request is stored although all readers continue"
+        assert time.monotonic() < end + _RECOVERY_S, (
+            "no request is stored although all readers continue"
+        )
     store.close()
     print(request, counters.evicted_blocks)
 
@@ -110,13 +125,19 @@ def read(url: str, newest: Path, seconds: float, seed: int) -> None:
             continue
         first = last - int(draw.integers(_AT_ONCE, _WINDOW + 1))
         rows[:] = 0
-        keys = [key for request in range(first, first + _AT_ONCE) for key in keys_of(request)]
+        keys = [
+            key
+            for request in range(first, first + _AT_ONCE)
+            for key in keys_of(request)
+        ]
         failed = set(store.read(keys, range(len(keys))))
         for number in range(_AT_ONCE):
             right = content_of(first + number)
             for block, key in enumerate(keys[BLOCKS * number : BLOCKS * (number + 1)]):
                 row = rows[BLOCKS * number + block]
-                assert key in failed or (row == right[block]).all(), f"wrong bytes of request {first + number}"
+                assert key in failed or (row == right[block]).all(), (
+                    f"wrong bytes of request {first + number}"
+                )
     store.refresh()
     counters = store.counters
     damaged = counters.verification_failures
@@ -137,18 +158,38 @@ def stop_some(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> N
         time.sleep(draw.uniform(0, _PAUSE_S))
 
 
-def run(directory: Path, seconds: float, readers: int, placement: str) -> list[list[int]]:
+def run(
+    directory: Path, seconds: float, readers: int, placement: str
+) -> list[list[int]]:
     """Run one writer and several readers.
 
-    :returns: requests and evicted blocks of the writer, then loaded and missed blocks of each reader.
+    :returns: requests and evicted blocks of the writer, then loaded and missed blocks of each
+        reader.
     """
-    url, newest = f"lmdb://{directory}/store?capacity={CAPACITY}&placement={placement}", directory / "newest"
+    url, newest = (
+        f"lmdb://{directory}/store?capacity={CAPACITY}&placement={placement}",
+        directory / "newest",
+    )
     open_backend(url).close()
-    roles: Sequence[Sequence[object]] = [("write",), *(("read", seed) for seed in range(readers))]
-    command = [sys.executable, "-m", "tests.crash.overwrites", "--seconds", str(seconds), "--store", url]
+    roles: Sequence[Sequence[object]] = [
+        ("write",),
+        *(("read", seed) for seed in range(readers)),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.crash.overwrites",
+        "--seconds",
+        str(seconds),
+        "--store",
+        url,
+    ]
     command += ["--newest", str(newest), "--role"]
     pipe = subprocess.PIPE
-    processes = [subprocess.Popen([*command, *map(str, role)], stdout=pipe, stderr=pipe) for role in roles]
+    processes = [
+        subprocess.Popen([*command, *map(str, role)], stdout=pipe, stderr=pipe)
+        for role in roles
+    ]
     found = []
     try:
         stop_some(processes[1:], seconds)
@@ -168,8 +209,12 @@ def run(directory: Path, seconds: float, readers: int, placement: str) -> list[l
 
 def main() -> None:
     """Run for both placements, or as one of the processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each placement")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="for each placement"
+    )
     parser.add_argument("--readers", type=int, default=4)
     for name, kind in (("--store", str), ("--newest", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -184,9 +229,14 @@ def main() -> None:
         return
     for placement in ("extents", "inline"):
         with tempfile.TemporaryDirectory() as directory:
-            (requests, evicted), *found = run(Path(directory), arguments.seconds, arguments.readers, placement)
+            (requests, evicted), *found = run(
+                Path(directory), arguments.seconds, arguments.readers, placement
+            )
         loaded, missed = (sum(counts) for counts in zip(*found, strict=True))
-        done = f"{requests} requests written, {evicted} blocks evicted, {loaded} loaded, {missed} missed"
+        done = (
+            f"{requests} requests written, {evicted} blocks evicted, {loaded} loaded, "
+            f"{missed} missed"
+        )
         print(f"{placement}: {done}; 0 wrong, 0 counted as damaged")
 
 

@@ -1,4 +1,5 @@
-"""Build of the recorder, a library that records a process's calls to the disk and lets some fail (``record.c``)."""
+"""Build of the recorder, a library that records a process's calls to the disk and lets some fail
+(``record.c``)."""
 
 from __future__ import annotations
 
@@ -17,9 +18,20 @@ def find_compiler() -> str | None:
 def build_recorder(directory: Path) -> Path:
     """Compile the recorder.
 
-    :raises subprocess.CalledProcessError: compilation failed; the compiler reported the reason on standard error.
+    :raises subprocess.CalledProcessError: compilation failed; the compiler reported the reason on
+        standard error.
     """
     library = directory / "record.so"
-    command = [str(find_compiler()), "-O1", "-shared", "-fPIC", "-o", str(library), str(_SOURCE), "-ldl", "-lpthread"]
+    command = [
+        str(find_compiler()),
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(library),
+        str(_SOURCE),
+        "-ldl",
+        "-lpthread",
+    ]
     subprocess.run(command, check=True)
     return library

@@ -1,4 +1,5 @@
-"""Run of a program of this package from a test, in a process without threads and torch, because the programs fork."""
+"""Run of a program of this package from a test, in a process without threads and torch, because the
+programs fork."""
 
 import os
 import subprocess

@@ -1,8 +1,9 @@
-"""Kill writers of one shared directory repeatedly: ``python -m tests.crash.shared_dir --kills 200 --seed 1``.
+"""Kill writers of one shared directory repeatedly: ``python -m tests.crash.shared_dir --kills 200
+--seed 1``.
 
-Four processes, two for each of two hosts, commit requests to a store in a directory, merge its index and read what the
-others wrote. One after the other is killed and replaced. After every few kills, a new reader must find every pack that
-was acknowledged, with its bytes.
+Four processes, two for each of two hosts, commit requests to a store in a directory, merge its
+index and read what the others wrote. One after the other is killed and replaced. After every few
+kills, a new reader must find every pack that was acknowledged, with its bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_dir import DirBackend
 
-IDENTITIES = [Identity.of({"test": "shared directory", "number": number}) for number in range(2)]
+IDENTITIES = [
+    Identity.of({"test": "shared directory", "number": number}) for number in range(2)
+]
 WRITERS = 4
 CHECK_EVERY = 10  # kills
 _PATIENCE_S = 60.0
@@ -50,7 +53,10 @@ def write(url: str, first: int) -> None:
         packs = [pack_of(name, seed + number) for number in range(draw.randint(1, 3))]
         manifest = sample_manifest(f"r{seed}", packs=[pack.pack_id for pack in packs])
         backend.commit(name, CommitBatch(packs, [manifest]))
-        line = {"namespace": names.index(name), "seeds": list(range(seed, seed + len(packs)))}
+        line = {
+            "namespace": names.index(name),
+            "seeds": list(range(seed, seed + len(packs))),
+        }
         os.write(1, json.dumps(line).encode() + b"\n")
         seed += len(packs)
         held = list(tables(backend, name).values())
@@ -75,19 +81,38 @@ class Rig:
         number, self._numbers = self._numbers, self._numbers + 1
         output = self.directory / f"writer{number}.out"
         url = url_of(self.directory, number % 2)
-        command = [sys.executable, "-m", "tests.crash.shared_dir", "--write", url, "--seed", str(number * 1_000_000)]
-        with output.open("wb") as file, (self.directory / f"writer{number}.err").open("wb") as errors:
-            self._writers.append((subprocess.Popen(command, stdout=file, stderr=errors), output))
+        command = [
+            sys.executable,
+            "-m",
+            "tests.crash.shared_dir",
+            "--write",
+            url,
+            "--seed",
+            str(number * 1_000_000),
+        ]
+        with (
+            output.open("wb") as file,
+            (self.directory / f"writer{number}.err").open("wb") as errors,
+        ):
+            self._writers.append(
+                (subprocess.Popen(command, stdout=file, stderr=errors), output)
+            )
 
     def kill(self) -> None:
         """Kill one writer, and collect what it has reported."""
         index = self.draw.randrange(len(self._writers))
         process, output = self._writers.pop(index)
         patience = time.monotonic() + _PATIENCE_S
-        while not output.stat().st_size and process.poll() is None and time.monotonic() < patience:
+        while (
+            not output.stat().st_size
+            and process.poll() is None
+            and time.monotonic() < patience
+        ):
             time.sleep(0.05)  # it has not committed yet
         if process.poll() is not None:
-            raise AssertionError(f"a writer ended by itself: {output.with_suffix('.err').read_text()}")
+            raise AssertionError(
+                f"a writer ended by itself: {output.with_suffix('.err').read_text()}"
+            )
         process.kill()
         process.wait()
         for line in output.read_bytes().split(b"\n")[:-1]:
@@ -97,18 +122,28 @@ class Rig:
 
     def check(self) -> None:
         """Find every acknowledged pack with a reader that knows nothing."""
-        backend = DirBackend.open(StoreUrl.parse(f"file://{self.directory}/store?cache=no"), read_only=True)
+        backend = DirBackend.open(
+            StoreUrl.parse(f"file://{self.directory}/store?cache=no"), read_only=True
+        )
         try:
             for number, identity in enumerate(IDENTITIES):
                 name = backend.open_namespace(identity).id
                 held = tables(backend, name)
-                seeds = [seed for namespace, seed in self.acknowledged if namespace == number]
-                lost = [seed for seed in seeds if pack_of(name, seed).pack_id not in held]
-                assert not lost, f"{len(lost)} of {len(seeds)} acknowledged packs are lost"
+                seeds = [
+                    seed for namespace, seed in self.acknowledged if namespace == number
+                ]
+                lost = [
+                    seed for seed in seeds if pack_of(name, seed).pack_id not in held
+                ]
+                assert not lost, (
+                    f"{len(lost)} of {len(seeds)} acknowledged packs are lost"
+                )
                 for seed in seeds[self.checked :]:
                     pack = pack_of(name, seed)
                     payload = payload_of(pack)
-                    assert read_pack(backend, name, held[pack.pack_id]) == payload, "wrong bytes"
+                    assert read_pack(backend, name, held[pack.pack_id]) == payload, (
+                        "wrong bytes"
+                    )
         finally:
             backend.close()
 
@@ -142,7 +177,9 @@ def run(kills: int, seed: int, directory: Path, seconds: float) -> tuple[int, in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time limit")
@@ -152,7 +189,9 @@ def main() -> None:
         write(arguments.write, arguments.seed)
         return
     with tempfile.TemporaryDirectory() as directory:
-        kills, packs = run(arguments.kills, arguments.seed, Path(directory), arguments.seconds)
+        kills, packs = run(
+            arguments.kills, arguments.seed, Path(directory), arguments.seconds
+        )
     print(f"{kills} kills, {packs} packs acknowledged: 0 lost, 0 wrong")
 
 

@@ -1,12 +1,13 @@
 """Stop a writer (SIGSTOP) before each of its calls to the disk, and use the store meanwhile:
 ``python -m tests.crash.stops --stop-s 60``.
 
-A stopped process keeps its locks, its reservation and its snapshots. Meanwhile another engine reads and commits, and a
-tool opens the store.
+A stopped process keeps its locks, its reservation and its snapshots. Meanwhile another engine reads
+and commits, and a tool opens the store.
 
 Invariants:
 
-1. Reads and tools do not wait. A commit waits for the writer lock at most 10 s, later ones at most 0.2 s.
+1. Reads and tools do not wait. A commit waits for the writer lock at most 10 s, later ones at most
+   0.2 s.
 2. The files never exceed the capacity.
 3. After SIGCONT the writer completes its commits, and those of both processes are there.
 """
@@ -31,14 +32,23 @@ from persistkv.errors import StoreBusyError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv_lmdb import LmdbBackend
-from tests.crash.loop import CAPACITY, NUMBERS_A_ROUND, PLACEMENTS, Expected, Writer, check, payload
+from tests.crash.loop import (
+    CAPACITY,
+    NUMBERS_A_ROUND,
+    PLACEMENTS,
+    Expected,
+    Writer,
+    check,
+    payload,
+)
 from tests.crash.recorder import build_recorder
 from tests.crash.writer import IDENTITY, make_pack
 
 COMMITS = 2  # the second one writes into extents that the first one has reserved
 PATIENCE_S = 120.0
 FIRST_WAIT_S, LATER_WAIT_S = 13.0, 3.0  # of a commit; 10 and 0.2 s on an idle machine
-CALL_S = 5.0  # of a read, or of a tool that opens the store; milliseconds on an idle machine
+# of a read, or of a tool that opens the store; milliseconds on an idle machine
+CALL_S = 5.0
 _NAP_S = 0.01
 _FILLING = 40
 _T = TypeVar("_T")
@@ -53,7 +63,8 @@ class Neighbour:
         self.namespace = self.backend.open_namespace(IDENTITY).id
         self.commits = self.refused = 0
         self.evicted: set[bytes] = set()
-        """Packs that its commits have evicted, also packs of the stopped writer whose output is read later."""
+        """Packs that its commits have evicted, also packs of the stopped writer whose output is
+        read later."""
         self._expected = expected
         self._number = 0
 
@@ -81,18 +92,25 @@ class Neighbour:
             within(CALL_S, self._look)
             if not within(patience_s, self.commit):
                 patience_s = LATER_WAIT_S
-            assert self.backend.stats().disk_bytes <= CAPACITY, "the files exceed the capacity"
+            assert self.backend.stats().disk_bytes <= CAPACITY, (
+                "the files exceed the capacity"
+            )
             if time.monotonic() > end:
                 return
 
     def _read(self) -> None:
         pack_id, table = next(iter(tables(self.backend, self.namespace).items()))
-        if pack_id in self._expected.packs:  # otherwise the stopped writer has committed it
+        # otherwise the stopped writer has committed it
+        if pack_id in self._expected.packs:
             stored = read_pack(self.backend, self.namespace, table)
-            assert stored == payload(self.namespace, self._expected.packs[pack_id]), "wrong bytes"
+            assert stored == payload(self.namespace, self._expected.packs[pack_id]), (
+                "wrong bytes"
+            )
 
     def _look(self) -> None:
-        with closing(LmdbBackend.open(StoreUrl.parse(self.url), read_only=True)) as tool:
+        with closing(
+            LmdbBackend.open(StoreUrl.parse(self.url), read_only=True)
+        ) as tool:
             assert tool.stats().packs > 0
 
 
@@ -115,11 +133,16 @@ def is_stopped(process: subprocess.Popen[bytes]) -> bool:
             if status.read().rpartition(b")")[2].split()[0] == b"T":
                 return True
         time.sleep(_NAP_S)
-    raise AssertionError(f"the writer neither stopped nor ended within {PATIENCE_S:.0f} s")
+    raise AssertionError(
+        f"the writer neither stopped nor ended within {PATIENCE_S:.0f} s"
+    )
 
 
-def stop_once(directory: Path, neighbour: Neighbour, expected: Expected, call: int, stop_s: float) -> bool:
-    """Run a writer that is stopped before its ``call``-th call to the disk. Return False if it makes fewer calls."""
+def stop_once(
+    directory: Path, neighbour: Neighbour, expected: Expected, call: int, stop_s: float
+) -> bool:
+    """Run a writer that is stopped before its ``call``-th call to the disk. Return False if it
+    makes fewer calls."""
     log = directory / "log"
     environment = {
         **os.environ,
@@ -129,9 +152,17 @@ def stop_once(directory: Path, neighbour: Neighbour, expected: Expected, call: i
         "PERSISTKV_RECORD_STOP_AT": str(call),
     }
     first = NUMBERS_A_ROUND * call
-    command = [sys.executable, "-m", "tests.crash.writer", neighbour.url, *map(str, (first, call, COMMITS))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.crash.writer",
+        neighbour.url,
+        *map(str, (first, call, COMMITS)),
+    ]
     expected.writers = [Writer()]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         try:
             stopped = is_stopped(process)
             if stopped:
@@ -149,8 +180,11 @@ def stop_once(directory: Path, neighbour: Neighbour, expected: Expected, call: i
     return stopped
 
 
-def run(directory: Path, stop_s: float, placement: str, step: int = 1) -> tuple[int, Neighbour]:
-    """Stop writers before every ``step``-th of their calls; return the number of stops, and the neighbour."""
+def run(
+    directory: Path, stop_s: float, placement: str, step: int = 1
+) -> tuple[int, Neighbour]:
+    """Stop writers before every ``step``-th of their calls; return the number of stops, and the
+    neighbour."""
     build_recorder(directory)
     (directory / "root").mkdir()
     url = f"lmdb://{directory}/root/store?capacity={CAPACITY}&placement={placement}"
@@ -167,14 +201,26 @@ def run(directory: Path, stop_s: float, placement: str, step: int = 1) -> tuple[
 
 def main() -> None:
     """Run for both placements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stop-s", type=float, default=60.0, help="seconds for which a writer is stopped")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stop-s",
+        type=float,
+        default=60.0,
+        help="seconds for which a writer is stopped",
+    )
     arguments = parser.parse_args()
     for placement in PLACEMENTS:
         with tempfile.TemporaryDirectory() as directory:
             stops, neighbour = run(Path(directory), arguments.stop_s, placement)
-            counts = f"{neighbour.commits} commits beside them, {neighbour.refused} refused"
-            print(f"{placement}: {stops} stops of {arguments.stop_s:g} s, {counts}; nothing lost, no call took long")
+            counts = (
+                f"{neighbour.commits} commits beside them, {neighbour.refused} refused"
+            )
+            print(
+                f"{placement}: {stops} stops of {arguments.stop_s:g} s, {counts}; nothing "
+                f"lost, no call took long"
+            )
 
 
 if __name__ == "__main__":

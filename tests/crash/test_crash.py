@@ -13,6 +13,10 @@ def test_crash_loop_killed_writers_keep_acknowledged_packs() -> None:
     lines = run_module("loop", "--kills", 15, "--seed", 1, "--seconds", 45)
     assert [line.split(":")[0] for line in lines] == ["inline", "extents"]
     for line in lines:
-        numbers = re.fullmatch(r"\w+: (\d+) kills, (\d+) packs acknowledged, (\d+) evicted, .*", line)
+        numbers = re.fullmatch(
+            r"\w+: (\d+) kills, (\d+) packs acknowledged, (\d+) evicted, .*", line
+        )
         assert numbers is not None, line
-        assert min(map(int, numbers.groups())) > 0, "no kill, acknowledged pack or eviction"
+        assert min(map(int, numbers.groups())) > 0, (
+            "no kill, acknowledged pack or eviction"
+        )

@@ -10,10 +10,14 @@ pytestmark = pytest.mark.usefixtures("recorder")
 
 
 def run_cases(cases: int, seconds: int, *arguments: object) -> None:
-    lines = run_module("disk_faults", "--cases", cases, "--seed", 5, "--seconds", seconds, *arguments)
+    lines = run_module(
+        "disk_faults", "--cases", cases, "--seed", 5, "--seconds", seconds, *arguments
+    )
     assert [line.split(":")[0] for line in lines] == ["inline", "extents"]
     for line in lines:
-        numbers = re.fullmatch(r"\w+: (\d+) of (\d+) faults of the disk \(.+\): 0 lost, 0 wrong", line)
+        numbers = re.fullmatch(
+            r"\w+: (\d+) of (\d+) faults of the disk \(.+\): 0 lost, 0 wrong", line
+        )
         assert numbers is not None, line
         done, possible = map(int, numbers.groups())
         assert 0 < done <= cases < possible

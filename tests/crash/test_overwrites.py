@@ -1,4 +1,5 @@
-"""A short run of readers beside a writer that overwrites; ``python -m tests.crash.overwrites`` is a longer one."""
+"""A short run of readers beside a writer that overwrites; ``python -m tests.crash.overwrites`` is a
+longer one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tests.crash.overwrites import BLOCKS, run
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_readers_beside_overwriting_writer_get_right_bytes_or_misses(tmp_path: Path, placement: str) -> None:
+def test_readers_beside_overwriting_writer_get_right_bytes_or_misses(
+    tmp_path: Path, placement: str
+) -> None:
     (requests, evicted), *readers = run(tmp_path, 15.0, 2, placement)
     assert evicted > BLOCKS
     assert requests > evicted // BLOCKS

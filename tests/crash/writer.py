@@ -1,10 +1,11 @@
-"""Writer that other programs kill: commits random requests to a full LMDB store, and reports each step. Sometimes it
-returns free space to the file system.
+"""Writer that other programs kill: commits random requests to a full LMDB store, and reports each
+step. Sometimes it returns free space to the file system.
 
-It prints one JSON line before each commit (``intent``) and one after the commit has returned (``done``). If a commit
-failed, the next ``intent`` line says so, and the next ``done`` line lists the packs in the store (``held``). With
-``wait`` as the last argument, the writer opens the store, reports this on standard error, and starts after it has read
-a line. Some commits are to a namespace of their own, which ends with the next commit.
+It prints one JSON line before each commit (``intent``) and one after the commit has returned
+(``done``). If a commit failed, the next ``intent`` line says so, and the next ``done`` line lists
+the packs in the store (``held``). With ``wait`` as the last argument, the writer opens the store,
+reports this on standard error, and starts after it has read a line. Some commits are to a namespace
+of their own, which ends with the next commit.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ _Result = TypeVar("_Result")
 def make_pack(namespace: bytes, number: int) -> PackWriter:
     """Return the pack with a number: 1 to 60 blocks (16 KiB to 960 KiB)."""
     blocks = 1 + random.Random(number).randrange(60) ** 2 // 60
-    segment = sample_segment(number, blocks=blocks, block_bytes=BLOCK_BYTES, depth=16 * (number % 8))
+    segment = sample_segment(
+        number, blocks=blocks, block_bytes=BLOCK_BYTES, depth=16 * (number % 8)
+    )
     return PackWriter(namespace, RawCodec(), [segment])
 
 
@@ -49,7 +52,11 @@ def make_manifest(name: str, packs: list[PackWriter]) -> ManifestWrite:
     """Return the manifest of a request whose context is in these packs."""
     keys = PackedKeys.of([key for pack in packs for key in pack.keys.unpack()])
     head = RequestManifest(
-        id=name, created=0.0, tokens=len(keys), group_blocks=(len(keys),), raw_bytes=BLOCK_BYTES * len(keys)
+        id=name,
+        created=0.0,
+        tokens=len(keys),
+        group_blocks=(len(keys),),
+        raw_bytes=BLOCK_BYTES * len(keys),
     )
     return ManifestWrite(head, (keys,), [pack.pack_id for pack in packs])
 
@@ -75,7 +82,9 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
     draw = random.Random(seed)
     namespace = with_retries(lambda: backend.open_namespace(IDENTITY)).id
     seen, held = with_retries(lambda: _all_packs(backend, namespace))
-    report(done=[], evicted=[], cursor=seen.hex(), held=[pack_id.hex() for pack_id in held])
+    report(
+        done=[], evicted=[], cursor=seen.hex(), held=[pack_id.hex() for pack_id in held]
+    )
     was_empty, failures = not held, 0
     gone: set[bytes] = set()
     while commits is None or commits > 0:
@@ -105,7 +114,11 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
             continue
         commits = None if commits is None else commits - 1
         gone |= {table.pack_id for table in result.evicted}
-        held = [pack_id for pack_id in [*held, *(pack.pack_id for pack in packs)] if pack_id not in gone]
+        held = [
+            pack_id
+            for pack_id in [*held, *(pack.pack_id for pack in packs)]
+            if pack_id not in gone
+        ]
         found = {}
         if failures:  # failed commits may have been applied, and may have evicted packs
             gone |= with_retries(partial(_removed_since, backend, namespace, seen))
@@ -113,7 +126,12 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
             found = {"held": [pack_id.hex() for pack_id in held]}
             failures = 0
         seen = result.cursor
-        report(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=seen.hex(), **found)
+        report(
+            done=numbers,
+            evicted=[pack_id.hex() for pack_id in gone],
+            cursor=seen.hex(),
+            **found,
+        )
         gone.clear()
         if draw.random() < _RELEASES:
             with suppress(StoreError):
@@ -121,8 +139,11 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
 
 
 def _use_once(backend: Backend, number: int) -> set[bytes]:
-    """Store a request in a namespace of its own, and delete it; return the ids of the other packs that this evicted."""
-    namespace = backend.open_namespace(Identity.of({"test": "crash", "number": number})).id
+    """Store a request in a namespace of its own, and delete it; return the ids of the other packs
+    that this evicted."""
+    namespace = backend.open_namespace(
+        Identity.of({"test": "crash", "number": number})
+    ).id
     pack = make_pack(namespace, number)
     manifest = make_manifest("r", [pack])
     stored = backend.commit(namespace, CommitBatch([pack], [manifest]))

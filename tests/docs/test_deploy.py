@@ -27,18 +27,26 @@ HOST_EXIT_S = 20  # time for the host process to exit after the engine
 def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the stateful set and its containers by name."""
     (stateful,) = [
-        part for part in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()) if part["kind"] == "StatefulSet"
+        part
+        for part in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+        if part["kind"] == "StatefulSet"
     ]
-    return stateful, {one["name"]: one for one in stateful["spec"]["template"]["spec"]["containers"]}
+    return stateful, {
+        one["name"]: one for one in stateful["spec"]["template"]["spec"]["containers"]
+    }
 
 
 def compose() -> dict[str, Any]:
-    services: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
+    services: dict[str, Any] = yaml.safe_load(
+        (DEPLOY / "docker-compose.yaml").read_text()
+    )["services"]
     return services
 
 
 def systemd() -> configparser.SectionProxy:
-    parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), strict=False)
+    parser = configparser.ConfigParser(
+        interpolation=None, delimiters=("=",), strict=False
+    )
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string((DEPLOY / "vllm.service").read_text().replace("\\\n", " "))
     return parser["Service"]
@@ -57,7 +65,10 @@ def option(command: list[str], name: str) -> str:
 
 def connector(command: list[str]) -> dict[str, Any]:
     transfer = json.loads(option(command, "--kv-transfer-config"))
-    assert (transfer["kv_connector"], transfer["kv_role"]) == ("OffloadingConnector", "kv_both")
+    assert (transfer["kv_connector"], transfer["kv_role"]) == (
+        "OffloadingConnector",
+        "kv_both",
+    )
     extra: dict[str, Any] = transfer["kv_connector_extra_config"]
     return extra
 
@@ -75,7 +86,9 @@ def test_deploy_config_tier_options_exist(platform: str) -> None:
         assert kind == "persistkv"
         url = StoreUrl.parse(vllm_options(entry).tier_options["url"])
         if url.scheme == "lmdb":
-            assert convert_options(LmdbOptions, url.options, where="lmdb").policy.capacity
+            assert convert_options(
+                LmdbOptions, url.options, where="lmdb"
+            ).policy.capacity
         else:
             assert S3Backend.new_policy(url).ttl_s
 
@@ -97,16 +110,31 @@ def test_deploy_stop_timeout_covers_shutdown_and_commit(platform: str) -> None:
 def test_deploy_memory_limits_exceed_cpu_tier() -> None:
     stateful, containers = kubernetes()
     spec = stateful["spec"]["template"]["spec"]
-    (shm,) = [volume["emptyDir"]["sizeLimit"] for volume in spec["volumes"] if volume["name"] == "shm"]
+    (shm,) = [
+        volume["emptyDir"]["sizeLimit"]
+        for volume in spec["volumes"]
+        if volume["name"] == "shm"
+    ]
     shared = parse_size(f"{shm}B", name="sizeLimit")
     assert shared > connector(COMMANDS["kubernetes"]())["cpu_bytes_to_use"]
-    assert parse_size(f"{containers['vllm']['resources']['limits']['memory']}B", name="memory") > shared
+    assert (
+        parse_size(
+            f"{containers['vllm']['resources']['limits']['memory']}B", name="memory"
+        )
+        > shared
+    )
     used = connector(COMMANDS["compose"]())["cpu_bytes_to_use"]
-    assert int(compose()["vllm"]["shm_size"].removesuffix("gb")) << 30 > used  # docker's gb is 2**30 bytes
+    # docker's gb is 2**30 bytes
+    assert int(compose()["vllm"]["shm_size"].removesuffix("gb")) << 30 > used
 
 
-def test_deploy_exporter_command_and_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (kubernetes()[1]["store-metrics"]["command"], compose()["store-metrics"]["entrypoint"]):
+def test_deploy_exporter_command_and_options_exist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in (
+        kubernetes()[1]["store-metrics"]["command"],
+        compose()["store-metrics"]["entrypoint"],
+    ):
         program, name, url, *options = command
         assert program == "persistkv"
         assert StoreUrl.parse(url).scheme == "lmdb"
@@ -118,7 +146,9 @@ def test_deploy_exporter_command_and_options_exist(capsys: pytest.CaptureFixture
 
 def test_alert_rules_metrics_exist_and_alerts_are_documented() -> None:
     (group,) = yaml.safe_load((DEPLOY / "prometheus-rules.yml").read_text())["groups"]
-    known = {f"{PREFIX}{name}_total" for name in COUNTERS} | {PREFIX + name for name in GAUGES}
+    known = {f"{PREFIX}{name}_total" for name in COUNTERS} | {
+        PREFIX + name for name in GAUGES
+    }
     page = (DOCS / "vllm-production.md").read_text()
     for rule in group["rules"]:
         (metric,) = re.findall(r"vllm:\w+", rule["expr"])

@@ -22,7 +22,8 @@ from persistkv_tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [(7 * index * index + 3 * index) % 256 for index in range(100)]
-COMMANDS_WITH_FINDINGS = ("doctor", "why")  # they exit with 1 for a finding, which depends on the machine
+# they exit with 1 for a finding, which depends on the machine
+COMMANDS_WITH_FINDINGS = ("doctor", "why")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def adapt(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that adapts an example to this machine: its model, its store, less memory, longer deadlines."""
+    """Return a function that adapts an example to this machine: its model, its store, less memory,
+    longer deadlines."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
     defaults = Engine.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
@@ -57,37 +59,59 @@ def adapt(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(defaults, "lookup_deadline_s", 100.0)
 
     def rewrite(text: str) -> str:
-        text = text.replace("path/to/checkpoint", str(checkpoint)).replace("/var/cache/kv", f"{tmp_path}/kv")
+        text = text.replace("path/to/checkpoint", str(checkpoint)).replace(
+            "/var/cache/kv", f"{tmp_path}/kv"
+        )
         return text.replace('cpu_bytes="4GiB"', 'cpu_bytes="64MiB"')
 
     return rewrite
 
 
 def examples(page: str, language: str) -> list[str]:
-    fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    fences = re.findall(
+        r"^```(\w*)[^\n]*\n(.*?)^```",
+        (ROOT / page).read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     return [text for name, text in fences if name == language]
 
 
-@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/getting-started.md", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", pytest.param("docs/getting-started.md", marks=pytest.mark.slow)],
+)
 def test_quick_start_example_restores_blocks_and_commands_succeed(
-    page: str, adapt: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: str,
+    adapt: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (example,) = examples(page, "python")
     restored = []
     for _ in range(2):
         exec(compile(adapt(example), page, "exec"), {"token_ids": PROMPT})
         restored.append(int(capsys.readouterr().out.split()[0]))
-    assert restored == [0, 96], "the second process restores all whole blocks before the last token"
+    assert restored == [0, 96], (
+        "the second process restores all whole blocks before the last token"
+    )
 
     lines = "".join(examples(page, "")).replace("$ ", "").splitlines()
-    for name, value in (line.split()[1].split("=") for line in lines if line.startswith("export ")):
+    for name, value in (
+        line.split()[1].split("=") for line in lines if line.startswith("export ")
+    ):
         monkeypatch.setenv(name, adapt(value))
-    commands = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("persistkv ")]
+    commands = [
+        line.partition("#")[0].split()[1:]
+        for line in lines
+        if line.startswith("persistkv ")
+    ]
     assert len(commands) >= 2
     for command in commands:
         with pytest.raises(SystemExit) as end:
             main([adapt(word) for word in command])
-        assert end.value.code in ((None, 0, 1) if command[0] in COMMANDS_WITH_FINDINGS else (None, 0)), command
+        assert end.value.code in (
+            (None, 0, 1) if command[0] in COMMANDS_WITH_FINDINGS else (None, 0)
+        ), command
 
 
 @pytest.mark.slow
@@ -98,10 +122,15 @@ def test_transformers_page_engine_options_generate_tokens(adapt: Any) -> None:
     assert len(namespace["result"].tokens) == 64
 
 
-def test_transformers_page_generate_second_run_restores_blocks(adapt: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_page_generate_second_run_restores_blocks(
+    adapt: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, example = examples("docs/transformers.md", "python")
     for restored in (0, 96):
-        exec(compile(adapt(example), "docs/transformers.md", "exec"), {"token_ids": PROMPT})
+        exec(
+            compile(adapt(example), "docs/transformers.md", "exec"),
+            {"token_ids": PROMPT},
+        )
         assert capsys.readouterr().out == f"{restored} tokens came from the store\n"
 
 
@@ -111,7 +140,10 @@ def test_operating_page_store_example_finds_no_problems(
     (example,) = examples("docs/operating.md", "python")
     with Engine.open(checkpoint, adapt("/var/cache/kv")) as engine:
         engine.generate(PROMPT, labels={"user": "anna"})
-    exec(compile(adapt(example), "docs/operating.md", "exec"), namespace := {"__name__": "example"})
+    exec(
+        compile(adapt(example), "docs/operating.md", "exec"),
+        namespace := {"__name__": "example"},
+    )
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 4
     assert shown[-1] == "0 requests deleted"
@@ -119,13 +151,25 @@ def test_operating_page_store_example_finds_no_problems(
 
 
 def test_extending_page_faults_are_injected() -> None:
-    exec(compile(examples("docs/extending.md", "python")[0], "docs/extending.md", "exec"), {})
+    exec(
+        compile(
+            examples("docs/extending.md", "python")[0], "docs/extending.md", "exec"
+        ),
+        {},
+    )
 
 
 def test_extending_page_tier_configuration_is_accepted() -> None:
     namespace: dict[str, Any] = {}
-    exec(compile(examples("docs/extending.md", "python")[-1], "docs/extending.md", "exec"), namespace)
-    options = convert_options(TieringOffloadingOptions, namespace["extra_config"], where="offloading")
+    exec(
+        compile(
+            examples("docs/extending.md", "python")[-1], "docs/extending.md", "exec"
+        ),
+        namespace,
+    )
+    options = convert_options(
+        TieringOffloadingOptions, namespace["extra_config"], where="offloading"
+    )
     assert [SECONDARY_TIERS.get(tier["type"]) for tier in options.secondary_tiers] == [
         ExampleSecondaryTier,
         PersistentTier,

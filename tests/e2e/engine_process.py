@@ -1,4 +1,5 @@
-"""One engine in its own process: ``engine_process.py CHECKPOINT URLS MODE``. It prints one JSON line.
+"""One engine in its own process: ``engine_process.py CHECKPOINT URLS MODE``. It prints one JSON
+line.
 
 URLs are separated by spaces, the nearest tier first.
 """
@@ -21,7 +22,9 @@ PROMPT = [(5 * index * index + index) % 256 for index in range(700)]
 
 def main(checkpoint: str, urls: str, mode: str) -> None:
     transformers.utils.logging.disable_progress_bar()
-    with Engine.open(checkpoint, urls.split(), device_blocks=128, cpu_bytes="16MiB") as engine:
+    with Engine.open(
+        checkpoint, urls.split(), device_blocks=128, cpu_bytes="16MiB"
+    ) as engine:
         result = engine.generate(PROMPT, 12, load=mode == "warm")
         report: dict[str, Any] = {"restored": result.stats.persistent_tokens}
         if mode != "warm":
@@ -30,17 +33,27 @@ def main(checkpoint: str, urls: str, mode: str) -> None:
         report["tokens"] = result.tokens
         report["logits"] = hashlib.sha256(result.logits.numpy().data).hexdigest()
         prompt_hashes = result.block_hashes[: len(PROMPT) // 16]
-        report["pages"] = [page_digests(engine, group, prompt_hashes) for group in range(len(engine.geometry))]
+        report["pages"] = [
+            page_digests(engine, group, prompt_hashes)
+            for group in range(len(engine.geometry))
+        ]
         sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
         if mode != "warm":
             time.sleep(600.0)
 
 
-def page_digests(engine: Engine, group: int, block_hashes: Sequence[bytes]) -> dict[str, str]:
-    """Return digests of the group's resident pages. With a sliding window, these are the pages inside the window."""
+def page_digests(
+    engine: Engine, group: int, block_hashes: Sequence[bytes]
+) -> dict[str, str]:
+    """Return digests of the group's resident pages. With a sliding window, these are the pages
+    inside the window."""
     pages = engine.resident_pages(group)
-    return {name.hex(): hashlib.sha256(pages[name].numpy().data).hexdigest() for name in block_hashes if name in pages}
+    return {
+        name.hex(): hashlib.sha256(pages[name].numpy().data).hexdigest()
+        for name in block_hashes
+        if name in pages
+    }
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ main()
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    return os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 @pytest.fixture
@@ -58,22 +61,35 @@ def run_demo(
 def test_demo_bad_option_exits_2_before_creating_model(
     environment: dict[str, str], tmp_path: Path, arguments: tuple[str, ...], part: str
 ) -> None:
-    done = run_demo(environment, tmp_path, *(argument.format(tmp=tmp_path) for argument in arguments))
+    done = run_demo(
+        environment,
+        tmp_path,
+        *(argument.format(tmp=tmp_path) for argument in arguments),
+    )
     assert done.returncode == 2
     assert part in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / ".persistkv-demo" / "model").exists()
 
 
-def test_demo_help_imports_no_torch(environment: dict[str, str], tmp_path: Path) -> None:
-    done = run_demo(environment, tmp_path, "--help", python=("-X", "importtime", "-m", "examples.demo.demo"))
+def test_demo_help_imports_no_torch(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    done = run_demo(
+        environment,
+        tmp_path,
+        "--help",
+        python=("-X", "importtime", "-m", "examples.demo.demo"),
+    )
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "persistkv.storage" in imported
     assert not {"torch", "transformers"} & imported
 
 
-def test_demo_without_torch_exits_2_and_names_missing_extra(environment: dict[str, str], tmp_path: Path) -> None:
+def test_demo_without_torch_exits_2_and_names_missing_extra(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     done = run_demo(environment, tmp_path, python=("-c", WITHOUT_TORCH))
     assert done.returncode == 2
     assert "pip install 'persistkv[transformers]'" in done.stderr
@@ -115,8 +131,12 @@ def test_demo_json_reports_identical_warm_restart(
 
 
 @pytest.mark.slow
-def test_demo_text_reports_identical_pages(environment: dict[str, str], checkpoint: Path, tmp_path: Path) -> None:
-    done = run_demo(environment, tmp_path, "--tokens", "600", "--model", str(checkpoint))
+def test_demo_text_reports_identical_pages(
+    environment: dict[str, str], checkpoint: Path, tmp_path: Path
+) -> None:
+    done = run_demo(
+        environment, tmp_path, "--tokens", "600", "--model", str(checkpoint)
+    )
     assert done.returncode == 0, done.stderr
     assert "restored pages bit-identical" in done.stdout
     assert "8 requests in 1 namespace" in done.stdout

@@ -56,7 +56,8 @@ def open_engine(checkpoint: Path, urls: list[str]) -> Engine:
 
 
 def restore(engine: Engine, expected: dict[str, Any]) -> int:
-    """Check that answers and pages equal those of the other engine. Return the number of tokens loaded from a store."""
+    """Check that answers and pages equal those of the other engine. Return the number of tokens
+    loaded from a store."""
     result = engine.generate(PROMPT, 12)
     assert result.tokens == expected["tokens"]
     assert page_digests(engine, 0, result.block_hashes[:BLOCKS]) == expected["pages"][0]
@@ -73,7 +74,9 @@ def test_engines_on_one_bucket_hit_and_other_weights_miss(
     with open_engine(checkpoint, [near_url(tmp_path, "b"), shared]) as engine:
         assert restore(engine, stored) == 688
     with open_engine(checkpoint, [near_url(tmp_path, "b")]) as engine:
-        assert restore(engine, stored) == 688, "blocks from the bucket were written through"
+        assert restore(engine, stored) == 688, (
+            "blocks from the bucket were written through"
+        )
 
     with open_engine(other_weights, []) as engine:
         right = engine.generate(PROMPT, 12).tokens

@@ -34,7 +34,9 @@ def run_engine(checkpoint: Path, url: str, environment: dict[str, str]) -> RunEn
 
     def run(mode: str, checkpoint: Path = checkpoint) -> dict[str, Any]:
         command = [sys.executable, str(SCRIPT), str(checkpoint), url, mode]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, env=environment
+        ) as process:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
@@ -50,7 +52,9 @@ def run_engine(checkpoint: Path, url: str, environment: dict[str, str]) -> RunEn
     return run
 
 
-def test_engine_restart_after_sigkill_restores_identical_pages_and_answer(run_engine: RunEngine) -> None:
+def test_engine_restart_after_sigkill_restores_identical_pages_and_answer(
+    run_engine: RunEngine,
+) -> None:
     killed = run_engine("cold")
     assert killed["durable"]
     warm = run_engine("warm")
@@ -76,7 +80,9 @@ def test_engine_restart_after_sigkill_hybrid_model_restores_window_pages(
 
 
 @pytest.mark.slow
-def test_engine_killed_without_wait_persisted_leaves_usable_store(run_engine: RunEngine) -> None:
+def test_engine_killed_without_wait_persisted_leaves_usable_store(
+    run_engine: RunEngine,
+) -> None:
     killed = run_engine("unwaited")
     for _ in range(2):
         warm = run_engine("warm")

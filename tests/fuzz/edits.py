@@ -9,7 +9,18 @@ from typing import NamedTuple
 KINDS = ("flip", "number", "cut", "insert", "repeat", "truncate")
 MAX_INDEX = (1 << 16) - 1
 MAX_EDITS = 6
-NUMBERS = (0, 1, 2, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1)
+NUMBERS = (
+    0,
+    1,
+    2,
+    0x7F,
+    0xFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0xFFFFFFFF,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+)
 """Extreme values of counts and lengths."""
 
 
@@ -43,7 +54,9 @@ def _apply(body: bytearray, edit: Edit) -> None:
         width = (1, 2, 4, 8)[value % 4]
         at -= at % width
         number = NUMBERS[value // 4 % len(NUMBERS)]
-        body[at : at + width] = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+        body[at : at + width] = (number & ((1 << 8 * width) - 1)).to_bytes(
+            width, "little"
+        )
     elif edit.kind == "cut":
         del body[at : at + value % 100]
     elif edit.kind == "repeat":

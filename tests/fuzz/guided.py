@@ -1,11 +1,14 @@
-"""The same targets under libFuzzer, which keeps inputs that reach new code. Requires ``pip install atheris``.
+"""The same targets under libFuzzer, which keeps inputs that reach new code. Requires ``pip install
+atheris``.
 
-    python -m tests.fuzz.guided CORPUS_DIRECTORY [-runs=100000] [-max_total_time=300] [other options of libFuzzer]
+    python -m tests.fuzz.guided CORPUS_DIRECTORY [-runs=100000] [-max_total_time=300] [other options
+    of libFuzzer]
 
-Failing inputs are written to the temporary directory. To repeat one, pass its path instead of the corpus directory.
+Failing inputs are written to the temporary directory. To repeat one, pass its path instead of the
+corpus directory.
 
-An input is two bytes (the target; its sample, and whether to fix the checksum) and the damaged bytes. An empty corpus
-is first filled with the undamaged samples.
+An input is two bytes (the target; its sample, and whether to fix the checksum) and the damaged
+bytes. An empty corpus is first filled with the undamaged samples.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ def main() -> None:
         f"-artifact_prefix={tempfile.gettempdir()}/",
         *sys.argv[1:],
     ]
-    for directory in (Path(option) for option in sys.argv[1:] if not option.startswith("-")):
+    for directory in (
+        Path(option) for option in sys.argv[1:] if not option.startswith("-")
+    ):
         directory.mkdir(parents=True, exist_ok=True)
         if not any(directory.iterdir()):
             _fill(directory)
@@ -51,7 +56,9 @@ def _fill(directory: Path) -> None:
     for index, target in enumerate(TARGETS):
         for number, sample in enumerate(target.samples):
             for sealed in (0, 1):
-                (directory / f"{index}-{number}-{sealed}").write_bytes(bytes((index, 2 * number + sealed)) + sample)
+                (directory / f"{index}-{number}-{sealed}").write_bytes(
+                    bytes((index, 2 * number + sealed)) + sample
+                )
 
 
 if __name__ == "__main__":

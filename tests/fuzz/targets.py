@@ -1,7 +1,7 @@
 """Fuzz targets: real stored bytes, and the properties that must hold after any damage.
 
-Each target receives damaged bytes in two ways. Unchanged, their checksum shows the damage. Sealed, their checksum is
-valid again, so only the parser can reject them.
+Each target receives damaged bytes in two ways. Unchanged, their checksum shows the damage. Sealed,
+their checksum is valid again, so only the parser can reject them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.rows import META, SEQUENCE, manifest_row
 from persistkv.storage.catalog.rows import PACKS as PACK_ROWS
 from persistkv.storage.format.authentication import Authenticator
-from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
+from persistkv.storage.format.codec import (
+    Codec,
+    PlanesCodec,
+    RawCodec,
+    ZstdCodec,
+    parse_codec,
+)
 from persistkv.storage.format.manifest import (
     RequestManifest,
     decode_manifest,
@@ -35,7 +41,14 @@ from persistkv.storage.format.manifest import (
     encode_manifest,
     encode_manifest_keys,
 )
-from persistkv.storage.format.pack import FRAME_BYTES, PackedKeys, PackTable, align, frame_seed, pack_frames
+from persistkv.storage.format.pack import (
+    FRAME_BYTES,
+    PackedKeys,
+    PackTable,
+    align,
+    frame_seed,
+    pack_frames,
+)
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
@@ -63,8 +76,12 @@ from persistkv_lmdb.layout import DATABASES, PIECES
 
 BLOCK = 1024
 STRIDE = 4096
-IDENTITY = Identity.of({"weights": "w", "config": {"layers": [1, 2.5, None, True], "näme": "ü"}})
-LAYOUT = RowLayout(STRIDE, (GroupLayout(((0, BLOCK),)), GroupLayout(((0, BLOCK), (2048, 512)))))
+IDENTITY = Identity.of(
+    {"weights": "w", "config": {"layers": [1, 2.5, None, True], "näme": "ü"}}
+)
+LAYOUT = RowLayout(
+    STRIDE, (GroupLayout(((0, BLOCK),)), GroupLayout(((0, BLOCK), (2048, 512))))
+)
 SIZES = tuple(group.block_bytes for group in LAYOUT.groups)
 
 
@@ -96,18 +113,29 @@ class Target(ABC):
 @functools.cache
 def blocks(group: int) -> np.ndarray:
     """Return four blocks with values that ``planes`` and ``zstd`` compress."""
-    values = np.random.default_rng(group).standard_normal((4, SIZES[group] // 2)).astype(np.float32)
+    values = (
+        np.random.default_rng(group)
+        .standard_normal((4, SIZES[group] // 2))
+        .astype(np.float32)
+    )
     return (values.view(np.uint32) >> 20 << 4).astype(np.uint16).view(np.uint8)
 
 
 def keys(group: int, hash_bytes: int = 32) -> list[bytes]:
     """Return the keys of these blocks."""
-    return [make_offload_key(bytes([index + 1]) * hash_bytes, group) for index in range(4)]
+    return [
+        make_offload_key(bytes([index + 1]) * hash_bytes, group) for index in range(4)
+    ]
 
 
 def packs() -> list[PackWriter]:
     """Return one pack for each codec and kind of table."""
-    both = [Segment(group, SIZES[group], keys(group), StagedBlocks([blocks(group)]), depth=0) for group in (0, 1)]
+    both = [
+        Segment(
+            group, SIZES[group], keys(group), StagedBlocks([blocks(group)]), depth=0
+        )
+        for group in (0, 1)
+    ]
     uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], StagedBlocks([blocks(0)]))
     made = [
         (RawCodec(), both),
@@ -124,11 +152,17 @@ PAYLOADS = [b"".join(map(bytes, pack.stream())) for pack in PACKS]
 
 def seal_table(body: bytes) -> bytes:
     """Return a pack table with a valid trailer."""
-    return body + len(body).to_bytes(8, "little") + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") + b"PKVPACK1"
+    return (
+        body
+        + len(body).to_bytes(8, "little")
+        + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+        + b"PKVPACK1"
+    )
 
 
 class Tables(Target):
-    """Pack tables: rejected, or valid in all properties that readers rely on, also in the catalogue of a store."""
+    """Pack tables: rejected, or valid in all properties that readers rely on, also in the catalogue
+    of a store."""
 
     name = "table"
     samples = tuple(pack.table.encode() for pack in PACKS)
@@ -139,7 +173,10 @@ class Tables(Target):
             table = PackTable.parse(data)
         except CorruptPackError:
             return False
-        require(sealed or any(table == pack.table for pack in PACKS), "damage passed the checksum")
+        require(
+            sealed or any(table == pack.table for pack in PACKS),
+            "damage passed the checksum",
+        )
         _check_table(table)
         if sealed:
             require(table.encode() == data, "a parsed table encodes to other bytes")
@@ -155,19 +192,26 @@ def _check_table(table: PackTable) -> None:
         sum(frame.block_count for frame in table.frames) == len(table.keys),
         "the frames' blocks are not as many as the keys",
     )
-    require(sum(frame.raw_length for frame in table.frames) == table.raw_length, "wrong raw length")
+    require(
+        sum(frame.raw_length for frame in table.frames) == table.raw_length,
+        "wrong raw length",
+    )
     end = 0
     for frame in table.frames:
         require(frame.offset == end, "frames are not contiguous")
         require(
-            frame.stored_length <= frame.raw_length <= max(FRAME_BYTES, frame.block_bytes), "wrong length of a frame"
+            frame.stored_length
+            <= frame.raw_length
+            <= max(FRAME_BYTES, frame.block_bytes),
+            "wrong length of a frame",
         )
         end = align(end + frame.stored_length)
     require(end == table.payload_length, "wrong payload length")
 
 
 class Payloads(Target):
-    """Payloads: a store serves only the stored bytes. If the checksums were forged too, it must not crash."""
+    """Payloads: a store serves only the stored bytes. If the checksums were forged too, it must not
+    crash."""
 
     name = "payload"
     samples = tuple(PAYLOADS)
@@ -182,9 +226,13 @@ class Payloads(Target):
 def _resealed(table: PackTable, payload: bytes) -> PackTable:
     frames, first, names = [], 0, table.keys.unpack()
     for frame in table.frames:
-        seed = frame_seed(table.namespace, b"".join(names[first : first + frame.block_count]))
+        seed = frame_seed(
+            table.namespace, b"".join(names[first : first + frame.block_count])
+        )
         stored = payload[frame.offset : frame.offset + frame.stored_length]
-        frames.append(frame._replace(checksum=xxhash.xxh3_64_intdigest(stored, seed=seed)))
+        frames.append(
+            frame._replace(checksum=xxhash.xxh3_64_intdigest(stored, seed=seed))
+        )
         first += frame.block_count
     return msgspec.structs.replace(table, packed_frames=pack_frames(frames))
 
@@ -193,7 +241,9 @@ def _resealed(table: PackTable, payload: bytes) -> PackTable:
 def _store() -> LmdbBackend:
     """Return the store of this process, which ends with it."""
     directory = tempfile.TemporaryDirectory(prefix="persistkv-fuzz-", dir="/dev/shm")
-    backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{directory.name}/store?capacity=4MiB&placement=inline"))
+    backend = LmdbBackend.open(
+        StoreUrl.parse(f"lmdb://{directory.name}/store?capacity=4MiB&placement=inline")
+    )
     atexit.register(directory.cleanup)
     atexit.register(backend.close)
     return backend
@@ -210,7 +260,8 @@ def _empty_store() -> LmdbBackend:
 
 
 def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
-    """Open a store with a damaged pack and read all blocks of the pack. Return whether any block was served."""
+    """Open a store with a damaged pack and read all blocks of the pack. Return whether any block
+    was served."""
     backend = _empty_store()
     namespace = backend.open_namespace(IDENTITY).id
     backend.commit(namespace, CommitBatch([PACKS[number]]))
@@ -219,21 +270,32 @@ def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
         rows.put(PACK_ROWS, name, SEQUENCE.pack(1) + table)
         rows.put(PIECES, name + bytes(4), payload)
     memory = bytearray(b"\xaa" * (10 * STRIDE))
-    store = Store(backend, IDENTITY, Rows(memoryview(memory), LAYOUT), StoreOptions(), url="fuzz://store")
+    store = Store(
+        backend,
+        IDENTITY,
+        Rows(memoryview(memory), LAYOUT),
+        StoreOptions(),
+        url="fuzz://store",
+    )
     wanted = [
         (segment.group, key, block)
         for segment in PACKS[number].segments
-        for key, block in zip(segment.keys, segment.source.gather(0, 4).reshape(4, -1), strict=True)
+        for key, block in zip(
+            segment.keys, segment.source.gather(0, 4).reshape(4, -1), strict=True
+        )
     ]
     failed = set(store.read([key for _, key, _ in wanted], range(len(wanted))))
     require(
-        memory[len(wanted) * STRIDE :] == b"\xaa" * (len(memory) - len(wanted) * STRIDE),
+        memory[len(wanted) * STRIDE :]
+        == b"\xaa" * (len(memory) - len(wanted) * STRIDE),
         "a row of no requested block was written",
     )
     for row, (group, key, block) in enumerate(wanted):
         if exact and key not in failed:
             served = b"".join(map(bytes, store.rows.places(group, row)))
-            require(served == block.tobytes(), "served other bytes than the stored ones")
+            require(
+                served == block.tobytes(), "served other bytes than the stored ones"
+            )
     return len(failed) < len(wanted)
 
 
@@ -241,8 +303,18 @@ class Frames(Target):
     """Frames, decoded by codecs: the codec fills exactly the buffer, or rejects the frame."""
 
     name = "codec"
-    codecs: Sequence[Codec] = (RawCodec(), ZstdCodec(), ZstdCodec(19), PlanesCodec(), PlanesCodec(4))
-    pairs = tuple(itertools.product(codecs, (blocks(0).tobytes(), blocks(1).tobytes()[:-1], bytes(70_000))))
+    codecs: Sequence[Codec] = (
+        RawCodec(),
+        ZstdCodec(),
+        ZstdCodec(19),
+        PlanesCodec(),
+        PlanesCodec(4),
+    )
+    pairs = tuple(
+        itertools.product(
+            codecs, (blocks(0).tobytes(), blocks(1).tobytes()[:-1], bytes(70_000))
+        )
+    )
     samples = tuple(bytes(codec.encode(raw)) for codec, raw in pairs)
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
@@ -251,10 +323,16 @@ class Frames(Target):
         try:
             codec.decode_into(data, out[16:-16])
         except CorruptPackError as error:
-            require("llocat" not in error.problem, "it tried to allocate the size that the frame claims")
+            require(
+                "llocat" not in error.problem,
+                "it tried to allocate the size that the frame claims",
+            )
             return False
         finally:
-            require(out[:16] == out[-16:] == b"\xaa" * 16, "bytes outside of the buffer were written")
+            require(
+                out[:16] == out[-16:] == b"\xaa" * 16,
+                "bytes outside of the buffer were written",
+            )
         return True
 
 
@@ -280,7 +358,10 @@ class Manifests(Target):
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
         again = encode_manifest(manifest)
-        require(encode_manifest(decode_manifest(again)) == again, "a manifest changes when it is encoded again")
+        require(
+            encode_manifest(decode_manifest(again)) == again,
+            "a manifest changes when it is encoded again",
+        )
         return manifest.blocks >= 0
 
 
@@ -306,7 +387,10 @@ class ManifestKeyLists(Target):
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
         for packed, names in zip(lists, unpacked, strict=True):
-            require(len(packed) == len(names) and b"".join(names) == packed.data, "unpacked keys differ from the list")
+            require(
+                len(packed) == len(names) and b"".join(names) == packed.data,
+                "unpacked keys differ from the list",
+            )
         ManifestWrite(decode_manifest(Manifests.samples[0]), lists)
         return True
 
@@ -320,15 +404,22 @@ class Identities(Target):
     """Identities as stored in a catalogue."""
 
     name = "identity"
-    samples = (IDENTITY.encode(), Identity.of({"a": [[[["x" * 50]]]], "b": -1e300}).encode())
+    samples = (
+        IDENTITY.encode(),
+        Identity.of({"a": [[[["x" * 50]]]], "b": -1e300}).encode(),
+    )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
         try:
             identity = Identity.decode(data)
             digest = identity.digest
-        except (ValueError, RecursionError):  # the errors that callers of the catalogue handle
+        except (ValueError, RecursionError):
+            # the errors that callers of the catalogue handle
             return False
-        require(len(digest) == 16 and isinstance(identity.diff(IDENTITY), list), "an identity cannot be compared")
+        require(
+            len(digest) == 16 and isinstance(identity.diff(IDENTITY), list),
+            "an identity cannot be compared",
+        )
         return True
 
 
@@ -344,7 +435,9 @@ class CodecTexts(Target):
             codec = parse_codec(text)
         except (ConfigurationError, UnicodeDecodeError):
             return False
-        require(parse_codec(str(codec)) == codec, "a codec's text parses to another codec")
+        require(
+            parse_codec(str(codec)) == codec, "a codec's text parses to another codec"
+        )
         return True
 
 
@@ -358,10 +451,14 @@ def shared_delta(packs: Sequence[PackTable]) -> Delta:
     ids = b"".join(pack.pack_id for pack in packs)
     digest = manifest_row(IDENTITY.digest, "r")[16:]
     return Delta(
-        packs=[PackEntry(pack.pack_id, bytes(16), pack.encode(), 1.7e9) for pack in packs],
+        packs=[
+            PackEntry(pack.pack_id, bytes(16), pack.encode(), 1.7e9) for pack in packs
+        ],
         uses=[Use(1.7e9, ids)],
         removed=[Tombstone(bytes(32), 1.7e9)],
-        manifests=[ManifestEntry(digest, 2, 1.7e9, Manifests.samples[0], ids, bytes(16), 0, 9)],
+        manifests=[
+            ManifestEntry(digest, 2, 1.7e9, Manifests.samples[0], ids, bytes(16), 0, 9)
+        ],
         dropped=[Dropped(bytes(16), 1, 1.7e9)],
         pins=[Pin(digest, 1, pinned=True)],
         includes=["x"],
@@ -370,33 +467,52 @@ def shared_delta(packs: Sequence[PackTable]) -> Delta:
 
 def seal_object(data: bytes) -> bytes:
     """Return an object of the index with a valid header and checksum."""
-    return seal(SHARED_OBJECT, data[SHARED_HEADER:-16], Authenticator(), IDENTITY.digest)
+    return seal(
+        SHARED_OBJECT, data[SHARED_HEADER:-16], Authenticator(), IDENTITY.digest
+    )
 
 
 class SharedDeltas(Target):
-    """Objects of a shared store's index: a replica that applies one is valid, and all its packs were written."""
+    """Objects of a shared store's index: a replica that applies one is valid, and all its packs
+    were written."""
 
     name = "shared delta"
     samples = tuple(
-        seal(SHARED_OBJECT, encode_delta(shared_delta(packs)), Authenticator(), IDENTITY.digest)
-        for packs in ([pack.table for pack in PACKS[:1]], [pack.table for pack in PACKS])
+        seal(
+            SHARED_OBJECT,
+            encode_delta(shared_delta(packs)),
+            Authenticator(),
+            IDENTITY.digest,
+        )
+        for packs in (
+            [pack.table for pack in PACKS[:1]],
+            [pack.table for pack in PACKS],
+        )
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
         data = seal_object(data) if sealed else data
         try:
-            delta = decode_delta(unseal(SHARED_OBJECT, data, Authenticator(), IDENTITY.digest))
+            delta = decode_delta(
+                unseal(SHARED_OBJECT, data, Authenticator(), IDENTITY.digest)
+            )
         except CorruptPackError:
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
         again = encode_delta(delta)
-        require(encode_delta(decode_delta(again)) == again, "an object changes when it is encoded again")
+        require(
+            encode_delta(decode_delta(again)) == again,
+            "an object changes when it is encoded again",
+        )
         with tempfile.TemporaryDirectory() as directory:
             replica = Replica(Path(directory), IDENTITY.digest, map_bytes=64 << 20)
             replica.apply([(SHARED_OBJECT, delta)])
             added = list(replica.catalogue.changes(IDENTITY.digest, None).added)
             for table in added:
-                require(any(table == pack.table for pack in PACKS), "the replica has a table that was never written")
+                require(
+                    any(table == pack.table for pack in PACKS),
+                    "the replica has a table that was never written",
+                )
             require(replica.disk_bytes() >= 0, "wrong totals")
             list(replica.catalogue.manifests(IDENTITY.digest))
             list(replica.dump(part_bytes=1 << 20))
@@ -405,23 +521,39 @@ class SharedDeltas(Target):
 
 
 class SharedHints(Target):
-    """The blob ``latest`` of a shared store: rejected, or stable when it is encoded and parsed again."""
+    """The blob ``latest`` of a shared store: rejected, or stable when it is encoded and parsed
+    again."""
 
     name = "shared latest"
     samples = (
-        seal(SHARED_OBJECT, encode_latest(Latest(bytes(16), 1.7e9, [])), Authenticator(), IDENTITY.digest),
-        seal(SHARED_OBJECT, encode_latest(Latest(b"w", 1.7e9, [("x", 9)], 3)), Authenticator(), IDENTITY.digest),
+        seal(
+            SHARED_OBJECT,
+            encode_latest(Latest(bytes(16), 1.7e9, [])),
+            Authenticator(),
+            IDENTITY.digest,
+        ),
+        seal(
+            SHARED_OBJECT,
+            encode_latest(Latest(b"w", 1.7e9, [("x", 9)], 3)),
+            Authenticator(),
+            IDENTITY.digest,
+        ),
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
         data = seal_object(data) if sealed else data
         try:
-            latest = decode_latest(unseal(SHARED_OBJECT, data, Authenticator(), IDENTITY.digest))
+            latest = decode_latest(
+                unseal(SHARED_OBJECT, data, Authenticator(), IDENTITY.digest)
+            )
         except CorruptPackError:
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
         again = encode_latest(latest)
-        require(encode_latest(decode_latest(again)) == again, "the hint changes when it is encoded again")
+        require(
+            encode_latest(decode_latest(again)) == again,
+            "the hint changes when it is encoded again",
+        )
         return True
 
 

@@ -1,4 +1,5 @@
-"""A short run of ``python -m tests.fuzz`` in a separate process, which limits its memory and detects hangs."""
+"""A short run of ``python -m tests.fuzz`` in a separate process, which limits its memory and
+detects hangs."""
 
 import subprocess
 import sys
@@ -12,9 +13,16 @@ ROOT = Path(__file__).parents[2]
 def fuzz(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{prelude}\n"
     program += (
-        f"sys.argv = ['fuzz', *{list(arguments)!r}]\nimport runpy; runpy.run_module('tests.fuzz', run_name='__main__')"
+        f"sys.argv = ['fuzz', *{list(arguments)!r}]\nimport runpy; "
+        f"runpy.run_module('tests.fuzz', run_name='__main__')"
     )
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=170)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
 
 
 def test_fuzz_short_run_finds_no_violation() -> None:
@@ -24,9 +32,18 @@ def test_fuzz_short_run_finds_no_violation() -> None:
 
 
 DISABLED_CHECKS = {
-    "frame checksum": ("payload", "import persistkv.storage.load as m; m.verify_frame = lambda *_: None"),
-    "frame table checks": ("table", "import persistkv.storage.format.pack as m; m._check_frames = lambda *_: None"),
-    "distinct keys": ("table", "import persistkv.storage.format.pack as m; m.PackedKeys.distinct = True"),
+    "frame checksum": (
+        "payload",
+        "import persistkv.storage.load as m; m.verify_frame = lambda *_: None",
+    ),
+    "frame table checks": (
+        "table",
+        "import persistkv.storage.format.pack as m; m._check_frames = lambda *_: None",
+    ),
+    "distinct keys": (
+        "table",
+        "import persistkv.storage.format.pack as m; m.PackedKeys.distinct = True",
+    ),
     "decompressed size": (
         "codec",
         "import zstandard, persistkv.storage.format.codec as m\n"
@@ -43,4 +60,5 @@ def test_fuzz_disabled_check_is_detected(name: str) -> None:
     target, prelude = DISABLED_CHECKS[name]
     run = fuzz("--cases", "20000", "--target", target, prelude=prelude)
     assert run.returncode != 0
-    assert "changes=[Edit(" in run.stderr  # Hypothesis shrinks the case and prints it as code
+    # Hypothesis shrinks the case and prints it as code
+    assert "changes=[Edit(" in run.stderr

@@ -15,7 +15,13 @@ import pytest
 
 from persistkv.memory import libc
 from persistkv.memory.libc import address_of
-from persistkv.memory.pages import HUGE_PAGE_BYTES, collapse, map_aligned, prefault, use_huge_pages
+from persistkv.memory.pages import (
+    HUGE_PAGE_BYTES,
+    collapse,
+    map_aligned,
+    prefault,
+    use_huge_pages,
+)
 from persistkv.storage.host.child import map_rows
 
 MakeFile = Callable[[int], tuple[int, mmap.mmap]]
@@ -31,7 +37,9 @@ def make_file() -> Iterator[MakeFile]:
         fds.append(fd)
         os.ftruncate(fd, num_bytes)
         memory = mmap.mmap(fd, num_bytes)
-        bytes_of(memory)[:] = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
+        bytes_of(memory)[:] = np.random.default_rng(num_bytes).integers(
+            0, 256, num_bytes, dtype=np.uint8
+        )
         return fd, memory
 
     yield make_file
@@ -43,8 +51,13 @@ def bytes_of(memory: mmap.mmap) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
-@pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE, 40 << 20])
-def test_use_huge_pages_any_size_keeps_bytes(make_file: MakeFile, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "num_bytes",
+    [mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE, 40 << 20],
+)
+def test_use_huge_pages_any_size_keeps_bytes(
+    make_file: MakeFile, num_bytes: int
+) -> None:
     fd, memory = make_file(num_bytes)
     before = bytes_of(memory).copy()
     use_huge_pages([fd], num_bytes)
@@ -57,7 +70,9 @@ def test_use_huge_pages_any_size_keeps_bytes(make_file: MakeFile, num_bytes: int
     assert os.fstat(fd).st_size == num_bytes
 
 
-def test_use_huge_pages_success_places_memory_in_huge_pages(make_file: MakeFile) -> None:
+def test_use_huge_pages_success_places_memory_in_huge_pages(
+    make_file: MakeFile,
+) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
     if not use_huge_pages([fd], len(memory)):
         pytest.skip("the kernel gives no huge pages")
@@ -71,11 +86,16 @@ def test_use_huge_pages_success_places_memory_in_huge_pages(make_file: MakeFile)
 
 
 def held_in_huge_pages(address: int) -> int:
-    """Return the bytes of the mapping at this address that huge pages back. They are counted only if mapped whole."""
+    """Return the bytes of the mapping at this address that huge pages back. They are counted only
+    if mapped whole."""
     with open("/proc/self/smaps") as file:
         lines = iter(file)
         assert any(line.startswith(f"{address:x}-") for line in lines)
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemPmdMapped"))
+        return next(
+            int(line.split()[1]) << 10
+            for line in lines
+            if line.startswith("ShmemPmdMapped")
+        )
 
 
 def test_use_huge_pages_regular_file_keeps_contents(tmp_path: Path) -> None:
@@ -89,8 +109,12 @@ def test_use_huge_pages_regular_file_keeps_contents(tmp_path: Path) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
-def test_map_aligned_file_starts_at_huge_page_and_is_shared(make_file: MakeFile, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE]
+)
+def test_map_aligned_file_starts_at_huge_page_and_is_shared(
+    make_file: MakeFile, num_bytes: int
+) -> None:
     fd, memory = make_file(num_bytes)
     address = map_aligned([fd], num_bytes)
     assert not address % HUGE_PAGE_BYTES
@@ -127,11 +151,17 @@ def mapped_in_huge_pages(address: int) -> int:
     with open("/proc/self/smaps") as file:
         lines = iter(file)
         next(line for line in lines if line.startswith(f"{address:x}-"))
-        return next(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped"))
+        return next(
+            int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped")
+        )
 
 
-@pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
-def test_map_rows_shares_memory_and_closes_descriptor(make_file: MakeFile, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE]
+)
+def test_map_rows_shares_memory_and_closes_descriptor(
+    make_file: MakeFile, num_bytes: int
+) -> None:
     fd, memory = make_file(num_bytes)
     given = os.dup(fd)
     rows = map_rows([given], num_bytes)
@@ -155,15 +185,20 @@ def memory() -> memoryview:
 
 def resident(memory: memoryview) -> list[bool]:
     address = address_of(memory)
-    entries = np.fromfile(Path("/proc/self/pagemap"), np.uint64, len(memory) // PAGE, offset=address // PAGE * 8)
+    entries = np.fromfile(
+        Path("/proc/self/pagemap"),
+        np.uint64,
+        len(memory) // PAGE,
+        offset=address // PAGE * 8,
+    )
     return [bool(entry >> np.uint64(63)) for entry in entries]
 
 
 def test_prefault_cells_with_gaps_touches_only_their_pages(memory: memoryview) -> None:
     prefault(memory, 4 * PAGE + 100, PAGE, 16 * PAGE)
-    assert [index for index, is_resident in enumerate(resident(memory)) if is_resident] == [
-        base + page for base in range(0, 64, 16) for page in (4, 5)
-    ]
+    assert [
+        index for index, is_resident in enumerate(resident(memory)) if is_resident
+    ] == [base + page for base in range(0, 64, 16) for page in (4, 5)]
 
 
 def test_prefault_adjacent_cells_touches_all_pages(memory: memoryview) -> None:
@@ -189,7 +224,9 @@ def test_prefault_with_or_without_kernel_support_keeps_bytes(
 
 
 def test_prefault_no_kernel_support_reads_pages_and_logs(
-    memory: memoryview, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    memory: memoryview,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 9999)
     with caplog.at_level("INFO"):
@@ -200,7 +237,10 @@ def test_prefault_no_kernel_support_reads_pages_and_logs(
 
 
 def test_map_rows_several_files_are_contiguous(make_file: MakeFile) -> None:
-    files = [make_file(size) for size in (2 * mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * mmap.PAGESIZE)]
+    files = [
+        make_file(size)
+        for size in (2 * mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * mmap.PAGESIZE)
+    ]
     num_bytes = HUGE_PAGE_BYTES + 4 * mmap.PAGESIZE
     rows = map_rows([os.dup(fd) for fd, _ in files], num_bytes)
     assert bytes(rows) == b"".join(bytes(memory[:]) for _, memory in files)[:num_bytes]

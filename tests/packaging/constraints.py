@@ -1,7 +1,9 @@
-"""The files of pinned releases: ``make update-constraints`` writes them, tests compare them with pyproject.toml.
+"""The files of pinned releases: ``make update-constraints`` writes them, tests compare them with
+pyproject.toml.
 
-``python -m tests.packaging.constraints dev`` and ``oldest`` write the releases in this interpreter's environment to
-``constraints-dev.txt`` or ``constraints-oldest.txt``. ``lower-bounds`` prints the oldest allowed releases as pins.
+``python -m tests.packaging.constraints dev`` and ``oldest`` write the releases in this
+interpreter's environment to ``constraints-dev.txt`` or ``constraints-oldest.txt``. ``lower-bounds``
+prints the oldest allowed releases as pins.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ HEADINGS = {
 }
 EXTRAS_FOR_USERS = ("s3", "transformers", "metrics")
 CPU_BUILD = "torch"
-"""Older releases have no CPU build in the package index: both files pin that of constraints-dev.txt."""
+"""Older releases have no CPU build in the package index: both files pin that of
+constraints-dev.txt."""
 INDIRECT = ("click==8.2.1",)
-"""Indirect dependencies of the oldest releases: typer 0.16 imports names that click 8.5 warns about."""
+"""Indirect dependencies of the oldest releases: typer 0.16 imports names that click 8.5 warns
+about."""
 
 _PIN = re.compile(r"^([\w.-]+)==([\w.]+)")
 _LOWER_BOUND = re.compile(r"^([\w.-]+)>=([\w.]+)$")
@@ -32,7 +36,8 @@ def normalized(name: str) -> str:
 
 
 def lower_bounds() -> dict[str, str]:
-    """Return the oldest allowed release of each package that persistkv or an extra for users needs."""
+    """Return the oldest allowed release of each package that persistkv or an extra for users
+    needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = list(project["dependencies"])
     for extra in EXTRAS_FOR_USERS:
@@ -62,12 +67,17 @@ def _write(kind: str) -> None:
     lines = [HEADINGS[kind]]
     for line in frozen.splitlines():
         if _PIN.match(line):
-            lines.append(line.partition("+")[0])  # without the name of a build, such as +cpu
+            # without the name of a build, such as +cpu
+            lines.append(line.partition("+")[0])
     (ROOT / f"constraints-{kind}.txt").write_text("\n".join(lines) + "\n")
 
 
 def _print_lower_bounds() -> None:
-    bounds = [f"{name}=={release}" for name, release in lower_bounds().items() if name != CPU_BUILD]
+    bounds = [
+        f"{name}=={release}"
+        for name, release in lower_bounds().items()
+        if name != CPU_BUILD
+    ]
     sys.stdout.write(" ".join((*bounds, *INDIRECT)) + "\n")
 
 

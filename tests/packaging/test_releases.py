@@ -1,4 +1,5 @@
-"""The tested releases: pyproject.toml, both constraint files, the Makefile and the docs name the same ones."""
+"""The tested releases: pyproject.toml, both constraint files, the Makefile and the docs name the
+same ones."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def test_tested_packages_are_all_dependencies_of_users() -> None:
 
 
 def test_tested_torch_and_vllm_are_those_of_the_constraints_and_the_makefile() -> None:
-    makefile = dict(re.findall(r"^(VLLM\w*) \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    makefile = dict(
+        re.findall(
+            r"^(VLLM\w*) \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+        )
+    )
     assert TESTED["torch"].covers(pins("dev")["torch"])
     assert pins("dev")["torch"] == pins("oldest")["torch"]
     assert TESTED["vllm"].covers(makefile["VLLM"])
@@ -48,7 +53,11 @@ def test_tested_torch_and_vllm_are_those_of_the_constraints_and_the_makefile() -
 
 
 def test_docs_table_has_the_tested_ranges() -> None:
-    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|", (ROOT / "docs/releases.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|",
+        (ROOT / "docs/releases.md").read_text(),
+        re.MULTILINE,
+    )
     assert {name: (oldest, newest) for name, oldest, newest in rows} == dict(TESTED)
 
 
@@ -66,5 +75,7 @@ def test_docs_table_has_the_tested_ranges() -> None:
         ("6.0.0rc1", False),
     ],
 )
-def test_tested_covers_releases_from_oldest_to_fixes_of_newest(release: str, covered: bool) -> None:
+def test_tested_covers_releases_from_oldest_to_fixes_of_newest(
+    release: str, covered: bool
+) -> None:
     assert TESTED["transformers"].covers(release) is covered

@@ -1,4 +1,5 @@
-"""Steady load of small jobs on a store in a host process, with a check of every loaded byte and a ticker."""
+"""Steady load of small jobs on a store in a host process, with a check of every loaded byte and a
+ticker."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Contents:
     """Bytes of a block, derived from its key."""
 
     def __init__(self) -> None:
-        self._blocks = np.random.default_rng(1).integers(0, 256, (_CONTENTS, BLOCK), dtype=np.uint8)
+        self._blocks = np.random.default_rng(1).integers(
+            0, 256, (_CONTENTS, BLOCK), dtype=np.uint8
+        )
 
     def of(self, key: bytes) -> Any:
         """Return the bytes of one block."""
@@ -58,9 +61,12 @@ class Load:
         self._free = {True: list(range(SLOTS)), False: list(range(SLOTS, 2 * SLOTS))}
         self._draw = random.Random(1)
 
-    def run(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> list[float]:
-        """Tick for a number of seconds. Return the duration of the client's calls in each tick, in seconds, without the
-        time in which the thread waited for a processor: other programs cause that.
+    def run(
+        self, seconds: float, *, until: Callable[[], bool] = lambda: False
+    ) -> list[float]:
+        """Tick for a number of seconds. Return the duration of the client's calls in each tick, in
+        seconds, without the time in which the thread waited for a processor: other programs cause
+        that.
         """
         durations: list[float] = []
         end = time.perf_counter() + seconds
@@ -91,11 +97,16 @@ class Load:
             self._free[is_store].append(slot)
             if not is_store:
                 self.waits.append(time.perf_counter() - self._began.pop(outcome.job_id))
-                self._check_rows(slot, keys, set(outcome.failed) if not outcome.refused else set(keys))
+                self._check_rows(
+                    slot,
+                    keys,
+                    set(outcome.failed) if not outcome.refused else set(keys),
+                )
         events = self.client.take_events()
         self.durable.update(events.stored)
         self.durable.difference_update(events.removed)
-        if events.lost:  # some may have become durable, too: a commit whose reply was lost
+        # some may have become durable, too: a commit whose reply was lost
+        if events.lost:
             offered = [key for keys in self.offered for key in keys]
             self.durable = set(filter(self.client.contains, offered))
         self.client.take_persisted()
@@ -106,7 +117,9 @@ class Load:
                 self.missed += 1
             else:
                 self.loaded += 1
-                self.wrong += not np.array_equal(self.rig.rows[row], self.contents.of(key))
+                self.wrong += not np.array_equal(
+                    self.rig.rows[row], self.contents.of(key)
+                )
 
     def store(self, keys: list[bytes], *, again: bool = False) -> bool:
         """Submit a store job, if a slot is free. Return whether it was submitted."""
@@ -119,7 +132,9 @@ class Load:
         if not again:
             self.offered.append(keys)
         self._in_flight[number] = (slot, keys, True)
-        self.client.submit_store(number, f"r{number}", keys, rows, range(JOB_BLOCKS), JOB_BLOCKS * BLOCK)
+        self.client.submit_store(
+            number, f"r{number}", keys, rows, range(JOB_BLOCKS), JOB_BLOCKS * BLOCK
+        )
         return True
 
     def load(self) -> None:
@@ -131,7 +146,9 @@ class Load:
             slot, number = self._free[False].pop(), next(self._numbers)
             self._in_flight[number] = (slot, keys, False)
             self._began[number] = time.perf_counter()
-            self.client.submit_load(number, keys, range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS))
+            self.client.submit_load(
+                number, keys, range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS)
+            )
 
     def idle(self, seconds: float) -> None:
         """Process finished jobs and events for a number of seconds, and submit nothing."""
@@ -141,7 +158,8 @@ class Load:
             time.sleep(_TICK_S)
 
     def recover(self) -> None:
-        """Continue the load until a new block is durable. Then submit lost jobs again, until every block is durable."""
+        """Continue the load until a new block is durable. Then submit lost jobs again, until every
+        block is durable."""
         before = set(self.durable)
         self.run(PATIENCE_S, until=lambda: not self.durable <= before)
         self.settle(lambda: False)
@@ -158,7 +176,8 @@ class Load:
         return [keys for keys in self.offered if not self.durable.issuperset(keys)]
 
     def settle(self, done: Callable[[], bool]) -> None:
-        """Wait for the jobs in flight, and then for events until ``done`` returns True or ``_NEWS_S`` has passed.
+        """Wait for the jobs in flight, and then for events until ``done`` returns True or
+        ``_NEWS_S`` has passed.
 
         :raises TimeoutError: a job does not end.
         """
@@ -172,7 +191,8 @@ class Load:
 
 
 def _waited_for_processor() -> float:
-    """Return the seconds that this thread could have run and did not; 0 if the kernel does not tell."""
+    """Return the seconds that this thread could have run and did not; 0 if the kernel does not
+    tell."""
     try:
         text = Path("/proc/thread-self/schedstat").read_text()
     except OSError:

@@ -1,16 +1,17 @@
 """Effects of object store faults on an engine and its store: python -m tests.servers.fault_table
 
-An engine ticks each millisecond and submits small stores and loads. Its host process reaches the server over a proxy
-that breaks connections. Each fault lasts ``--seconds``. The calls of the engine's thread and its loads during the fault
-are compared with those before it, with the same load on the same server. After the fault the engine submits lost blocks
-again. Then a new handle that bypasses the proxy checks all content.
+An engine ticks each millisecond and submits small stores and loads. Its host process reaches the
+server over a proxy that breaks connections. Each fault lasts ``--seconds``. The calls of the
+engine's thread and its loads during the fault are compared with those before it, with the same load
+on the same server. After the fault the engine submits lost blocks again. Then a new handle that
+bypasses the proxy checks all content.
 
 The store has a ttl of an hour and a capacity that is not reached: nothing may expire or be evicted.
 
-The run fails for wrong, missing (expired, evicted, lost) or duplicate blocks, for blocks that could not be stored
-again, and for a breaker that does not open or close. Times are reported only. Without ``--endpoint`` the server is
-moto, which cannot be killed, because it keeps its content in memory. ``make test-faults`` runs against Ceph and puts
-the table into docs/reliability.md.
+The run fails for wrong, missing (expired, evicted, lost) or duplicate blocks, for blocks that could
+not be stored again, and for a breaker that does not open or close. Times are reported only. Without
+``--endpoint`` the server is moto, which cannot be killed, because it keeps its content in memory.
+``make test-faults`` runs against Ceph and puts the table into docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class Sts:
         self.hangs = False
         self._end = threading.Event()
         owner = self
-        access = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+        access = {
+            name: os.environ[name]
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        }
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -159,12 +163,24 @@ class Fault(NamedTuple):
 
 
 def through_proxy(name: str, mode: str, *, trips: bool = True) -> Fault:
-    return Fault(name, lambda world: world.proxy.set(mode), lambda world: world.proxy.set("ok"), trips)
+    return Fault(
+        name,
+        lambda world: world.proxy.set(mode),
+        lambda world: world.proxy.set("ok"),
+        trips,
+    )
 
 
 def ceph(world: World, action: str) -> None:
-    log = subprocess.DEVNULL  # a pipe would never reach its end, because the daemons inherit it
-    subprocess.run(["bash", str(SERVERS / "ceph.sh"), action], stdout=log, stderr=log, check=True, timeout=120)
+    # a pipe would never reach its end, because the daemons inherit it
+    log = subprocess.DEVNULL
+    subprocess.run(
+        ["bash", str(SERVERS / "ceph.sh"), action],
+        stdout=log,
+        stderr=log,
+        check=True,
+        timeout=120,
+    )
 
 
 def start_server(world: World) -> None:
@@ -184,7 +200,9 @@ def _user(world: World, action: str) -> None:
     environment = {**os.environ, "CEPH_CONF": f"{world.ceph}/ceph.conf"}
     command = ["radosgw-admin", "user", action, "--uid=test"]
     log = subprocess.DEVNULL
-    subprocess.run(command, env=environment, stdout=log, stderr=log, check=True, timeout=120)
+    subprocess.run(
+        command, env=environment, stdout=log, stderr=log, check=True, timeout=120
+    )
 
 
 def hang_sts(world: World) -> None:
@@ -205,16 +223,21 @@ def forbid_one_pack(world: World) -> None:
 
 
 def delete_bucket(world: World) -> None:
-    """Delete the bucket. The proxy cuts off the engine meanwhile, since new objects would prevent the deletion."""
+    """Delete the bucket. The proxy cuts off the engine meanwhile, since new objects would prevent
+    the deletion."""
     world.proxy.set("rst")
     retry(lambda: _empty_and_delete(world))
     world.proxy.set("ok")
 
 
 def _empty_and_delete(world: World) -> None:
-    for page in world.client.get_paginator("list_objects_v2").paginate(Bucket=world.bucket):
+    for page in world.client.get_paginator("list_objects_v2").paginate(
+        Bucket=world.bucket
+    ):
         if objects := [{"Key": entry["Key"]} for entry in page.get("Contents", ())]:
-            world.client.delete_objects(Bucket=world.bucket, Delete={"Objects": objects, "Quiet": True})
+            world.client.delete_objects(
+                Bucket=world.bucket, Delete={"Objects": objects, "Quiet": True}
+            )
     world.client.delete_bucket(Bucket=world.bucket)
 
 
@@ -242,12 +265,29 @@ FAULTS = [
     through_proxy("lost reply", "lose_reply"),
     through_proxy("503 storm", "s503 1000000"),
     through_proxy("slow body", "rate 20000"),
-    Fault("server killed with -9 during uploads", lambda world: ceph(world, "kill9"), start_server, needs_ceph=True),
-    Fault("credentials revoked", revoke, allow, trips=False),  # refusals say nothing about the server
-    Fault("STS hangs, credentials are valid", hang_sts, end_sts_hang, trips=False, sts_validity_s=3600.0),
+    Fault(
+        "server killed with -9 during uploads",
+        lambda world: ceph(world, "kill9"),
+        start_server,
+        needs_ceph=True,
+    ),
+    # refusals say nothing about the server
+    Fault("credentials revoked", revoke, allow, trips=False),
+    Fault(
+        "STS hangs, credentials are valid",
+        hang_sts,
+        end_sts_hang,
+        trips=False,
+        sts_validity_s=3600.0,
+    ),
     Fault("STS hangs, credentials expire", hang_sts, end_sts_hang, sts_validity_s=62.0),
     through_proxy("DELETE refused", "forbid ^(DELETE|POST)", trips=False),
-    Fault("one object forbidden", forbid_one_pack, lambda world: world.proxy.set("ok"), trips=False),
+    Fault(
+        "one object forbidden",
+        forbid_one_pack,
+        lambda world: world.proxy.set("ok"),
+        trips=False,
+    ),
     through_proxy("Date a year ahead", f"date {YEAR_S}", trips=False),
     through_proxy("Date a year back", f"date -{YEAR_S}", trips=False),
     Fault("bucket deleted, made anew", delete_bucket, create_bucket, notice_s=75.0),
@@ -339,11 +379,15 @@ def check(world: World, load: Load) -> tuple[int, int, int]:
         keys = table.keys.unpack()
         holders.update(keys)
         payload = np.zeros((len(keys), BLOCK), np.uint8)
-        if backend.read(namespace, [ReadSpan(table.pack_id, 0, [payload.data.cast("B")])]) != [True]:
+        if backend.read(
+            namespace, [ReadSpan(table.pack_id, 0, [payload.data.cast("B")])]
+        ) != [True]:
             holders.subtract(keys)
             continue
         blocks = zip(payload, keys, strict=True)
-        wrong += sum(not np.array_equal(block, load.contents.of(key)) for block, key in blocks)
+        wrong += sum(
+            not np.array_equal(block, load.contents.of(key)) for block, key in blocks
+        )
     missing = sum(holders[key] < 1 for key in load.durable)
     twice = sum(count > 1 for count in holders.values())
     backend.close()
@@ -351,7 +395,9 @@ def check(world: World, load: Load) -> tuple[int, int, int]:
 
 
 def open_client(world: World, rig: Rig, options: str) -> StoreClient:
-    where = f"s3://{world.bucket}/store?endpoint_url=http://127.0.0.1:{world.proxy.port}"
+    where = (
+        f"s3://{world.bucket}/store?endpoint_url=http://127.0.0.1:{world.proxy.port}"
+    )
     client = rig.client(f"{where}&{COMMON}&{options}", max_age_s=0.2, events=True)
     with nullcontext() if world.sts is None else world.sts.environment():
         client.open()
@@ -384,7 +430,14 @@ def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
         log.removeHandler(log_counts)
     missing, wrong, twice = check(world, load)
     calls = (Quantiles.of(before), Quantiles.of(during))
-    counts = (misses, wrong + load.wrong, missing, twice, log_counts.opened, log_counts.closed)
+    counts = (
+        misses,
+        wrong + load.wrong,
+        missing,
+        twice,
+        log_counts.opened,
+        log_counts.closed,
+    )
     found = Outcome(fault.name, *counts, calls, (longest_before, longest_during), "")
     problem = problem_of(found, fault)
     if not load.loaded:
@@ -404,12 +457,16 @@ def problem_of(found: Outcome, fault: Fault) -> str:
     return ""
 
 
-def try_all(endpoint: str, seconds: float, only: Sequence[str], ceph: str | None) -> list[Outcome]:
+def try_all(
+    endpoint: str, seconds: float, only: Sequence[str], ceph: str | None
+) -> list[Outcome]:
     """Run all faults. A run that raises is a row with a problem."""
     outcomes: list[Outcome] = []
     client = plain_client(endpoint)
     for fault in FAULTS:
-        if not any(part in fault.name for part in only) or (fault.needs_ceph and not ceph):
+        if not any(part in fault.name for part in only) or (
+            fault.needs_ceph and not ceph
+        ):
             continue
         proxy = FaultProxy(urlsplit(endpoint).port or 80)
         sts = None if fault.sts_validity_s is None else Sts(fault.sts_validity_s)
@@ -420,7 +477,16 @@ def try_all(endpoint: str, seconds: float, only: Sequence[str], ceph: str | None
             traceback.print_exc()
             outcomes.append(
                 Outcome(
-                    fault.name, 0, 0, 0, 0, 0, 0, (Quantiles(), Quantiles()), (0.0, 0.0), f"NO: {type(error).__name__}"
+                    fault.name,
+                    0,
+                    0,
+                    0,
+                    0,
+                    0,
+                    0,
+                    (Quantiles(), Quantiles()),
+                    (0.0, 0.0),
+                    f"NO: {type(error).__name__}",
                 )
             )
         finally:
@@ -437,7 +503,13 @@ def table_of(outcomes: list[Outcome], seconds: float, where: str) -> str:
     load = os.getloadavg()[1]  # of five minutes: other programs delay this one
     rows = [COLUMNS, ["---"] * len(COLUMNS), *(outcome.cells for outcome in outcomes)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", f"{where}, each fault for {seconds:g} s. {machine()}, load average {load:.0f}."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{where}, each fault for {seconds:g} s. {machine()}, load average {load:.0f}.",
+        ]
+    )
 
 
 def put_into(page: Path, table: str) -> None:
@@ -448,19 +520,39 @@ def put_into(page: Path, table: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--endpoint")
-    parser.add_argument("--seconds", type=float, default=10.0, help="duration of a fault, and of the time before it")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="run only faults whose name contains one of these texts"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--into", type=Path, help="a page with marks; the table replaces the text between them")
+    parser.add_argument("--endpoint")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="duration of a fault, and of the time before it",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="run only faults whose name contains one of these texts",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        help="a page with marks; the table replaces the text between them",
+    )
     arguments = parser.parse_args()
     logging.getLogger("persistkv").propagate = False
     found = os.environ.get("PERSISTKV_S3_CEPH") if arguments.endpoint else None
     with server(arguments.endpoint) as endpoint:
         outcomes = try_all(endpoint, arguments.seconds, arguments.only, found)
-    where = "moto" if arguments.endpoint is None else "Ceph" if found else arguments.endpoint
+    where = (
+        "moto"
+        if arguments.endpoint is None
+        else "Ceph"
+        if found
+        else arguments.endpoint
+    )
     table = table_of(outcomes, arguments.seconds, where)
     sys.stdout.write(f"{table}\n")
     if arguments.into is not None:

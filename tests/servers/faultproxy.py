@@ -3,7 +3,8 @@
 
     faultproxy.py LISTEN_PORT UPSTREAM_PORT
 
-Control: send one line to LISTEN_PORT + 1; the reply is the number of connections since the last line.
+Control: send one line to LISTEN_PORT + 1; the reply is the number of connections since the last
+line.
 
     ok               forward everything
     hang             accept, never forward
@@ -34,19 +35,23 @@ from email.utils import format_datetime, parsedate_to_datetime
 from typing import Any
 
 SLOW_DOWN = (
-    b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>'
+    b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Please reduce your '
+    b"request rate.</Message></Error>"
 )
 
 
 def reset(writer: Writer) -> None:
     with contextlib.suppress(Exception):
         linger = struct.pack("ii", 1, 0)
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, linger
+        )
         writer.transport.abort()
 
 
 def with_date(data: bytes, seconds: float) -> bytes:
-    """Return the beginning of a reply with a shifted ``Date``; other bytes unchanged. The length stays."""
+    """Return the beginning of a reply with a shifted ``Date``; other bytes unchanged. The length
+    stays."""
     head, separator, body = data.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 "):
         return data
@@ -58,7 +63,10 @@ def with_date(data: bytes, seconds: float) -> bytes:
     return re.sub(rb"(?mi)^(Date: )([^\r\n]+)", shifted, head) + separator + body
 
 
-ACCESS_DENIED = b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>'
+ACCESS_DENIED = (
+    b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>Access '
+    b"Denied</Message></Error>"
+)
 
 
 class FaultProxy:
@@ -78,10 +86,15 @@ class FaultProxy:
             return is_change
         line = data[:2000].split(b"\r\n")[0]
         is_request = is_change or data.startswith((b"GET ", b"HEAD "))
-        return name == "forbid" and is_request and re.search(args[0].encode(), line) is not None
+        return (
+            name == "forbid"
+            and is_request
+            and re.search(args[0].encode(), line) is not None
+        )
 
     async def refuse(self, data: bytes, reader: Reader, writer: Writer) -> bool:
-        """Answer a request with a refusal, if the mode refuses it. Return whether it was refused."""
+        """Answer a request with a refusal, if the mode refuses it. Return whether it was
+        refused."""
         if not self.is_refused(data):
             return False
         await self.drain_body(data, reader)
@@ -94,20 +107,26 @@ class FaultProxy:
         return True
 
     async def drain_body(self, data: bytes, reader: Reader) -> None:
-        """Read the rest of a request: closing the connection before would reset it, and the answer would be lost."""
+        """Read the rest of a request: closing the connection before would reset it, and the answer
+        would be lost."""
         head, _, body = data.partition(b"\r\n\r\n")
         length = re.search(rb"(?mi)^content-length: (\d+)", head)
-        if length is None or b"100-continue" in head.lower():  # then the client waits for the answer
+        # then the client waits for the answer
+        if length is None or b"100-continue" in head.lower():
             return
         rest = int(length[1]) - len(body)
         if rest > 0:
             await reader.readexactly(rest)
 
-    async def pump(self, reader: Reader, writer: Writer, is_request: bool, client_writer: Writer) -> None:
+    async def pump(
+        self, reader: Reader, writer: Writer, is_request: bool, client_writer: Writer
+    ) -> None:
         sent = 0
         while data := await reader.read(65536):
             name, *args = self.mode
-            is_continue = not is_request and data.startswith(b"HTTP/1.1 100") and len(data) < 40
+            is_continue = (
+                not is_request and data.startswith(b"HTTP/1.1 100") and len(data) < 40
+            )
             if is_continue:  # forward 100 Continue, otherwise no body is ever sent
                 writer.write(data)
                 await writer.drain()
@@ -139,11 +158,17 @@ class FaultProxy:
             await writer.drain()
         writer.close()
 
-    async def answer(self, reader: Reader, writer: Writer, status: bytes, body: bytes) -> None:
+    async def answer(
+        self, reader: Reader, writer: Writer, status: bytes, body: bytes
+    ) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         if b"100-continue" in head:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        lengths = [int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+        lengths = [
+            int(line.split(b":")[1])
+            for line in head.split(b"\r\n")
+            if line.startswith(b"content-length:")
+        ]
         if lengths:
             await reader.readexactly(lengths[0])
         writer.write(
@@ -167,7 +192,9 @@ class FaultProxy:
                 self.slow_downs -= 1
                 await self.answer(reader, writer, b"503 Slow Down", SLOW_DOWN)
                 return
-            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream_port)
+            up_reader, up_writer = await asyncio.open_connection(
+                "127.0.0.1", self.upstream_port
+            )
             pumps = [
                 asyncio.create_task(self.pump(reader, up_writer, True, writer)),
                 asyncio.create_task(self.pump(up_reader, writer, False, writer)),
@@ -191,7 +218,8 @@ class FaultProxy:
             self.mode, self.slow_downs = ["ok"], int(words[1])
         elif words[0] != "conns":
             self.mode, self.slow_downs = words, 0
-        if words[0] != "conns":  # drop kept-alive connections, so that the new mode applies to fresh ones
+        # drop kept-alive connections, so that the new mode applies to fresh ones
+        if words[0] != "conns":
             for task in filter(None, list(self.live)):
                 task.cancel()
         writer.write(b"%d\n" % self.connections)

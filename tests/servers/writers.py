@@ -1,10 +1,13 @@
-"""Writers with overlapping requests on one bucket, with readers: python -m tests.servers.writers --seconds 120
+"""Writers with overlapping requests on one bucket, with readers: python -m tests.servers.writers
+--seconds 120
 
-All writers store the same shared prefixes at the same time, each followed by blocks of their own. Afterwards a new
-handle reads and compares every block that was reported as durable. Every pack of the index must have its object, and
-the index must name each block once: two writers that store the same prefix at once upload two objects of one pack.
+All writers store the same shared prefixes at the same time, each followed by blocks of their own.
+Afterwards a new handle reads and compares every block that was reported as durable. Every pack of
+the index must have its object, and the index must name each block once: two writers that store the
+same prefix at once upload two objects of one pack.
 
-PERSISTKV_S3_ENDPOINT names the server (make test-writers starts one). Credentials are read from the environment.
+PERSISTKV_S3_ENDPOINT names the server (make test-writers starts one). Credentials are read from the
+environment.
 """
 
 from __future__ import annotations
@@ -64,7 +67,14 @@ def own_keys(writer: int, number: int) -> list[bytes]:
 
 
 def _key(kind: bytes, first: int, second: int) -> bytes:
-    return bytes(make_offload_key(kind.ljust(16, b"\0") + first.to_bytes(8, "big") + second.to_bytes(8, "big"), 0))
+    return bytes(
+        make_offload_key(
+            kind.ljust(16, b"\0")
+            + first.to_bytes(8, "big")
+            + second.to_bytes(8, "big"),
+            0,
+        )
+    )
 
 
 def content(key: bytes) -> npt.NDArray[np.uint8]:
@@ -77,7 +87,10 @@ def open_store(url: str) -> Store:
 
 
 def store_of(backend: S3Backend, url: str) -> Store:
-    rows = Rows(memoryview(bytearray((PREFIX + OWN) * BLOCK)), RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
+    rows = Rows(
+        memoryview(bytearray((PREFIX + OWN) * BLOCK)),
+        RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)),
+    )
     return Store(backend, IDENTITY, rows, OPTIONS, url=url)
 
 
@@ -85,7 +98,9 @@ def read_some(store: Store, keys: list[bytes]) -> tuple[int, int]:
     """Read blocks. Return the number of blocks that were read, and the number of wrong ones."""
     failed = set(store.read(keys, range(len(keys))))
     came = [(row, key) for row, key in enumerate(keys) if key not in failed]
-    return len(came), sum(not np.array_equal(store.rows.array[row], content(key)) for row, key in came)
+    return len(came), sum(
+        not np.array_equal(store.rows.array[row], content(key)) for row, key in came
+    )
 
 
 def write(url: str, writer: int, seconds: float, to_parent: Connection) -> None:
@@ -94,12 +109,15 @@ def write(url: str, writer: int, seconds: float, to_parent: Connection) -> None:
     durable: set[bytes] = set()
     number = 0
     while time.monotonic() - begin < seconds:
-        family = int((time.monotonic() - begin) / 3)  # all writers are at the same prefix at about the same time
+        # all writers are at the same prefix at about the same time
+        family = int((time.monotonic() - begin) / 3)
         keys = [*prefix_keys(family), *own_keys(writer, number)]
         for row, key in enumerate(keys):
             store.rows.array[row] = content(key)
         store.put(f"r{number}", keys, range(len(keys)), range(len(keys)))
-        store.end_request(RequestEnd(f"r{number}", f"{writer}-{number}", (keys,), 16 * len(keys), 16))
+        store.end_request(
+            RequestEnd(f"r{number}", f"{writer}-{number}", (keys,), 16 * len(keys), 16)
+        )
         store.flush()
         store.refresh()
         durable.update(key for key in keys if store.contains(key))
@@ -133,7 +151,11 @@ def run(url: str, writers: int, readers: int, seconds: float) -> list[Report]:
     for number in range(writers + readers):
         ours, theirs = context.Pipe(duplex=False)
         work = write if number < writers else follow
-        processes.append(context.Process(target=work, args=(url, number, seconds, theirs), daemon=True))
+        processes.append(
+            context.Process(
+                target=work, args=(url, number, seconds, theirs), daemon=True
+            )
+        )
         lines.append(ours)
     for process in processes:
         process.start()
@@ -159,11 +181,14 @@ def waiting_commits(client: object, bucket: str) -> list[str]:
 
 
 def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:
-    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)  # type: ignore[attr-defined]
+    pager = client.get_paginator("list_objects_v2")  # type: ignore[attr-defined]
+    pages = pager.paginate(Bucket=bucket, Prefix=prefix)
     return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
 
-def problems_of(url: str, bucket: str, client: object, reports: list[Report]) -> list[str]:
+def problems_of(
+    url: str, bucket: str, client: object, reports: list[Report]
+) -> list[str]:
     """Return descriptions of all violations in the store."""
     backend = S3Backend.open(StoreUrl.parse(url))
     store = store_of(backend, url)
@@ -173,13 +198,17 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     store.flush()
     wait_until_merged(backend, client, bucket)
     durable = sorted(set().union(*(report.keys for report in reports)))
-    problems = [f"{report.wrong} wrong blocks were read" for report in reports if report.wrong]
+    problems = [
+        f"{report.wrong} wrong blocks were read" for report in reports if report.wrong
+    ]
     came = wrong = 0
     for first in range(0, len(durable), PREFIX):
         found, bad = read_some(store, durable[first : first + PREFIX])
         came, wrong = came + found, wrong + bad
     if came < len(durable) or wrong:
-        problems.append(f"of {len(durable)} durable blocks {came} came, {wrong} of them wrong")
+        problems.append(
+            f"of {len(durable)} durable blocks {came} came, {wrong} of them wrong"
+        )
     tables = list(backend.changes(store.namespace, None).added)
     holders = Counter(key for table in tables for key in table.keys.unpack())
     twice = [key for key, count in holders.items() if count > 1]
@@ -198,7 +227,9 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--endpoint", default=os.environ.get("PERSISTKV_S3_ENDPOINT"))
     parser.add_argument("--writers", type=int, default=8)
     parser.add_argument("--readers", type=int, default=2)
@@ -206,16 +237,20 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "test")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "testsecret")
-    client = boto3.client("s3", endpoint_url=arguments.endpoint, region_name="us-east-1")
+    client = boto3.client(
+        "s3", endpoint_url=arguments.endpoint, region_name="us-east-1"
+    )
     bucket = f"writers-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=bucket)
     url = f"s3://{bucket}/store?endpoint_url={arguments.endpoint}&refresh=1s&slow=1h&cache=no"
     reports = run(url, arguments.writers, arguments.readers, arguments.seconds)
     problems = problems_of(url, bucket, client, reports)
     sys.stdout.write(
-        f"{arguments.writers} writers, {arguments.seconds:g} s: {sum(report.requests for report in reports)} requests, "
+        f"{arguments.writers} writers, {arguments.seconds:g} s: "
+        f"{sum(report.requests for report in reports)} requests, "
         f"{len(set().union(*(report.keys for report in reports)))} blocks durable, "
-        f"{sum(report.dropped for report in reports)} dropped, {sum(report.reads for report in reports)} read beside\n"
+        f"{sum(report.dropped for report in reports)} dropped, "
+        f"{sum(report.reads for report in reports)} read beside\n"
     )
     for problem in problems:
         sys.stdout.write(f"WRONG: {problem}\n")

@@ -23,11 +23,18 @@ IDENTITY = Identity.of({"weights": "w", "dtype": "float32"})
 
 @pytest.fixture
 def make_rows() -> Callable[..., Rows]:
-    """Return a function that makes rows of random bytes; ``ranges`` are the valid ranges of each group."""
+    """Return a function that makes rows of random bytes; ``ranges`` are the valid ranges of each
+    group."""
 
-    def make(num_rows: int = 64, stride: int = 64 << 10, ranges: tuple[tuple[tuple[int, int], ...], ...] = ()) -> Rows:
+    def make(
+        num_rows: int = 64,
+        stride: int = 64 << 10,
+        ranges: tuple[tuple[tuple[int, int], ...], ...] = (),
+    ) -> Rows:
         layout = RowLayout(stride, tuple(map(GroupLayout, ranges or (((0, stride),),))))
-        filled = np.random.default_rng(7).integers(0, 256, num_rows * stride, dtype=np.uint8)
+        filled = np.random.default_rng(7).integers(
+            0, 256, num_rows * stride, dtype=np.uint8
+        )
         return Rows(memoryview(bytearray(filled.tobytes())), layout)
 
     return make
@@ -39,7 +46,10 @@ def keys() -> Callable[..., list[bytes]]:
     numbers = itertools.count()
 
     def make(count: int, group: int = 0) -> list[bytes]:
-        return [bytes(make_offload_key(next(numbers).to_bytes(32, "little"), group)) for _ in range(count)]
+        return [
+            bytes(make_offload_key(next(numbers).to_bytes(32, "little"), group))
+            for _ in range(count)
+        ]
 
     return make
 
@@ -47,7 +57,11 @@ def keys() -> Callable[..., list[bytes]]:
 @pytest.fixture(params=["memory", "lmdb"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of a store that does not exist yet, for each driver."""
-    return "memory://test" if request.param == "memory" else f"lmdb://{tmp_path}/store?capacity=256MiB"
+    return (
+        "memory://test"
+        if request.param == "memory"
+        else f"lmdb://{tmp_path}/store?capacity=256MiB"
+    )
 
 
 @pytest.fixture
@@ -55,9 +69,18 @@ def open_store(make_rows: Callable[..., Rows]) -> Iterator[Callable[..., Store]]
     """Return a function that opens stores; close them after the test."""
     opened: list[Store] = []
 
-    def open_one(url: str, rows: Rows | None = None, identity: Identity = IDENTITY, **options: object) -> Store:
+    def open_one(
+        url: str,
+        rows: Rows | None = None,
+        identity: Identity = IDENTITY,
+        **options: object,
+    ) -> Store:
         parsed = StoreUrl.parse(url)
-        backend = MemoryBackend.open(parsed) if parsed.scheme == "memory" else open_backend(url)
+        backend = (
+            MemoryBackend.open(parsed)
+            if parsed.scheme == "memory"
+            else open_backend(url)
+        )
         try:
             settings = StoreOptions(**{"events": True, **options})  # type: ignore[arg-type]
             store = Store(backend, identity, rows or make_rows(), settings, url=url)

@@ -37,13 +37,18 @@ def write(*segments: Segment, codec: Codec | None = None) -> tuple[bytes, PackTa
 
 def sealed(table: bytes) -> bytes:
     """Return a table followed by a valid trailer."""
-    return table + TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), b"PKVPACK1")
+    return table + TRAILER.pack(
+        len(table), xxhash.xxh3_64_intdigest(table), b"PKVPACK1"
+    )
 
 
 def raw_blocks(part: Segment) -> dict[bytes, bytes]:
     """Return the blocks of a sample segment by key."""
     raw, size = part.source.gather(0, len(part.keys)).tobytes(), part.block_bytes
-    return {key: raw[number * size : (number + 1) * size] for number, key in enumerate(part.keys)}
+    return {
+        key: raw[number * size : (number + 1) * size]
+        for number, key in enumerate(part.keys)
+    }
 
 
 def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
@@ -58,7 +63,10 @@ def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
         raw = bytearray(frame.raw_length)
         decode_frame(table.codec, frame, stored, memoryview(raw))
         size = frame.block_bytes
-        blocks |= {name: bytes(raw[index * size : (index + 1) * size]) for index, name in enumerate(names)}
+        blocks |= {
+            name: bytes(raw[index * size : (index + 1) * size])
+            for index, name in enumerate(names)
+        }
         first += frame.block_count
     assert first == len(keys)
     return blocks

@@ -14,13 +14,18 @@ from persistkv.storage.store import Store
 from persistkv.testing import FaultyBackend
 
 
-def end(request: str, *chains: list[bytes], tokens: int | None = None, **more: Any) -> RequestEnd:
+def end(
+    request: str, *chains: list[bytes], tokens: int | None = None, **more: Any
+) -> RequestEnd:
     count = 16 * len(chains[0]) if tokens is None else tokens
     return RequestEnd(request, f"manifest-{request}", chains, count, 16, **more)
 
 
 def manifests(store: Store) -> list[RequestManifest]:
-    return sorted(store.catalogue.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
+    return sorted(
+        store.catalogue.backend.manifests(store.namespace),
+        key=lambda manifest: manifest.id,
+    )
 
 
 def refill(store: Store) -> np.ndarray[Any, Any]:
@@ -40,7 +45,9 @@ def inject_faults(store: Store) -> FaultyBackend[Backend]:
 def flip_reads(backend: FaultyBackend[Backend], pack_id: bytes | None = None) -> None:
     """Flip a bit in the result of each read; with ``pack_id``, only in reads of this pack."""
 
-    def flip(filled: list[bool], namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+    def flip(
+        filled: list[bool], namespace: bytes, spans: Sequence[ReadSpan]
+    ) -> list[bool]:
         for span in [span for span in spans if pack_id in (None, span.pack_id)][:1]:
             span.buffers[0][11] ^= 1
         return filled

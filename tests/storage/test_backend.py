@@ -52,7 +52,9 @@ def test_shared_store_has_no_free_space_and_no_quarantine(shared: Backend) -> No
     assert shared.delete_quarantined() == 0
 
 
-def test_local_driver_has_no_plain_client_and_erases_no_directory(tmp_path: Path) -> None:
+def test_local_driver_has_no_plain_client_and_erases_no_directory(
+    tmp_path: Path,
+) -> None:
     url = StoreUrl.parse(f"lmdb://{tmp_path}/store")
     driver = BACKENDS.get(url.scheme)
     driver.open(url).close()

@@ -1,4 +1,5 @@
-"""Executors run flows (coroutines) on one thread and their blocking calls on others: order, errors, shutdown."""
+"""Executors run flows (coroutines) on one thread and their blocking calls on others: order, errors,
+shutdown."""
 
 from __future__ import annotations
 
@@ -163,7 +164,9 @@ def test_executor_close_waits_for_running_call() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_executor_ahead_returns_or_raises_as_its_call(executor: Executor, fails: bool) -> None:
+def test_executor_ahead_returns_or_raises_as_its_call(
+    executor: Executor, fails: bool
+) -> None:
     def call() -> int:
         if fails:
             raise OSError("gone")
@@ -207,7 +210,9 @@ def test_executor_read_several_calls_wakes_owner_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_executor_failed_call_keeps_no_reference_to_arguments(threads: Executor, kind: str) -> None:
+def test_executor_failed_call_keeps_no_reference_to_arguments(
+    threads: Executor, kind: str
+) -> None:
     """The arguments may include rows, and a remaining reference would keep the rows mapped."""
     memory = bytearray(8)
     caught: list[str] = []
@@ -218,7 +223,9 @@ def test_executor_failed_call_keeps_no_reference_to_arguments(threads: Executor,
     async def flow(rows: memoryview) -> None:
         call = partial(fail, rows)
         try:
-            await (threads.write(call) if kind == "write" else threads.read([call, call]))
+            await (
+                threads.write(call) if kind == "write" else threads.read([call, call])
+            )
         except OSError as error:
             caught.append(str(error))
 
@@ -233,7 +240,9 @@ def test_executor_failed_call_keeps_no_reference_to_arguments(threads: Executor,
     assert caught == ["8"]
 
 
-def test_thread_pool_failed_thread_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_pool_failed_thread_start_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before, start = threading.active_count(), threading.Thread.start
     started: list[threading.Thread] = []
 
@@ -266,7 +275,19 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize(("script", "output"), [(AT_EXIT, "stored\n"), (HUNG, "ended\n")], ids=["atexit", "hung"])
-def test_thread_pool_interpreter_exit_serves_atexit_and_ignores_hung_call(script: str, output: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+@pytest.mark.parametrize(
+    ("script", "output"),
+    [(AT_EXIT, "stored\n"), (HUNG, "ended\n")],
+    ids=["atexit", "hung"],
+)
+def test_thread_pool_interpreter_exit_serves_atexit_and_ignores_hung_call(
+    script: str, output: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert (done.stdout, done.stderr) == (output, "")

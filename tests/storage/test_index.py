@@ -24,7 +24,9 @@ FINGERPRINTS: dict[str, Callable[[PackedKeys], bytes]] = {
 
 
 def table_of(number: int, keys: list[bytes]) -> PackTable:
-    return PackTable(NAMESPACE, number.to_bytes(16, "big"), "raw", 0, 0, b"", PackedKeys.of(keys))
+    return PackTable(
+        NAMESPACE, number.to_bytes(16, "big"), "raw", 0, 0, b"", PackedKeys.of(keys)
+    )
 
 
 def fresh(count: int, length: int = 36) -> list[bytes]:
@@ -32,8 +34,12 @@ def fresh(count: int, length: int = 36) -> list[bytes]:
 
 
 def colliding(count: int) -> list[bytes]:
-    """Return keys of 32 bytes with one fingerprint: the first 8 bytes are those of the secret of xxh3."""
-    return [bytes.fromhex("b8fe6c3923a44bbe") + os.urandom(8) + bytes(16) for _ in range(count)]
+    """Return keys of 32 bytes with one fingerprint: the first 8 bytes are those of the secret of
+    xxh3."""
+    return [
+        bytes.fromhex("b8fe6c3923a44bbe") + os.urandom(8) + bytes(16)
+        for _ in range(count)
+    ]
 
 
 def reader_of(index: Index) -> LookupTable:
@@ -47,7 +53,12 @@ def map_table(reader: LookupTable, index: Index) -> None:
     reader.map(fd, slots)
 
 
-def check(index: Index, reader: LookupTable, model: dict[bytes, set[bytes]], absent: Iterable[bytes]) -> None:
+def check(
+    index: Index,
+    reader: LookupTable,
+    model: dict[bytes, set[bytes]],
+    absent: Iterable[bytes],
+) -> None:
     for key, holders in model.items():
         assert set(index.candidates(key)) == holders
         assert key in index
@@ -60,8 +71,17 @@ def check(index: Index, reader: LookupTable, model: dict[bytes, set[bytes]], abs
 
 @pytest.mark.parametrize("length", [1, 11, 12, 20, 36, 68])
 @given(
-    packs=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True), min_size=1, max_size=8),
-    removals=st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=4), st.sampled_from([*FINGERPRINTS])), max_size=6),
+    packs=st.lists(
+        st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True),
+        min_size=1,
+        max_size=8,
+    ),
+    removals=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 7), max_size=4), st.sampled_from([*FINGERPRINTS])
+        ),
+        max_size=6,
+    ),
 )
 def test_index_random_adds_and_removals_match_dictionary(
     length: int, packs: list[list[int]], removals: list[tuple[list[int], str]]
@@ -69,16 +89,32 @@ def test_index_random_adds_and_removals_match_dictionary(
     index = Index()
     reader = reader_of(index)
     model: dict[bytes, set[bytes]] = {}
-    tables = [table_of(number, [bytes([key]) * length for key in pack]) for number, pack in enumerate(packs)]
+    tables = [
+        table_of(number, [bytes([key]) * length for key in pack])
+        for number, pack in enumerate(packs)
+    ]
     index.add([*tables, *tables])
     for table in tables:
         for key in table.keys.unpack():
             model.setdefault(key, set()).add(table.pack_id)
-    absent = [bytes([key]) * length for key in range(30) if bytes([key]) * length not in model]
+    absent = [
+        bytes([key]) * length for key in range(30) if bytes([key]) * length not in model
+    ]
     check(index, reader, model, absent)
     for numbers, kind in removals:
-        leaving = {tables[number % len(tables)].pack_id: tables[number % len(tables)] for number in numbers}
-        index.remove({**{name: FINGERPRINTS[kind](table.keys) for name, table in leaving.items()}, b"x" * 16: b""})
+        leaving = {
+            tables[number % len(tables)].pack_id: tables[number % len(tables)]
+            for number in numbers
+        }
+        index.remove(
+            {
+                **{
+                    name: FINGERPRINTS[kind](table.keys)
+                    for name, table in leaving.items()
+                },
+                b"x" * 16: b"",
+            }
+        )
         for key, holders in list(model.items()):
             holders.difference_update(leaving)
             if not holders:
@@ -102,12 +138,16 @@ def test_index_pack_added_again_gets_new_number() -> None:
 
 @pytest.mark.parametrize("collisions", [False, True])
 def test_index_growing_under_adds_and_removals_finds_all_keys(collisions: bool) -> None:
-    """The index replaces its table several times, in slices between changes; readers map each new table."""
+    """The index replaces its table several times, in slices between changes; readers map each new
+    table."""
     draw = random.Random(0)
     index = Index()
     reader, version = reader_of(index), index.version
     tables = [
-        table_of(number, fresh(490, 32) + (colliding(10) if collisions else fresh(10, 32))) for number in range(120)
+        table_of(
+            number, fresh(490, 32) + (colliding(10) if collisions else fresh(10, 32))
+        )
+        for number in range(120)
     ]
     held: dict[bytes, PackTable] = {}
     for table in tables:
@@ -115,7 +155,9 @@ def test_index_growing_under_adds_and_removals_finds_all_keys(collisions: bool) 
         held[table.pack_id] = table
         if draw.random() < 0.3:
             gone = held.pop(draw.choice(list(held)))
-            index.remove({gone.pack_id: gone.keys.fingerprints if draw.random() < 0.5 else b""})
+            index.remove(
+                {gone.pack_id: gone.keys.fingerprints if draw.random() < 0.5 else b""}
+            )
         for _ in range(draw.randrange(3)):
             index.replace_some()
         if index.version != version:
@@ -127,12 +169,19 @@ def test_index_growing_under_adds_and_removals_finds_all_keys(collisions: bool) 
         assert all(reader.held(keys))
         assert len(reader) == len(index) == len(keys)
         some = draw.choice(list(held))
-        assert all(some in index.candidates(key) for key in held[some].keys.unpack()[:3])
+        assert all(
+            some in index.candidates(key) for key in held[some].keys.unpack()[:3]
+        )
     assert index.version > 0
     while index.replacing:
         index.replace_some()
     if not collisions:
-        removed = [key for table in tables if table.pack_id not in held for key in table.keys.unpack()]
+        removed = [
+            key
+            for table in tables
+            if table.pack_id not in held
+            for key in table.keys.unpack()
+        ]
         assert not any(reader.held([*removed, *fresh(1000)]))
     while reader.release_some():
         pass
@@ -145,14 +194,18 @@ def test_index_constant_key_count_keeps_its_size() -> None:
     index.add(tables[:60])
     slots = index.share()
     for number in range(60, 400):
-        index.remove({tables[number - 60].pack_id: tables[number - 60].keys.fingerprints})
+        index.remove(
+            {tables[number - 60].pack_id: tables[number - 60].keys.fingerprints}
+        )
         index.add([tables[number]])
         index.replace_some()
     while index.replacing:
         index.replace_some()
     again = index.share()
     assert slots[1] == again[1]
-    assert 0 < index.version < 8, "removed entries take slots until the table is replaced"
+    assert 0 < index.version < 8, (
+        "removed entries take slots until the table is replaced"
+    )
     os.close(slots[0])
     os.close(again[0])
     index.close()

@@ -30,16 +30,28 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def packs() -> list[PackWriter]:
-    return [sample_pack(IDENTITY.digest, seed, blocks=BLOCKS, block_bytes=1) for seed in range(PACKS + 1)]
+    return [
+        sample_pack(IDENTITY.digest, seed, blocks=BLOCKS, block_bytes=1)
+        for seed in range(PACKS + 1)
+    ]
 
 
 @contextmanager
-def opened(url: str, make_rows: Callable[..., Rows]) -> Iterator[tuple[Store, list[bytes | None]]]:
-    """Open a store; yield it and the cursors of its calls of ``changes``. None reads the whole catalogue."""
+def opened(
+    url: str, make_rows: Callable[..., Rows]
+) -> Iterator[tuple[Store, list[bytes | None]]]:
+    """Open a store; yield it and the cursors of its calls of ``changes``. None reads the whole
+    catalogue."""
     backend = FaultyBackend.of(open_backend(url))
     cursors: list[bytes | None] = []
     backend.before("changes", lambda namespace, cursor: cursors.append(cursor))
-    store = Store(backend, IDENTITY, make_rows(1, 4096, (((0, 1),),)), StoreOptions(events=True), url=url)
+    store = Store(
+        backend,
+        IDENTITY,
+        make_rows(1, 4096, (((0, 1),),)),
+        StoreOptions(events=True),
+        url=url,
+    )
     yield store, cursors
     store.close()
 
@@ -63,13 +75,15 @@ def index_file(url: str) -> Path:
 
 
 def version(url: str) -> tuple[int, int, int]:
-    """Return inode, modification time and size of the index file, which change when it is written."""
+    """Return inode, modification time and size of the index file, which change when it is
+    written."""
     stat = index_file(url).stat()
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def holds(store: Store, packs: list[PackWriter]) -> list[bool]:
-    """Return for each pack whether the index finds its keys; check that it finds all of them or none."""
+    """Return for each pack whether the index finds its keys; check that it finds all of them or
+    none."""
     found = [{store.contains(key) for key in pack.keys.unpack()} for pack in packs]
     assert all(len(one) == 1 for one in found)
     return [one.pop() for one in found]
@@ -102,18 +116,23 @@ def test_index_file_changes_after_writing_are_applied(
     url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
 ) -> None:
     fill(url, packs, make_rows)
-    commit(url, CommitBatch(packs[PACKS:], deletions=[packs[0].pack_id, packs[5].pack_id]))
+    commit(
+        url, CommitBatch(packs[PACKS:], deletions=[packs[0].pack_id, packs[5].pack_id])
+    )
     for _ in range(2):  # the second time from the file that the first one writes
         with opened(url, make_rows) as (store, cursors):
             assert None not in cursors
-            assert holds(store, packs) == [number not in (0, 5) for number in range(PACKS + 1)]
+            assert holds(store, packs) == [
+                number not in (0, 5) for number in range(PACKS + 1)
+            ]
             assert len(store.index) == (PACKS - 1) * BLOCKS
 
 
 def test_index_file_of_recreated_store_is_deleted(
     url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
 ) -> None:
-    """Otherwise its position in the log of changes could become valid again, in a store restored from a copy."""
+    """Otherwise its position in the log of changes could become valid again, in a store restored
+    from a copy."""
     fill(url, packs, make_rows)
     path = index_file(url)
     saved = path.read_bytes()
@@ -128,7 +147,10 @@ def test_index_file_of_recreated_store_is_deleted(
         assert holds(store, packs) == [True] * PACKS + [False]
 
 
-@pytest.mark.parametrize("damage", ["cut", "longer", "empty", "flipped", "garbage", "link", "fifo", "directory"])
+@pytest.mark.parametrize(
+    "damage",
+    ["cut", "longer", "empty", "flipped", "garbage", "link", "fifo", "directory"],
+)
 def test_index_file_damaged_is_ignored(
     url: str, packs: list[PackWriter], make_rows: Callable[..., Rows], damage: str
 ) -> None:
@@ -146,7 +168,13 @@ def test_index_file_damaged_is_ignored(
     else:
         flipped = bytearray(saved)
         flipped[len(saved) // 2] ^= 1
-        contents = {"cut": saved[:-9], "longer": saved + b"x", "empty": b"", "flipped": flipped, "garbage": b"?" * 999}
+        contents = {
+            "cut": saved[:-9],
+            "longer": saved + b"x",
+            "empty": b"",
+            "flipped": flipped,
+            "garbage": b"?" * 999,
+        }
         path.write_bytes(bytes(contents[damage]))
     commit(url, CommitBatch(packs[PACKS:]))
     with opened(url, make_rows) as (store, cursors):
@@ -176,13 +204,17 @@ def test_index_file_read_only_store_uses_but_does_not_write_it(
     commit(url, CommitBatch(packs[PACKS:]))
     before = version(url)
     backend = open_backend(url, read_only=True)
-    store = Store(backend, IDENTITY, make_rows(1, 4096, (((0, 1),),)), StoreOptions(), url=url)
+    store = Store(
+        backend, IDENTITY, make_rows(1, 4096, (((0, 1),),)), StoreOptions(), url=url
+    )
     assert holds(store, packs) == [True] * (PACKS + 1)
     store.close()
     assert version(url) == before
 
 
-def test_index_file_small_store_writes_none(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> None:
+def test_index_file_small_store_writes_none(
+    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+) -> None:
     commit(url, CommitBatch(packs[:1]))
     with opened(url, make_rows):
         pass

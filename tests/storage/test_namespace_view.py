@@ -41,9 +41,13 @@ def test_read_damaged_pack_shortens_manifest_and_keeps_other_packs(
     assert store.read(good, rows[:8]) == []
     found = list(backend.manifests(store.namespace))
     if bad:
-        assert [(head.group_blocks, head.tokens, head.created) for head in found] == [((4,), 64, before.created)]
+        assert [(head.group_blocks, head.tokens, head.created) for head in found] == [
+            ((4,), 64, before.created)
+        ]
         assert [(head.ttl_s, head.priority) for head in found] == [(3600.0, "low")]
-        assert [use is None or use.pinned for use in backend.uses(store.namespace, ["m"])] == [True]
+        assert [
+            use is None or use.pinned for use in backend.uses(store.namespace, ["m"])
+        ] == [True]
     else:
         assert found == [], "nothing of its context can be restored"
     store.put("r", lost, rows[:4], None)
@@ -52,9 +56,12 @@ def test_read_damaged_pack_shortens_manifest_and_keeps_other_packs(
 
 
 def replace(store: Store, names: list[bytes]) -> None:
-    """Delete the pack of these keys and store other bytes under the same keys, and so under the same pack ID."""
+    """Delete the pack of these keys and store other bytes under the same keys, and so under the
+    same pack ID."""
     tables = store.catalogue.backend.changes(store.namespace, None).added
-    store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    store.catalogue.backend.commit(
+        store.namespace, CommitBatch(deletions=[table.pack_id for table in tables])
+    )
     store.refresh()
     store.rows.array[:] ^= 0xFF
     store.put("r", names, range(64), None)
@@ -78,7 +85,9 @@ def test_read_damaged_pack_unreadable_catalogue_deletes_nothing(
     assert store.read(names, range(64)) == []
 
 
-def test_read_damaged_pack_replaced_before_deletion_is_kept(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+def test_read_damaged_pack_replaced_before_deletion_is_kept(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     names = keys(64)
@@ -111,7 +120,9 @@ def test_read_deleted_pack_misses_and_counts_no_damage(
     ours.put("r", names, range(64), None)
     ours.flush()
     (table,) = theirs.catalogue.backend.changes(theirs.namespace, None).added
-    theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id]))
+    theirs.catalogue.backend.commit(
+        theirs.namespace, CommitBatch(deletions=[table.pack_id])
+    )
     assert ours.read(names, range(64)) == names
     assert "do not verify" not in caplog.text
     assert ours.counters.verification_failures == 0
@@ -120,8 +131,11 @@ def test_read_deleted_pack_misses_and_counts_no_damage(
     assert ours.read(names, range(64)) == []
 
 
-def test_commit_without_cursor_refresh_finds_blocks_of_others(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
-    """A commit without a cursor succeeds regardless of other commits; the handle must still apply them."""
+def test_commit_without_cursor_refresh_finds_blocks_of_others(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
+    """A commit without a cursor succeeds regardless of other commits; the handle must still apply
+    them."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign, mine = keys(1), keys(64)

@@ -18,7 +18,9 @@ def test_open_backend_unknown_scheme_raises_and_lists_known_schemes() -> None:
         open_backend("nope://somewhere")
 
 
-def test_open_backend_applies_url_options_and_absent_store_raises(tmp_path: Path) -> None:
+def test_open_backend_applies_url_options_and_absent_store_raises(
+    tmp_path: Path,
+) -> None:
     backend = open_backend(f"lmdb://{tmp_path}/store?capacity=16MiB")
     assert backend.stats().capacity == 16 << 20
     backend.close()

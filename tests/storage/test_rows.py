@@ -20,16 +20,26 @@ def test_rows_pieces_equal_gathered_bytes_without_copy(
     rows = make_rows(8, 8192, (((0, 8192),), ((0, 4096), (6144, 100))))
     pieces = rows.pieces(group, block_ids)
     assert b"".join(pieces) == rows.gather(group, block_ids).tobytes()
-    assert all(np.shares_memory(np.frombuffer(piece, np.uint8), rows.array) for piece in pieces)
+    assert all(
+        np.shares_memory(np.frombuffer(piece, np.uint8), rows.array) for piece in pieces
+    )
 
 
-def test_rows_pieces_adjacent_whole_rows_are_joined(make_rows: Callable[..., Rows]) -> None:
+def test_rows_pieces_adjacent_whole_rows_are_joined(
+    make_rows: Callable[..., Rows],
+) -> None:
     rows = make_rows(8, 8192)
-    assert list(map(len, rows.pieces(0, [2, 3, 4, 7, 1, 2]))) == [3 * 8192, 8192, 2 * 8192]
+    assert list(map(len, rows.pieces(0, [2, 3, 4, 7, 1, 2]))) == [
+        3 * 8192,
+        8192,
+        2 * 8192,
+    ]
 
 
 @pytest.mark.parametrize("block_ids", [[3], [3, 4, 5], [5, 3, 9], [9, 9]])
-def test_rows_gather_returns_valid_ranges_only(make_rows: Callable[..., Rows], block_ids: list[int]) -> None:
+def test_rows_gather_returns_valid_ranges_only(
+    make_rows: Callable[..., Rows], block_ids: list[int]
+) -> None:
     rows = make_rows(16, 12288, TWO_GROUPS)
     gathered = rows.gather(0, block_ids)
     assert gathered.shape == (len(block_ids), 4196)
@@ -37,7 +47,10 @@ def test_rows_gather_returns_valid_ranges_only(make_rows: Callable[..., Rows], b
     for row, block in zip(block_ids, gathered, strict=True):
         assert block[:4096].tobytes() == rows.array[row, :4096].tobytes()
         assert block[4096:].tobytes() == rows.array[row, 8192:8292].tobytes()
-    assert rows.gather(1, block_ids).tobytes() == rows.array[block_ids, 4096:8192].tobytes()
+    assert (
+        rows.gather(1, block_ids).tobytes()
+        == rows.array[block_ids, 4096:8192].tobytes()
+    )
 
 
 def test_rows_gather_copies_adjacent_whole_rows(make_rows: Callable[..., Rows]) -> None:
@@ -62,13 +75,17 @@ def test_rows_check_absent_row_raises(make_rows: Callable[..., Rows]) -> None:
         rows.check([0, 8])
 
 
-def test_rows_buffer_not_multiple_of_stride_raises(make_rows: Callable[..., Rows]) -> None:
+def test_rows_buffer_not_multiple_of_stride_raises(
+    make_rows: Callable[..., Rows],
+) -> None:
     layout = make_rows(1, 4096).layout
     with pytest.raises(ValueError, match="no multiple of the row stride"):
         Rows(memoryview(bytearray(5000)), layout)
 
 
-def test_staged_blocks_gather_spans_runs_as_one_sequence(make_rows: Callable[..., Rows]) -> None:
+def test_staged_blocks_gather_spans_runs_as_one_sequence(
+    make_rows: Callable[..., Rows],
+) -> None:
     rows = make_rows(8, 4096)
     staged = StagedBlocks([rows.array[0:2], rows.array[4:5], rows.array[6:8]])
     whole = rows.array[[0, 1, 4, 6, 7]]

@@ -34,7 +34,8 @@ def test_store_round_trip_returns_stored_bytes(
     store = open_store(store_url, codec=codec)
     store.rows.array[:, ::3] = 0  # so that zstd can compress the blocks
     names, places = keys(count), list(range(count))[::-1]
-    assert store.put("r", names, places, range(count)) is (count < 64)  # 64 blocks are written directly from the rows
+    # 64 blocks are written directly from the rows
+    assert store.put("r", names, places, range(count)) is (count < 64)
     store.end_request(end("r", names))
     store.flush()
     before = refill(store)
@@ -57,12 +58,16 @@ def test_read_blocks_of_several_groups_writes_only_their_ranges(
     assert (rows.array[40, :4096] == before[7, :4096]).all()
     assert (rows.array[40, 8192:8292] == before[7, 8192:8292]).all()
     assert (rows.array[40, 4096:8192] == before[19, 4096:8192]).all()
-    assert not rows.array[40, 8292:].any(), "what is no part of the group must not be touched"
+    assert not rows.array[40, 8292:].any(), (
+        "what is no part of the group must not be touched"
+    )
     assert (rows.array[42, 4096:8192] == before[3, 4096:8192]).all()
     assert not rows.array[42, :4096].any()
 
 
-def test_put_blocks_are_found_only_after_flush(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_put_blocks_are_found_only_after_flush(
+    store_url: str, open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store(store_url)
     small, large = keys(2), keys(64)
     assert store.put("r", small, [0, 1], [0, 1])
@@ -75,7 +80,9 @@ def test_put_blocks_are_found_only_after_flush(store_url: str, open_store: OpenS
     assert sorted(store.take_news().stored) == sorted(small + large)
 
 
-def test_put_staged_blocks_survive_overwritten_rows(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_put_staged_blocks_survive_overwritten_rows(
+    store_url: str, open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store(store_url)
     names = keys(3)
     store.put("r", names, [5, 6, 7], [0, 1, 2])
@@ -85,11 +92,15 @@ def test_put_staged_blocks_survive_overwritten_rows(store_url: str, open_store: 
     assert (store.rows.array[:3] == before[5:8]).all()
 
 
-def test_put_held_or_pending_block_is_not_written_again(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_put_held_or_pending_block_is_not_written_again(
+    store_url: str, open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store(store_url)
     names = keys(64)
     store.put("a", names, range(64), None)
-    assert not store.put("b", names[:2], [0, 1], None), "its rows are needed until the write has succeeded"
+    assert not store.put("b", names[:2], [0, 1], None), (
+        "its rows are needed until the write has succeeded"
+    )
     store.flush()
     assert store.put("c", names + names, list(range(64)) * 2, None)
     store.flush()
@@ -97,7 +108,9 @@ def test_put_held_or_pending_block_is_not_written_again(store_url: str, open_sto
     assert store.counters.held_blocks == 2 + 128
 
 
-def test_put_single_blocks_of_request_become_one_frame(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_put_single_blocks_of_request_become_one_frame(
+    store_url: str, open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store(store_url)
     names = keys(5)
     for depth, name in enumerate(names):
@@ -119,12 +132,21 @@ def test_put_same_prefix_in_other_steps_gives_same_packs(
         for run in runs:
             store.put("r", [names[i] for i in run], list(run), list(run))
         store.flush()
-        cut.append({table.pack_id for table in store.catalogue.backend.changes(store.namespace, None).added})
+        cut.append(
+            {
+                table.pack_id
+                for table in store.catalogue.backend.changes(
+                    store.namespace, None
+                ).added
+            }
+        )
     assert cut[0] == cut[1]
     assert len(cut[0]) == 3
 
 
-def test_end_request_manifest_names_whole_context(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_end_request_manifest_names_whole_context(
+    store_url: str, open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store(store_url)
     names = keys(4)
     store.put("a", names[:2], [0, 1], [0, 1])
@@ -133,14 +155,25 @@ def test_end_request_manifest_names_whole_context(store_url: str, open_store: Op
     store.flush()
     assert store.take_news().persisted == [("b", True)]
     (manifest,) = manifests(store)
-    assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == ("manifest-b", 70, 4, {"user": "x"})
+    assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == (
+        "manifest-b",
+        70,
+        4,
+        {"user": "x"},
+    )
     assert manifest.raw_bytes == 4 * (64 << 10)
-    (chain,) = store.catalogue.backend.manifest_keys(store.namespace, ["manifest-b"])[0] or [PackedKeys()]
+    (chain,) = store.catalogue.backend.manifest_keys(store.namespace, ["manifest-b"])[
+        0
+    ] or [PackedKeys()]
     assert chain.unpack() == names
-    assert all(map(store.contains, names)), "what another request staged is written with it"
+    assert all(map(store.contains, names)), (
+        "what another request staged is written with it"
+    )
 
 
-def test_end_request_missing_block_shortens_manifest(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+def test_end_request_missing_block_shortens_manifest(
+    store_url: str, open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store(store_url)
     names = keys(4)
     store.put("r", [names[0], names[1], names[3]], [0, 1, 3], [0, 1, 3])
@@ -148,12 +181,18 @@ def test_end_request_missing_block_shortens_manifest(store_url: str, open_store:
     store.end_request(end("nothing", keys(2)))
     store.end_request(end("empty", []))
     store.flush()
-    assert dict(store.take_news().persisted) == {"r": False, "nothing": False, "empty": True}
+    assert dict(store.take_news().persisted) == {
+        "r": False,
+        "nothing": False,
+        "empty": True,
+    }
     (manifest,) = manifests(store)
     assert (manifest.tokens, manifest.group_blocks) == (32, (2,))
 
 
-def test_wants_commit_age_or_staging_bound_makes_blocks_due(open_store: OpenStore, keys: Keys) -> None:
+def test_wants_commit_age_or_staging_bound_makes_blocks_due(
+    open_store: OpenStore, keys: Keys
+) -> None:
     aged = open_store("memory://x", max_age_s=0.0)
     aged.put("r", keys(1), [0], None)
     assert aged.wants_commit()
@@ -167,7 +206,9 @@ def test_wants_commit_age_or_staging_bound_makes_blocks_due(open_store: OpenStor
     assert len(bounded.index) == 2
 
 
-def test_put_and_read_invalid_arguments_raise_and_stage_nothing(open_store: OpenStore, keys: Keys) -> None:
+def test_put_and_read_invalid_arguments_raise_and_stage_nothing(
+    open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store("memory://x")
     with pytest.raises(ValueError, match="rows 0 to 64"):
         store.put("r", keys(2), [0, 64], None)
@@ -182,7 +223,9 @@ def test_put_and_read_invalid_arguments_raise_and_stage_nothing(open_store: Open
     assert not store.wants_commit()
 
 
-def test_store_reopened_finds_all_blocks(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+def test_store_reopened_finds_all_blocks(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     first = open_store(url)
     names = keys(64)
@@ -197,7 +240,9 @@ def test_store_reopened_finds_all_blocks(open_store: OpenStore, keys: Keys, tmp_
     assert again.notice == ""
 
 
-def test_tick_applies_stores_and_deletions_of_other_handles(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+def test_tick_applies_stores_and_deletions_of_other_handles(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     writer, reader = open_store(url), open_store(url, refresh_s=0.0)
     names = keys(64)
@@ -206,7 +251,9 @@ def test_tick_applies_stores_and_deletions_of_other_handles(open_store: OpenStor
     reader.tick()
     assert sorted(reader.take_news().stored) == sorted(names)
     tables = writer.catalogue.backend.changes(writer.namespace, None).added
-    writer.catalogue.backend.commit(writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    writer.catalogue.backend.commit(
+        writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables])
+    )
     reader.tick()
     assert reader.take_news().lost, "its keys are not known here"
     assert not any(map(reader.contains, names))
@@ -223,7 +270,9 @@ def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
     ours.flush()
     theirs.refresh()
     held = theirs.catalogue.backend.changes(theirs.namespace, None).added
-    theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in held]))
+    theirs.catalogue.backend.commit(
+        theirs.namespace, CommitBatch(deletions=[table.pack_id for table in held])
+    )
     assert list(theirs.catalogue.backend.namespaces()) == []
 
     ours.put("new", new, range(4), range(4))
@@ -236,11 +285,15 @@ def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
     theirs.flush()
     ours.refresh()
     for store in (ours, theirs):
-        assert [store.contains(key) for key in old + new + later] == [False] * 4 + [True] * 8
+        assert [store.contains(key) for key in old + new + later] == [False] * 4 + [
+            True
+        ] * 8
     assert [head.id for head in manifests(theirs)] == ["manifest-new"]
 
 
-def test_commit_blocks_stored_by_others_are_not_written_again(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+def test_commit_blocks_stored_by_others_are_not_written_again(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     one, two = open_store(url), open_store(url)
     names = keys(64)
@@ -253,8 +306,11 @@ def test_commit_blocks_stored_by_others_are_not_written_again(open_store: OpenSt
     assert one.catalogue.backend.stats().packs == 1
 
 
-def test_commit_after_commits_of_others_finds_their_blocks(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
-    """The last retry commits regardless of other commits, so its cursor may be newer than commits not yet applied."""
+def test_commit_after_commits_of_others_finds_their_blocks(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
+    """The last retry commits regardless of other commits, so its cursor may be newer than commits
+    not yet applied."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign, stored = keys(3), list[bytes]()
@@ -273,10 +329,15 @@ def test_commit_after_commits_of_others_finds_their_blocks(open_store: OpenStore
     assert all(map(ours.contains, mine + stored))
 
 
-def test_put_full_staging_leaves_blocks_in_their_rows(open_store: OpenStore, keys: Keys) -> None:
+def test_put_full_staging_leaves_blocks_in_their_rows(
+    open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store("memory://x", staging_bytes=8 * (64 << 10), max_age_s=1e6)
     names = [keys(4) for _ in range(3)]
-    free = [store.put("r", names[job], range(4 * job, 4 * job + 4), None) for job in range(3)]
+    free = [
+        store.put("r", names[job], range(4 * job, 4 * job + 4), None)
+        for job in range(3)
+    ]
     assert free == [True, False, False], "what has no room is written from its rows"
     assert store.staged_bytes == 4 * (64 << 10)
     assert not store.has_room
@@ -294,9 +355,13 @@ def test_store_other_identity_misses_and_notice_names_difference(
     store.put("r", names, [0, 1], None)
     store.flush()
     other = Identity.of({"weights": "w", "dtype": "bfloat16"})
-    with pytest.raises(IdentityMismatchError, match="dtype: 'bfloat16' here, 'float32' stored"):
+    with pytest.raises(
+        IdentityMismatchError, match="dtype: 'bfloat16' here, 'float32' stored"
+    ):
         open_store(url, identity=other, strict_identity=True)
-    assert len(list(store.catalogue.backend.namespaces())) == 1, "a refusal creates nothing"
+    assert len(list(store.catalogue.backend.namespaces())) == 1, (
+        "a refusal creates nothing"
+    )
     stranger = open_store(url, identity=other)
     assert "dtype: 'bfloat16' here, 'float32' stored" in stranger.notice
     assert not any(map(stranger.contains, names))
@@ -305,7 +370,9 @@ def test_store_other_identity_misses_and_notice_names_difference(
     assert open_store(url, identity=other).notice == ""
 
 
-def test_store_unknown_codec_raises_and_creates_no_namespace(open_store: OpenStore, tmp_path: Any) -> None:
+def test_store_unknown_codec_raises_and_creates_no_namespace(
+    open_store: OpenStore, tmp_path: Any
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     with pytest.raises(ConfigurationError, match="codec: 'lz5'"):
         open_store(url, codec="lz5")
@@ -325,7 +392,9 @@ def test_read_adjacent_frames_use_one_span(open_store: OpenStore, keys: Keys) ->
     assert sum(map(len, seen[0].buffers)) == 32 * (64 << 10)
 
 
-def test_stored_pack_with_table_parses_without_catalogue(open_store: OpenStore, keys: Keys) -> None:
+def test_stored_pack_with_table_parses_without_catalogue(
+    open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store("memory://x", codec="zstd")
     names = keys(8)
     store.put("r", names, range(8), range(8))
@@ -342,8 +411,11 @@ def test_stored_pack_with_table_parses_without_catalogue(open_store: OpenStore, 
 def test_durability_interval_copies_blocks_and_flush_commits_once(
     store_url: str, open_store: OpenStore, keys: Keys
 ) -> None:
-    """Large jobs are copied, too: their rows are free at once, and their blocks become durable with the flush."""
-    store = open_store(store_url, durability="interval:1h", max_age_s=0.0, refresh_s=1e6)
+    """Large jobs are copied, too: their rows are free at once, and their blocks become durable with
+    the flush."""
+    store = open_store(
+        store_url, durability="interval:1h", max_age_s=0.0, refresh_s=1e6
+    )
     large, small = keys(64), keys(3)
     assert store.put("a", large, range(64), range(64))
     assert store.put("b", small, [0, 1, 2], None)
@@ -384,14 +456,21 @@ def test_durability_interval_elapsed_tick_commits(
 def test_durability_interval_full_staging_commits_early(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
 ) -> None:
-    store = open_store("memory://x", make_rows(64, 1 << 20), durability="interval:1h", staging_bytes=64 << 20)
+    store = open_store(
+        "memory://x",
+        make_rows(64, 1 << 20),
+        durability="interval:1h",
+        staging_bytes=64 << 20,
+    )
     names = keys(48)
     assert store.put("r", names[:8], range(8), range(8))
     assert not store.wants_commit()
     assert store.put("r", names[8:16], range(8, 16), range(8, 16))
     assert store.wants_commit(), "half of what may be staged"
     assert store.put("r", names[16:32], range(16, 32), range(16, 32))
-    assert not store.put("r", names[32:], range(32, 48), range(32, 48)), "no room is left: written from the rows"
+    assert not store.put("r", names[32:], range(32, 48), range(32, 48)), (
+        "no room is left: written from the rows"
+    )
     store.tick()
     assert all(map(store.contains, names))
     assert store.staged_bytes == 0
@@ -411,7 +490,9 @@ def test_begin_read_rows_do_not_match_distinct_keys_raises(
         (names[::-1], range(32, 49)),
         ([*names, names[5]], range(32, 49)),
     ):
-        with pytest.raises(ValueError, match=f"16 of them distinct, for {len(block_ids)} rows"):
+        with pytest.raises(
+            ValueError, match=f"16 of them distinct, for {len(block_ids)} rows"
+        ):
             store.read(some, block_ids)
     assert np.array_equal(store.rows.array, before)
 
@@ -419,11 +500,19 @@ def test_begin_read_rows_do_not_match_distinct_keys_raises(
 def test_read_any_blocks_into_any_rows_returns_stored_bytes(
     store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
 ) -> None:
-    """Read whole and partial frames into adjacent and scattered rows, from raw and encoded packs."""
+    """Read whole and partial frames into adjacent and scattered rows, from raw and encoded
+    packs."""
     draw = np.random.default_rng(11)
-    for codec, ranges in (("raw", ()), ("zstd", ()), ("raw", (((0, 4096), (8192, 100)),)), ("zstd", (((0, 100),),))):
+    for codec, ranges in (
+        ("raw", ()),
+        ("zstd", ()),
+        ("raw", (((0, 4096), (8192, 100)),)),
+        ("zstd", (((0, 100),),)),
+    ):
         store = open_store(
-            store_url.replace("?", f"-{codec}{len(ranges)}?"), make_rows(256, 16 << 10, ranges), codec=codec
+            store_url.replace("?", f"-{codec}{len(ranges)}?"),
+            make_rows(256, 16 << 10, ranges),
+            codec=codec,
         )
         store.rows.array[:, ::2] = 0
         names = keys(100)
@@ -432,16 +521,28 @@ def test_read_any_blocks_into_any_rows_returns_stored_bytes(
         before = store.rows.array.copy()
         for count in (1, 64, 100):
             store.rows.array[:] = 0
-            wanted = list(range(count)) if count == 100 else list(draw.permutation(100)[:count])
-            places = list(range(count)) if draw.integers(2) else list(draw.permutation(256)[:count])
+            wanted = (
+                list(range(count))
+                if count == 100
+                else list(draw.permutation(100)[:count])
+            )
+            places = (
+                list(range(count))
+                if draw.integers(2)
+                else list(draw.permutation(256)[:count])
+            )
             assert store.read([names[block] for block in wanted], places) == []
             expected = np.zeros_like(before)
             for offset, size in store.rows.layout.groups[0].ranges:
-                expected[places, offset : offset + size] = before[wanted, offset : offset + size]
+                expected[places, offset : offset + size] = before[
+                    wanted, offset : offset + size
+                ]
             assert (store.rows.array == expected).all()
 
 
-@pytest.mark.parametrize("order", ["as stored", "packs in turn", "reversed", "shuffled", "packs swapped"])
+@pytest.mark.parametrize(
+    "order", ["as stored", "packs in turn", "reversed", "shuffled", "packs swapped"]
+)
 def test_read_long_runs_in_any_order_fill_the_right_rows(
     open_store: OpenStore, store_url: str, keys: Keys, order: str
 ) -> None:
@@ -449,13 +550,19 @@ def test_read_long_runs_in_any_order_fill_the_right_rows(
     store, names = open_store(store_url), keys(52)
     positions = {
         "as stored": list(range(52)),
-        "packs in turn": [first + 24 * pack for first in range(24) for pack in (0, 1)] + [48, 49, 50, 51],
+        "packs in turn": [first + 24 * pack for first in range(24) for pack in (0, 1)]
+        + [48, 49, 50, 51],
         "reversed": list(range(52))[::-1],
         "shuffled": random.Random(0).sample(range(52), 52),
         "packs swapped": [*range(24, 48), 48, 49, *range(24), 50, 51],
     }[order]
     for start in (0, 24):
-        store.put("r", names[start : start + 24], range(start, start + 24), range(start, start + 24))
+        store.put(
+            "r",
+            names[start : start + 24],
+            range(start, start + 24),
+            range(start, start + 24),
+        )
         store.flush()
     before = refill(store)
     failed = store.read([names[position] for position in positions], range(52))

@@ -18,12 +18,18 @@ Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
 
 
-def small_store(tmp_path: Any, open_store: OpenStore, make_rows: Callable[..., Rows], **options: Any) -> Store:
+def small_store(
+    tmp_path: Any, open_store: OpenStore, make_rows: Callable[..., Rows], **options: Any
+) -> Store:
     """Open a store of 8 MiB on LMDB, with rows of 64 KiB."""
-    return open_store(f"lmdb://{tmp_path}/store?capacity=8MiB", make_rows(64), **options)
+    return open_store(
+        f"lmdb://{tmp_path}/store?capacity=8MiB", make_rows(64), **options
+    )
 
 
-def store_request(store: Store, request: str, names: list[bytes], *, close: bool = True) -> None:
+def store_request(
+    store: Store, request: str, names: list[bytes], *, close: bool = True
+) -> None:
     store.put(request, names, range(len(names)), range(len(names)))
     if close:
         store.end_request(end(request, names))
@@ -41,7 +47,12 @@ def test_store_full_evicts_oldest_requests_first(
     assert held == sorted(held), "the oldest go first"
     assert 4 <= sum(held) < 20
     news = store.take_news()
-    gone = [name for names, there in zip(requests, held, strict=True) if not there for name in names]
+    gone = [
+        name
+        for names, there in zip(requests, held, strict=True)
+        if not there
+        for name in names
+    ]
     assert sorted(news.removed) == sorted(gone)
     assert store.counters.evicted_blocks == len(gone)
     assert store.counters.dropped_blocks == 0
@@ -53,7 +64,11 @@ def test_store_full_evicts_oldest_requests_first(
 
 @pytest.mark.parametrize("use", ["read", "touch", "offer", "another request"])
 def test_store_full_keeps_used_blocks(
-    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any, use: str
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
+    tmp_path: Any,
+    use: str,
 ) -> None:
     store = small_store(tmp_path, open_store, make_rows)
     kept = keys(16)
@@ -75,14 +90,17 @@ def test_store_full_keeps_used_blocks(
 def test_store_full_growing_context_keeps_its_prefix(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
 ) -> None:
-    """Each manifest touches the whole chain, so a prefix is never evicted before the blocks that depend on it."""
+    """Each manifest touches the whole chain, so a prefix is never evicted before the blocks that
+    depend on it."""
     store = small_store(tmp_path, open_store, make_rows)
     context: list[bytes] = []
     for turn in range(8):
         fresh = keys(4)
         store.put("chat", fresh, range(4), range(len(context), len(context) + 4))
         context += fresh
-        store.end_request(RequestEnd("chat", f"turn{turn}", (context[:],), 16 * len(context), 16))
+        store.end_request(
+            RequestEnd("chat", f"turn{turn}", (context[:],), 16 * len(context), 16)
+        )
         store.flush()
         store_request(store, f"other{turn}", keys(16))
         assert all(map(store.contains, context))
@@ -101,7 +119,8 @@ def test_touch_without_stores_is_committed_when_due(
     store_request(store, "r", names)
     commits = store.counters.commits
     now = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() - 1000)  # no use becomes due during the test
+    # no use becomes due during the test
+    monkeypatch.setattr(time, "monotonic", lambda: now() - 1000)
     store.touch(names)
     due = store.seconds_to_work()
     assert due is not None
@@ -151,7 +170,11 @@ def test_tick_blocks_evicted_by_another_handle_are_removed(
 
 
 def test_store_full_request_larger_than_store_drops_only_its_blocks(
-    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any, caplog: pytest.LogCaptureFixture
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
+    tmp_path: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = open_store(f"lmdb://{tmp_path}/store?capacity=2MiB", make_rows(64))
     kept, large = keys(4), keys(64)
@@ -161,5 +184,12 @@ def test_store_full_request_larger_than_store_drops_only_its_blocks(
     assert store.counters.dropped_blocks == 3 * 64
     assert all(map(store.contains, kept))
     assert not any(map(store.contains, large))
-    assert sum("the store is full" in line for line in caplog.messages) == 1, "one warning a minute"
-    assert dict(store.take_news().persisted) == {"small": True, "large0": False, "large1": False, "large2": False}
+    assert sum("the store is full" in line for line in caplog.messages) == 1, (
+        "one warning a minute"
+    )
+    assert dict(store.take_news().persisted) == {
+        "small": True,
+        "large0": False,
+        "large1": False,
+        "large2": False,
+    }

@@ -1,4 +1,5 @@
-"""A store whose backend fails or whose bytes are damaged: reads miss, and never return wrong bytes."""
+"""A store whose backend fails or whose bytes are damaged: reads miss, and never return wrong
+bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_commit_store_full_drops_only_its_blocks(
     assert all(map(store.contains, lost)), "what was dropped can be stored later"
 
 
-def test_commit_store_full_for_whole_batch_commits_packs_one_by_one(faulty_store: FaultyStore, keys: Keys) -> None:
+def test_commit_store_full_for_whole_batch_commits_packs_one_by_one(
+    faulty_store: FaultyStore, keys: Keys
+) -> None:
     store, backend = faulty_store
 
     def refuse_two(namespace: bytes, batch: CommitBatch) -> None:
@@ -67,7 +70,9 @@ def test_commit_store_full_for_whole_batch_commits_packs_one_by_one(faulty_store
     assert [manifest.id for manifest in manifests(store)] == ["manifest-a"]
 
 
-def test_read_backend_error_misses_and_deletes_nothing(faulty_store: FaultyStore, keys: Keys) -> None:
+def test_read_backend_error_misses_and_deletes_nothing(
+    faulty_store: FaultyStore, keys: Keys
+) -> None:
     store, backend = faulty_store
     names = keys(64)
     store.put("r", names, range(64), None)
@@ -80,7 +85,11 @@ def test_read_backend_error_misses_and_deletes_nothing(faulty_store: FaultyStore
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_read_flipped_byte_misses_and_deletes_pack(
-    open_store: OpenStore, store_url: str, keys: Keys, codec: str, caplog: pytest.LogCaptureFixture
+    open_store: OpenStore,
+    store_url: str,
+    keys: Keys,
+    codec: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = open_store(store_url, codec=codec)
     store.rows.array[:, ::2] = 0
@@ -117,7 +126,9 @@ def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
     theirs.refresh()
     held = theirs.catalogue.backend.changes(theirs.namespace, None).added
     tables = [table for table in held if kept[0] not in table.keys.unpack()]
-    theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    theirs.catalogue.backend.commit(
+        theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables])
+    )
     theirs.refresh()
     theirs.rows.array[:] ^= 0xFF
     theirs.put("r", names, range(64), None)
@@ -131,7 +142,9 @@ def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
     assert set(names) <= set(news.stored)
 
 
-def test_read_pack_without_payload_misses_and_can_be_stored_again(open_store: OpenStore, keys: Keys) -> None:
+def test_read_pack_without_payload_misses_and_can_be_stored_again(
+    open_store: OpenStore, keys: Keys
+) -> None:
     store = open_store("memory://x")
     names = keys(64)
     for _ in range(2):
@@ -185,7 +198,11 @@ def test_read_swapped_payloads_miss(open_store: OpenStore, keys: Keys) -> None:
     store.rows.array[:] ^= 0xFF
     store.put("b", two, range(64), None)
     store.flush()
-    swap_payloads(store.catalogue.backend, store.namespace, *tables(store.catalogue.backend, store.namespace))
+    swap_payloads(
+        store.catalogue.backend,
+        store.namespace,
+        *tables(store.catalogue.backend, store.namespace),
+    )
     assert store.read(one, range(64)) == one
     assert store.read(two, range(64)) == two
 

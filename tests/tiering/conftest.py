@@ -1,4 +1,5 @@
-"""Fixtures: a manager with a primary tier on a shared region, and secondary tiers; keys and requests."""
+"""Fixtures: a manager with a primary tier on a shared region, and secondary tiers; keys and
+requests."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager
 
 STRIDE = 12288
-GROUPS = (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096))), GroupLayout(((0, 12288),)))
+GROUPS = (
+    GroupLayout(((0, 4096),)),
+    GroupLayout(((4096, 100), (8192, 4096))),
+    GroupLayout(((0, 12288),)),
+)
 
 
 def content(key: OffloadKey) -> npt.NDArray[np.uint8]:
@@ -32,7 +37,8 @@ def content(key: OffloadKey) -> npt.NDArray[np.uint8]:
 
 
 def context(req_id: str, *chains: Sequence[OffloadKey]) -> ReqContext:
-    """Return a request with a description of its chains, or without a description if there are none."""
+    """Return a request with a description of its chains, or without a description if there are
+    none."""
     if not chains:
         return ReqContext(req_id)
     description = RequestDescription(len(GROUPS))
@@ -67,7 +73,10 @@ class Stack:
         assert isinstance(spec, CPULoadStoreSpec)
         for key, row in zip(keys, spec.block_ids, strict=True):
             for offset, size in GROUPS[key[-1]].ranges:
-                assert (self.rows[row, offset : offset + size] == content(key)[offset : offset + size]).all()
+                assert (
+                    self.rows[row, offset : offset + size]
+                    == content(key)[offset : offset + size]
+                ).all()
 
     def step(self, times: int = 1) -> list[Any]:
         return [event for _ in range(times) for event in self.manager.take_events()]
@@ -93,21 +102,37 @@ MakeStack = Callable[..., Stack]
 
 @pytest.fixture
 def make_stack() -> Iterator[MakeStack]:
-    """Return a function that builds stacks of ``num_blocks`` rows; each tier is a function of (config, view)."""
+    """Return a function that builds stacks of ``num_blocks`` rows; each tier is a function of
+    (config, view)."""
     stacks: list[Stack] = []
 
     def make(
-        num_blocks: int, *tiers: Callable[[OffloadingConfig, memoryview], SecondaryTierManager], **options: Any
+        num_blocks: int,
+        *tiers: Callable[[OffloadingConfig, memoryview], SecondaryTierManager],
+        **options: Any,
     ) -> Stack:
-        region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks * STRIDE, num_blocks, 0, 1, STRIDE)
-        primary = CPUPrimaryTierOffloadingManager(num_blocks, region, enable_events=True)
+        region = SharedOffloadRegion(
+            uuid.uuid4().hex, num_blocks * STRIDE, num_blocks, 0, 1, STRIDE
+        )
+        primary = CPUPrimaryTierOffloadingManager(
+            num_blocks, region, enable_events=True
+        )
         view = primary.get_kv_memoryview()
-        config = OffloadingConfig({"weights": "w"}, 16, RowLayout(STRIDE, GROUPS), num_blocks, (region.fd,), True)
+        config = OffloadingConfig(
+            {"weights": "w"},
+            16,
+            RowLayout(STRIDE, GROUPS),
+            num_blocks,
+            (region.fd,),
+            True,
+        )
         options.setdefault("cascade_share", 1.0)
         with ExitStack() as undo:
             undo.callback(primary.shutdown)
             made = [tier(config, view) for tier in tiers]
-            manager = TieringOffloadingManager(primary, made, enable_events=True, **options)
+            manager = TieringOffloadingManager(
+                primary, made, enable_events=True, **options
+            )
             undo.pop_all()
         rows = np.frombuffer(view, dtype=np.uint8).reshape(num_blocks, STRIDE)
         stacks.append(Stack(manager, primary, rows, made))
@@ -125,7 +150,10 @@ def keys() -> Callable[..., list[OffloadKey]]:
     numbers = itertools.count(1)
 
     def make(count: int, group: int = 0) -> list[OffloadKey]:
-        return [make_offload_key(next(numbers).to_bytes(32, "little"), group) for _ in range(count)]
+        return [
+            make_offload_key(next(numbers).to_bytes(32, "little"), group)
+            for _ in range(count)
+        ]
 
     return make
 

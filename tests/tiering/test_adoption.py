@@ -43,13 +43,16 @@ class Engine:
         memory = mmap.mmap(fd, 0)
         self.rows = np.frombuffer(memory, np.uint8).reshape(NUM_ROWS, -1)
         fields = identity(release).fields
-        config = OffloadingConfig(fields, TOKENS, LAYOUT, NUM_ROWS, (fd,) if host == "process" else ())
+        config = OffloadingConfig(
+            fields, TOKENS, LAYOUT, NUM_ROWS, (fd,) if host == "process" else ()
+        )
         self.tier = PersistentTier(config, memoryview(memory), url=url, host=host)
         undo.callback(self.tier.shutdown)
         self._jobs = 0
 
     def run(self, tokens: list[int], kv: KV) -> None:
-        """Store the blocks of a request that an engine has computed, and wait until they are durable."""
+        """Store the blocks of a request that an engine has computed, and wait until they are
+        durable."""
         keys = [OffloadKey(key) for key in keys_of(tokens)]
         self.rows[: len(keys)] = to_blocks(kv, "float32")
         description = RequestDescription()
@@ -68,7 +71,9 @@ class Engine:
             self._submit(keys[:count], ReqContext("l"), is_promotion=True)
         return count
 
-    def _submit(self, keys: list[OffloadKey], context: ReqContext, *, is_promotion: bool) -> None:
+    def _submit(
+        self, keys: list[OffloadKey], context: ReqContext, *, is_promotion: bool
+    ) -> None:
         self._jobs += 1
         job = JobMetadata(self._jobs, keys, np.arange(len(keys)), is_promotion, context)
         (self.tier.submit_load if is_promotion else self.tier.submit_store)(job)
@@ -76,7 +81,9 @@ class Engine:
         while not (results := list(self.tier.get_finished_jobs())):
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert [(result.success, list(result.failed_keys)) for result in results] == [(True, [])]
+        assert [(result.success, list(result.failed_keys)) for result in results] == [
+            (True, [])
+        ]
 
 
 StartEngine = Callable[..., Engine]
@@ -86,7 +93,9 @@ StartEngine = Callable[..., Engine]
 def start(tmp_path: Path) -> Iterator[StartEngine]:
     """Return a function that starts engines of a release on one store; end them after the test."""
     with ExitStack() as undo:
-        yield lambda release, host="process": Engine(f"lmdb://{tmp_path}/store?capacity=64MiB", release, undo, host)
+        yield lambda release, host="process": Engine(
+            f"lmdb://{tmp_path}/store?capacity=64MiB", release, undo, host
+        )
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +120,16 @@ def test_persistent_tier_newer_release_loads_blocks_of_older_one(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert np.array_equal(newer.rows[:BLOCKS], to_blocks(contexts[2], "float32"))
-    newer.run(PROMPTS[2], contexts[2])  # stored in its own namespace, although a lookup finds the older blocks
+    # stored in its own namespace, although a lookup finds the older blocks
+    newer.run(PROMPTS[2], contexts[2])
     stats = newer.tier.store_stats().host
     assert stats is not None
     assert stats.counters.stored_blocks == 3 * BLOCKS
 
 
-def test_persistent_tier_blocks_loaded_elsewhere_prevent_adoption(start: StartEngine, contexts: list[KV]) -> None:
+def test_persistent_tier_blocks_loaded_elsewhere_prevent_adoption(
+    start: StartEngine, contexts: list[KV]
+) -> None:
     older = start("0.31")
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         older.run(tokens, kv)

@@ -1,4 +1,5 @@
-"""Fingerprint collisions: random histories of a tier over keys of which several have the same fingerprint."""
+"""Fingerprint collisions: random histories of a tier over keys of which several have the same
+fingerprint."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.persistent import PersistentTier
 
 XXH3_SECRET = bytes.fromhex("b8fe6c3923a44bbe")
-"""First 8 bytes of the secret of xxh3: the hash of 32 bytes that begin with them does not depend on the next 8."""
+"""First 8 bytes of the secret of xxh3: the hash of 32 bytes that begin with them does not depend on
+the next 8."""
 BLOCK = 4096
 ROWS = 24
 LAYOUT = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)), GroupLayout(((0, BLOCK // 2),))))
@@ -32,7 +34,10 @@ def colliding_keys(classes: int, members: int, seed: int) -> list[OffloadKey]:
     keys = []
     for _ in range(classes):
         end, group = draw.randbytes(12), draw.randrange(2)
-        some = [make_offload_key(XXH3_SECRET + draw.randbytes(8) + end, group) for _ in range(members)]
+        some = [
+            make_offload_key(XXH3_SECRET + draw.randbytes(8) + end, group)
+            for _ in range(members)
+        ]
         assert len(set(map(xxhash.xxh3_64_intdigest, some))) == 1
         keys += some
     return keys
@@ -61,7 +66,9 @@ class History:
 
     def open(self) -> None:
         config = OffloadingConfig({"weights": "w"}, 16, LAYOUT, ROWS)
-        self.tier = PersistentTier(config, memoryview(self.memory), url=self.url, host="inline", max_age_s=0.0)
+        self.tier = PersistentTier(
+            config, memoryview(self.memory), url=self.url, host="inline", max_age_s=0.0
+        )
 
     def run(self, job: JobMetadata) -> set[OffloadKey]:
         """Run a job; return the keys that failed."""
@@ -83,7 +90,8 @@ class History:
         return JobMetadata(self.jobs, keys, rows, load, ReqContext(f"r{self.jobs}"))
 
     def store(self, keys: list[OffloadKey]) -> None:
-        """Store blocks. The tier skips a job if all of its keys seem held, and then a collided key is not stored."""
+        """Store blocks. The tier skips a job if all of its keys seem held, and then a collided key
+        is not stored."""
         skips = all(self.finds(key) for key in keys)
         job = self.job(keys, load=False)
         for key, row in zip(keys, job.block_ids, strict=True):
@@ -103,7 +111,9 @@ class History:
         assert failed == set(keys) - self.durable
         for key, row in zip(keys, job.block_ids, strict=True):
             size = LAYOUT.groups[key[-1]].block_bytes
-            assert key in failed or (self.rows[row, :size] == content(key)[:size]).all(), "wrong bytes"
+            assert (
+                key in failed or (self.rows[row, :size] == content(key)[:size]).all()
+            ), "wrong bytes"
         assert not any(map(self.finds, failed)), "an engine would retry it for ever"
         return failed
 
@@ -117,7 +127,8 @@ class History:
                 self.store(keys)
             case 3 | 4 | 5:
                 self.load(keys)
-            case 6:  # as an engine: load the blocks that are found, compute the others, store all
+            # as an engine: load the blocks that are found, compute the others, store all
+            case 6:
                 failed = self.load([key for key in keys if self.finds(key)] or keys[:1])
                 self.store(keys)
                 self.store(keys)
@@ -127,7 +138,9 @@ class History:
                 self.tier.shutdown()
                 self.open()
         lost = [key.hex()[:8] for key in self.durable if not self.finds(key)]
-        assert not lost, f"{len(lost)} of {len(self.durable)} stored blocks are not found in {self.url}"
+        assert not lost, (
+            f"{len(lost)} of {len(self.durable)} stored blocks are not found in {self.url}"
+        )
 
     def end(self) -> None:
         assert self.load(list(POOL)) == set(POOL) - self.durable
@@ -139,12 +152,19 @@ class History:
 
 @pytest.fixture
 def urls(tmp_path: Path) -> Iterator[Callable[[int], str]]:
-    """Return a function that names the store of a history; most are in /dev/shm, where a sync takes no time."""
+    """Return a function that names the store of a history; most are in /dev/shm, where a sync takes
+    no time."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield lambda number: f"lmdb://{tmp_path if number % 10 == 0 else directory}/{number}?capacity=4MiB"
+        yield (
+            lambda number: (
+                f"lmdb://{tmp_path if number % 10 == 0 else directory}/{number}?capacity=4MiB"
+            )
+        )
 
 
-def run_histories(urls: Callable[[int], str], first: int, count: int, caplog: pytest.LogCaptureFixture) -> None:
+def run_histories(
+    urls: Callable[[int], str], first: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         for seed in range(first, first + count):
             history = History(urls(seed), seed)
@@ -165,10 +185,14 @@ def test_persistent_tier_colliding_keys_serve_no_wrong_bytes(
 def test_persistent_tier_colliding_keys_many_histories_no_wrong_bytes(
     urls: Callable[[int], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_histories(urls, 1000, int(os.environ.get("PERSISTKV_HISTORIES", "1000")), caplog)
+    run_histories(
+        urls, 1000, int(os.environ.get("PERSISTKV_HISTORIES", "1000")), caplog
+    )
 
 
-def test_persistent_tier_collided_block_is_served_after_second_store(urls: Callable[[int], str]) -> None:
+def test_persistent_tier_collided_block_is_served_after_second_store(
+    urls: Callable[[int], str],
+) -> None:
     history = History(urls(0), 0)
     first, second = POOL[:2]
     history.store([first])

@@ -18,17 +18,23 @@ from persistkv.tiering.example import ExampleSecondaryTier
 
 
 class TestExampleTier(SecondaryTierConformance):
-    def open_tier(self, config: OffloadingConfig, view: memoryview) -> ExampleSecondaryTier:
+    def open_tier(
+        self, config: OffloadingConfig, view: memoryview
+    ) -> ExampleSecondaryTier:
         return ExampleSecondaryTier(config, view)
 
 
 class TestExampleTierAsynchronous(SecondaryTierConformance):
-    def open_tier(self, config: OffloadingConfig, view: memoryview) -> ExampleSecondaryTier:
+    def open_tier(
+        self, config: OffloadingConfig, view: memoryview
+    ) -> ExampleSecondaryTier:
         return ExampleSecondaryTier(config, view, max_blocks=16, simulate_async=True)
 
 
 def test_example_tier_full_evicts_oldest_but_not_blocks_of_job(
-    make_stack: Callable[..., Any], keys: Callable[..., list[OffloadKey]], described: Callable[..., ReqContext]
+    make_stack: Callable[..., Any],
+    keys: Callable[..., list[OffloadKey]],
+    described: Callable[..., ReqContext],
 ) -> None:
     stack = make_stack(16, partial(ExampleSecondaryTier, max_blocks=4))
     (tier,) = stack.tiers
@@ -42,13 +48,17 @@ def test_example_tier_full_evicts_oldest_but_not_blocks_of_job(
     assert len(tier.blocks) == 4
     many = keys(6)
     stack.store(many, req)
-    assert list(tier.blocks) == many[:4], "blocks without room next to the rest of their job are declined"
+    assert list(tier.blocks) == many[:4], (
+        "blocks without room next to the rest of their job are declined"
+    )
     (*_, result) = tier.completed_jobs
     assert list(result.failed_keys) == many[4:]
 
 
 def test_example_tier_simulate_async_runs_jobs_on_poll(
-    make_stack: Callable[..., Any], keys: Callable[..., list[OffloadKey]], described: Callable[..., ReqContext]
+    make_stack: Callable[..., Any],
+    keys: Callable[..., list[OffloadKey]],
+    described: Callable[..., ReqContext],
 ) -> None:
     stack = make_stack(8, partial(ExampleSecondaryTier, simulate_async=True))
     (tier,) = stack.tiers
@@ -85,7 +95,9 @@ def test_example_tier_lengths_differ_raises_without_side_effects(
 
 
 def test_example_tier_held_key_is_not_copied_again(
-    make_stack: Callable[..., Any], keys: Callable[..., list[OffloadKey]], described: Callable[..., ReqContext]
+    make_stack: Callable[..., Any],
+    keys: Callable[..., list[OffloadKey]],
+    described: Callable[..., ReqContext],
 ) -> None:
     stack = make_stack(8, partial(ExampleSecondaryTier, max_blocks=2))
     (tier,) = stack.tiers
@@ -96,10 +108,14 @@ def test_example_tier_held_key_is_not_copied_again(
     tier.submit_store(JobMetadata(3, [held], np.array([1]), False, req))
     assert set(tier.blocks[held]) == {1}
     tier.submit_store(JobMetadata(4, [new], np.array([1]), False, req))
-    assert set(tier.blocks) == {held, new}, "a block that is stored again counts as used"
+    assert set(tier.blocks) == {held, new}, (
+        "a block that is stored again counts as used"
+    )
     assert [result.success for result in tier.get_finished_jobs()] == [True] * 4
 
 
-def test_example_tier_max_blocks_below_one_raises(make_stack: Callable[..., Any]) -> None:
+def test_example_tier_max_blocks_below_one_raises(
+    make_stack: Callable[..., Any],
+) -> None:
     with pytest.raises(ConfigurationError, match="max_blocks"):
         make_stack(8, partial(ExampleSecondaryTier, max_blocks=0))

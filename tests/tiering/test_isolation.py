@@ -37,7 +37,11 @@ def store_only_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) ->
 
 @pytest.mark.parametrize("call", ["drain_jobs", "shutdown"])
 def test_manager_shutdown_tier_raises_other_tiers_and_region_are_released(
-    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture, call: str
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
@@ -51,9 +55,15 @@ def test_manager_shutdown_tier_raises_other_tiers_and_region_are_released(
     assert not os.path.exists(path)
 
 
-@pytest.mark.parametrize("order", [(raising_tier, recording_tier), (recording_tier, raising_tier)])
+@pytest.mark.parametrize(
+    "order", [(raising_tier, recording_tier), (recording_tier, raising_tier)]
+)
 def test_complete_store_submit_store_raises_other_tier_stores(
-    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture, order: tuple[Any, Any]
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    caplog: pytest.LogCaptureFixture,
+    order: tuple[Any, Any],
 ) -> None:
     stack = make_stack(8, *order)
     faulty = next(tier for tier in stack.tiers if isinstance(tier, RaisingTier))
@@ -65,12 +75,17 @@ def test_complete_store_submit_store_raises_other_tier_stores(
     assert set(other.blocks) == set(names)
     assert "raised in submit_store: the job failed" in caplog.text
     assert stack.manager.stats.failed_cascades == 3
-    assert stack.primary.num_free_or_evictable() == 8, "the failed job no longer references its rows"
+    assert stack.primary.num_free_or_evictable() == 8, (
+        "the failed job no longer references its rows"
+    )
     assert not stack.manager.has_pending_work()
 
 
 def test_promotion_submit_load_raises_misses(
-    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
@@ -93,7 +108,10 @@ def test_promotion_submit_load_raises_misses(
 
 
 def test_lookup_tier_raises_next_tier_is_asked(
-    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
     names = keys(3)
@@ -105,7 +123,10 @@ def test_lookup_tier_raises_next_tier_is_asked(
 
 
 def test_take_events_tier_raises_other_tier_is_polled_and_reports(
-    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
@@ -117,7 +138,9 @@ def test_take_events_tier_raises_other_tier_is_polled_and_reports(
     assert set(other.blocks) == set(names)
     assert "raised in get_finished_jobs" in caplog.text
     assert "raised in take_events" in caplog.text
-    assert stack.primary.num_free_or_evictable() == 5, "the tier may still read its rows"
+    assert stack.primary.num_free_or_evictable() == 5, (
+        "the tier may still read its rows"
+    )
     faulty.failing.clear()
     stack.step()
     assert stack.primary.num_free_or_evictable() == 8
@@ -140,10 +163,14 @@ def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
     faulty.failing.add("get_finished_jobs")
     assert stack.promote(names, req) == [False] * 3
     assert stack.promote(names, announce(stack, described("d", names))) == [False] * 3
-    assert stack.primary.num_free_or_evictable() == 5, "the tier may still write to its rows"
+    assert stack.primary.num_free_or_evictable() == 5, (
+        "the tier may still write to its rows"
+    )
     assert not stack.manager.has_pending_work()
     stack.manager.on_request_finished(offering)
-    assert ("finished", "c") in faulty.calls, "the end does not wait for a tier that cannot be polled"
+    assert ("finished", "c") in faulty.calls, (
+        "the end does not wait for a tier that cannot be polled"
+    )
     faulty.failing.clear()
     faulty.withholds_results = False
     stack.step()
@@ -154,7 +181,9 @@ def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
     stack.manager.complete_load(names, later)
 
 
-def test_manager_tier_cannot_be_polled_gets_no_jobs(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_manager_tier_cannot_be_polled_gets_no_jobs(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, raising_tier)
     (faulty,) = stack.tiers
     names = keys(2)
@@ -173,9 +202,15 @@ def test_manager_tier_cannot_be_polled_gets_no_jobs(make_stack: MakeStack, keys:
     assert stack.promote(names, announce(stack, described("d", names))) == [True] * 2
 
 
-@pytest.mark.parametrize("call", ["on_new_request", "on_request_finished", "touch", "has_pending_work"])
+@pytest.mark.parametrize(
+    "call", ["on_new_request", "on_request_finished", "touch", "has_pending_work"]
+)
 def test_manager_tier_raises_in_notification_others_are_notified(
-    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture, call: str
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
@@ -194,7 +229,10 @@ def test_manager_tier_raises_in_notification_others_are_notified(
 
 
 def test_reset_cache_tier_raises_old_weights_are_not_served(
-    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
     faulty, other = stack.tiers
@@ -222,7 +260,9 @@ class RaisingContexts(RaisingTier):
         raise OSError("take_recent")
 
 
-def test_prewarming_tier_raises_steps_continue(make_stack: MakeStack, caplog: pytest.LogCaptureFixture) -> None:
+def test_prewarming_tier_raises_steps_continue(
+    make_stack: MakeStack, caplog: pytest.LogCaptureFixture
+) -> None:
     stack = make_stack(8, RaisingContexts, prewarm_share=0.5)
     assert isinstance(stack.tiers[0], RecentContexts)
     stack.step(3)
@@ -239,7 +279,9 @@ def test_manager_tier_raises_in_each_step_is_reported_once(
     assert caplog.text.count("raised in get_finished_jobs") == 1
 
 
-def test_manager_keyboard_interrupt_in_tier_is_raised(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_manager_keyboard_interrupt_in_tier_is_raised(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, raising_tier)
     stack.tiers[0].failing.add("submit_store")
     stack.tiers[0].error = KeyboardInterrupt

@@ -29,26 +29,36 @@ def announce(stack: Any, req: ReqContext) -> ReqContext:
     return req
 
 
-def store_only_in_tiers(stack: Any, names: Sequence[OffloadKey], req: ReqContext) -> None:
+def store_only_in_tiers(
+    stack: Any, names: Sequence[OffloadKey], req: ReqContext
+) -> None:
     """Store blocks, wait until the tiers have them, and empty the primary tier."""
     stack.store(names, announce(stack, req))
     stack.step()
     stack.clear_primary()
 
 
-def test_complete_store_success_cascades_to_all_tiers(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_complete_store_success_cascades_to_all_tiers(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, recording, block_level)
     req = announce(stack, described("r"))
     names = keys(3)
     stack.store(names, req)
     assert [list(tier.stores[0].keys) for tier in stack.tiers] == [names, names]
-    assert stack.primary.prepare_store(keys(6), req) is None, "rows that a cascade reads are protected"
+    assert stack.primary.prepare_store(keys(6), req) is None, (
+        "rows that a cascade reads are protected"
+    )
     stack.step()
     assert [len(tier.blocks) for tier in stack.tiers] == [3, 3]
-    assert stack.primary.prepare_store(keys(8), req) is not None, "each tier released its own reference"
+    assert stack.primary.prepare_store(keys(8), req) is not None, (
+        "each tier released its own reference"
+    )
 
 
-def test_complete_store_failure_cascades_nothing(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_complete_store_failure_cascades_nothing(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, recording)
     req = announce(stack, described("r"))
     names = keys(3)
@@ -73,7 +83,9 @@ def test_manager_without_secondary_tiers_stores_and_loads(
     assert not stack.manager.has_pending_work()
 
 
-def test_promotion_three_groups_use_one_load_job(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_three_groups_use_one_load_job(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(16, recording)
     chains = [keys(3, group) for group in range(3)]
     everything = [key for chain in chains for key in chain]
@@ -110,7 +122,9 @@ def test_promotion_wanted_by_two_requests_loads_block_once(
         assert (stack.primary.num_free_or_evictable() == 8) is bool(left)
 
 
-def test_manager_polls_tier_jobs_once_per_step(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_manager_polls_tier_jobs_once_per_step(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, recording)
     req = announce(stack, described("r"))
     stack.store(keys(2), req)
@@ -133,7 +147,9 @@ def test_prepare_store_without_room_polls_tier_jobs_once_per_step(
     stack.step()
     assert stack.tiers[0].polls == 1
     stack.tiers[0].withholds_results = False
-    assert stack.manager.prepare_store(keys(2), req) is not None, "polled at the first need of the next step"
+    assert stack.manager.prepare_store(keys(2), req) is not None, (
+        "polled at the first need of the next step"
+    )
     stack.step()
     assert stack.tiers[0].polls == 2
 
@@ -157,7 +173,9 @@ def test_promotion_failed_block_misses_and_is_not_retried(
     assert stack.manager.stats.failed_promotions == 1
 
 
-def test_promotion_too_large_loads_prefix_that_fits(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_too_large_loads_prefix_that_fits(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(6, recording)
     chains = [keys(3, 0), keys(3, 1)]
     for chain in chains:
@@ -168,12 +186,16 @@ def test_promotion_too_large_loads_prefix_that_fits(make_stack: MakeStack, keys:
     taken = stack.primary.prepare_store(keys(2), busy)
     req = announce(stack, described("b", *chains))
     answers = stack.promote(chains[0] + chains[1], req)
-    assert answers == [True, True, False, True, True, False], "the same depth of each group"
+    assert answers == [True, True, False, True, True, False], (
+        "the same depth of each group"
+    )
     assert taken is not None
     assert stack.manager.stats.declined_promotions == 2
 
 
-def test_promotion_full_primary_waits_for_free_rows(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_full_primary_waits_for_free_rows(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(4, recording)
     names = keys(2)
     store_only_in_tiers(stack, names, described("a", names))
@@ -187,12 +209,17 @@ def test_promotion_full_primary_waits_for_free_rows(make_stack: MakeStack, keys:
     assert stack.promote(names, req) == [True, True]
 
 
-def test_promotion_full_primary_past_room_wait_misses(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_full_primary_past_room_wait_misses(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(4, recording, room_wait_s=0.0)
     names = keys(2)
     store_only_in_tiers(stack, names, described("a", names))
     stack.primary.prepare_store(keys(4), announce(stack, described("busy")))
-    assert stack.promote(names, announce(stack, described("b", names))) == [False, False]
+    assert stack.promote(names, announce(stack, described("b", names))) == [
+        False,
+        False,
+    ]
 
 
 def test_promotion_full_primary_by_default_misses_within_one_second(
@@ -221,7 +248,8 @@ def test_promotion_full_primary_does_not_evict_own_prefix(
     assert stack.promote(names[:4], first) == [True] * 4
     stack.manager.on_request_finished(first)
     other = announce(stack, described("other"))
-    stack.store(keys(2), other)  # the primary tier is full now; the prefix is its oldest part
+    # the primary tier is full now; the prefix is its oldest part
+    stack.store(keys(2), other)
     stack.step()
     second = announce(stack, described("c", names))
     assert stack.promote(names, second) == [True] * 6
@@ -230,7 +258,8 @@ def test_promotion_full_primary_does_not_evict_own_prefix(
 def test_promotion_after_promoted_prefix_uses_remaining_rows(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """The request already references its promoted blocks, so they are not subtracted twice from the available rows."""
+    """The request already references its promoted blocks, so they are not subtracted twice from the
+    available rows."""
     stack = make_stack(6, recording)
     names = keys(5)
     store_only_in_tiers(stack, names, described("a", names))
@@ -239,7 +268,9 @@ def test_promotion_after_promoted_prefix_uses_remaining_rows(
     assert stack.promote(names, req) == [True] * 5
 
 
-def test_promotion_rows_are_held_until_loaded(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_promotion_rows_are_held_until_loaded(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(4, recording)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
@@ -295,7 +326,10 @@ def test_promotion_one_of_two_requests_cancelled_other_loads(
     stack = make_stack(4, recording)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
-    gone, stays = announce(stack, described("b", names)), announce(stack, described("c", names))
+    gone, stays = (
+        announce(stack, described("b", names)),
+        announce(stack, described("c", names)),
+    )
     for req in (gone, stays):
         for key in names:
             stack.manager.lookup(key, req)
@@ -316,7 +350,9 @@ def test_prepare_store_request_level_tier_receives_existing_blocks(
     request_level, blocks_only = stack.tiers
     assert [list(job.keys) for job in request_level.stores] == [prefix, prefix, suffix]
     assert [list(job.keys) for job in blocks_only.stores] == [prefix, suffix]
-    assert stack.primary.num_free_or_evictable() == 16 - 5, "existing blocks are pinned while they are read"
+    assert stack.primary.num_free_or_evictable() == 16 - 5, (
+        "existing blocks are pinned while they are read"
+    )
     stack.step()
     assert stack.primary.num_free_or_evictable() == 16
 
@@ -350,10 +386,14 @@ def test_on_request_finished_tiers_are_notified_after_last_store(
 def test_on_request_finished_waits_for_blocks_of_another_writer(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """Otherwise the manifest is written before all blocks are submitted, and names only a part of the context."""
+    """Otherwise the manifest is written before all blocks are submitted, and names only a part of
+    the context."""
     stack = make_stack(8, recording)
     names = keys(2)
-    writer, other = announce(stack, described("a", names)), announce(stack, described("b", names))
+    writer, other = (
+        announce(stack, described("a", names)),
+        announce(stack, described("b", names)),
+    )
     output = stack.manager.prepare_store(names, writer)
     assert stack.manager.prepare_store(names, other).keys_to_store == []
     stack.manager.on_request_finished(other)
@@ -363,7 +403,9 @@ def test_on_request_finished_waits_for_blocks_of_another_writer(
     assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
 
 
-def test_prepare_store_uses_rows_of_ended_cascades(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_prepare_store_uses_rows_of_ended_cascades(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(4, recording)
     req = announce(stack, described("r"))
     for _ in range(3):
@@ -372,7 +414,9 @@ def test_prepare_store_uses_rows_of_ended_cascades(make_stack: MakeStack, keys: 
     assert [len(job.keys) for job in stack.tiers[0].stores] == [4, 4, 4]
 
 
-def test_complete_store_readable_keys_are_ignored(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_complete_store_readable_keys_are_ignored(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, recording)
     req = announce(stack, described("r"))
     first, second = keys(2), keys(2)
@@ -380,9 +424,13 @@ def test_complete_store_readable_keys_are_ignored(make_stack: MakeStack, keys: K
     output = stack.manager.prepare_store(second, req)
     stack.manager.on_request_finished(req)
     stack.manager.complete_store(first, req)
-    assert ("finished", "r") not in stack.tiers[0].calls, "its second store is still in flight"
+    assert ("finished", "r") not in stack.tiers[0].calls, (
+        "its second store is still in flight"
+    )
     stack.manager.complete_store([*first, *output.keys_to_store, *second], req)
-    assert [list(job.keys) for job in stack.tiers[0].stores] == [first, second], "each block cascades once"
+    assert [list(job.keys) for job in stack.tiers[0].stores] == [first, second], (
+        "each block cascades once"
+    )
     assert stack.tiers[0].calls[-1] == ("finished", "r")
     stack.step(2)
     assert stack.primary.num_free_or_evictable() == 8
@@ -400,9 +448,16 @@ def test_cascade_above_share_is_submitted_once_room_is_free(
         stack.store(names[start : start + 2], req)
     stack.manager.on_request_finished(req)
     stack.step()
-    assert [[len(job.keys) for job in tier.stores] for tier in stack.tiers] == [[2, 2], [2, 2]]
-    assert stack.primary.num_free_or_evictable() == 12, "blocks whose cascade waits may be evicted"
-    assert ("finished", "r") not in stack.tiers[0].calls, "its last store was not submitted yet"
+    assert [[len(job.keys) for job in tier.stores] for tier in stack.tiers] == [
+        [2, 2],
+        [2, 2],
+    ]
+    assert stack.primary.num_free_or_evictable() == 12, (
+        "blocks whose cascade waits may be evicted"
+    )
+    assert ("finished", "r") not in stack.tiers[0].calls, (
+        "its last store was not submitted yet"
+    )
     assert stack.manager.has_pending_work()
     for tier in stack.tiers:
         tier.withholds_results = False
@@ -435,7 +490,9 @@ def test_cascade_above_share_evicted_while_it_waits_is_counted_and_ends_request(
     assert tier.calls[-1] == ("finished", "r")
 
 
-def test_cascades_above_share_wait_in_bounded_queue(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_cascades_above_share_wait_in_bounded_queue(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     """A tier that never ends a job leaves no more blocks waiting than there are rows."""
     stack = make_stack(8, recording, cascade_share=0.25)
     tier = stack.tiers[0]
@@ -483,14 +540,19 @@ def test_cascades_above_share_are_submitted_by_shutdown(
     assert ("finished", "r") in tier.calls
 
 
-def test_manager_asks_tiers_in_order_and_touches_all(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_manager_asks_tiers_in_order_and_touches_all(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, recording, recording)
     names = keys(2)
     store_only_in_tiers(stack, names, described("a", names))
     del stack.tiers[0].blocks[names[1]]
     req = announce(stack, described("b", names))
     assert stack.promote(names, req) == [True, True]
-    assert [list(tier.loads[0].keys) for tier in stack.tiers] == [[names[0]], [names[1]]]
+    assert [list(tier.loads[0].keys) for tier in stack.tiers] == [
+        [names[0]],
+        [names[1]],
+    ]
     stack.manager.touch(names, req)
     assert [tier.touched for tier in stack.tiers] == [names, names]
 
@@ -505,9 +567,14 @@ def test_reset_cache_drops_blocks_and_frees_rows_as_jobs_end(
     stack.store(names, req)  # its cascade is in flight
     writing = stack.manager.prepare_store(others, req)
     stack.manager.reset_cache()
-    assert stack.promote(names + others, announce(stack, described("b", names))) == [False] * 5
+    assert (
+        stack.promote(names + others, announce(stack, described("b", names)))
+        == [False] * 5
+    )
     stack.manager.complete_store(writing.keys_to_store, req)
-    assert [list(job.keys) for job in tier.stores] == [names], "blocks computed before the reset are not cascaded"
+    assert [list(job.keys) for job in tier.stores] == [names], (
+        "blocks computed before the reset are not cascaded"
+    )
     stack.step()
     assert stack.primary.num_free_or_evictable() == 8
 
@@ -531,7 +598,10 @@ def test_reset_cache_during_promotion_frees_rows_and_tier_keeps_blocks(
 
 
 def test_manager_repeated_job_result_is_logged_and_ignored(
-    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, recording)
     req = announce(stack, described("r"))
@@ -545,13 +615,17 @@ def test_manager_repeated_job_result_is_logged_and_ignored(
 
 
 def test_manager_option_out_of_range_raises_and_names_it(make_stack: MakeStack) -> None:
-    with pytest.raises(ConfigurationError, match=r"cascade_share: 0 .* expected a share above 0"):
+    with pytest.raises(
+        ConfigurationError, match=r"cascade_share: 0 .* expected a share above 0"
+    ):
         make_stack(4, cascade_share=0)
     with pytest.raises(ConfigurationError, match="hold_s"):
         make_stack(4, hold_s=0)
 
 
-def test_take_events_reports_stored_and_removed_keys(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_take_events_reports_stored_and_removed_keys(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(2, recording)
     req = announce(stack, described("r"))
     first, second = keys(2), keys(2)
@@ -559,5 +633,9 @@ def test_take_events_reports_stored_and_removed_keys(make_stack: MakeStack, keys
     stack.step()
     stack.store(second, req)
     (removed, stored) = stack.step()
-    assert (sorted(removed.keys), removed.medium, removed.removed) == (sorted(first), "CPU", True)
+    assert (sorted(removed.keys), removed.medium, removed.removed) == (
+        sorted(first),
+        "CPU",
+        True,
+    )
     assert (stored.keys, stored.removed) == (second, False)

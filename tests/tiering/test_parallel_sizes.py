@@ -1,4 +1,5 @@
-"""Blocks of head-sharded caches are shared by engines with different numbers of tensor-parallel workers."""
+"""Blocks of head-sharded caches are shared by engines with different numbers of tensor-parallel
+workers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def test_head_sharded_blocks_in_lmdb_are_shared_by_1_2_and_1_workers(
     check_sharing(f"lmdb://{tmp_path}/store", factor=factor, tokens_first=tokens_first)
 
 
-def test_head_sharded_engine_loads_blocks_of_engine_with_one_worker_and_direct_rows(tmp_path: Path) -> None:
+def test_head_sharded_engine_loads_blocks_of_engine_with_one_worker_and_direct_rows(
+    tmp_path: Path,
+) -> None:
     """With one GPU block per row, both layouts have the same bytes."""
     url, keys = f"lmdb://{tmp_path}/store", block_keys(2)
     first = ParallelEngine(url, 1, head_sharded=False)

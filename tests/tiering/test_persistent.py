@@ -16,7 +16,11 @@ import pytest
 
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, Retention
 from persistkv.config import OffloadingConfig
-from persistkv.errors import ConfigurationError, IdentityMismatchError, StoreUnavailableError
+from persistkv.errors import (
+    ConfigurationError,
+    IdentityMismatchError,
+    StoreUnavailableError,
+)
 from persistkv.storage import open_backend
 from persistkv.storage.records import Choice
 from persistkv.testing.tier_conformance import SecondaryTierConformance
@@ -43,7 +47,9 @@ class TestPersistentTierInThread(SecondaryTierConformance):
         self.url = f"lmdb://{tmp_path}/store"
 
     def open_tier(self, config: OffloadingConfig, view: memoryview) -> PersistentTier:
-        return PersistentTier(config, view, url=self.url, host="thread", codec="zstd", max_age_s=0.01)
+        return PersistentTier(
+            config, view, url=self.url, host="thread", codec="zstd", max_age_s=0.01
+        )
 
 
 def lmdb(tmp_path: Path, **options: Any) -> Callable[..., PersistentTier]:
@@ -52,7 +58,10 @@ def lmdb(tmp_path: Path, **options: Any) -> Callable[..., PersistentTier]:
 
 @pytest.mark.parametrize("missing", ["descriptor", "pidfds"])
 def test_persistent_tier_without_descriptor_or_pidfds_uses_thread(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: str,
 ) -> None:
     from persistkv.config import GroupLayout, RowLayout
 
@@ -65,7 +74,11 @@ def test_persistent_tier_without_descriptor_or_pidfds_uses_thread(
         fd = os.memfd_create("rows")
         monkeypatch.setattr(os, "pidfd_open", refuse)
     config = OffloadingConfig(
-        {"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4, () if fd is None else (fd,)
+        {"a": 1},
+        16,
+        RowLayout(4096, (GroupLayout(((0, 4096),)),)),
+        4,
+        () if fd is None else (fd,),
     )
     with caplog.at_level(logging.WARNING):
         tier = lmdb(tmp_path)(config, memory)
@@ -113,14 +126,18 @@ def test_persistent_tier_pin_and_ttl_apply_only_to_their_request(
         names = keys(4)
         req = described(name, names)
         assert req.description is not None
-        req.description.retention = Retention(pin=name == "a", ttl_s=3600.0 if name == "a" else None)
+        req.description.retention = Retention(
+            pin=name == "a", ttl_s=3600.0 if name == "a" else None
+        )
         stack.manager.on_new_request(req)
         stack.store(names, req)
         stack.manager.on_request_finished(req)
         assert tier.wait_persisted(name, 90)
     backend = open_backend(f"lmdb://{tmp_path}/store", read_only=True)
     (namespace,) = backend.namespaces()
-    manifests = sorted(backend.manifests(namespace.id), key=lambda manifest: manifest.created)
+    manifests = sorted(
+        backend.manifests(namespace.id), key=lambda manifest: manifest.created
+    )
     uses = backend.uses(namespace.id, [manifest.id for manifest in manifests])
     assert [use is not None and use.pinned for use in uses] == [True, False]
     assert [manifest.ttl_s for manifest in manifests] == [3600.0, None]
@@ -195,14 +212,32 @@ def test_persistent_tier_host_killed_in_flight_misses_and_restarts(
             "tier persistent option kodec: 'raw' .* one of adopt, codec, .*host",
         ),
         ({"url": "lmdb:///tmp/x", "codec": "lz4"}, "codec: 'lz4' .* one of raw, zstd"),
-        ({"url": "lmdb:///tmp/x", "host": "moon"}, "option host: 'moon' .* one of process, thread, inline"),
+        (
+            {"url": "lmdb:///tmp/x", "host": "moon"},
+            "option host: 'moon' .* one of process, thread, inline",
+        ),
         ({"url": "lmdb:///tmp/x", "queue_bytes": "-5"}, "queue_bytes"),
         ({"url": "lmdb:///tmp/x", "max_age_s": "soon"}, "option max_age_s: 'soon'"),
-        ({"url": "lmdb:///tmp/x", "durability": "5s"}, "durability: '5s' .* commit, or interval:5s"),
-        ({"url": "lmdb:///tmp/x", "durability": "interval:0s"}, "durability: 'interval:0s' .* positive duration"),
-        ({"url": "lmdb:///tmp/x", "durability": "commit:1s"}, "durability: 'commit:1s'"),
-        ({"url": "lmdb:///tmp/x", "io_threads": 0}, "option io_threads: 0 .* an integer >= 1"),
-        ({"url": "lmdb:///tmp/x", "staging_bytes": "8MiB"}, "staging_bytes: '8MiB' .* 67108864 bytes or more"),
+        (
+            {"url": "lmdb:///tmp/x", "durability": "5s"},
+            "durability: '5s' .* commit, or interval:5s",
+        ),
+        (
+            {"url": "lmdb:///tmp/x", "durability": "interval:0s"},
+            "durability: 'interval:0s' .* positive duration",
+        ),
+        (
+            {"url": "lmdb:///tmp/x", "durability": "commit:1s"},
+            "durability: 'commit:1s'",
+        ),
+        (
+            {"url": "lmdb:///tmp/x", "io_threads": 0},
+            "option io_threads: 0 .* an integer >= 1",
+        ),
+        (
+            {"url": "lmdb:///tmp/x", "staging_bytes": "8MiB"},
+            "staging_bytes: '8MiB' .* 67108864 bytes or more",
+        ),
         ({"url": "nope://x"}, "url scheme: 'nope' .* one of file, lmdb, s3"),
         ({"url": "just a path"}, "url: 'just a path'"),
     ],
@@ -227,7 +262,11 @@ def test_persistent_tier_strict_identity_other_weights_raises(
 
     def other_weights(config: OffloadingConfig, view: memoryview) -> PersistentTier:
         changed = OffloadingConfig(
-            {"weights": "v"}, config.block_size, config.layout, config.num_blocks, config.region_fds
+            {"weights": "v"},
+            config.block_size,
+            config.layout,
+            config.num_blocks,
+            config.region_fds,
         )
         return lmdb(tmp_path, strict_identity=True)(changed, view)
 
@@ -266,7 +305,9 @@ def test_persistent_tier_unusable_store_starts_and_attaches_later(
 
 
 @pytest.mark.parametrize("host", ["inline", "thread", "process"])
-def test_persistent_tier_required_unusable_store_raises(make_stack: MakeStack, tmp_path: Path, host: str) -> None:
+def test_persistent_tier_required_unusable_store_raises(
+    make_stack: MakeStack, tmp_path: Path, host: str
+) -> None:
     (tmp_path / "store").write_text("in the way")
     with pytest.raises(StoreUnavailableError, match="is a file"):
         make_stack(4, lmdb(tmp_path, host=host, required=True))
@@ -276,7 +317,12 @@ def test_persistent_tier_required_unusable_store_raises(make_stack: MakeStack, t
 def test_persistent_tier_full_store_evicts_touched_blocks_last(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
 ) -> None:
-    stack = make_stack(16, partial(PersistentTier, url=f"lmdb://{tmp_path}/store?capacity=1MiB", host=host))
+    stack = make_stack(
+        16,
+        partial(
+            PersistentTier, url=f"lmdb://{tmp_path}/store?capacity=1MiB", host=host
+        ),
+    )
     (tier,) = stack.tiers
     kept = keys(4, 2)
     hot = described("hot", [], [], kept)
@@ -299,7 +345,9 @@ def test_persistent_tier_full_store_evicts_touched_blocks_last(
     assert tier.store_stats().host.counters.dropped_blocks == 0
 
 
-def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(make_stack: MakeStack, keys: Keys, tmp_path: Path) -> None:
+def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(
+    make_stack: MakeStack, keys: Keys, tmp_path: Path
+) -> None:
     stack = make_stack(32, lmdb(tmp_path))
     names, request = keys(24), ReqContext("a")
     stack.manager.on_new_request(request)
@@ -331,7 +379,9 @@ def test_prefetch_text_without_encoding_is_ignored(
     assert tier.ask_recent(1, only_asked=True)
 
 
-def test_prefetch_after_changed_weights_keeps_no_engine_awake(make_stack: MakeStack, tmp_path: Path) -> None:
+def test_prefetch_after_changed_weights_keeps_no_engine_awake(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
     tier = make_stack(16, lmdb(tmp_path)).tiers[0]
     assert isinstance(tier, PersistentTier)
     tier.prefetch(Choice(labels={"session": "7"}))

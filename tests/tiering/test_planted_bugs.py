@@ -18,7 +18,9 @@ from tests.tiering.test_stateful import TieringMachine, run
 
 def publishes_failed_promotions(manager: TieringOffloadingManager) -> None:
     complete = manager.primary_tier.complete_write
-    wrap_primary(manager, complete_write=lambda keys, req, success=True: complete(keys, req))
+    wrap_primary(
+        manager, complete_write=lambda keys, req, success=True: complete(keys, req)
+    )
 
 
 def does_not_pin_cascades(manager: TieringOffloadingManager) -> None:
@@ -35,14 +37,25 @@ def does_not_pin_cascades(manager: TieringOffloadingManager) -> None:
 
 def cascades_failed_stores(manager: TieringOffloadingManager) -> None:
     complete = manager.complete_store
-    manager.complete_store = lambda keys, req_context, success=True: complete(keys, req_context, True)  # type: ignore[method-assign]
+
+    def complete_as_stored(
+        keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        complete(keys, req_context, True)
+
+    manager.complete_store = complete_as_stored  # type: ignore[method-assign]
 
 
-def tells_tiers_of_an_end_before_the_last_store(manager: TieringOffloadingManager) -> None:
+def tells_tiers_of_an_end_before_the_last_store(
+    manager: TieringOffloadingManager,
+) -> None:
     finish = manager.on_request_finished
 
     def early(req_context: ReqContext) -> None:
-        storing = manager.primary_tier.num_free_or_evictable() < manager.primary_tier.num_blocks
+        storing = (
+            manager.primary_tier.num_free_or_evictable()
+            < manager.primary_tier.num_blocks
+        )
         for tier in manager.secondary_tiers if storing else ():
             tier.on_request_finished(req_context)
         finish(req_context)
@@ -63,7 +76,11 @@ def frees_rows_before_the_job_ends(manager: TieringOffloadingManager) -> None:
             primary.complete_write(output.keys_to_store, req)
         return output
 
-    wrap_primary(manager, prepare_write=early, complete_write=lambda keys, req, success=True: None)
+    wrap_primary(
+        manager,
+        prepare_write=early,
+        complete_write=lambda keys, req, success=True: None,
+    )
 
 
 def ignores_the_epoch(manager: TieringOffloadingManager) -> None:
@@ -98,7 +115,9 @@ class Wrapped:
         ignores_the_epoch,
     ],
 )
-def test_tiering_machine_planted_bug_is_detected(bug: Callable[[TieringOffloadingManager], None]) -> None:
+def test_tiering_machine_planted_bug_is_detected(
+    bug: Callable[[TieringOffloadingManager], None],
+) -> None:
     machine = type(bug.__name__, (TieringMachine,), {"sabotage": staticmethod(bug)})
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         run(machine, max_examples=100, phases=[Phase.generate])

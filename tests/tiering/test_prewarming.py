@@ -57,7 +57,9 @@ def test_next_context_answered_tier_yields_contexts_one_by_one(keys: Keys) -> No
     assert tier.asked == [(5, False)]
 
 
-def test_next_context_after_end_yields_contexts_requested_later(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_context_after_end_yields_contexts_requested_later(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.0)
     tier, later = FakeTier(), [keys(3), keys(2)]
     tier.open, tier.answer = True, []
@@ -72,7 +74,9 @@ def test_next_context_after_end_yields_contexts_requested_later(keys: Keys, monk
     assert tier.asked == [(5, False), (5, True), (5, True)]
 
 
-def test_next_context_lost_answer_is_requested_again(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_context_lost_answer_is_requested_again(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     tier = FakeTier()
@@ -85,7 +89,9 @@ def test_next_context_lost_answer_is_requested_again(keys: Keys, monkeypatch: py
         assert len(tier.asked) == asked
 
 
-def test_next_context_tier_not_ready_ends_after_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_context_tier_not_ready_ends_after_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prewarming = Prewarming(FakeTier(), 5)
     soon = time.monotonic() + 61
     monkeypatch.setattr(time, "monotonic", lambda: soon)
@@ -103,7 +109,10 @@ def fill(stack: Any, described: Described, name: str, chain: list[OffloadKey]) -
 
 
 def two_contexts(
-    make_stack: MakeStack, tier: Callable[..., PersistentTier], keys: Keys, described: Described
+    make_stack: MakeStack,
+    tier: Callable[..., PersistentTier],
+    keys: Keys,
+    described: Described,
 ) -> tuple[list[OffloadKey], list[OffloadKey]]:
     """Store two contexts of six blocks each and close the store; the second one was used last."""
     first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
@@ -114,7 +123,8 @@ def two_contexts(
 
 
 def request_prewarming(backend: Backend, chain: list[OffloadKey]) -> WarmRequest:
-    """Request prewarming, as ``persistkv warm`` does, of the context that begins with this chain."""
+    """Request prewarming, as ``persistkv warm`` does, of the context that begins with this
+    chain."""
     (space,) = backend.namespaces()
     for head in backend.manifests(space.id):
         groups = backend.manifest_keys(space.id, [head.id])[0]
@@ -127,7 +137,9 @@ def request_prewarming(backend: Backend, chain: list[OffloadKey]) -> WarmRequest
 def test_prewarming_restarted_stack_promotes_most_recent_context(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
 ) -> None:
-    tier = partial(PersistentTier, url=f"lmdb://{tmp_path}/store", host=host, max_age_s=0.01)
+    tier = partial(
+        PersistentTier, url=f"lmdb://{tmp_path}/store", host=host, max_age_s=0.01
+    )
     old, new = two_contexts(make_stack, tier, keys, described)
 
     second = make_stack(16, tier, prewarm_share=0.5)
@@ -139,7 +151,9 @@ def test_prewarming_restarted_stack_promotes_most_recent_context(
     second.manager.on_new_request(asking)
     assert [second.manager.lookup(key, asking) for key in new] == [True] * 6
     assert second.manager.stats.promoted_blocks == 8
-    assert [second.manager.lookup(key, asking) for key in old] == [True] * 2 + [None] * 4
+    assert [second.manager.lookup(key, asking) for key in old] == [True] * 2 + [
+        None
+    ] * 4
     second.check(new, second.manager.prepare_load(new, asking))
     second.manager.complete_load(new, asking)
 
@@ -167,7 +181,11 @@ def test_prewarming_requested_context_is_promoted_first(
 
 
 def test_prewarming_request_to_running_engine_promotes_context(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.01)
     url = f"lmdb://{tmp_path}/store"

@@ -34,13 +34,17 @@ def load(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
     stack.manager.complete_load(names, req)
 
 
-def test_lookup_unannounced_request_is_promoted(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+def test_lookup_unannounced_request_is_promoted(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     req = described("b", names)
     assert stack.promote(names, req) == [True] * 3
-    assert stack.primary.num_free_or_evictable() == 5, "its rows stay referenced until it loads them"
+    assert stack.primary.num_free_or_evictable() == 5, (
+        "its rows stay referenced until it loads them"
+    )
     load(stack, names, req)
     stack.manager.on_request_finished(req)
     assert stack.primary.num_free_or_evictable() == 8
@@ -59,7 +63,9 @@ def test_lookup_unannounced_request_joins_promotion_in_flight(
         assert [stack.manager.lookup(key, req) for key in names] == [None] * 3
     assert stack.promote(names, unannounced) == [True] * 3
     stack.manager.on_request_finished(announced)
-    assert stack.primary.num_free_or_evictable() == 5, "held for the unannounced request alone"
+    assert stack.primary.num_free_or_evictable() == 5, (
+        "held for the unannounced request alone"
+    )
     load(stack, names, unannounced)
     assert len(stack.tiers[0].loads) == 1
 
@@ -106,7 +112,11 @@ def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
     load(stack, names, req)
     stack.manager.on_request_finished(req)
     assert stack.primary.num_free_or_evictable() == 8
-    assert stack.tiers[0].calls.count(("new", "b")) == stack.tiers[0].calls.count(("finished", "b")) == 1
+    assert (
+        stack.tiers[0].calls.count(("new", "b"))
+        == stack.tiers[0].calls.count(("finished", "b"))
+        == 1
+    )
 
 
 @pytest.mark.parametrize("when", ["pending", "in flight"])
@@ -156,7 +166,9 @@ def test_on_new_request_reused_id_during_stores_ends_once(
     again = described("r", second)
     stack.manager.on_new_request(again)
     stack.manager.complete_store(output.keys_to_store, req)
-    assert ("finished", "r") not in stack.tiers[0].calls, "the second request has not ended"
+    assert ("finished", "r") not in stack.tiers[0].calls, (
+        "the second request has not ended"
+    )
     stack.store(second, again)
     stack.manager.on_request_finished(again)
     assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
@@ -181,12 +193,16 @@ def test_promoted_block_reaches_request_level_tiers_once_readable(
     stack.step()
     assert near.stores == []
     stack.step()
-    assert [(list(job.keys), job.req_context.req_id) for job in near.stores] == [(names, "b")]
+    assert [(list(job.keys), job.req_context.req_id) for job in near.stores] == [
+        (names, "b")
+    ]
     assert far.stores == [], "it is the source"
     load(stack, names, req)
     assert stack.manager.prepare_store(names, req).keys_to_store == []
     assert len(near.stores) == 1, "not submitted again"
-    assert [list(job.keys) for job in far.stores] == [names], "it receives every block that the request offers"
+    assert [list(job.keys) for job in far.stores] == [names], (
+        "it receives every block that the request offers"
+    )
     stack.manager.on_request_finished(req)
     stack.step(2)
     assert set(near.blocks) == set(names)
@@ -196,7 +212,8 @@ def test_promoted_block_reaches_request_level_tiers_once_readable(
 def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """A request computes a block during another request's promotion of it, and ends before that promotion."""
+    """A request computes a block during another request's promotion of it, and ends before that
+    promotion."""
     stack = make_stack(8, recording, recording)
     near, far = stack.tiers
     names = keys(3)
@@ -218,7 +235,9 @@ def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
     assert ("finished", "c") not in near.calls
     far.withholds_results = False
     stack.step(2)
-    assert [(list(job.keys), job.req_context.req_id) for job in near.stores] == [(names, "c")]
+    assert [(list(job.keys), job.req_context.req_id) for job in near.stores] == [
+        (names, "c")
+    ]
     assert near.calls[-1] == ("finished", "c")
     stack.step()
     assert set(near.blocks) == set(names)
@@ -259,7 +278,8 @@ def test_promoted_block_of_request_without_stores_stays_in_its_tier(
 def test_store_threshold_held_blocks_reach_request_level_tiers(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """The blocks were promoted, so they are held although no request has looked them up often enough."""
+    """The blocks were promoted, so they are held although no request has looked them up often
+    enough."""
     stack = make_stack(8, recording, recording)
     near, far = stack.tiers
     names = keys(4)
@@ -274,4 +294,7 @@ def test_store_threshold_held_blocks_reach_request_level_tiers(
     output = manager.prepare_store(names + new, req)
     assert output is not None
     assert output.keys_to_store == [], "the other blocks stay below the threshold"
-    assert [[list(job.keys) for job in tier.stores] for tier in (near, far)] == [[names], [names]]
+    assert [[list(job.keys) for job in tier.stores] for tier in (near, far)] == [
+        [names],
+        [names],
+    ]

@@ -23,23 +23,33 @@ from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.spec import TieringOffloadingSpec, create_secondary_tier
 
-CONFIG = OffloadingConfig({"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4)
+CONFIG = OffloadingConfig(
+    {"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4
+)
 
 
 def create(**tier_config: Any) -> Any:
-    return create_secondary_tier(tier_config, memoryview(bytearray(4 * 4096)).cast("B", (4, 4096)), CONFIG)
+    return create_secondary_tier(
+        tier_config, memoryview(bytearray(4 * 4096)).cast("B", (4, 4096)), CONFIG
+    )
 
 
 def spec(**extra: Any) -> TieringOffloadingSpec:
-    geometry = WorkerGeometry(instance_id=uuid.uuid4().hex, gpu_block_size=16, gpu_block_bytes=6000)
-    return TieringOffloadingSpec(extra_config=extra, geometry=geometry, identity={"weights": "w"})
+    geometry = WorkerGeometry(
+        instance_id=uuid.uuid4().hex, gpu_block_size=16, gpu_block_bytes=6000
+    )
+    return TieringOffloadingSpec(
+        extra_config=extra, geometry=geometry, identity={"weights": "w"}
+    )
 
 
 def test_create_secondary_tier_known_type_returns_its_class(tmp_path: Path) -> None:
     tier = create(type="example", max_blocks=3)
     assert isinstance(tier, ExampleSecondaryTier)
     assert tier.max_blocks == 3
-    persistent = create(type="persistent", url=f"lmdb://{tmp_path}/store", host="thread")
+    persistent = create(
+        type="persistent", url=f"lmdb://{tmp_path}/store", host="thread"
+    )
     assert isinstance(persistent, PersistentTier)
     persistent.shutdown()
 
@@ -48,25 +58,43 @@ def test_create_secondary_tier_known_type_returns_its_class(tmp_path: Path) -> N
     ("config", "message"),
     [
         ({}, "secondary_tiers type: None"),
-        ({"type": "tape"}, "secondary_tiers type: 'tape' .* one of example, persistent"),
-        ({"type": "example", "max_block": 3}, "tier example option max_block: 3 .* one of max_blocks, simulate_async"),
+        (
+            {"type": "tape"},
+            "secondary_tiers type: 'tape' .* one of example, persistent",
+        ),
+        (
+            {"type": "example", "max_block": 3},
+            "tier example option max_block: 3 .* one of max_blocks, simulate_async",
+        ),
         ({"type": "example", "max_blocks": 0}, "tier example option max_blocks: 0"),
-        ({"type": "persistent", "uri": "x"}, "tier persistent option uri: 'x' .* one of adopt, codec, .* url, "),
+        (
+            {"type": "persistent", "uri": "x"},
+            "tier persistent option uri: 'x' .* one of adopt, codec, .* url, ",
+        ),
     ],
 )
-def test_create_secondary_tier_invalid_option_raises_and_names_it(config: dict[str, Any], message: str) -> None:
+def test_create_secondary_tier_invalid_option_raises_and_names_it(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         create(**config)
 
 
-@pytest.mark.parametrize("tier", [SecondaryTierManager, ExampleSecondaryTier, PersistentTier])
-def test_tier_submit_methods_take_job_metadata(tier: type[SecondaryTierManager]) -> None:
+@pytest.mark.parametrize(
+    "tier", [SecondaryTierManager, ExampleSecondaryTier, PersistentTier]
+)
+def test_tier_submit_methods_take_job_metadata(
+    tier: type[SecondaryTierManager],
+) -> None:
     for submit in (tier.submit_store, tier.submit_load):
         assert list(signature(submit).parameters) == ["self", "job_metadata"]
 
 
 def test_manager_jobs_carry_int64_array_of_rows() -> None:
-    made = spec(cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example", "simulate_async": True}])
+    made = spec(
+        cpu_bytes_to_use="64KiB",
+        secondary_tiers=[{"type": "example", "simulate_async": True}],
+    )
     manager, req = made.get_manager(), ReqContext("r")
     assert isinstance(manager, TieringOffloadingManager)
     (tier,) = manager.secondary_tiers
@@ -86,11 +114,17 @@ def test_spec_dictionary_builds_working_stack(tmp_path: Path) -> None:
         cpu_bytes_to_use="128KiB",
         block_size=32,
         eviction_policy="arc",
-        secondary_tiers=[{"type": "example"}, {"type": "persistent", "url": f"lmdb://{tmp_path}/store"}],
+        secondary_tiers=[
+            {"type": "example"},
+            {"type": "persistent", "url": f"lmdb://{tmp_path}/store"},
+        ],
     )
     manager = made.get_manager()
     assert isinstance(manager, TieringOffloadingManager)
-    assert [tier.get_tier_type() for tier in manager.secondary_tiers] == ["example", "persistent"]
+    assert [tier.get_tier_type() for tier in manager.secondary_tiers] == [
+        "example",
+        "persistent",
+    ]
     assert (made.block_size_factor, made.num_blocks, made.row_stride) == (2, 10, 12288)
     req, key = ReqContext("r"), make_offload_key(b"k" * 32, 0)
     manager.on_new_request(req)
@@ -108,7 +142,11 @@ def test_spec_dictionary_builds_working_stack(tmp_path: Path) -> None:
 
 
 def test_spec_store_threshold_keeps_blocks_from_tiers_until_reused() -> None:
-    made = spec(cpu_bytes_to_use="64KiB", store_threshold=2, secondary_tiers=[{"type": "example"}])
+    made = spec(
+        cpu_bytes_to_use="64KiB",
+        store_threshold=2,
+        secondary_tiers=[{"type": "example"}],
+    )
     manager = made.get_manager()
     assert isinstance(manager, FilterReusedOffloadingManager)
     assert isinstance(manager.backing, TieringOffloadingManager)
@@ -140,16 +178,33 @@ def test_spec_default_has_no_secondary_tiers() -> None:
     ("extra", "message"),
     [
         ({}, "cpu_bytes_to_use"),
-        ({"cpu_bytes_to_use": "64KiB", "secondary_tier": []}, "offloading option secondary_tier"),
-        ({"cpu_bytes_to_use": "64KiB", "secondary_tiers": [{"type": "tape"}]}, "secondary_tiers type: 'tape'"),
-        ({"cpu_bytes_to_use": "64KiB", "secondary_tiers": "lmdb"}, "offloading option secondary_tiers"),
-        ({"cpu_bytes_to_use": "64KiB", "secondary_tiers": [{"url": "x"}]}, "secondary_tiers type: None"),
+        (
+            {"cpu_bytes_to_use": "64KiB", "secondary_tier": []},
+            "offloading option secondary_tier",
+        ),
+        (
+            {"cpu_bytes_to_use": "64KiB", "secondary_tiers": [{"type": "tape"}]},
+            "secondary_tiers type: 'tape'",
+        ),
+        (
+            {"cpu_bytes_to_use": "64KiB", "secondary_tiers": "lmdb"},
+            "offloading option secondary_tiers",
+        ),
+        (
+            {"cpu_bytes_to_use": "64KiB", "secondary_tiers": [{"url": "x"}]},
+            "secondary_tiers type: None",
+        ),
         ({"cpu_bytes_to_use": "1KiB"}, "cpu_bytes_to_use: 1024"),
         ({"cpu_bytes_to_use": "64KiB", "block_size": 20}, "block_size: 20"),
-        ({"cpu_bytes_to_use": "64KiB", "eviction_policy": "fifo"}, "eviction_policy: 'fifo' .* one of arc, lru"),
+        (
+            {"cpu_bytes_to_use": "64KiB", "eviction_policy": "fifo"},
+            "eviction_policy: 'fifo' .* one of arc, lru",
+        ),
     ],
 )
-def test_spec_invalid_option_raises_and_names_it(extra: dict[str, Any], message: str) -> None:
+def test_spec_invalid_option_raises_and_names_it(
+    extra: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         spec(**extra)
 
@@ -158,7 +213,9 @@ def test_spec_tier_fails_to_open_leaves_no_region_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     url = f"lmdb://{tmp_path}/file"
     persistent = {"type": "persistent", "url": url, "required": True}
-    made = spec(cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example"}, persistent])
+    made = spec(
+        cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example"}, persistent]
+    )
     with pytest.raises(Exception, match="file"):
         made.get_manager()
     made.shutdown()

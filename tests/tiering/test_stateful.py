@@ -1,8 +1,10 @@
-"""A state machine drives manager and tiers, and compares them with a byte-accurate model of every row.
+"""A state machine drives manager and tiers, and compares them with a byte-accurate model of every
+row.
 
-After every step it checks three invariants: readable rows hold the bytes of their keys, a tier reports only blocks that
-it has, and no row is written or reused while a job uses it. ``test_tiering_machine_planted_bug_is_detected`` puts
-plausible bugs into the manager, and expects the machine to detect each.
+After every step it checks three invariants: readable rows hold the bytes of their keys, a tier
+reports only blocks that it has, and no row is written or reused while a job uses it.
+``test_tiering_machine_planted_bug_is_detected`` puts plausible bugs into the manager, and expects
+the machine to detect each.
 """
 
 from __future__ import annotations
@@ -47,13 +49,23 @@ CHAIN = 4  # blocks of each group in a request's context
 GARBAGE = 0xEE
 FREQUENT = ["look_up", "end_step", "begin_store", "end_transfer", "tier_works"]
 RARE = ["new_request", "finish", "announce_again", "break_tier"]
-FAULTS = ["lookup", "submit_store", "submit_load", "get_finished_jobs", "take_events", "touch"]
+FAULTS = [
+    "lookup",
+    "submit_store",
+    "submit_load",
+    "get_finished_jobs",
+    "take_events",
+    "touch",
+]
 
 
 def chains_of(branch: int) -> list[list[OffloadKey]]:
     """Return the chains of a context; all branches share the first two blocks of each group."""
     return [
-        [make_offload_key(bytes((depth, branch if depth >= 2 else 0)) * 4, group) for depth in range(CHAIN)]
+        [
+            make_offload_key(bytes((depth, branch if depth >= 2 else 0)) * 4, group)
+            for depth in range(CHAIN)
+        ]
         for group in range(NUM_GROUPS)
     ]
 
@@ -64,9 +76,12 @@ def content(key: OffloadKey, weights: int) -> npt.NDArray[np.uint8]:
 
 
 class ChaosTier(SecondaryTierManager):
-    """Tier that runs its jobs in any order, and fails blocks and raises errors as the machine decides."""
+    """Tier that runs its jobs in any order, and fails blocks and raises errors as the machine
+    decides."""
 
-    def __init__(self, config: OffloadingConfig, view: memoryview, policy: OffloadPolicy) -> None:
+    def __init__(
+        self, config: OffloadingConfig, view: memoryview, policy: OffloadPolicy
+    ) -> None:
         super().__init__(config, view)
         self.policy = policy
         self.rows = np.frombuffer(view, dtype=np.uint8).reshape(NUM_ROWS, STRIDE)
@@ -114,19 +129,27 @@ class ChaosTier(SecondaryTierManager):
     def work(self, number: int, failing: Sequence[bool], fail_all: bool) -> None:
         """Run one pending job; overwrite the rows of failed loads with garbage."""
         job = self.waiting.pop(number % len(self.waiting))
-        failed = [key for index, key in enumerate(job.keys) if failing[index % len(failing)]]
+        failed = [
+            key for index, key in enumerate(job.keys) if failing[index % len(failing)]
+        ]
         for key, row in zip(job.keys, job.block_ids, strict=True):
             if job.is_promotion:
                 if key not in self.blocks:
                     failed.append(key)
-                self.rows[row] = GARBAGE if key in failed else np.frombuffer(self.blocks[key], dtype=np.uint8)
+                self.rows[row] = (
+                    GARBAGE
+                    if key in failed
+                    else np.frombuffer(self.blocks[key], dtype=np.uint8)
+                )
             elif key not in failed:
                 self.blocks[key] = self.rows[row].tobytes()
         if fail_all and job.is_promotion:
             for row in job.block_ids:
                 self.rows[row] = GARBAGE
         self.on_end(job)
-        self.finished.append(JobResult(job.job_id, not fail_all, tuple(dict.fromkeys(failed))))
+        self.finished.append(
+            JobResult(job.job_id, not fail_all, tuple(dict.fromkeys(failed)))
+        )
 
     def get_finished_jobs(self) -> list[JobResult]:
         self.check("get_finished_jobs")
@@ -176,14 +199,18 @@ class TieringMachine(RuleBasedStateMachine):
         cascade_share=st.sampled_from([1.0, 0.3]),
     )
     def build(self, tiers: list[OffloadPolicy], cascade_share: float) -> None:
-        region = SharedOffloadRegion(uuid.uuid4().hex, NUM_ROWS * STRIDE, NUM_ROWS, 0, 1, STRIDE)
+        region = SharedOffloadRegion(
+            uuid.uuid4().hex, NUM_ROWS * STRIDE, NUM_ROWS, 0, 1, STRIDE
+        )
         self.primary = CPUPrimaryTierOffloadingManager(NUM_ROWS, region)
         view = self.primary.get_kv_memoryview()
         self.rows = np.frombuffer(view, dtype=np.uint8).reshape(NUM_ROWS, STRIDE)
         layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),) * NUM_GROUPS)
         config = OffloadingConfig({"w": 1}, 16, layout, NUM_ROWS)
         self.tiers = [ChaosTier(config, view, policy) for policy in tiers]
-        self.manager = TieringOffloadingManager(self.primary, self.tiers, cascade_share=cascade_share)
+        self.manager = TieringOffloadingManager(
+            self.primary, self.tiers, cascade_share=cascade_share
+        )
         self.requests: dict[str, ReqContext] = {}
         self.transfers: list[Transfer] = []
         self.weights = 0
@@ -202,9 +229,13 @@ class TieringMachine(RuleBasedStateMachine):
 
     def use(self, rows: Sequence[int], *, writing: bool) -> None:
         for row in rows:
-            assert not self.writers[row], f"row {row} is given out while it is being written"
+            assert not self.writers[row], (
+                f"row {row} is given out while it is being written"
+            )
             if writing:
-                assert not self.readers[row], f"row {row} is written while it is being read"
+                assert not self.readers[row], (
+                    f"row {row} is written while it is being read"
+                )
                 self.writers[row] += 1
             else:
                 self.readers[row] += 1
@@ -226,23 +257,29 @@ class TieringMachine(RuleBasedStateMachine):
     def job_ends(self, job: JobMetadata) -> None:
         self.release(job.block_ids.tolist(), writing=job.is_promotion)
 
-    # Actions of an engine. One rule draws the action: Hypothesis disables rules at random, and with one rule per action
-    # most runs would lack a necessary action and stay shallow.
+    # Actions of an engine. One rule draws the action: Hypothesis disables rules at random, and with
+    # one rule per action most runs would lack a necessary action and stay shallow.
 
     @rule(
-        action=st.sampled_from([*3 * FREQUENT, *3 * ["quiet", "reset", "begin_load"], *RARE]),
+        action=st.sampled_from(
+            [*3 * FREQUENT, *3 * ["quiet", "reset", "begin_load"], *RARE]
+        ),
         number=st.integers(0, 9),
         other=st.integers(0, 2 * CHAIN),
         flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     )
-    def act(self, action: str, number: int, other: int, flags: tuple[bool, bool, bool]) -> None:
+    def act(
+        self, action: str, number: int, other: int, flags: tuple[bool, bool, bool]
+    ) -> None:
         match action:
             case "new_request":
                 self.new_request(number % 3, described=flags[0], announced=flags[1])
             case "announce_again" if self.requests:
                 self.announce(self.pick(number))
             case "break_tier":
-                self.tiers[number % len(self.tiers)].faults.append(FAULTS[other % len(FAULTS)])
+                self.tiers[number % len(self.tiers)].faults.append(
+                    FAULTS[other % len(FAULTS)]
+                )
             case "look_up" if self.requests:
                 self.look_up(number)
             case "end_step":
@@ -254,7 +291,9 @@ class TieringMachine(RuleBasedStateMachine):
             case "end_transfer" if self.transfers:
                 self.end_transfer(number, success=flags[0] or flags[1])
             case "tier_works" if any(tier.waiting for tier in self.tiers):
-                self.tier_works(number, [flag and flags[0] for flag in flags], fail_all=other == 7)
+                self.tier_works(
+                    number, [flag and flags[0] for flag in flags], fail_all=other == 7
+                )
             case "finish" if self.requests:
                 self.finish(number)
             case "reset":
@@ -276,15 +315,21 @@ class TieringMachine(RuleBasedStateMachine):
 
     def announce(self, req: ReqContext) -> None:
         policy = self.manager.on_new_request(req).policy
-        wants_all = any(tier.policy is OffloadPolicy.REQUEST_LEVEL for tier in self.tiers)
-        assert policy is (OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL)
+        wants_all = any(
+            tier.policy is OffloadPolicy.REQUEST_LEVEL for tier in self.tiers
+        )
+        assert policy is (
+            OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL
+        )
 
     def pick(self, number: int) -> ReqContext:
         return self.requests[sorted(self.requests)[number % len(self.requests)]]
 
     @staticmethod
     def keys_of(req: ReqContext) -> list[OffloadKey]:
-        return [key for chain in chains_of(int(req.req_id.split("-")[1])) for key in chain]
+        return [
+            key for chain in chains_of(int(req.req_id.split("-")[1])) for key in chain
+        ]
 
     def look_up(self, number: int) -> None:
         req = self.pick(number)
@@ -293,15 +338,21 @@ class TieringMachine(RuleBasedStateMachine):
         for key in keys:
             if self.manager.lookup(key, req):
                 row = self.primary.get_block_id(key, req)
-                assert (self.rows[row] == content(key, self.weights)).all(), "a readable block holds other bytes"
+                assert (self.rows[row] == content(key, self.weights)).all(), (
+                    "a readable block holds other bytes"
+                )
 
     def begin_store(self, number: int, start: int, length: int) -> None:
         req = self.pick(number)
-        output = self.manager.prepare_store(self.keys_of(req)[start : start + length], req)
+        output = self.manager.prepare_store(
+            self.keys_of(req)[start : start + length], req
+        )
         if output is not None and output.keys_to_store:
             rows = output.store_spec.block_ids.tolist()  # type: ignore[attr-defined]
             self.use(rows, writing=True)
-            self.transfers.append(Transfer(req, output.keys_to_store, rows, False, self.weights))
+            self.transfers.append(
+                Transfer(req, output.keys_to_store, rows, False, self.weights)
+            )
 
     def begin_load(self, number: int) -> None:
         req = self.pick(number)
@@ -315,7 +366,9 @@ class TieringMachine(RuleBasedStateMachine):
         transfer = self.transfers.pop(number % len(self.transfers))
         if transfer.is_load:
             for key, row in zip(transfer.keys, transfer.rows, strict=True):
-                assert (self.rows[row] == content(key, transfer.weights)).all(), "a load read other bytes"
+                assert (self.rows[row] == content(key, transfer.weights)).all(), (
+                    "a load read other bytes"
+                )
             self.release(transfer.rows, writing=False)
             self.manager.complete_load(transfer.keys, transfer.req)
             return
@@ -346,7 +399,8 @@ class TieringMachine(RuleBasedStateMachine):
         self.manager.take_events()
 
     def reset(self, weights_changed: bool) -> None:
-        """Before a change of weights, an engine waits for its tiers' jobs, which would store old bytes as new ones."""
+        """Before a change of weights, an engine waits for its tiers' jobs, which would store old
+        bytes as new ones."""
         if weights_changed:
             self.end_step()
             if any(tier.waiting for tier in self.tiers):
@@ -359,21 +413,28 @@ class TieringMachine(RuleBasedStateMachine):
     @invariant()
     def rows_that_are_read_do_not_change(self) -> None:
         for row, before in getattr(self, "frozen", {}).items():
-            assert self.rows[row].tobytes() == before, f"row {row} changed while a job read it"
+            assert self.rows[row].tobytes() == before, (
+                f"row {row} changed while a job read it"
+            )
 
     @invariant()
     def tiers_hold_what_belongs_to_their_keys(self) -> None:
         for tier in getattr(self, "tiers", ()):
             for key, held in tier.blocks.items():
-                assert held == content(key, self.weights).tobytes(), "a tier was handed other bytes"
+                assert held == content(key, self.weights).tobytes(), (
+                    "a tier was handed other bytes"
+                )
 
     def check_no_promotion_is_forgotten(self, req: ReqContext, key: OffloadKey) -> None:
-        """Check that a lookup gets a definite answer once the tiers have worked, not *retry later* for ever."""
+        """Check that a lookup gets a definite answer once the tiers have worked, not *retry later*
+        for ever."""
         for _ in range(3):
             if self.manager.lookup(key, req) is not None:
                 break
             self.end_step()
-        assert self.manager.lookup(key, req) is not None, "a promotion is awaited that no tier works on"
+        assert self.manager.lookup(key, req) is not None, (
+            "a promotion is awaited that no tier works on"
+        )
         self.manager.on_request_finished(req)
 
     def teardown(self) -> None:
@@ -390,22 +451,34 @@ class TieringMachine(RuleBasedStateMachine):
             for _ in range(4):
                 self.end_step()
             for branch in range(3):
-                for key in dict.fromkeys(key for chain in chains_of(branch) for key in chain):
-                    self.check_no_promotion_is_forgotten(ReqContext(f"probe-{key.hex()}-{branch}"), key)
+                for key in dict.fromkeys(
+                    key for chain in chains_of(branch) for key in chain
+                ):
+                    self.check_no_promotion_is_forgotten(
+                        ReqContext(f"probe-{key.hex()}-{branch}"), key
+                    )
             self.end_step()  # promoted blocks cascaded to other tiers
-            assert self.primary.num_free_or_evictable() == NUM_ROWS, "a reference was leaked"
+            assert self.primary.num_free_or_evictable() == NUM_ROWS, (
+                "a reference was leaked"
+            )
             assert not self.manager.has_pending_work()
             assert not any(self.readers.values())
             assert not any(self.writers.values())
             for tier in self.tiers:
-                assert not any(tier.open_requests.values()), "a tier was not told of a request's end, or twice"
+                assert not any(tier.open_requests.values()), (
+                    "a tier was not told of a request's end, or twice"
+                )
             self.totals.update(vars(self.manager.stats))
         finally:
             self.rows = np.empty((0, 0), np.uint8)
             self.manager.shutdown()
 
 
-def run(machine: type[TieringMachine], max_examples: int, phases: Sequence[Phase] = tuple(Phase)) -> None:
+def run(
+    machine: type[TieringMachine],
+    max_examples: int,
+    phases: Sequence[Phase] = tuple(Phase),
+) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from persistkv.base import (
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+)
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.example import ExampleSecondaryTier
 
 
 class RecordingTier(ExampleSecondaryTier):
-    """Tier that records its calls, asks for every block of a request, and fails loads of ``unloadable`` keys.
+    """Tier that records its calls, asks for every block of a request, and fails loads of
+    ``unloadable`` keys.
 
     It reports no finished jobs while ``withholds_results`` is set.
     """
@@ -71,7 +77,8 @@ class BlockLevelTier(RecordingTier):
 
 
 class RaisingTier(RecordingTier):
-    """Tier that raises ``error`` in the calls named by ``failing``; shutdown releases the rows first."""
+    """Tier that raises ``error`` in the calls named by ``failing``; shutdown releases the rows
+    first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

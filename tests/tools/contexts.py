@@ -19,11 +19,18 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_pack
 
 BLOCK_BYTES = 4096
-LLAMA = Identity.of({"weights": "checkpoint:1", "config": {"rope_theta": 10000.0}, "dtype": {"model": "bfloat16"}})
+LLAMA = Identity.of(
+    {
+        "weights": "checkpoint:1",
+        "config": {"rope_theta": 10000.0},
+        "dtype": {"model": "bfloat16"},
+    }
+)
 
 
 def chain(words: Sequence[str], group: int = 0) -> list[bytes]:
-    """Return the keys of a context: each hash covers all words up to its own, so equal prefixes have equal keys."""
+    """Return the keys of a context: each hash covers all words up to its own, so equal prefixes
+    have equal keys."""
     digest = hashlib.sha256(b"seed")
     keys = []
     for word in words:
@@ -61,12 +68,22 @@ class Contexts:
         self._pack_of_key: dict[bytes, bytes] = {}
 
     def add(
-        self, name: str, text: str, *, labels: dict[str, str] | None = None, age_s: float = 60.0, manifest: bool = True
+        self,
+        name: str,
+        text: str,
+        *,
+        labels: dict[str, str] | None = None,
+        age_s: float = 60.0,
+        manifest: bool = True,
     ) -> None:
         """Store a request whose context is ``text``, one block per word."""
         chains = [chain(text.split(), group) for group in range(self._groups)]
         packs = list(self._packs(name, chains))
-        writes = [self._manifest(name, chains, labels or {}, time.time() - age_s)] if manifest else []
+        writes = (
+            [self._manifest(name, chains, labels or {}, time.time() - age_s)]
+            if manifest
+            else []
+        )
         self.backend.commit(self.namespace, CommitBatch(packs, writes))
 
     def _packs(self, name: str, chains: Sequence[list[bytes]]) -> list[PackWriter]:
@@ -74,16 +91,27 @@ class Contexts:
         for group, keys in enumerate(chains):
             new = [key for key in keys if key not in self._pack_of_key]
             if new:
-                segments.append(Segment(group, self._block_bytes, new, self._blocks(new), keys.index(new[0])))
+                segments.append(
+                    Segment(
+                        group,
+                        self._block_bytes,
+                        new,
+                        self._blocks(new),
+                        keys.index(new[0]),
+                    )
+                )
         if not segments:
             return []
         pack = PackWriter(self.namespace, self._codec, segments)
         self.packs[name] = pack.pack_id
-        self._pack_of_key.update((key, pack.pack_id) for segment in segments for key in segment.keys)
+        self._pack_of_key.update(
+            (key, pack.pack_id) for segment in segments for key in segment.keys
+        )
         return [pack]
 
     def _blocks(self, keys: Sequence[bytes]) -> StagedBlocks:
-        """Derive bytes from the keys; the second half of each block repeats, so that codecs can compress it."""
+        """Derive bytes from the keys; the second half of each block repeats, so that codecs can
+        compress it."""
         blocks = np.empty((len(keys), self._block_bytes), dtype=np.uint8)
         for block, key in zip(blocks, keys, strict=True):
             rng = np.random.default_rng(int.from_bytes(key[:8], "big"))
@@ -92,7 +120,11 @@ class Contexts:
         return StagedBlocks([blocks])
 
     def _manifest(
-        self, name: str, chains: Sequence[list[bytes]], labels: dict[str, str], created: float
+        self,
+        name: str,
+        chains: Sequence[list[bytes]],
+        labels: dict[str, str],
+        created: float,
     ) -> ManifestWrite:
         blocks, keys = tuple(map(len, chains)), tuple(map(PackedKeys.of, chains))
         manifest = RequestManifest(
@@ -104,5 +136,7 @@ class Contexts:
             labels=labels,
             context=context_digest(keys),
         )
-        packs = dict.fromkeys(self._pack_of_key[key] for keys in zip(*chains, strict=True) for key in keys)
+        packs = dict.fromkeys(
+            self._pack_of_key[key] for keys in zip(*chains, strict=True) for key in keys
+        )
         return ManifestWrite(manifest, keys, list(packs))

@@ -1,4 +1,5 @@
-"""Damage to the rows and segments of an LMDB store. It bypasses the driver, which must not have the store open."""
+"""Damage to the rows and segments of an LMDB store. It bypasses the driver, which must not have the
+store open."""
 
 from __future__ import annotations
 
@@ -51,14 +52,23 @@ class Damage:
 
     def __init__(self, url: str, namespace: bytes) -> None:
         self._location = Path(StoreUrl.parse(url).location)
-        self._env = lmdb.open(str(self._location), max_dbs=len(DATABASES), map_size=0, create=False)
-        self._db = {name: self._env.open_db(name.encode(), create=False) for name in DATABASES}
+        self._env = lmdb.open(
+            str(self._location), max_dbs=len(DATABASES), map_size=0, create=False
+        )
+        self._db = {
+            name: self._env.open_db(name.encode(), create=False) for name in DATABASES
+        }
         self._namespace = namespace
 
     def __enter__(self) -> Damage:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         self._env.close()
 
     def flip_payload(self, pack: bytes, position: int) -> None:
@@ -87,7 +97,11 @@ class Damage:
 
     def stale_extent(self, pack: bytes, other: bytes) -> None:
         """Make the catalogue point to the extent of another payload."""
-        self._put("extents", self._namespace + pack, self._get("extents", self._namespace + other))
+        self._put(
+            "extents",
+            self._namespace + pack,
+            self._get("extents", self._namespace + other),
+        )
 
     def drop_payload(self, pack: bytes) -> None:
         with self._env.begin(write=True) as txn:
@@ -115,7 +129,9 @@ class Damage:
 
     def misplace_table(self, pack: bytes, other: bytes) -> None:
         """Overwrite the table of ``pack`` with the table of ``other``."""
-        self._put("packs", self._namespace + pack, self._get("packs", self._namespace + other))
+        self._put(
+            "packs", self._namespace + pack, self._get("packs", self._namespace + other)
+        )
 
     def flip_head(self, request: str, position: int) -> None:
         self._flip("manifests", manifest_row(self._namespace, request), position)
@@ -140,7 +156,8 @@ class Damage:
 
 
 def store_with_a_bad_pack(url: str) -> bytes:
-    """Make a store of requests ``one`` and ``two``, the pack of ``one`` with a flipped byte; return this pack's id."""
+    """Make a store of requests ``one`` and ``two``, the pack of ``one`` with a flipped byte; return
+    this pack's id."""
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         writer.add("one", "a b")

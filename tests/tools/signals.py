@@ -13,17 +13,22 @@ from tests.host_processes import descendants, host_processes
 
 
 def obey_ctrl_c() -> None:
-    """``preexec_fn`` that restores SIGINT: background jobs of a shell, and so the children of a test run, ignore it."""
+    """``preexec_fn`` that restores SIGINT: background jobs of a shell, and so the children of a
+    test run, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_store(process: subprocess.Popen[str], limit_s: float = 60.0) -> None:
-    """Wait until a command, one of its children, or one of its host processes has an LMDB store open.
+    """Wait until a command, one of its children, or one of its host processes has an LMDB store
+    open.
 
     :raises TimeoutError: no store is open after ``limit_s``.
     """
     deadline = time.monotonic() + limit_s
-    while not any("data.mdb" in _mappings(pid) for pid in [process.pid, *descendants(process.pid), *host_processes()]):
+    while not any(
+        "data.mdb" in _mappings(pid)
+        for pid in [process.pid, *descendants(process.pid), *host_processes()]
+    ):
         if time.monotonic() > deadline:
             raise TimeoutError(f"no store is open after {limit_s} s")
         time.sleep(0.05)
@@ -35,7 +40,9 @@ def _mappings(pid: int) -> str:
     return ""
 
 
-def interrupt(process: subprocess.Popen[str], limit_s: float = 30.0) -> tuple[str, float]:
+def interrupt(
+    process: subprocess.Popen[str], limit_s: float = 30.0
+) -> tuple[str, float]:
     """Send SIGINT; return the rest of standard error, and the seconds until the process ended.
 
     :raises subprocess.TimeoutExpired: the process did not end within ``limit_s``, and was killed.
@@ -76,4 +83,6 @@ def run_interrupted(script: str, *arguments: str, limit_s: float = 30.0) -> str:
     :raises subprocess.TimeoutExpired: the script did not end within ``limit_s``, and was killed.
     """
     command = [sys.executable, "-c", _WAITS + script + _END, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=limit_s, check=True
+    ).stdout

@@ -20,18 +20,34 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
 def on_terminal(
-    width: int, *arguments: str, cwd: Path, answer: str = "", environment: dict[str, str] | None = None
+    width: int,
+    *arguments: str,
+    cwd: Path,
+    answer: str = "",
+    environment: dict[str, str] | None = None,
 ) -> tuple[str, int]:
-    """Run ``persistkv`` on a terminal of ``width`` columns; return its output, escapes included, and its exit code.
+    """Run ``persistkv`` on a terminal of ``width`` columns; return its output, escapes included,
+    and its exit code.
 
     :param answer: input that is typed before the command asks.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    basic = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "LANG": "C.UTF-8", "TERM": "xterm-256color", **TESTED_CODE}
+    basic = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(cwd),
+        "LANG": "C.UTF-8",
+        "TERM": "xterm-256color",
+        **TESTED_CODE,
+    }
     command = [sys.executable, "-m", "persistkv_tools", *arguments]
     process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=basic | (environment or {})
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=cwd,
+        env=basic | (environment or {}),
     )
     os.close(slave)
     os.write(master, answer.encode())

@@ -31,7 +31,9 @@ class TestCliErrors:
         one_line_error(start("stat", "somewhere"), "scheme://")
 
     def test_url_negative_capacity_exits_2(self, start, tmp_path):
-        one_line_error(start("ls", f"lmdb://{tmp_path}/store?capacity=-1GiB"), "capacity", "-1GiB")
+        one_line_error(
+            start("ls", f"lmdb://{tmp_path}/store?capacity=-1GiB"), "capacity", "-1GiB"
+        )
 
     def test_url_unknown_option_exits_2(self, start, tmp_path):
         one_line_error(start("ls", f"lmdb://{tmp_path}/store?color=red"), "color")
@@ -49,7 +51,9 @@ class TestCliErrors:
         (tmp_path / "other" / "data.mdb").write_bytes(os.urandom(100_000))
         one_line_error(start("ls", f"lmdb://{tmp_path}/other"), "other", code=3)
 
-    def test_commands_directory_of_other_files_exit_3_and_keep_it(self, run, filled, tmp_path):
+    def test_commands_directory_of_other_files_exit_3_and_keep_it(
+        self, run, filled, tmp_path
+    ):
         (tmp_path / "home").mkdir()
         (tmp_path / "home" / "notes.txt").touch()
         (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n')
@@ -58,8 +62,14 @@ class TestCliErrors:
             (("ls",), ("set", "ttl=7d"), ("verify",), ("prune", "--orphans", "--yes")),
         )
         for command, *options in commands:
-            one_line_error(run(command, home, *options), "home", "notes.txt", "no store", code=3)
-        for made in (("push", filled, home), ("pull", home, filled), ("replay", home, str(tmp_path / "trace.jsonl"))):
+            one_line_error(
+                run(command, home, *options), "home", "notes.txt", "no store", code=3
+            )
+        for made in (
+            ("push", filled, home),
+            ("pull", home, filled),
+            ("replay", home, str(tmp_path / "trace.jsonl")),
+        ):
             one_line_error(run(*made), "notes.txt", code=3)
         assert [entry.name for entry in (tmp_path / "home").iterdir()] == ["notes.txt"]
 
@@ -68,7 +78,11 @@ class TestCliErrors:
         one_line_error(run("ls", f"{tmp_path}/empty"), "empty", "no store", code=3)
 
     def test_url_relative_path_exits_2_suggesting_absolute_paths(self, run, tmp_path):
-        one_line_error(run("ls", "lmdb://var/cache/kv"), "lmdb:///var/cache/kv", f"lmdb://{tmp_path}/var/cache/kv")
+        one_line_error(
+            run("ls", "lmdb://var/cache/kv"),
+            "lmdb:///var/cache/kv",
+            f"lmdb://{tmp_path}/var/cache/kv",
+        )
         assert not (tmp_path / "var").exists()
 
     def test_ls_path_without_permission_exits_3(self):
@@ -81,7 +95,10 @@ class TestCliErrors:
             closed.chmod(0o700)
         one_line_error(done, "closed", "ermission", code=3)
 
-    @pytest.mark.parametrize("arguments", [("ls",), ("no-such-command",), ("ls", "lmdb:///x", "--no-such-option")])
+    @pytest.mark.parametrize(
+        "arguments",
+        [("ls",), ("no-such-command",), ("ls", "lmdb:///x", "--no-such-option")],
+    )
     def test_cli_wrong_usage_exits_2(self, start, arguments):
         done = start(*arguments)
         assert done.returncode == 2
@@ -92,27 +109,53 @@ class TestCliErrors:
     ("arguments", "sentence"),
     [
         (("prune", "{url}"), "prune requires at least one of --request, --older-than"),
-        (("prune", "{url}", "--older-than", "1d"), "prune requires --yes or --dry-run: it cannot ask without"),
+        (
+            ("prune", "{url}", "--older-than", "1d"),
+            "prune requires --yes or --dry-run: it cannot ask without",
+        ),
         (("verify", "{url}", "--repair"), "verify --repair requires --yes"),
         (("set", "{url}", "ttl=7d", "--json"), "set requires --yes or --dry-run"),
-        (("label", "{url}", "engine-0-0"), "label requires NAME=VALUE or --remove NAME"),
+        (
+            ("label", "{url}", "engine-0-0"),
+            "label requires NAME=VALUE or --remove NAME",
+        ),
         (("export", "{url}", "-o", "x"), "export requires requests, --label or --all"),
         (("warm", "{url}"), "warm requires ids of requests, or --label"),
         (
             ("export", "{url}", "--all", "-o", "{tmp}/here"),
             "cannot write {tmp}/here: the file exists; --force replaces it",
         ),
-        (("export", "{url}", "--all", "-o", "-", "--json"), "'-' is not valid; expected a file, because --json uses"),
-        (("report", "{url}", "-o", "{tmp}/no/page.html"), "cannot write {tmp}/no/page.html: No such file or directory"),
-        (("import", "{tmp}/absent", "{url}"), "cannot read {tmp}/absent: No such file or directory"),
-        (("why", "{url}", "--against", "{tmp}"), "'{tmp}' is not valid; expected a directory with *.safetensors"),
-        (("verify", "{url}", "--resume", "{tmp}/here"), "cannot read {tmp}/here: it is not a progress file of verify"),
-        (("replay", "{tmp}/new", "{tmp}/absent"), "cannot read {tmp}/absent: No such file or directory"),
+        (
+            ("export", "{url}", "--all", "-o", "-", "--json"),
+            "'-' is not valid; expected a file, because --json uses",
+        ),
+        (
+            ("report", "{url}", "-o", "{tmp}/no/page.html"),
+            "cannot write {tmp}/no/page.html: No such file or directory",
+        ),
+        (
+            ("import", "{tmp}/absent", "{url}"),
+            "cannot read {tmp}/absent: No such file or directory",
+        ),
+        (
+            ("why", "{url}", "--against", "{tmp}"),
+            "'{tmp}' is not valid; expected a directory with *.safetensors",
+        ),
+        (
+            ("verify", "{url}", "--resume", "{tmp}/here"),
+            "cannot read {tmp}/here: it is not a progress file of verify",
+        ),
+        (
+            ("replay", "{tmp}/new", "{tmp}/absent"),
+            "cannot read {tmp}/absent: No such file or directory",
+        ),
         (("push", "{url}", "{url}"), "another store than the source"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_command_bad_argument_prints_cause_and_remedy(run, filled, tmp_path, arguments, sentence):
+def test_command_bad_argument_prints_cause_and_remedy(
+    run, filled, tmp_path, arguments, sentence
+):
     (tmp_path / "here").write_text("mine")
     done = run(*(part.format(url=filled, tmp=tmp_path) for part in arguments))
     one_line_error(done, sentence.format(tmp=tmp_path))
@@ -149,7 +192,9 @@ class TestStoreVariable:
         done = run(*(argument.format(here=here) for argument in arguments))
         assert done.returncode == 0, done.stderr
 
-    def test_pull_and_import_without_store_write_to_variable_store(self, run, here, monkeypatch):
+    def test_pull_and_import_without_store_write_to_variable_store(
+        self, run, here, monkeypatch
+    ):
         assert run("export", "--all", "-o", f"{here}/all.pkv").returncode == 0
         monkeypatch.setenv("PERSISTKV_STORE", f"lmdb://{here}/new")
         assert run("import", f"{here}/all.pkv").returncode == 0
@@ -164,19 +209,31 @@ class TestStoreVariable:
         done = run("replay", f"{here}/trace.jsonl")
         assert (done.returncode, "TRACE" in done.stderr) == (2, True)
 
-    def test_command_without_store_or_variable_exits_2_naming_variable(self, run, monkeypatch):
+    def test_command_without_store_or_variable_exits_2_naming_variable(
+        self, run, monkeypatch
+    ):
         monkeypatch.delenv("PERSISTKV_STORE", raising=False)
         one_line_error(run("ls"), "ls requires a store", "PERSISTKV_STORE")
         one_line_error(run("show", "0c4d"), "'0c4d'", "scheme://")
 
-    def test_ls_tilde_or_plain_path_opens_store(self, run, filled, monkeypatch, tmp_path):
+    def test_ls_tilde_or_plain_path_opens_store(
+        self, run, filled, monkeypatch, tmp_path
+    ):
         monkeypatch.setenv("HOME", str(tmp_path))
-        for store in ("~/store", "lmdb://~/store", f"{tmp_path}/store", f"{tmp_path}/store?capacity=1GiB"):
+        for store in (
+            "~/store",
+            "lmdb://~/store",
+            f"{tmp_path}/store",
+            f"{tmp_path}/store?capacity=1GiB",
+        ):
             assert "3 requests" in run("ls", store).stdout
 
 
 def test_debug_absent_store_prints_causes(start, tmp_path):
-    for arguments in (("--debug", "ls", f"{tmp_path}/absent"), ("ls", f"{tmp_path}/absent", "--debug")):
+    for arguments in (
+        ("--debug", "ls", f"{tmp_path}/absent"),
+        ("ls", f"{tmp_path}/absent", "--debug"),
+    ):
         done = start(*arguments)
         assert done.returncode == 3
         assert "FileNotFoundError" in done.stderr
@@ -194,7 +251,8 @@ def test_help_short_and_long_option_print_usage(run, option):
 def test_help_breaks_no_paragraph_and_shows_no_type_of_flags(start):
     shown = start("verify", "--help", COLUMNS="200").stdout
     paragraph = (
-        "damage was found, even if it was repaired. Exit code 3: a commit of --repair failed; earlier commits stay"
+        "damage was found, even if it was repaired. Exit code 3: a commit of --repair "
+        "failed; earlier commits stay"
     )
     assert paragraph in shown
     for help_text in (shown, start("--help", COLUMNS="200").stdout):
@@ -203,10 +261,13 @@ def test_help_breaks_no_paragraph_and_shows_no_type_of_flags(start):
 
 def run_script(script, *arguments):
     command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
-# Drop root only when the store is opened: an ordinary user may not be able to read the interpreter's files.
+# Drop root only when the store is opened: an ordinary user may not be able to read the
+# interpreter's files.
 AS_ORDINARY_USER = f"""
 import os
 from persistkv.storage import BACKENDS

@@ -29,7 +29,8 @@ def store(url):
 
 @pytest.mark.parametrize("command", [("stat",), ("ls",), ("verify",), ("show", "r3")])
 def test_command_truncated_catalogue_exits_3(start, store, command):
-    """The command opens the store in a child process, because reads of a truncated catalogue end with SIGBUS."""
+    """The command opens the store in a child process, because reads of a truncated catalogue end
+    with SIGBUS."""
     file = Path(StoreUrl.parse(store).location) / "data.mdb"
     os.truncate(file, 3 * 4096)
     done = start(command[0], store, *command[1:])
@@ -42,7 +43,17 @@ def test_command_truncated_catalogue_exits_3(start, store, command):
 @pytest.fixture
 def slow(store, tmp_path):
     """A long-running command, and its child process that does the work."""
-    command = [sys.executable, "-m", "persistkv_tools", "verify", store, "--rate", "4KiB", "--resume", "state"]
+    command = [
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        "verify",
+        store,
+        "--rate",
+        "4KiB",
+        "--resume",
+        "state",
+    ]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: (tmp_path / "state").exists() and children(process.pid))
     (child,) = children(process.pid)
@@ -53,14 +64,19 @@ def slow(store, tmp_path):
 
 def children(pid: int) -> list[int]:
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(word)
+            for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except FileNotFoundError:
         return []
 
 
 def is_gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -72,7 +88,10 @@ def wait_until(holds) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="the kernel lists no children")
+@pytest.mark.skipif(
+    not Path(f"/proc/self/task/{os.getpid()}/children").exists(),
+    reason="the kernel lists no children",
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_command_terminated_or_killed_ends_child_process(slow, number):
     process, child = slow
@@ -86,7 +105,14 @@ def test_ls_closed_output_exits_141_silently(store, options):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "persistkv_tools", "ls", store, *options]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -96,7 +122,8 @@ def test_ls_closed_output_exits_141_silently(store, options):
     [
         (["ls", "lmdb:///kv"], True),
         (["verify", "lmdb:///kv", "--rate", "1MiB"], True),
-        (["verify", "lmdb:///kv", "--repair"], False),  # repair holds locks that engines wait for
+        # repair holds locks that engines wait for
+        (["verify", "lmdb:///kv", "--repair"], False),
         (["prune", "lmdb:///kv", "--orphans"], False),
         (["prune", "lmdb:///kv", "--orphans", "--dry-run"], True),
         (["--help"], False),
@@ -104,9 +131,18 @@ def test_ls_closed_output_exits_141_silently(store, options):
     ],
 )
 def test_lower_priority_applies_only_to_reading_commands(arguments, is_lowered):
-    program = f"import os, persistkv_tools.entry as s; s.lower_priority({arguments!r}); print(os.nice(0))"
+    program = (
+        f"import os, persistkv_tools.entry as s; s.lower_priority({arguments!r}); "
+        f"print(os.nice(0))"
+    )
     before = os.nice(0)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert (int(done.stdout) > before) == is_lowered
 
 
@@ -123,7 +159,14 @@ from persistkv_tools.entry import main
 main()
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, preexec_fn=obey_ctrl_c)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        preexec_fn=obey_ctrl_c,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -141,5 +184,11 @@ def interrupted(*, may_retry):
 cli.main = interrupted
 entry.main()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "so far\n", "")

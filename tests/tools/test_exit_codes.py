@@ -1,4 +1,5 @@
-"""Exit codes of the commands and the objects that they write with them, compared with docs/json.md."""
+"""Exit codes of the commands and the objects that they write with them, compared with
+docs/json.md."""
 
 from __future__ import annotations
 
@@ -48,11 +49,19 @@ class Case(NamedTuple):
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of stores and files that no test changes."""
     place = tmp_path_factory.mktemp("made")
-    urls = {name: f"lmdb://{place}/{name}?placement=inline" for name in ("store", "damaged", "other")}
+    urls = {
+        name: f"lmdb://{place}/{name}?placement=inline"
+        for name in ("store", "damaged", "other")
+    }
     with closing(open_backend(urls["store"])) as backend:
         writer = Contexts(backend, block_bytes=BLOCK)
         for number in range(10):  # 1.25 MiB: enough for a sample of the codecs
-            writer.add(f"r{number}", f"{number}-a {number}-b", labels={"user": "anna"}, age_s=100.0 + number)
+            writer.add(
+                f"r{number}",
+                f"{number}-a {number}-b",
+                labels={"user": "anna"},
+                age_s=100.0 + number,
+            )
         writer.add("longer", "0-a 0-b c", age_s=10.0)
     with closing(open_backend(urls["damaged"])) as backend:
         writer = Contexts(backend)
@@ -65,11 +74,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_store(urls["store"]) as store:
         store.export(place / "all.pkv")
     data = (place / "all.pkv").read_bytes()
-    (place / "flipped.pkv").write_bytes(data[:9_000] + bytes([data[9_000] ^ 1]) + data[9_001:])
+    (place / "flipped.pkv").write_bytes(
+        data[:9_000] + bytes([data[9_000] ^ 1]) + data[9_001:]
+    )
     (place / "cut.pkv").write_bytes(data[:-1])
     shutil.copytree(place / "store", place / "cut")
     os.truncate(place / "cut" / "data.mdb", 3 * 4096)
-    (place / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n')
+    (place / "trace.jsonl").write_text(
+        '{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n'
+    )
     (place / "negative.jsonl").write_text('{"hash_ids": [1]}\n{"hash_ids": [-1]}\n')
     (place / "large.jsonl").write_text(f'{{"hash_ids": [{1 << 64}]}}\n')
     (place / "text").write_text("hello\n")
@@ -86,7 +99,9 @@ FINDINGS = [
     Case(("why", "{made}/store", "--against", "{made}/other"), 1),
     Case(("prune", "{copy}", "--request", "r0", "--yes"), 1),
     Case(("export", "{made}/damaged", "--all", "-o", "{tmp}/out.pkv"), 1, '"one"'),
-    Case(("import", "{made}/all.pkv", "{tmp}/small?capacity=1MiB", "--newest"), 1, '"r9"'),
+    Case(
+        ("import", "{made}/all.pkv", "{tmp}/small?capacity=1MiB", "--newest"), 1, '"r9"'
+    ),
     Case(("push", "{made}/damaged", "{tmp}/copy"), 1, '"one"'),
     Case(("pull", "{tmp}/copy", "{made}/damaged"), 1, '"one"'),
     Case(("pull", "{tmp}/copy", "{made}/damaged", "--dry-run"), 0),
@@ -95,13 +110,32 @@ FINDINGS = [
 SUCCESSES = [
     Case(("why", "{made}/store"), 0, '"comparisons": []'),
     Case(("replay", "{tmp}/new", "{made}/trace.jsonl"), 0),
-    Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--share", "1", "--block-size", "1MiB"), 0),
+    Case(
+        (
+            "replay",
+            "{tmp}/new",
+            "{made}/trace.jsonl",
+            "--share",
+            "1",
+            "--block-size",
+            "1MiB",
+        ),
+        0,
+    ),
     Case(("import", "{made}/all.pkv", "{tmp}/copy"), 0, '"requests": 11'),
     Case(("import", "{made}/all.pkv", "{made}/store"), 0, '"requests_held": 11'),
-    Case(("import", "{made}/all.pkv", "{other}"), 0, "weights: 'checkpoint:1' here, 'theirs' stored"),
+    Case(
+        ("import", "{made}/all.pkv", "{other}"),
+        0,
+        "weights: 'checkpoint:1' here, 'theirs' stored",
+    ),
     Case(("pull", "{tmp}/copy", "{made}/store"), 0, '"requests": 11'),
     Case(("pull", "{tmp}/absent", "{made}/store", "--dry-run"), 0, '"requests": 11'),
-    Case(("pull", "{tmp}/copy", "{made}/store", "--label", "user=nobody"), 0, '"requests": 0'),
+    Case(
+        ("pull", "{tmp}/copy", "{made}/store", "--label", "user=nobody"),
+        0,
+        '"requests": 0',
+    ),
     Case(("push", "{made}/store", "{copy}"), 0, '"requests_held": 11'),
     Case(("pull", "{copy}", "{made}/store"), 0, '"requests_held": 11'),
 ]
@@ -123,8 +157,14 @@ REFUSALS = [
     Case(("replay", "{tmp}/new", "{made}"), 2, "Is a directory"),
     Case(("replay", "{tmp}/new", "{made}/text"), 2, "line 1"),
     Case(("replay", "{tmp}/new", "{made}/negative.jsonl"), 2, "line 2: -1"),
-    Case(("replay", "{tmp}/new", "{made}/large.jsonl"), 2, "line 1: 18446744073709551616"),
-    Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--block-size", HUGE), 2, "--block-size"),
+    Case(
+        ("replay", "{tmp}/new", "{made}/large.jsonl"), 2, "line 1: 18446744073709551616"
+    ),
+    Case(
+        ("replay", "{tmp}/new", "{made}/trace.jsonl", "--block-size", HUGE),
+        2,
+        "--block-size",
+    ),
     Case(("replay", "{tmp}/new", "{made}/trace.jsonl", "--share", "2"), 2, "--share"),
     Case(("replay", "{made}/store", "{made}/trace.jsonl"), 2, "a new or empty store"),
     Case(("replay", "{made}", "{made}/trace.jsonl"), 3, "no store"),
@@ -138,7 +178,11 @@ REFUSALS = [
     Case(("import", "{made}/flipped.pkv", "{tmp}/new"), 2, "at byte"),
     Case(("import", "{made}/cut.pkv", "{tmp}/new"), 2, "at byte"),
     Case(("import", "{made}/all.pkv", "{tmp}/new?capacity=1MiB"), 2, "--newest"),
-    Case(("import", "{made}/all.pkv", "{made}/other", "--strict"), 2, "the nearest differs in"),
+    Case(
+        ("import", "{made}/all.pkv", "{made}/other", "--strict"),
+        2,
+        "the nearest differs in",
+    ),
     Case(("import", "{made}/all.pkv", "{made}/text"), 3, "is a file"),
     Case(("import", "{made}/all.pkv", "{made}"), 3, "no store"),
     Case(("import", "{made}/all.pkv", "{made}/cut"), 3, "truncated"),
@@ -162,11 +206,14 @@ def name_of(case: Case) -> str:
 
 
 def files_below(*places: Path) -> set[Path]:
-    return {path for place in places for path in place.rglob("*") if path.name != "lock.mdb"}
+    return {
+        path for place in places for path in place.rglob("*") if path.name != "lock.mdb"
+    }
 
 
 def filled_in(text: str, made: Path, tmp_path: Path) -> str:
-    """Replace directory names; ``{copy}``, ``{other}`` and ``{damaged}`` are copies that the command may change."""
+    """Replace directory names; ``{copy}``, ``{other}`` and ``{damaged}`` are copies that the
+    command may change."""
     for name, source in (("copy", "store"), ("other", "other"), ("damaged", "damaged")):
         if f"{{{name}}}" in text:
             shutil.copytree(made / source, tmp_path / name)
@@ -175,7 +222,9 @@ def filled_in(text: str, made: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("case", [*FINDINGS, *SUCCESSES], ids=name_of)
-def test_command_completed_writes_documented_json(run: Run, made: Path, tmp_path: Path, case: Case) -> None:
+def test_command_completed_writes_documented_json(
+    run: Run, made: Path, tmp_path: Path, case: Case
+) -> None:
     done = run(*(filled_in(text, made, tmp_path) for text in case.arguments), "--json")
     assert (done.returncode, done.stderr) == (case.code, "")
     assert filled_in(case.part, made, tmp_path) in done.stdout
@@ -199,7 +248,9 @@ def test_documented_exit_codes_all_have_test_cases() -> None:
     elsewhere = {("serve-metrics", 0), ("top", 0)}  # test_metrics.py and test_top.py
     elsewhere |= {("bench", 0), ("warm", 1)}  # below
     elsewhere |= {("rebuild", 1)}  # test_rebuild.py
-    tested = {(case.arguments[0], case.code) for case in (*FINDINGS, *SUCCESSES, *REFUSALS)}
+    tested = {
+        (case.arguments[0], case.code) for case in (*FINDINGS, *SUCCESSES, *REFUSALS)
+    }
     assert tested >= documented_codes() - elsewhere
 
 
@@ -207,8 +258,14 @@ def test_doctor_exits_1_only_for_warning_or_problem(run: Run, made: Path) -> Non
     done = run("doctor", f"{made}/store", "--json")
     found = json.loads(done.stdout)
     check_documented("doctor", found, complete=True)
-    assert {finding["level"] for finding in found["findings"] if "store" in finding["check"]} == {"ok"}
-    bad = [finding for finding in found["findings"] if finding["level"] in ("warning", "problem")]
+    assert {
+        finding["level"] for finding in found["findings"] if "store" in finding["check"]
+    } == {"ok"}
+    bad = [
+        finding
+        for finding in found["findings"]
+        if finding["level"] in ("warning", "problem")
+    ]
     assert (done.returncode, done.stderr) == (int(bool(bad)), "")
 
 
@@ -242,13 +299,17 @@ def test_command_json_has_every_documented_field(
         pytest.importorskip("prometheus_client")
     done = run(*(filled_in(text, made, tmp_path) for text in arguments), "--json")
     left_out = {"address"} if "--once" in arguments else set()
-    left_out |= {f"adoptions[].{name}" for name in AdoptionView.__struct_fields__}  # no engine of another release
-    check_documented(arguments[0], json.loads(done.stdout), left_out=left_out, complete=True)
+    # no engine of another release
+    left_out |= {f"adoptions[].{name}" for name in AdoptionView.__struct_fields__}
+    check_documented(
+        arguments[0], json.loads(done.stdout), left_out=left_out, complete=True
+    )
 
 
 @pytest.fixture
 def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
-    """URL of a store with a request ``one`` and an engine that lacks one of the blocks that it is asked to promote."""
+    """URL of a store with a request ``one`` and an engine that lacks one of the blocks that it is
+    asked to promote."""
     url, writer = contexts
     writer.add("one", "a b c d")
     stop = threading.Event()
@@ -276,7 +337,8 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "code"), [("top", ("--interval", "0.4s"), 0), ("warm", ("one", "--wait", "100s"), 1)]
+    ("command", "options", "code"),
+    [("top", ("--interval", "0.4s"), 0), ("warm", ("one", "--wait", "100s"), 1)],
 )
 def test_top_and_warm_json_with_engine_has_every_documented_field(
     run: Run, engine: str, command: str, options: tuple[str, ...], code: int
@@ -300,10 +362,15 @@ def test_bench_damaged_store_exits_0_with_note(run: Run, made: Path) -> None:
     found = json.loads(done.stdout)
     check_documented("bench", found)
     assert (found["codecs"], found["advice"]) == ([], None)
-    assert any("codecs were not compared" in note and "truncated" in note for note in found["notes"])
+    assert any(
+        "codecs were not compared" in note and "truncated" in note
+        for note in found["notes"]
+    )
 
 
-def test_bench_host_process_failing_to_start_exits_3(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_host_process_failing_to_start_exits_3(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
     done = run("bench", f"{tmp_path}/new", *SMALL, "--json")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
@@ -312,30 +379,66 @@ def test_bench_host_process_failing_to_start_exits_3(run: Run, tmp_path: Path, m
 
 
 def test_bench_full_disk_exits_3(tmp_path: Path) -> None:
-    """A limit on file sizes acts like a full disk for the plain file; the store evicts before it reaches the limit."""
+    """A limit on file sizes acts like a full disk for the plain file; the store evicts before it
+    reaches the limit."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (18 << 20, 18 << 20))
 
     options = ("--size", "4MiB", "--rounds", "5", "--json")
-    command = [sys.executable, "-m", "persistkv_tools", "bench", f"{tmp_path}/new?capacity=16MiB", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit)
+    command = [
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        "bench",
+        f"{tmp_path}/new?capacity=16MiB",
+        *options,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=limit,
+    )
     if "there are no ratios" in done.stdout:
         pytest.skip("the file system has no O_DIRECT, and bench writes no plain file")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1), done.stderr
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1), (
+        done.stderr
+    )
     assert "plain file" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def pipe(made: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["cat", f"{made}/all.pkv"], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        ["cat", f"{made}/all.pkv"], stdout=subprocess.PIPE
+    ) as process:
         yield process
 
 
 def test_import_pipe_exits_2(pipe: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "persistkv_tools", "import", "/dev/stdin", f"{tmp_path}/new", "--json"]
-    done = subprocess.run(command, stdin=pipe.stdout, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        "import",
+        "/dev/stdin",
+        f"{tmp_path}/new",
+        "--json",
+    ]
+    done = subprocess.run(
+        command,
+        stdin=pipe.stdout,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (
+        done.stderr
+    )
     assert "it is a pipe" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,8 @@ from tests.tools.contexts import Contexts
 
 @pytest.fixture
 def busy(tmp_path):
-    """URL of a store of 8 MiB that a thread fills until the test ends; errors of the thread fail the test."""
+    """URL of a store of 8 MiB that a thread fills until the test ends; errors of the thread fail
+    the test."""
     url = f"lmdb://{tmp_path}/busy?capacity=8MiB"
     failures: list[BaseException] = []
     stop, full = threading.Event(), threading.Event()
@@ -23,7 +24,10 @@ def busy(tmp_path):
             with closing(open_backend(url)) as backend:
                 writer, number = Contexts(backend), 0
                 while not stop.is_set():
-                    writer.add(f"r{number}", " ".join(f"w{number}-{word}" for word in range(40)))
+                    writer.add(
+                        f"r{number}",
+                        " ".join(f"w{number}-{word}" for word in range(40)),
+                    )
                     number += 1
                     if number > 100:
                         full.set()
@@ -55,7 +59,13 @@ def test_commands_succeed_while_store_is_written_and_evicts(start, busy, tmp_pat
     for command in commands:
         done = start(*command)
         assert "Traceback" not in done.stderr, (command, done.stderr)
-        # exit code 1: content evicted meanwhile is left out or already deleted; ``verify`` must not report it
+        # exit code 1: content evicted meanwhile is left out or already deleted; ``verify`` must not
+        # report it
         expected = (0,) if command[0] in ("ls", "stat", "verify") else (0, 1)
         assert done.returncode in expected, (command, done.stdout, done.stderr)
-    assert start("import", "all.pkv", f"lmdb://{tmp_path}/imported?capacity=64MiB").returncode == 0
+    assert (
+        start(
+            "import", "all.pkv", f"lmdb://{tmp_path}/imported?capacity=64MiB"
+        ).returncode
+        == 0
+    )

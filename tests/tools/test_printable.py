@@ -20,8 +20,14 @@ from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
 from tests.tools.terminals import ESCAPES, on_terminal
 
-EVIL = "\x1b[2J\x1b]0;owned\x07\r\n2 requests\t\x9b31m\x7f\u202egnp.exe\u2066\u200b\u2028\ufeff\u061c\U000e0041"
-SHOWN = r"\x1b[2J\x1b]0;owned\x07\r\n2 requests\t\x9b31m\x7f\u202egnp.exe\u2066\u200b\u2028\ufeff\u061c\U000e0041"
+EVIL = (
+    "\x1b[2J\x1b]0;owned\x07\r\n2 "
+    "requests\t\x9b31m\x7f\u202egnp.exe\u2066\u200b\u2028\ufeff\u061c\U000e0041"
+)
+SHOWN = (
+    r"\x1b[2J\x1b]0;owned\x07\r\n2 "
+    r"requests\t\x9b31m\x7f\u202egnp.exe\u2066\u200b\u2028\ufeff\u061c\U000e0041"
+)
 COMMANDS = {
     "ls": ("ls", "{url}"),
     "stat": ("stat", "{url}"),
@@ -62,13 +68,18 @@ NAMED = {
 
 @pytest.fixture
 def store(url, tmp_path, run):
-    """URLs of a store full of hostile names, whose second request is damaged, and of a store with another identity."""
+    """URLs of a store full of hostile names, whose second request is damaged, and of a store with
+    another identity."""
     with closing(open_backend(url)) as backend:
-        writer = Contexts(backend, Identity.of({"weights": "w", "config": {EVIL: EVIL}}))
+        writer = Contexts(
+            backend, Identity.of({"weights": "w", "config": {EVIL: EVIL}})
+        )
         writer.add(f"anna{EVIL}", "s a", labels={"user": EVIL, EVIL: "value"})
         writer.add(f"anna{EVIL}2", "s a b")
         writer.add(f"bert{EVIL}", "s c", labels={"user": EVIL})
-        row = make_status(f"e{EVIL}", host=EVIL, breaker=EVIL, time=time.time(), interval_s=1e6)
+        row = make_status(
+            f"e{EVIL}", host=EVIL, breaker=EVIL, time=time.time(), interval_s=1e6
+        )
         backend.publish_status("e1", row.encode())
     with Damage(url, writer.namespace) as damage:
         damage.flip_keys(f"anna{EVIL}2", 20)
@@ -77,13 +88,18 @@ def store(url, tmp_path, run):
         acknowledge_warm(backend, asked, "e1", blocks=1, missing=0)
     other = f"lmdb://{tmp_path}/other"
     with closing(open_backend(other)) as backend:
-        Contexts(backend, Identity.of({"weights": "w", "config": {EVIL: "other"}})).add("one", "x")
+        Contexts(backend, Identity.of({"weights": "w", "config": {EVIL: "other"}})).add(
+            "one", "x"
+        )
     assert run("export", url, f"bert{EVIL}", "-o", "good.pkv").returncode == 0
     return {"url": url, "other": other, "evil": EVIL.replace("/", "")}
 
 
 def is_safe(text):
-    return all(line.isprintable() for line in text.split("\n")) and "\n2 requests" not in text
+    return (
+        all(line.isprintable() for line in text.split("\n"))
+        and "\n2 requests" not in text
+    )
 
 
 def strings(value):
@@ -148,7 +164,13 @@ try:
 except SystemExit:
     logging.getLogger("persistkv_driver").warning("row of %s", {EVIL!r})
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert done.stderr == f"row of {SHOWN}\n"
 
 
@@ -168,7 +190,9 @@ def test_ls_ids_on_terminal_hostile_ids_are_escaped(store, tmp_path):
 
 def test_serve_metrics_hostile_text_is_escaped(store, tmp_path):
     pytest.importorskip("prometheus_client")
-    metrics, code = on_terminal(200, "serve-metrics", store["url"], "--once", cwd=tmp_path)
+    metrics, code = on_terminal(
+        200, "serve-metrics", store["url"], "--once", cwd=tmp_path
+    )
     assert code == 0
     assert is_safe(metrics)
 

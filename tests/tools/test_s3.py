@@ -21,7 +21,11 @@ server = pytest.importorskip("moto.server")
 
 pytestmark = pytest.mark.slow
 
-ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
+ACCESS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "testsecret",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +49,15 @@ def store(endpoint):
         with closing(open_backend(url)) as backend:
             writer = Contexts(backend)
             writer.add("one", "a b", labels={"user": "anna"})
-            time.sleep(1.1)  # the server's clock has whole seconds, so a reuse in the same second does not show
+            # the server's clock has whole seconds, so a reuse in the same second does not show
+            time.sleep(1.1)
             writer.add("two", "a b c")
             writer.add("three", "x y")
             backend.publish_status(
-                "e1", make_status("e1", time=time.time(), interval_s=60.0, breaker="closed").encode()
+                "e1",
+                make_status(
+                    "e1", time=time.time(), interval_s=60.0, breaker="closed"
+                ).encode(),
             )
         yield url
 
@@ -66,22 +74,41 @@ def test_inspection_commands_s3_store_match_its_content(run, store, tmp_path):
     assert (found["one"]["shared_by"], found["three"]["shared_by"]) == (1, 0)
     assert (found["one"]["reused"], found["two"]["reused"]) == (True, False)
     totals = shown(run, "stat", store)
-    assert (totals["requests"], totals["blocks"], totals["referenced_blocks"]) == (3, 5, 7)
+    assert (totals["requests"], totals["blocks"], totals["referenced_blocks"]) == (
+        3,
+        5,
+        7,
+    )
     assert shown(run, "show", store, "two", "--tree")["context"]["shared_blocks"] == 2
     assert shown(run, "verify", store)["problems"] == 0
     (engine,) = shown(run, "top", store, "--interval", "1s")["engines"]
     assert (engine["live"], engine["breaker"]) == (True, "closed")
-    assert shown(run, "report", store, "-o", "r.html")["bytes"] == (tmp_path / "r.html").stat().st_size
+    assert (
+        shown(run, "report", store, "-o", "r.html")["bytes"]
+        == (tmp_path / "r.html").stat().st_size
+    )
 
 
 def test_pin_label_and_prune_s3_store_change_requests(run, store, tmp_path):
     assert shown(run, "pin", store, "three")["pinned"]
-    assert shown(run, "label", store, "three", "user=bert")["labels"] == {"user": "bert"}
+    assert shown(run, "label", store, "three", "user=bert")["labels"] == {
+        "user": "bert"
+    }
     found = {request["id"]: request for request in shown(run, "ls", store)["requests"]}
-    assert (found["three"]["pinned"], found["three"]["labels"]) == (True, {"user": "bert"})
-    assert shown(run, "prune", store, "--label", "user=anna", "--yes", code=1)["done"]["staying"] == ["one"]
-    assert shown(run, "prune", store, "--request", "two", "--yes")["done"]["requests"] == 1
-    assert {request["id"] for request in shown(run, "ls", store)["requests"]} == {"one", "three"}
+    assert (found["three"]["pinned"], found["three"]["labels"]) == (
+        True,
+        {"user": "bert"},
+    )
+    assert shown(run, "prune", store, "--label", "user=anna", "--yes", code=1)["done"][
+        "staying"
+    ] == ["one"]
+    assert (
+        shown(run, "prune", store, "--request", "two", "--yes")["done"]["requests"] == 1
+    )
+    assert {request["id"] for request in shown(run, "ls", store)["requests"]} == {
+        "one",
+        "three",
+    }
     assert shown(run, "verify", store)["problems"] == 0
 
 
@@ -110,14 +137,17 @@ def test_pull_export_import_and_push_s3_store_keep_requests(run, store, tmp_path
     assert shown(run, "import", "all.pkv", back)["received"]["requests"] == 3
     assert shown(run, "push", here, back)["received"]["requests_held"] == 3
     one, other = shown(run, "ls", store)["requests"], shown(run, "ls", back)["requests"]
-    assert {(r["id"], r["blocks"], r["created"]) for r in one} == {(r["id"], r["blocks"], r["created"]) for r in other}
+    assert {(r["id"], r["blocks"], r["created"]) for r in one} == {
+        (r["id"], r["blocks"], r["created"]) for r in other
+    }
 
 
 def test_unpin_why_doctor_and_metrics_s3_store_succeed(run, store):
     assert not shown(run, "unpin", store, "one")["pinned"]
     assert shown(run, "why", store, "--against", store)["comparisons"][0]["matches"]
     findings = {
-        finding["check"]: finding["level"] for finding in json.loads(run("doctor", store, "--json").stdout)["findings"]
+        finding["check"]: finding["level"]
+        for finding in json.loads(run("doctor", store, "--json").stdout)["findings"]
     }
     assert "problem" not in findings.values()
     exported = run("serve-metrics", store, "--once")
@@ -127,7 +157,9 @@ def test_unpin_why_doctor_and_metrics_s3_store_succeed(run, store):
 
 
 def test_replay_s3_store_counts_requests_sent(run, store, tmp_path):
-    (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n')
+    (tmp_path / "trace.jsonl").write_text(
+        '{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n'
+    )
     found = shown(run, "replay", store.replace("/kv?", "/replay?"), "trace.jsonl")
     (replayed,) = found["runs"]
     assert replayed["hits"] == 2
@@ -148,9 +180,13 @@ def test_bench_s3_store_compares_with_plain_client_and_cleans_up(run, store, end
     found = shown(run, "bench", store, "--size", "4MiB", "--rounds", "1")
     assert [figure["name"] for figure in found["figures"]] == ["store", "load, warm"]
     for figure in found["figures"]:
-        assert figure["ratio"] == pytest.approx(figure["limit_seconds"] / figure["seconds"], rel=0.01, abs=0.001)
-    left = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").list_objects_v2(
-        Bucket=store.partition("://")[2].partition("/")[0]
-    )
-    assert not [entry["Key"] for entry in left["Contents"] if not entry["Key"].startswith("kv/")]
+        assert figure["ratio"] == pytest.approx(
+            figure["limit_seconds"] / figure["seconds"], rel=0.01, abs=0.001
+        )
+    left = boto3.client(
+        "s3", endpoint_url=endpoint, region_name="us-east-1"
+    ).list_objects_v2(Bucket=store.partition("://")[2].partition("/")[0])
+    assert not [
+        entry["Key"] for entry in left["Contents"] if not entry["Key"].startswith("kv/")
+    ]
     assert len(shown(run, "ls", store)["requests"]) == 3

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 import persistkv
-from persistkv import ConfigurationError, Selection, StoreError, StoreUnavailableError, open_store
+from persistkv import (
+    ConfigurationError,
+    Selection,
+    StoreError,
+    StoreUnavailableError,
+    open_store,
+)
 from persistkv.storage import open_backend
 from persistkv_tools.options import NotFoundError
 from tests.tools.contexts import BLOCK_BYTES, Contexts
@@ -48,8 +54,12 @@ def test_requests_selection_returns_matches_in_order(filled: str) -> None:
     with open_store(filled) as store:
         assert ids(store) == ["carl", "anna-2", "anna-1", "bert-1"]
         assert ids(store, Selection.parse(["user=anna"])) == ["anna-2", "anna-1"]
-        assert ids(store, Selection.parse(older_than="30m"), sort="tokens", limit=1) == ["anna-1"]
-        assert ids(store, namespace=store.namespaces()[0].id[:4], offset=3) == ["bert-1"]
+        assert ids(
+            store, Selection.parse(older_than="30m"), sort="tokens", limit=1
+        ) == ["anna-1"]
+        assert ids(store, namespace=store.namespaces()[0].id[:4], offset=3) == [
+            "bert-1"
+        ]
         with pytest.raises(ValueError, match="colour"):
             store.requests(sort="colour")
 
@@ -68,7 +78,10 @@ def test_stats_and_namespaces_return_totals(filled: str) -> None:
     with open_store(filled) as store:
         totals, (namespace,) = store.stats(), store.namespaces()
     assert (totals.requests, totals.packs, totals.raw_bytes) == (4, 4, 10 * BLOCK_BYTES)
-    assert (totals.namespaces[0].id, namespace.identity["weights"]) == (namespace.id, "checkpoint:1")
+    assert (totals.namespaces[0].id, namespace.identity["weights"]) == (
+        namespace.id,
+        "checkpoint:1",
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +103,9 @@ def test_pin_and_label_return_the_changed_request(filled: str) -> None:
     with open_store(filled, read_only=False) as store:
         assert store.pin("carl").pinned
         assert not store.pin("carl", pinned=False).pinned
-        assert store.label("anna-1", {"draft": "1"}, remove=["user"]).labels == {"draft": "1"}
+        assert store.label("anna-1", {"draft": "1"}, remove=["user"]).labels == {
+            "draft": "1"
+        }
         assert ids(store, Selection.parse(["draft"])) == ["anna-1"]
         with pytest.raises(NotFoundError, match="2 requests"):
             store.pin("anna")
@@ -116,14 +131,18 @@ def test_verify_and_repair_delete_bad_packs(filled: str, tmp_path: Path) -> None
     with open_store(filled, read_only=False) as store:
         found = store.verify(sample=1.0)
         assert (found.problems, found.packs) == (1, 4)
-        assert [row.request for row in store.plan_repair(found.findings).requests] == ["carl"]
+        assert [row.request for row in store.plan_repair(found.findings).requests] == [
+            "carl"
+        ]
         assert len(store.repair(found.findings).packs) == 1
         assert store.verify(resume=tmp_path / "progress").problems == 0
         with pytest.raises(ConfigurationError, match="share"):
             store.verify(sample=2)
 
 
-def test_export_and_push_copy_the_selected_requests(filled: str, tmp_path: Path, run: Any) -> None:
+def test_export_and_push_copy_the_selected_requests(
+    filled: str, tmp_path: Path, run: Any
+) -> None:
     anna = Selection.parse(["user=anna"])
     with open_store(filled) as store:
         sent = store.export(tmp_path / "anna.pkv", anna)
@@ -132,7 +151,12 @@ def test_export_and_push_copy_the_selected_requests(filled: str, tmp_path: Path,
         assert (pushed.received.requests, pushed.received.complete) == (2, True)
         with pytest.raises(ConfigurationError, match="another store"):
             store.push(filled)
-    assert run("import", str(tmp_path / "anna.pkv"), f"lmdb://{tmp_path}/imported").returncode == 0
+    assert (
+        run(
+            "import", str(tmp_path / "anna.pkv"), f"lmdb://{tmp_path}/imported"
+        ).returncode
+        == 0
+    )
     for name in ("pushed", "imported"):
         with open_store(tmp_path / name) as store:
             assert ids(store) == ["anna-2", "anna-1"]

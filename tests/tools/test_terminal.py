@@ -16,12 +16,16 @@ from tests.tools.json_fields import DOCS, check_documented, documented, document
 from tests.tools.terminals import ESCAPES, on_terminal
 
 LONG_ID = "0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-000017"
-LONG_LABEL = "a value that is longer than most, so that it has to be broken somewhere on a narrow terminal"
+LONG_LABEL = (
+    "a value that is longer than most, so that it has to be broken somewhere on a "
+    "narrow terminal"
+)
 
 
 @pytest.fixture
 def terminal(tmp_path):
-    """Return a function that runs a command on a terminal of ``width`` columns and returns its text and exit code."""
+    """Return a function that runs a command on a terminal of ``width`` columns and returns its text
+    and exit code."""
 
     def run(width: int, *arguments: str, answer: str = "") -> tuple[str, int]:
         shown, code = on_terminal(width, *arguments, cwd=tmp_path, answer=answer)
@@ -69,15 +73,20 @@ SHOWN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 160])
-def test_commands_on_terminal_fit_width_and_keep_ids_whole(terminal, store, width, tmp_path):
+def test_commands_on_terminal_fit_width_and_keep_ids_whole(
+    terminal, store, width, tmp_path
+):
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 10)
     assert {command[0] for command in SHOWN} == set(COMMANDS)
     for command in SHOWN:
         arguments = [part.format(url=store, tmp=tmp_path) for part in command]
-        text, code = terminal(width, *arguments, answer="n\n" if command[0] == "prune" else "")
+        text, code = terminal(
+            width, *arguments, answer="n\n" if command[0] == "prune" else ""
+        )
         assert code in (0, 1), (command, text)
         assert "Traceback" not in text
-        if command[0] != "serve-metrics":  # lines in Prometheus' format may have any length
+        # lines in Prometheus' format may have any length
+        if command[0] != "serve-metrics":
             for line in text.split("\n"):
                 assert len(line.rpartition("\r")[2].rstrip()) <= width, (command, line)
         if command[0] == "show":
@@ -86,13 +95,15 @@ def test_commands_on_terminal_fit_width_and_keep_ids_whole(terminal, store, widt
 
 
 @pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 1)])
-def test_verify_repair_on_terminal_deletes_only_after_yes(terminal, run, url, answer, left):
+def test_verify_repair_on_terminal_deletes_only_after_yes(
+    terminal, run, url, answer, left
+):
     store_with_a_bad_pack(url)
     text, code = terminal(80, "verify", url, "--repair", answer=f"{answer}\n")
     assert "Delete 1 bad pack" in text
-    assert "to delete: 1 pack, 2 blocks, 8.0 KiB" in text.partition("Delete 1 bad pack")[0], (
-        "the plan, then the question"
-    )
+    assert (
+        "to delete: 1 pack, 2 blocks, 8.0 KiB" in text.partition("Delete 1 bad pack")[0]
+    ), "the plan, then the question"
     assert code == 1
     assert len(json.loads(run("ls", url, "--json").stdout)["requests"]) == left
 
@@ -102,8 +113,9 @@ def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(terminal, store):
     rows = [line.split() for line in text.splitlines()]
     assert ["check", "level", "found"] in rows
     assert any(row[:3] == ["package", "persistkv", "ok"] for row in rows)
-    assert "engines that name blocks with Python's hash(): otherwise they find nothing after a restart" in " ".join(
-        word for row in rows for word in row
+    assert (
+        "engines that name blocks with Python's hash(): otherwise they find nothing after a restart"
+        in " ".join(word for row in rows for word in row)
     )
 
 
@@ -125,7 +137,9 @@ def test_commands_without_terminal_write_no_colours(start, store):
 
 
 def test_shell_completion_partial_command_returns_its_name(start):
-    asked = start(_PERSISTKV_COMPLETE="complete_bash", COMP_WORDS="persistkv ver", COMP_CWORD="1")
+    asked = start(
+        _PERSISTKV_COMPLETE="complete_bash", COMP_WORDS="persistkv ver", COMP_CWORD="1"
+    )
     assert asked.stdout.split() == ["verify"]
 
 
@@ -159,10 +173,17 @@ def test_shell_completion_partial_command_returns_its_name(start):
 def test_command_json_has_documented_fields(run, store, tmp_path, command):
     skip_if_extra_is_missing(command)
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 100)
-    assert run("export", store, "--all", "-o", str(tmp_path / "given.pkv")).returncode == 0
+    assert (
+        run("export", store, "--all", "-o", str(tmp_path / "given.pkv")).returncode == 0
+    )
     done = run(*(part.format(url=store, tmp=tmp_path) for part in command), "--json")
-    assert done.returncode == 0 or command[0] == "doctor", done.stderr  # doctor: depends on the machine
-    check_documented(command[0], json.loads(done.stdout), left_out={"address"} if "--once" in command else set())
+    # doctor: depends on the machine
+    assert done.returncode == 0 or command[0] == "doctor", done.stderr
+    check_documented(
+        command[0],
+        json.loads(done.stdout),
+        left_out={"address"} if "--once" in command else set(),
+    )
 
 
 def skip_if_extra_is_missing(command: tuple[str, ...]) -> None:
@@ -172,24 +193,38 @@ def skip_if_extra_is_missing(command: tuple[str, ...]) -> None:
 
 
 STORE_COMMANDS = [
-    command for command in SHOWN if command[0] not in ("doctor", "bench", "replay", "import", "pull", "rebuild")
+    command
+    for command in SHOWN
+    if command[0] not in ("doctor", "bench", "replay", "import", "pull", "rebuild")
 ]
 
 
-@pytest.mark.parametrize("command", STORE_COMMANDS, ids=lambda command: " ".join(command[::2]))
+@pytest.mark.parametrize(
+    "command", STORE_COMMANDS, ids=lambda command: " ".join(command[::2])
+)
 def test_command_bad_url_exits_2_and_absent_store_exits_3(run, tmp_path, command):
     skip_if_extra_is_missing(command)
     for url, code in (("tape:///kv", 2), (str(tmp_path / "absent"), 3)):
         done = run(
-            *(part.format(url=url, tmp=tmp_path) for part in command), *("--yes",) * (command[0] == "prune"), "--json"
+            *(part.format(url=url, tmp=tmp_path) for part in command),
+            *("--yes",) * (command[0] == "prune"),
+            "--json",
         )
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (
+            code,
+            "",
+            1,
+        ), done.stderr
     assert not (tmp_path / "absent").exists()
 
 
 def test_help_exit_code_1_matches_documentation(run):
     listed = {name for name, code in documented_codes() if code == 1}
-    named = {name for name in COMMANDS if "code 1" in re.sub(r"[\s│]+", " ", run(name, "--help").stdout)}
+    named = {
+        name
+        for name in COMMANDS
+        if "code 1" in re.sub(r"[\s│]+", " ", run(name, "--help").stdout)
+    }
     assert listed == named | {"pull"}
 
 

@@ -1,4 +1,5 @@
-"""Limits on the read rate and on the share of time of a command, with a clock that only sleep and work advance."""
+"""Limits on the read rate and on the share of time of a command, with a clock that only sleep and
+work advance."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_throttle_rate_limits_bytes_per_second(clock):
 
 
 def test_throttle_share_sleeps_for_rest_of_time(clock):
-    """After a piece of any duration, the pause is just long enough that work takes the given share of the time."""
+    """After a piece of any duration, the pause is just long enough that work takes the given share
+    of the time."""
     shared = Throttle(share=0.05)
     for seconds in (0.001, 0.02, 0.04):
         clock.now += seconds

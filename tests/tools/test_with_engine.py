@@ -1,4 +1,5 @@
-"""The commands with a real engine: transferred contexts are restored, and commands work while the engine writes."""
+"""The commands with a real engine: transferred contexts are restored, and commands work while the
+engine writes."""
 
 from __future__ import annotations
 
@@ -39,16 +40,29 @@ def cache_home(tmp_path, monkeypatch):
 
 
 def open_engine(checkpoint, url, **options):
-    return Engine.open(checkpoint, url, block_size=4, device_blocks=64, cpu_bytes="2MiB", codec="zstd:1", **options)
+    return Engine.open(
+        checkpoint,
+        url,
+        block_size=4,
+        device_blocks=64,
+        cpu_bytes="2MiB",
+        codec="zstd:1",
+        **options,
+    )
 
 
 @pytest.mark.parametrize("way", ["file", "push"])
-def test_engine_transferred_context_is_restored_exactly(start, url, checkpoint, tmp_path, way):
+def test_engine_transferred_context_is_restored_exactly(
+    start, url, checkpoint, tmp_path, way
+):
     with open_engine(checkpoint, url) as first:
         cold = first.generate(PROMPT, 8)
         resident = first.generate(PROMPT, 8, store=False)
         assert first.wait_persisted(cold)
-        pages = {block_hash: page.clone() for block_hash, page in first.resident_pages().items()}
+        pages = {
+            block_hash: page.clone()
+            for block_hash, page in first.resident_pages().items()
+        }
         target = f"lmdb://{tmp_path}/target?capacity=256MiB"
         request = json.loads(start("ls", url, "--json").stdout)["requests"][0]["id"]
         if way == "file":
@@ -62,11 +76,16 @@ def test_engine_transferred_context_is_restored_exactly(start, url, checkpoint, 
         assert warm.tokens == cold.tokens
         assert torch.equal(warm.logits, resident.logits)
         restored = second.resident_pages()
-        assert all(torch.equal(restored[block_hash], pages[block_hash]) for block_hash in warm.block_hashes[:24])
+        assert all(
+            torch.equal(restored[block_hash], pages[block_hash])
+            for block_hash in warm.block_hashes[:24]
+        )
         assert second.notices == ()
 
 
-def test_why_against_checkpoint_matches_store_of_engine(start, url, checkpoint, tmp_path):
+def test_why_against_checkpoint_matches_store_of_engine(
+    start, url, checkpoint, tmp_path
+):
     with open_engine(checkpoint, url) as engine:
         assert engine.wait_persisted(engine.generate(PROMPT, 4))
     done = start("why", url, "--against", str(checkpoint), "--json")
@@ -74,10 +93,16 @@ def test_why_against_checkpoint_matches_store_of_engine(start, url, checkpoint, 
     config = json.loads((checkpoint / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
-    (other / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    (other / "model.safetensors").write_bytes(
+        (checkpoint / "model.safetensors").read_bytes()
+    )
     (other / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
-    (comparison,) = json.loads(start("why", url, "--against", str(other), "--json").stdout)["comparisons"]
-    assert comparison["differences"] == [{"field": "config.num_key_value_heads", "ours": 4, "theirs": 2}]
+    (comparison,) = json.loads(
+        start("why", url, "--against", str(other), "--json").stdout
+    )["comparisons"]
+    assert comparison["differences"] == [
+        {"field": "config.num_key_value_heads", "ours": 4, "theirs": 2}
+    ]
 
 
 def test_engine_pruned_context_is_computed_again(start, url, checkpoint):
@@ -85,7 +110,12 @@ def test_engine_pruned_context_is_computed_again(start, url, checkpoint):
         result = engine.generate(PROMPT, 8)
         assert engine.wait_persisted(result)
         (namespace,) = json.loads(start("ls", url, "--json").stdout)["namespaces"]
-        assert start("prune", url, "--namespace", namespace["id"], "--orphans", "--yes").returncode == 0
+        assert (
+            start(
+                "prune", url, "--namespace", namespace["id"], "--orphans", "--yes"
+            ).returncode
+            == 0
+        )
         assert start("verify", url).returncode == 0
     with open_engine(checkpoint, url) as again:
         cold = again.generate(PROMPT, 8)

@@ -12,6 +12,11 @@ def ignore(num_bytes):
 
 
 def push(source, target, namespaces, selection, took, **options):
-    sources = [Source.of(source, space, filter(selection.takes, source.manifests(space.id))) for space in namespaces]
-    transfer = Transfer(sources, target, "lmdb:///target", everything=selection == Selection())
+    sources = [
+        Source.of(source, space, filter(selection.takes, source.manifests(space.id)))
+        for space in namespaces
+    ]
+    transfer = Transfer(
+        sources, target, "lmdb:///target", everything=selection == Selection()
+    )
     return transfer.run(target, took, **options)

@@ -1,8 +1,8 @@
 """The ``persistkv`` command.
 
-Exit codes: 0 done; 1 a command found something (see its help); 2 bad input; 3 the store cannot be opened,
-reached or written; 130 interrupted (Ctrl-C); 141 the output was closed. With 2 and 3, one line on standard error says
-why.
+Exit codes: 0 done; 1 a command found something (see its help); 2 bad input; 3 the store cannot be
+opened, reached or written; 130 interrupted (Ctrl-C); 141 the output was closed. With 2 and 3, one
+line on standard error says why.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ from typer.core import TyperCommand, TyperGroup
 
 from persistkv import __version__
 from persistkv.config import StoreUrl
-from persistkv.errors import HostError, MissingOptionError, PersistKVError, ProcessIdInUseError, StoreError, printable
+from persistkv.errors import (
+    HostError,
+    MissingOptionError,
+    PersistKVError,
+    ProcessIdInUseError,
+    StoreError,
+    printable,
+)
 from persistkv_tools.options import STORE_VARIABLE
 
 _BAD_INPUT = 2
 _STORE_FAILED = 3
 _INTERRUPTED = 130
 _DEBUG = "--debug"
-RETRY = 75  # exit code for ``entry``: run the command again in another process (EX_TEMPFAIL)
+# exit code for ``entry``: run the command again in another process (EX_TEMPFAIL)
+RETRY = 75
 
 COMMANDS: dict[str, str] = {
     "ls": "persistkv_tools.inspect.ls:ls",
@@ -57,11 +65,13 @@ COMMANDS: dict[str, str] = {
     "replay": "persistkv_tools.inspect.replay:replay_",
     "serve-metrics": "persistkv_tools.inspect.serve_metrics:serve_metrics",
 }
-"""Module and function of each command, in the order of the help. A module is imported when its command runs."""
+"""Module and function of each command, in the order of the help. A module is imported when its
+command runs."""
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """Return the application with the command that ``arguments`` name, or with all commands if they name none."""
+    """Return the application with the command that ``arguments`` name, or with all commands if they
+    name none."""
     app = typer.Typer(
         name="persistkv",
         cls=_Group,
@@ -70,7 +80,9 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    asked = next(
+        (argument for argument in arguments if not argument.startswith("-")), None
+    )
     for name in [asked] if asked in COMMANDS else COMMANDS:
         module, _, attribute = COMMANDS[name].partition(":")
         function = getattr(import_module(module), attribute)
@@ -81,30 +93,44 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> None:
-    """Run the command line; always raises SystemExit, with an exit code from the list of this module.
+    """Run the command line; always raises SystemExit, with an exit code from the list of this
+    module.
 
-    :param may_retry: exit with ``RETRY`` (75) if another process uses the store with this process's PID, so that the
-        caller can run the command in another process.
+    :param may_retry: exit with ``RETRY`` (75) if another process uses the store with this process's
+        PID, so that the caller can run the command in another process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     debug = _DEBUG in given  # accepted before and after the command
     given = [argument for argument in given if argument != _DEBUG]
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableFormatter())
-    logging.basicConfig(handlers=[handler], level=logging.DEBUG if debug else logging.WARNING)
+    logging.basicConfig(
+        handlers=[handler], level=logging.DEBUG if debug else logging.WARNING
+    )
     try:
         build_app(given)(args=given, prog_name="persistkv")
     except PersistKVError as error:
         if debug:
-            typer.echo("\n".join(map(printable, "".join(traceback.format_exception(error)).splitlines())), err=True)
+            typer.echo(
+                "\n".join(
+                    map(
+                        printable,
+                        "".join(traceback.format_exception(error)).splitlines(),
+                    )
+                ),
+                err=True,
+            )
         if may_retry and isinstance(error, ProcessIdInUseError):
             sys.exit(RETRY)
         typer.echo(f"persistkv: {printable(' '.join(str(error).split()))}", err=True)
-        sys.exit(_STORE_FAILED if isinstance(error, (StoreError, HostError)) else _BAD_INPUT)
+        sys.exit(
+            _STORE_FAILED if isinstance(error, (StoreError, HostError)) else _BAD_INPUT
+        )
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """Return the parameters, with no type shown for flags: ``<bool>`` would look like a value that is needed."""
+    """Return the parameters, with no type shown for flags: ``<bool>`` would look like a value that
+    is needed."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -119,14 +145,18 @@ class _Group(TyperGroup):
 class _Command(TyperCommand):
     """A command whose store argument may be left out if the variable ``PERSISTKV_STORE`` is set.
 
-    The parser alone would take the next argument for the store. Here, only a URL or a path that begins with ``/`` or
-    ``~`` is a store.
+    The parser alone would take the next argument for the store. Here, only a URL or a path that
+    begins with ``/`` or ``~`` is a store.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        arguments = [param for param in self.params if param.param_type_name == "argument"]
-        self._store = next((param for param in arguments if param.envvar == STORE_VARIABLE), None)
+        arguments = [
+            param for param in self.params if param.param_type_name == "argument"
+        ]
+        self._store = next(
+            (param for param in arguments if param.envvar == STORE_VARIABLE), None
+        )
         if self._store is not None:
             self._is_needed = self._store.required
             self._store.required = False  # in the help, too
@@ -142,15 +172,21 @@ class _Command(TyperCommand):
         if self._store is not None:
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
             store, default = given.get(self._store.name), os.environ.get(STORE_VARIABLE)
-            is_store = isinstance(store, str) and ("://" in store or store.startswith(("/", "~")))
-            if default and not (is_store and all(isinstance(given.get(name), str) for name in self._others)):
+            is_store = isinstance(store, str) and (
+                "://" in store or store.startswith(("/", "~"))
+            )
+            if default and not (
+                is_store
+                and all(isinstance(given.get(name), str) for name in self._others)
+            ):
                 args = [*args, default] if self._is_last else [default, *args]
             elif not (is_store or given.get("help") or ctx.resilient_parsing):
                 if isinstance(store, str):
                     StoreUrl.parse(store)
                 elif self._is_needed:
                     raise MissingOptionError(
-                        str(self.name), f"a store: a URL, a path, or the variable {STORE_VARIABLE}"
+                        str(self.name),
+                        f"a store: a URL, a path, or the variable {STORE_VARIABLE}",
                     )
         return super().parse_args(ctx, args)
 
@@ -166,7 +202,8 @@ class _PrintableFormatter(logging.Formatter):
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with exit code 130 for Ctrl-C: without this, it would be 1, which means a finding."""
+    """Return the command with exit code 130 for Ctrl-C: without this, it would be 1, which means a
+    finding."""
 
     @wraps(command)
     def run(*args: object, **options: object) -> None:
@@ -189,10 +226,20 @@ def _print_version(wanted: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option(_DEBUG, help="Show log messages and the causes of errors; also allowed after the command.")
+        bool,
+        typer.Option(
+            _DEBUG,
+            help="Show log messages and the causes of errors; also allowed after the command.",
+        ),
     ] = False,
 ) -> None:
     """Inspect, check, limit and copy persistkv stores, and watch the engines that use them."""

@@ -1,16 +1,21 @@
-"""Entry point of ``persistkv``: a child process runs the command; its end by damaged files becomes an error message.
+"""Entry point of ``persistkv``: a child process runs the command; its end by damaged files becomes
+an error message.
 
-A store's catalogue may be read through a memory map. If the file is truncated or damaged meanwhile, the kernel ends the
-reader with SIGBUS, which cannot be handled within the process.
+A store's catalogue may be read through a memory map. If the file is truncated or damaged meanwhile,
+the kernel ends the reader with SIGBUS, which cannot be handled within the process.
 
-1. The child is forked before anything is imported that might start threads, and dies with its parent.
-2. Signals that were sent to this process alone are passed on. Ctrl-C of a terminal reaches both; the child handles it.
-3. If a process in another container uses the store with the child's PID, another child is forked: it gets another
-   PID.
-4. Commands that only read take what processor time the engines of the machine leave, imports included. Commands that
-   write do not: they hold locks that engines wait for. SCHED_IDLE is not used: on a busy machine ``ls`` would take ten
-   times as long, and hold a snapshot meanwhile, which keeps space that engines free from being reused.
-5. The child ends without waiting for threads: after Ctrl-C, one may wait for a server that does not answer.
+1. The child is forked before anything is imported that might start threads, and dies with its
+   parent.
+2. Signals that were sent to this process alone are passed on. Ctrl-C of a terminal reaches both;
+   the child handles it.
+3. If a process in another container uses the store with the child's PID, another child is forked:
+   it gets another PID.
+4. Commands that only read take what processor time the engines of the machine leave, imports
+   included. Commands that write do not: they hold locks that engines wait for. SCHED_IDLE is not
+   used: on a busy machine ``ls`` would take ten times as long, and hold a snapshot meanwhile, which
+   keeps space that engines free from being reused.
+5. The child ends without waiting for threads: after Ctrl-C, one may wait for a server that does not
+   answer.
 """
 
 from __future__ import annotations
@@ -23,20 +28,25 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 _STORE_FAILED, _RETRY = 3, 75  # as in ``cli``, which is not imported here
-_DAMAGE = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
+_DAMAGE = frozenset(
+    {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+)
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 _PID_ATTEMPTS = 8
-_BY_A_PROCESS = 0  # ``si_code`` of a signal from a process is at most this; of one from a terminal, it is larger
+# ``si_code`` of a signal from a process is at most this; of one from a terminal, it is larger
+_BY_A_PROCESS = 0
 _PR_SET_PDEATHSIG = 1
-_READING = frozenset({"ls", "stat", "show", "top", "report", "verify", "why", "doctor", "serve-metrics"})
+_READING = frozenset(
+    {"ls", "stat", "show", "top", "report", "verify", "why", "doctor", "serve-metrics"}
+)
 _WRITES = "--repair"
 _READS = "--dry-run"
 _NICENESS = 10  # a tenth of the time of an engine on the same processor
 
 
 def main() -> NoReturn:
-    """Run the command line, and exit with its code, see ``cli``. If a signal ended the command, end by that signal; if
-    it is one that damaged files cause, print an error and exit with code 3.
+    """Run the command line, and exit with its code, see ``cli``. If a signal ended the command, end
+    by that signal; if it is one that damaged files cause, print an error and exit with code 3.
     """
     lower_priority(sys.argv[1:])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -58,15 +68,20 @@ def main() -> NoReturn:
 
 
 def lower_priority(arguments: Sequence[str]) -> None:
-    """Lower the priority of this process and its children if the command line only reads. Limit NumPy to one thread."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which no command needs, take 0.1 s to start
-    if _READS in arguments or (_READING.intersection(arguments[:1]) and _WRITES not in arguments):
+    """Lower the priority of this process and its children if the command line only reads. Limit
+    NumPy to one thread."""
+    # NumPy's threads, which no command needs, take 0.1 s to start
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if _READS in arguments or (
+        _READING.intersection(arguments[:1]) and _WRITES not in arguments
+    ):
         os.nice(_NICENESS)
 
 
 def _run(*, may_retry: bool) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command starts: no traceback of an import
+        # until the command starts: no traceback of an import
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from persistkv_tools.cli import main as run
 
     try:
@@ -81,7 +96,8 @@ def _run(*, may_retry: bool) -> NoReturn:
 
 
 def _wait(child: int) -> int:
-    """Pass signals of other processes on to the child; return its exit code, or the negative number of its signal."""
+    """Pass signals of other processes on to the child; return its exit code, or the negative number
+    of its signal."""
     while True:
         found = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
         if found.si_signo != signal.SIGCHLD:
@@ -99,8 +115,10 @@ def _end(code: int) -> NoReturn:
     number = signal.Signals(-code)
     if number in _DAMAGE:
         sys.stderr.write(
-            f"persistkv: {number.name} ended the command: the store's files are damaged, or were truncated while"
-            " they were read; the next engine checks the store, renames damaged files and starts with an empty store\n"
+            f"persistkv: {number.name} ended the command: the store's files are damaged, or "
+            f"were truncated while"
+            " they were read; the next engine checks the store, renames damaged files and "
+            "starts with an empty store\n"
         )
         sys.exit(_STORE_FAILED)
     if number is not signal.SIGKILL:

@@ -1,6 +1,7 @@
 """Packs of a store: their tables, the keys in them, and the check of their bytes.
 
-1. Every stored byte is checked: frames by their checksums, padding by its zeros, the table by the pack's id.
+1. Every stored byte is checked: frames by their checksums, padding by its zeros, the table by the
+   pack's id.
 2. A frame is good if it also decodes to its raw length.
 3. Damage is returned as a finding and never raised. ``StoreError`` means that the medium failed.
 """
@@ -18,16 +19,26 @@ import msgspec
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.manifest import ManifestKeys
-from persistkv.storage.format.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
+from persistkv.storage.format.pack import (
+    Frame,
+    PackTable,
+    align,
+    decode_frame,
+    frame_seed,
+    pack_id,
+    verify_frame,
+)
 
-BATCH_BYTES = 8 << 20  # 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
+# 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
+BATCH_BYTES = 8 << 20
 _AT_ONCE = 256
 Took = Callable[[int], None]
 """Called with the number of bytes of each read or write; may sleep to limit the pace."""
 
 
 class Packs:
-    """Tables of packs by pack id. An index of their keys (some 250 bytes for each key) is built on first use."""
+    """Tables of packs by pack id. An index of their keys (some 250 bytes for each key) is built on
+    first use."""
 
     def __init__(self) -> None:
         self.tables: dict[bytes, PackTable] = {}
@@ -43,7 +54,9 @@ class Packs:
         table = self.tables.pop(pack, None)
         if table is not None and self._holders is not None:
             for key in table.keys.unpack():
-                left = tuple(holder for holder in self._holders.pop(key) if holder != pack)
+                left = tuple(
+                    holder for holder in self._holders.pop(key) if holder != pack
+                )
                 if left:
                     self._holders[key] = left
 
@@ -70,12 +83,20 @@ class Packs:
         return set(chain.from_iterable(self.holders.get(key, ()) for key in keys))
 
     def in_order(self, keys: ManifestKeys) -> list[bytes]:
-        """Return ids of packs that together hold each held key of a context, in the order in which it needs them.
+        """Return ids of packs that together hold each held key of a context, in the order in which
+        it needs them.
 
         For a key in several packs, one of them is chosen. Keys that no pack holds are skipped.
         """
         rows = zip_longest(*(group.unpack() for group in keys))
-        return list(dict.fromkeys(self.holders[key][0] for row in rows for key in row if key in self.holders))
+        return list(
+            dict.fromkeys(
+                self.holders[key][0]
+                for row in rows
+                for key in row
+                if key in self.holders
+            )
+        )
 
 
 class NamespacePacks(Packs):
@@ -99,15 +120,19 @@ class NamespacePacks(Packs):
         return moved
 
 
-def keys_of(backend: Backend, namespace: bytes, requests: Iterable[str]) -> Iterator[tuple[str, ManifestKeys | None]]:
-    """Yield request ids with their keys, read in batches; None instead of keys that are gone or damaged."""
+def keys_of(
+    backend: Backend, namespace: bytes, requests: Iterable[str]
+) -> Iterator[tuple[str, ManifestKeys | None]]:
+    """Yield request ids with their keys, read in batches; None instead of keys that are gone or
+    damaged."""
     waiting = iter(requests)
     while some := list(islice(waiting, _AT_ONCE)):
         yield from zip(some, backend.manifest_keys(namespace, some), strict=True)
 
 
 def all_keys(keys: ManifestKeys) -> list[bytes]:
-    """Return the keys of a request in all KV cache groups as one list, one group after the other."""
+    """Return the keys of a request in all KV cache groups as one list, one group after the
+    other."""
     return list(chain.from_iterable(group.unpack() for group in keys))
 
 
@@ -137,11 +162,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     request: str | None = None
     group: int | None = None
     offset: int | None = None
-    """Where the damaged frame, padding or missing bytes start: bytes from the start of the pack's payload."""
+    """Where the damaged frame, padding or missing bytes start: bytes from the start of the pack's
+    payload."""
 
 
 class OtherReleaseError(Exception):
-    """The pack uses a codec that this release does not know. It may be intact, but cannot be checked."""
+    """The pack uses a codec that this release does not know. It may be intact, but cannot be
+    checked."""
 
 
 class Piece(NamedTuple):
@@ -160,7 +187,8 @@ class Piece(NamedTuple):
 
 
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
-    """Cut a pack into pieces of ``most_bytes``, or one larger frame. A pack without frames is one empty piece."""
+    """Cut a pack into pieces of ``most_bytes``, or one larger frame. A pack without frames is one
+    empty piece."""
     block = start = size = 0
     frames: list[Frame] = []
     for frame in table.frames:
@@ -174,15 +202,22 @@ def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
 
 
 def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
-    """Yield the defects of a piece with these stored bytes; for the first piece of a pack, also check the pack's id.
+    """Yield the defects of a piece with these stored bytes; for the first piece of a pack, also
+    check the pack's id.
 
     :raises OtherReleaseError: the frames cannot be decoded by this release.
     """
     table, block, keys = piece.table, piece.first_block, piece.table.keys.unpack()
     if not block and pack_id(table.namespace, table.keys, table.codec) != table.pack_id:
-        yield _defect(table, Problem.NAME, "the pack's id does not match the keys and codec of its table")
+        yield _defect(
+            table,
+            Problem.NAME,
+            "the pack's id does not match the keys and codec of its table",
+        )
     for frame in piece.frames:
-        seed = frame_seed(table.namespace, b"".join(keys[block : block + frame.block_count]))
+        seed = frame_seed(
+            table.namespace, b"".join(keys[block : block + frame.block_count])
+        )
         block += frame.block_count
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
@@ -191,14 +226,25 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
             verify_frame(frame, [found[begin:end]], seed)
             problem = Problem.DECODE
             if frame.encoded:
-                decode_frame(table.codec, frame, found[begin:end], memoryview(bytearray(frame.raw_length)))
+                decode_frame(
+                    table.codec,
+                    frame,
+                    found[begin:end],
+                    memoryview(bytearray(frame.raw_length)),
+                )
         except CorruptPackError as error:
             if error.field == "codec":
                 raise OtherReleaseError(error.problem) from None
             yield _defect(table, problem, str(error), frame.group, frame.offset)
         if bytes(found[end : begin + align(frame.stored_length)]).strip(b"\0"):
             offset = frame.offset + frame.stored_length
-            yield _defect(table, Problem.PADDING, "non-zero bytes after a frame", frame.group, offset)
+            yield _defect(
+                table,
+                Problem.PADDING,
+                "non-zero bytes after a frame",
+                frame.group,
+                offset,
+            )
 
 
 def check_pack(
@@ -209,17 +255,24 @@ def check_pack(
 ) -> list[Finding]:
     """Read a pack and return its defects.
 
-    :param keep: receives the whole payload, appended. Its bytes must not be used if there are defects.
+    :param keep: receives the whole payload, appended. Its bytes must not be used if there are
+        defects.
     :raises OtherReleaseError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.
     """
     findings: list[Finding] = []
     for piece in pieces(table, BATCH_BYTES):
         buffer = memoryview(mmap.mmap(-1, piece.length or 1))[: piece.length]
-        if all(backend.scan(table.namespace, [ReadSpan(table.pack_id, piece.start, [buffer])])):
+        if all(
+            backend.scan(
+                table.namespace, [ReadSpan(table.pack_id, piece.start, [buffer])]
+            )
+        ):
             findings += check_piece(piece, buffer)
         else:
-            detail = f"bytes {piece.start:,} to {piece.start + piece.length:,} are missing"
+            detail = (
+                f"bytes {piece.start:,} to {piece.start + piece.length:,} are missing"
+            )
             findings.append(_defect(table, Problem.SHORT, detail, None, piece.start))
         if keep is not None:
             keep += buffer
@@ -232,11 +285,26 @@ def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
     if len(payload) != table.payload_length:
         detail = f"the payload has {len(payload):,} bytes instead of {table.payload_length:,}"
         return [_defect(table, Problem.SHORT, detail)]
-    return [finding for piece in pieces(table, len(payload)) for finding in check_piece(piece, payload)]
+    return [
+        finding
+        for piece in pieces(table, len(payload))
+        for finding in check_piece(piece, payload)
+    ]
 
 
 def _defect(
-    table: PackTable, problem: Problem, detail: str, group: int | None = None, offset: int | None = None
+    table: PackTable,
+    problem: Problem,
+    detail: str,
+    group: int | None = None,
+    offset: int | None = None,
 ) -> Finding:
     namespace, pack = table.namespace.hex(), table.pack_id.hex()
-    return Finding(problem=problem, detail=detail, namespace=namespace, pack=pack, group=group, offset=offset)
+    return Finding(
+        problem=problem,
+        detail=detail,
+        namespace=namespace,
+        pack=pack,
+        group=group,
+        offset=offset,
+    )

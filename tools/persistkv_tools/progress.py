@@ -1,11 +1,19 @@
-"""Progress bars and rate limits of commands that read or write much. Limits leave engines their share of the disk."""
+"""Progress bars and rate limits of commands that read or write much. Limits leave engines their
+share of the disk."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -18,13 +26,18 @@ class _Bytes(ProgressColumn):
     """Column of a progress bar: bytes done, total and rate, formatted as in all commands."""
 
     def render(self, task: Task) -> Text:
-        total = "" if task.total is None else f" of {render.format_size(round(task.total))}"
-        rate = "" if task.speed is None else f", {render.format_size(round(task.speed))}/s"
+        total = (
+            "" if task.total is None else f" of {render.format_size(round(task.total))}"
+        )
+        rate = (
+            "" if task.speed is None else f", {render.format_size(round(task.speed))}/s"
+        )
         return render.plain(f"{render.format_size(round(task.completed))}{total}{rate}")
 
 
 def byte_progress() -> Progress:
-    """Return a progress bar on standard error with total, rate and remaining time. It disappears at the end."""
+    """Return a progress bar on standard error with total, rate and remaining time. It disappears at
+    the end."""
     console = render.console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -38,9 +51,13 @@ def byte_progress() -> Progress:
 
 
 def counted(
-    progress: Progress | None, what: str, total: int | None, throttle: Throttle | None = None
+    progress: Progress | None,
+    what: str,
+    total: int | None,
+    throttle: Throttle | None = None,
 ) -> Callable[[int], None]:
-    """Return a function that takes the bytes of each read, advances a bar, and sleeps as the throttle requires."""
+    """Return a function that takes the bytes of each read, advances a bar, and sleeps as the
+    throttle requires."""
     shown, pace = progress or Progress(disable=True), throttle or Throttle()
     task = shown.add_task(what, total=total)
 
@@ -54,9 +71,10 @@ def counted(
 class Throttle:
     """Limits the pace of reads or writes: sleeps after each one as long as the limits require.
 
-    :param bytes_per_s: limit on the mean rate; unused time accumulates up to one second. None: no such limit.
-    :param share: largest share of the time to spend on reads or writes, 0 to 1; 1: no such limit. It bounds the use of
-        disk and processor at any speed. A sleep for it takes at most a second.
+    :param bytes_per_s: limit on the mean rate; unused time accumulates up to one second. None: no
+        such limit.
+    :param share: largest share of the time to spend on reads or writes, 0 to 1; 1: no such limit.
+        It bounds the use of disk and processor at any speed. A sleep for it takes at most a second.
     """
 
     def __init__(self, bytes_per_s: int | None = None, *, share: float = 1.0) -> None:
@@ -74,7 +92,9 @@ class Throttle:
         now = time.monotonic()
         pause = min(_LONGEST_S, (now - self._resumed) * (1 / self._share - 1))
         if self._rate is not None:
-            self._free_at = max(self._free_at, now - _LONGEST_S) + num_bytes / self._rate
+            self._free_at = (
+                max(self._free_at, now - _LONGEST_S) + num_bytes / self._rate
+            )
             pause = max(pause, self._free_at - now)
         if pause > 0:
             time.sleep(pause)

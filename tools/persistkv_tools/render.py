@@ -1,7 +1,7 @@
 """Output of all commands: tables for people, JSON for programs. Colours appear on terminals only.
 
-All text for people passes through ``plain``, which escapes control characters, because ids, labels, paths and error
-texts come from stores and from other processes.
+All text for people passes through ``plain``, which escapes control characters, because ids, labels,
+paths and error texts come from stores and from other processes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,24 @@ def format_size(num_bytes: int) -> str:
 
 def format_pace(num_bytes: int, seconds: float) -> str:
     """Return duration and rate of a transfer for people, such as ``in 1.5 s (8.0 MiB/s)``."""
-    return f"in {seconds:.1f} s ({format_size(round(num_bytes / max(seconds, 1e-3)))}/s)"
+    return (
+        f"in {seconds:.1f} s ({format_size(round(num_bytes / max(seconds, 1e-3)))}/s)"
+    )
 
 
 def format_age(created: float, now: float | None = None) -> str:
-    """Return the time since ``created`` for people: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` if in the future."""
+    """Return the time since ``created`` for people: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` if in
+    the future."""
     seconds = (time.time() if now is None else now) - created
     sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
-    unit, letter = next((unit for unit in ((86_400, "d"), (3600, "h"), (60, "m")) if seconds >= unit[0]), (1, "s"))
+    unit, letter = next(
+        (
+            unit
+            for unit in ((86_400, "d"), (3600, "h"), (60, "m"))
+            if seconds >= unit[0]
+        ),
+        (1, "s"),
+    )
     return f"{sign}{int(seconds // unit)}{letter}"
 
 
@@ -63,7 +73,8 @@ def format_ratio(raw: int, stored: int) -> str:
 
 
 def format_model(name: str) -> str:
-    """Return the name or path of a model; on a narrow terminal, only its last part; ``-`` if empty."""
+    """Return the name or path of a model; on a narrow terminal, only its last part; ``-`` if
+    empty."""
     return (name if is_wide() else name.rstrip("/").rpartition("/")[2]) or "-"
 
 
@@ -82,25 +93,36 @@ def bar(value: int, largest: int) -> str:
 
 
 def view_of(kind: type[T], source: object, **more: Any) -> T:
-    """Return a struct whose fields are copied from the attributes of the same names of another object.
+    """Return a struct whose fields are copied from the attributes of the same names of another
+    object.
 
     :param more: values of fields that are not copied.
     """
-    names = [name for name in kind.__struct_fields__ if name not in more and hasattr(source, name)]
+    names = [
+        name
+        for name in kind.__struct_fields__
+        if name not in more and hasattr(source, name)
+    ]
     return kind(**{name: getattr(source, name) for name in names}, **more)
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object. Values are exact; unprintable characters are written as ``\\u`` sequences."""
-    lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
+    """Print one JSON object. Values are exact; unprintable characters are written as ``\\u``
+    sequences."""
+    lines = (
+        msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
+    )
     for at, line in enumerate(lines):
         if not line.isprintable():  # within strings only
-            lines[at] = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
+            lines[at] = "".join(
+                char if char.isprintable() else json.dumps(char)[1:-1] for char in line
+            )
     _write("\n".join(lines) + "\n")
 
 
 def print_exact(text: str) -> None:
-    """Print a text unchanged, without a newline added; on a terminal, with unprintable characters escaped."""
+    """Print a text unchanged, without a newline added; on a terminal, with unprintable characters
+    escaped."""
     lines = text.split("\n")
     _write("\n".join(map(printable, lines) if sys.stdout.isatty() else lines))
 
@@ -118,8 +140,9 @@ def say(text: str, *, stderr: bool = False) -> None:
 
 
 Columns = Mapping[str, str | Callable[[Any], str]]
-"""For each header of a table, the field that the column shows, such as ``blocks`` or ``counters.commits``, or a
-function that returns the cell's text from the record. Values are formatted according to the field's name."""
+"""For each header of a table, the field that the column shows, such as ``blocks`` or
+``counters.commits``, or a function that returns the cell's text from the record. Values are
+formatted according to the field's name."""
 
 
 def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
@@ -127,10 +150,14 @@ def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
 
     A word without ``=`` is both header and field. Headers are shown with spaces for ``_``.
 
-    :param derived: functions that return a cell's text from a record, by the name used in place of a field.
+    :param derived: functions that return a cell's text from a record, by the name used in place of
+        a field.
     """
     words = (word.partition("=") for word in spec.split())
-    return {header.replace("_", " "): derived.get(field or header, field or header) for header, _, field in words}
+    return {
+        header.replace("_", " "): derived.get(field or header, field or header)
+        for header, _, field in words
+    }
 
 
 def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
@@ -182,27 +209,42 @@ def show_table(
 ) -> None:
     """Print a table.
 
-    :param left: headers of left-aligned columns, joined by commas; the first column is always left-aligned.
+    :param left: headers of left-aligned columns, joined by commas; the first column is always
+        left-aligned.
     :param optional: headers of columns that are left out if all their cells are empty, "-" or 0.
     :param most: number of records to show; a line below says how many are left out. None: all.
     """
     headers, rows = list(columns), cells(columns, records[:most])
     is_used = [any(row[at].strip("-0") for row in rows) for at in range(len(headers))]
-    kept = [at for at, header in enumerate(headers) if is_used[at] or header not in optional.split(",")]
+    kept = [
+        at
+        for at, header in enumerate(headers)
+        if is_used[at] or header not in optional.split(",")
+    ]
     if title is not None:
         say(title)
-    console().print(table([headers[at] for at in kept], [[row[at] for at in kept] for row in rows], left=left))
+    console().print(
+        table(
+            [headers[at] for at in kept],
+            [[row[at] for at in kept] for row in rows],
+            left=left,
+        )
+    )
     if most is not None and len(records) > most:
         say(f"and {len(records) - most:,} more; --json lists all")
 
 
 def is_wide() -> bool:
-    """Return whether the terminal is wide enough for tables with all columns; True for pipes and files."""
+    """Return whether the terminal is wide enough for tables with all columns; True for pipes and
+    files."""
     return console().width >= _WIDE
 
 
-def table(headers: Iterable[str], rows: Sequence[Sequence[str]], *, left: str = "") -> Table:
-    """Return a table with right-aligned numbers; see ``show_table``. Only long texts are broken over lines."""
+def table(
+    headers: Iterable[str], rows: Sequence[Sequence[str]], *, left: str = ""
+) -> Table:
+    """Return a table with right-aligned numbers; see ``show_table``. Only long texts are broken
+    over lines."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, header in enumerate(headers):
         if position == 0 or header in left.split(","):
@@ -228,7 +270,8 @@ def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Return a text for output: markup in it has no effect, and unprintable characters are escaped."""
+    """Return a text for output: markup in it has no effect, and unprintable characters are
+    escaped."""
     return Text(printable(text), style=style)
 
 
@@ -244,6 +287,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def _exit_on_closed_pipe() -> NoReturn:
-    """Exit with code 141 after the reader of the output closed it, as ``head`` does; code 1 would mean a finding."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is discarded
+    """Exit with code 141 after the reader of the output closed it, as ``head`` does; code 1 would
+    mean a finding."""
+    # the rest of the buffer is discarded
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(PIPE_CLOSED)

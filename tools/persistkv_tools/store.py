@@ -1,6 +1,8 @@
-"""``persistkv.open_store``: a store for programs, with the operations of the command line as methods.
+"""``persistkv.open_store``: a store for programs, with the operations of the command line as
+methods.
 
-Each operation is implemented in the module of its command, which is imported when the operation is first called.
+Each operation is implemented in the module of its command, which is imported when the operation is
+first called.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ def open_store(url: str | Path, *, read_only: bool = True) -> StoreHandle:
 class StoreHandle:
     """An open store. Must be closed, or used in a ``with`` statement. For use from one thread only.
 
-    Requests and namespaces are named by their ids or the first characters of these; ``NotFoundError`` is raised if none
-    or several match. Every method raises ``StoreError`` if the medium fails; its earlier commits stay in effect.
+    Requests and namespaces are named by their ids or the first characters of these;
+    ``NotFoundError`` is raised if none or several match. Every method raises ``StoreError`` if the
+    medium fails; its earlier commits stay in effect.
 
     :ivar url: the URL of the store.
     """
@@ -63,12 +66,15 @@ class StoreHandle:
         self.url = url
         self._read_only = read_only
         self._resources = ExitStack()
-        self._reader = self._resources.enter_context(closing(open_backend(url, read_only=True)))
+        self._reader = self._resources.enter_context(
+            closing(open_backend(url, read_only=True))
+        )
         self._writer: Backend | None = None
 
     @property
     def backend(self) -> Backend:
-        """Backend of the store, for operations without a method here. It is read-only until a method has written."""
+        """Backend of the store, for operations without a method here. It is read-only until a
+        method has written."""
         return self._writer or self._reader
 
     # Inspection
@@ -86,10 +92,12 @@ class StoreHandle:
     ) -> Page:
         """Return stored requests, the newest or largest first, and the store's namespaces.
 
-        :param sort: ``created``, ``used``, ``tokens``, ``blocks``, ``size``, ``hits``, ``id`` or ``namespace``.
+        :param sort: ``created``, ``used``, ``tokens``, ``blocks``, ``size``, ``hits``, ``id`` or
+            ``namespace``.
         :param offset: requests to skip.
         :param limit: requests to return; None: all.
-        :param merge_copies: return one of the requests with the same context and labels, with their number.
+        :param merge_copies: return one of the requests with the same context and labels, with their
+            number.
         """
         from persistkv_tools.inspect.ls import Sort, list_requests
 
@@ -109,10 +117,14 @@ class StoreHandle:
         """Return the namespaces of the store with their identities, oldest first."""
         from persistkv_tools.inspect.ls import NamespaceView
 
-        return [NamespaceView.of(namespace) for namespace in chosen_namespaces(self.backend, None)]
+        return [
+            NamespaceView.of(namespace)
+            for namespace in chosen_namespaces(self.backend, None)
+        ]
 
     def stats(self) -> StoreTotals:
-        """Return totals of the store and of each namespace. Reads all pack tables and manifest heads, no payloads."""
+        """Return totals of the store and of each namespace. Reads all pack tables and manifest
+        heads, no payloads."""
         from persistkv_tools.inspect.stat import store_totals
 
         return store_totals(self.url, self.backend)
@@ -125,18 +137,23 @@ class StoreHandle:
         resume: Path | None = None,
         progress: Progress | None = None,
     ) -> Summary:
-        """Read the store and check every byte. If engines use it and ``rate`` is None, reads 5 % of the time at most.
+        """Read the store and check every byte. If engines use it and ``rate`` is None, reads 5 % of
+        the time at most.
 
         :param sample: random share of the packs to read, above 0 and up to 1.
         :param rate: bytes to read in a second at most, e.g. ``200MiB``.
-        :param resume: file of the progress. A run that was interrupted resumes from it; the caller deletes it.
+        :param resume: file of the progress. A run that was interrupted resumes from it; the caller
+            deletes it.
         :param progress: display that shows the progress.
-        :raises ConfigurationError: the sample or rate is invalid, or the file is of another run or cannot be written.
+        :raises ConfigurationError: the sample or rate is invalid, or the file is of another run or
+            cannot be written.
         """
         from persistkv_tools.maintain.verify import check_store
 
         bytes_per_s = None if rate is None else parse_size(rate, name="rate")
-        return check_store(self.url, self.backend, sample, bytes_per_s, resume, progress)
+        return check_store(
+            self.url, self.backend, sample, bytes_per_s, resume, progress
+        )
 
     # Changes
 
@@ -146,8 +163,11 @@ class StoreHandle:
 
         return plan_repair(self.backend, findings)
 
-    def repair(self, findings: Iterable[Finding], done: Repaired | None = None) -> Repaired:
-        """Delete packs that ``verify`` found bad and that are still bad; requests keep the blocks before these.
+    def repair(
+        self, findings: Iterable[Finding], done: Repaired | None = None
+    ) -> Repaired:
+        """Delete packs that ``verify`` found bad and that are still bad; requests keep the blocks
+        before these.
 
         :param done: updated by each commit, and returned.
         """
@@ -171,12 +191,15 @@ class StoreHandle:
     ) -> Prune:
         """Delete requests and the packs that only they use.
 
-        :param selection: requests to delete; ``Selection()``: all; None: none, or those named in ``requests``.
-        :param requests: ids; delete only these requests and their copies, if they fulfil ``selection``.
-        :param keep_size: delete only as many requests as needed, oldest first, until packs take at most this size.
+        :param selection: requests to delete; ``Selection()``: all; None: none, or those named in
+            ``requests``.
+        :param requests: ids; delete only these requests and their copies, if they fulfil
+            ``selection``.
+        :param keep_size: delete only as many requests as needed, oldest first, until packs take at
+            most this size.
         :param orphans: also delete packs that no request names.
-        :param shared_packs: also delete packs that other requests use, if only deleted requests name some of their
-            blocks. The other requests that use these packs are deleted, too.
+        :param shared_packs: also delete packs that other requests use, if only deleted requests
+            name some of their blocks. The other requests that use these packs are deleted, too.
         :param quarantined: also delete the files of damaged stores that were renamed.
         :param dry_run: only plan; ``run`` of the result deletes.
         :returns: the plan, and in ``done`` its outcome.
@@ -184,7 +207,9 @@ class StoreHandle:
         """
         from persistkv_tools.maintain.prune import Prune
 
-        keep_bytes = None if keep_size is None else parse_size(keep_size, name="keep_size")
+        keep_bytes = (
+            None if keep_size is None else parse_size(keep_size, name="keep_size")
+        )
         found = [find_request(self.backend, name, namespace) for name in requests]
         prune = Prune(
             self.backend,
@@ -201,14 +226,18 @@ class StoreHandle:
             prune.run()
         return prune
 
-    def pin(self, request: str, *, namespace: str | None = None, pinned: bool = True) -> RequestView:
-        """Pin a request or unpin it; return the request. A pinned request and its packs are not evicted, and expire
-        only by the request's own ttl.
+    def pin(
+        self, request: str, *, namespace: str | None = None, pinned: bool = True
+    ) -> RequestView:
+        """Pin a request or unpin it; return the request. A pinned request and its packs are not
+        evicted, and expire only by the request's own ttl.
 
         :param pinned: False: unpin.
         """
         found = find_request(self.backend, request, namespace)
-        self._writable().commit(found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)]))
+        self._writable().commit(
+            found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)])
+        )
         return found.view(self.backend)
 
     def label(
@@ -219,12 +248,15 @@ class StoreHandle:
         remove: Iterable[str] = (),
         namespace: str | None = None,
     ) -> RequestView:
-        """Set labels of a request and remove others; return the request. This counts as a use of it."""
+        """Set labels of a request and remove others; return the request. This counts as a use of
+        it."""
         from persistkv_tools.maintain.label import relabel
 
         found = find_request(self.backend, request, namespace)
         relabel(self._writable(), found, labels or {}, set(remove))
-        return find_request(self.backend, found.manifest.id, found.namespace.id.hex()).view(self.backend)
+        return find_request(
+            self.backend, found.manifest.id, found.namespace.id.hex()
+        ).view(self.backend)
 
     # Copies
 
@@ -238,10 +270,11 @@ class StoreHandle:
         rate: str | None = None,
         progress: Progress | None = None,
     ) -> Sent:
-        """Write requests with their packs to one file, which any store can import; replaces a file of this name.
+        """Write requests with their packs to one file, which any store can import; replaces a file
+        of this name.
 
-        If it fails, a file of this name is unchanged. Requests with damaged or missing blocks are left out; the result
-        has their ids.
+        If it fails, a file of this name is unchanged. Requests with damaged or missing blocks are
+        left out; the result has their ids.
 
         :param output: the file; ``-``: standard output.
         :param selection: requests to export; none if ``never_hit`` is set.
@@ -256,7 +289,10 @@ class StoreHandle:
         found = chosen_requests(self.backend, requests, selection, namespace)
         with ArchiveWriter(output) as writer:
             return export_requests(
-                self.backend, found, writer, lambda total: counted(progress, "export", total, throttle)
+                self.backend,
+                found,
+                writer,
+                lambda total: counted(progress, "export", total, throttle),
             )
 
     def push(
@@ -270,15 +306,18 @@ class StoreHandle:
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> Pushed:
-        """Copy requests that another store lacks; with the default selection, also packs that no request names.
+        """Copy requests that another store lacks; with the default selection, also packs that no
+        request names.
 
         :param target: URL of the other store, which is created if absent.
         :param selection: requests to copy; none if ``never_hit`` is set.
-        :param newest: if not all requests fit the capacity of the target, copy the newest ones that fit.
+        :param newest: if not all requests fit the capacity of the target, copy the newest ones that
+            fit.
         :param rate: bytes to copy in a second at most, e.g. ``200MiB``.
         :param dry_run: write nothing; return what would be copied.
         :raises ConfigurationError: the target is this store, or an argument is invalid.
-        :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was written.
+        :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was
+            written.
         """
         from persistkv_tools.transfer.export import Source
         from persistkv_tools.transfer.push import Pushed, Transfer
@@ -288,17 +327,27 @@ class StoreHandle:
             raise ConfigurationError("target", target, "another store than the source")
         throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
         sources = [
-            Source.of(self.backend, space, filter(selection.takes, self.backend.manifests(space.id)))
+            Source.of(
+                self.backend,
+                space,
+                filter(selection.takes, self.backend.manifests(space.id)),
+            )
             for space in chosen_namespaces(self.backend, namespace)
         ]
         with open_if_exists(target) as there:
             transfer = Transfer(sources, there, target, everything=selection == _ALL)
-            place, capacity, choice = transfer.place(there, self.backend.stats().capacity, newest=newest)
+            place, capacity, choice = transfer.place(
+                there, self.backend.stats().capacity, newest=newest
+            )
         if dry_run:
             return Pushed(transfer.planned(choice), place, capacity)
         with closing(open_backend(place)) as writing:
             took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
-            return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
+            return Pushed(
+                transfer.run(writing, took, newest=newest),
+                place,
+                writing.stats().capacity,
+            )
 
     def close(self) -> None:
         """Close the store. Idempotent."""
@@ -312,7 +361,11 @@ class StoreHandle:
 
     def _writable(self) -> Backend:
         if self._read_only:
-            raise StoreError(f"{self.url} is open read-only: open it with read_only=False")
+            raise StoreError(
+                f"{self.url} is open read-only: open it with read_only=False"
+            )
         if self._writer is None:
-            self._writer = self._resources.enter_context(closing(open_backend(self.url)))
+            self._writer = self._resources.enter_context(
+                closing(open_backend(self.url))
+            )
         return self._writer

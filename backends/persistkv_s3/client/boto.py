@@ -1,11 +1,15 @@
-"""Single attempts with boto3. All errors of botocore and urllib3 are translated into ``S3Error`` in this file.
+"""Single attempts with boto3. All errors of botocore and urllib3 are translated into ``S3Error`` in
+this file.
 
-1. Bodies are uploaded from the caller's buffers and downloaded into the memory of a sink, without a copy.
-2. An attempt exceeds its deadline by at most one socket timeout: an upload checks it between pieces, and a timer shuts
-   down the connection of a download. The search for credentials ends by the deadline, too.
+1. Bodies are uploaded from the caller's buffers and downloaded into the memory of a sink, without a
+   copy.
+2. An attempt exceeds its deadline by at most one socket timeout: an upload checks it between
+   pieces, and a timer shuts down the connection of a download. The search for credentials ends by
+   the deadline, too.
 3. botocore makes no retries of its own: ``bucket`` does.
 4. Exceptions of a sink, whose owner's code may run in it, pass unchanged.
-5. An answer that no S3 server sends, such as the page of a proxy, is an error: never a written object or an empty list.
+5. An answer that no S3 server sends, such as the page of a proxy, is an error: never a written
+   object or an empty list.
 """
 
 from __future__ import annotations
@@ -47,17 +51,36 @@ from persistkv_s3.options import Place, S3Options
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 256 << 10  # 256 KiB: longer reads cause page faults, shorter ones more calls
+# 256 KiB: longer reads cause page faults, shorter ones more calls
+_READ_BYTES = 256 << 10
 _CALLERS = 16  # threads of callers, which make a single request themselves
 _CONNECT_S = 5.0
 _MOST_S = 30.0
 _THROTTLES = frozenset(
-    {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServiceUnavailable", "TooManyRequests"}
+    {
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "ServiceUnavailable",
+        "TooManyRequests",
+    }
 )
 _MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
-_NOT_SET = frozenset({"NoSuchLifecycleConfiguration", "ObjectLockConfigurationNotFoundError"})
+_NOT_SET = frozenset(
+    {"NoSuchLifecycleConfiguration", "ObjectLockConfigurationNotFoundError"}
+)
 _BEYOND_END = frozenset({"InvalidRange", "416"})
-_BROKEN = frozenset({"RequestTimeout", "InternalError", "OperationAborted", "ConditionalRequestConflict", "408", "409"})
+_BROKEN = frozenset(
+    {
+        "RequestTimeout",
+        "InternalError",
+        "OperationAborted",
+        "ConditionalRequestConflict",
+        "408",
+        "409",
+    }
+)
 
 
 class BotoClient(Transport):
@@ -65,7 +88,9 @@ class BotoClient(Transport):
 
     def __init__(self, place: Place, options: S3Options) -> None:
         self._place = place
-        self._target = _given(Bucket=place.bucket, ExpectedBucketOwner=options.expected_bucket_owner)
+        self._target = _given(
+            Bucket=place.bucket, ExpectedBucketOwner=options.expected_bucket_owner
+        )
         self._encryption = _given(
             ServerSideEncryption=options.sse,
             SSEKMSKeyId=options.sse_kms_key_id,
@@ -79,7 +104,10 @@ class BotoClient(Transport):
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
         self._versions_reported = False
         if server.scheme == "http" and not _is_loopback(server.hostname or ""):
-            text = "%s: connections are not encrypted, so the network can read and change content; use https://"
+            text = (
+                "%s: connections are not encrypted, so the network can read and change "
+                "content; use https://"
+            )
             logger.warning(text, self._where)
 
     @property
@@ -94,20 +122,27 @@ class BotoClient(Transport):
     def put(self, key: str, body: Body, deadline: Deadline) -> float:
         target = {"Key": key, **self._target, **self._encryption}
         with self._request("PUT", key, deadline):
-            answer = self._client.put_object(Body=body, ContentLength=len(body), **target)
+            answer = self._client.put_object(
+                Body=body, ContentLength=len(body), **target
+            )
         if "VersionId" in answer and not self._versions_reported:
             self._versions_reported = True
             logger.warning(
-                "%s: the bucket keeps old versions, so deleted content takes space until a lifecycle rule "
+                "%s: the bucket keeps old versions, so deleted content takes space until a "
+                "lifecycle rule "
                 "expires noncurrent versions (docs/s3.md)",
                 self._where,
             )
         if "ETag" not in answer:
-            raise BrokenError(f"{self._where}: PUT {key}: the answer is not that of an S3 server: it has no ETag")
+            raise BrokenError(
+                f"{self._where}: PUT {key}: the answer is not that of an S3 server: it has no ETag"
+            )
         date = _date_of(answer)
         return time.time() if date is None else date
 
-    def get(self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline) -> None:
+    def get(
+        self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline
+    ) -> None:
         wanted = f"bytes={start}-{stop - 1}"
         with self._request("GET", key, deadline):
             answer = self._client.get_object(**self._target, Key=key, Range=wanted)
@@ -122,31 +157,52 @@ class BotoClient(Transport):
         found = answer.get("ContentRange", "")
         size = found.rpartition("/")[2]
         if not size.isdigit():
-            raise BrokenError(f"{self._where}: GET {key}: the server does not say which range it sends")
+            raise BrokenError(
+                f"{self._where}: GET {key}: the server does not say which range it sends"
+            )
         end = min(int(size), stop)
-        if not found.startswith(f"bytes {start}-{end - 1}/") or answer["ContentLength"] != end - start:
-            raise BrokenError(f"{self._where}: GET {key}: the server sends {found} instead of {start}-{stop - 1}")
+        if (
+            not found.startswith(f"bytes {start}-{end - 1}/")
+            or answer["ContentLength"] != end - start
+        ):
+            raise BrokenError(
+                f"{self._where}: GET {key}: the server sends {found} instead of {start}-{stop - 1}"
+            )
 
     def head(self, key: str, deadline: Deadline) -> None:
         with self._request("HEAD", key, deadline):
             self._client.head_object(**self._target, Key=key)
 
-    def list(self, prefix: str, page: str | None, deadline: Deadline, *, after: str = "") -> ListPage:
-        more = _given(ContinuationToken=page, StartAfter=after if page is None and after else None)
+    def list(
+        self, prefix: str, page: str | None, deadline: Deadline, *, after: str = ""
+    ) -> ListPage:
+        more = _given(
+            ContinuationToken=page, StartAfter=after if page is None and after else None
+        )
         with self._request("LIST", prefix, deadline):
             answer = self._client.list_objects_v2(**self._target, Prefix=prefix, **more)
         try:
             found = [
-                ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
+                ObjectInfo(
+                    entry["Key"], entry["Size"], entry["LastModified"].timestamp()
+                )
                 for entry in answer.get("Contents", ())
             ]
-            return ListPage(found, answer["NextContinuationToken"] if answer["IsTruncated"] else None)
+            return ListPage(
+                found,
+                answer["NextContinuationToken"] if answer["IsTruncated"] else None,
+            )
         except KeyError as error:
-            raise BrokenError(f"{self._where}: LIST {prefix}: the answer is no list: it has no {error}") from None
+            raise BrokenError(
+                f"{self._where}: LIST {prefix}: the answer is no list: it has no {error}"
+            ) from None
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         if len(keys) == 1:
-            with suppress(ObjectMissingError), self._request("DELETE", keys[0], deadline):
+            with (
+                suppress(ObjectMissingError),
+                self._request("DELETE", keys[0], deadline),
+            ):
                 self._client.delete_object(**self._target, Key=keys[0])
             return
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
@@ -155,16 +211,21 @@ class BotoClient(Transport):
         self._check_deleted(answer.get("Errors", ()))
 
     def _check_deleted(self, errors: Sequence[Any]) -> None:
-        """Raise an error if some keys of a batch were not deleted: a retryable one rather than a refusal."""
+        """Raise an error if some keys of a batch were not deleted: a retryable one rather than a
+        refusal."""
         refusals = []
         for entry in errors:
-            error = _of_answer({"Error": entry}, f"{self._where}: DELETE {entry.get('Key')}")
+            error = _of_answer(
+                {"Error": entry}, f"{self._where}: DELETE {entry.get('Key')}"
+            )
             if error.retryable:
                 raise error
             if not isinstance(error, ObjectMissingError):
                 refusals.append(error)
         if refusals:
-            raise KeysRefusedError(f"{refusals[0]} ({len(refusals)} of the objects of this request)")
+            raise KeysRefusedError(
+                f"{refusals[0]} ({len(refusals)} of the objects of this request)"
+            )
 
     def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
         try:
@@ -199,7 +260,8 @@ class BotoClient(Transport):
 
 
 class PlainBucket(BotoClient, PlainMedium):
-    """Baseline of ``persistkv bench``: plain boto3, one object per ``write``, one request at a time, copied buffers."""
+    """Baseline of ``persistkv bench``: plain boto3, one object per ``write``, one request at a
+    time, copied buffers."""
 
     def __init__(self, place: Place, options: S3Options) -> None:
         super().__init__(place, options)
@@ -209,13 +271,17 @@ class PlainBucket(BotoClient, PlainMedium):
     def write(self, buffers: Sequence[memoryview]) -> None:
         key = f"{self._place.prefix}plain-{len(self._written)}"
         with self._request("PUT", key, Deadline(self._deadline_s)):
-            self._client.put_object(Key=key, Body=b"".join(buffers), **self._target, **self._encryption)
+            self._client.put_object(
+                Key=key, Body=b"".join(buffers), **self._target, **self._encryption
+            )
         self._written.append(key)
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         key = self._written[-1]
         with self._request("GET", key, Deadline(self._deadline_s)):
-            found = memoryview(self._client.get_object(**self._target, Key=key)["Body"].read())
+            found = memoryview(
+                self._client.get_object(**self._target, Key=key)["Body"].read()
+            )
         for buffer in buffers:
             buffer[:], found = found[: len(buffer)], found[len(buffer) :]
 
@@ -242,7 +308,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
-    """Write a body to a sink; ``what`` names the request in errors. Exceptions of the sink pass unchanged."""
+    """Write a body to a sink; ``what`` names the request in errors. Exceptions of the sink pass
+    unchanged."""
     while len(room := sink.room()):
         try:
             count = body.readinto(room[:_READ_BYTES])
@@ -254,7 +321,8 @@ def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
 
 
 def _date_of(answer: Any) -> float | None:
-    """Return the ``Date`` of an answer in seconds since the epoch; None if it has none that is valid."""
+    """Return the ``Date`` of an answer in seconds since the epoch; None if it has none that is
+    valid."""
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     try:
         return parsedate_to_datetime(date).timestamp()
@@ -264,7 +332,8 @@ def _date_of(answer: Any) -> float | None:
 
 @contextmanager
 def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
-    """Shut down the connection of ``body`` at the deadline: a socket timeout never ends a body that arrives slowly."""
+    """Shut down the connection of ``body`` at the deadline: a socket timeout never ends a body that
+    arrives slowly."""
 
     def cut() -> None:
         with suppress(Exception):  # it has just ended
@@ -280,7 +349,8 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
 
 
 def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
-    """Translate an error of the request ``what``. The result has no cause, which could hold request headers."""
+    """Translate an error of the request ``what``. The result has no cause, which could hold request
+    headers."""
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
 
@@ -288,8 +358,17 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
         return _of_answer(error.response, what)
     if deadline.remaining <= 0:
         return LateError(f"{what} took longer than {deadline.seconds:g} s")
-    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.TokenRetrievalError)):
-        return NoCredentialsError(f"{what}: no credentials; they come from the environment, a profile or a role")
+    if isinstance(
+        error,
+        (
+            boto.NoCredentialsError,
+            boto.PartialCredentialsError,
+            boto.TokenRetrievalError,
+        ),
+    ):
+        return NoCredentialsError(
+            f"{what}: no credentials; they come from the environment, a profile or a role"
+        )
     broken = (
         boto.HTTPClientError,
         boto.ConnectionError,
@@ -304,13 +383,22 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
 
 
 def _cause(error: BaseException) -> str:
-    """Describe an error by its type and the system error that caused it. Its message may hold request headers."""
+    """Describe an error by its type and the system error that caused it. Its message may hold
+    request headers."""
     name, inner = type(error).__name__, error
     for _ in range(10):
-        inner = getattr(inner, "kwargs", {}).get("error") or inner.__cause__ or inner.__context__ or inner
+        inner = (
+            getattr(inner, "kwargs", {}).get("error")
+            or inner.__cause__
+            or inner.__context__
+            or inner
+        )
     if not isinstance(inner, OSError) or not inner.strerror:
         return name
-    return f"{name}: {inner.strerror} ({errno.errorcode.get(inner.errno or 0, type(inner).__name__)})"
+    return (
+        f"{name}: {inner.strerror} "
+        f"({errno.errorcode.get(inner.errno or 0, type(inner).__name__)})"
+    )
 
 
 def _of_answer(answer: Any, what: str) -> S3Error:
@@ -330,8 +418,14 @@ def _kind_of_answer(answer: Any, what: str, code: str) -> S3Error:
         return RangeError(text)
     if code in _THROTTLES or status in (429, 503):
         found = ThrottledError(text)
-        asked = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
-        found.pause_s = max(found.pause_s, min(float(asked), _MOST_S) if asked.isdigit() else 0.0)
+        asked = str(
+            answer.get("ResponseMetadata", {})
+            .get("HTTPHeaders", {})
+            .get("retry-after", "")
+        )
+        found.pause_s = max(
+            found.pause_s, min(float(asked), _MOST_S) if asked.isdigit() else 0.0
+        )
         return found
     if status >= 500 or code in _BROKEN or status in (408, 409):
         broken = BrokenError(text)
@@ -348,43 +442,67 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise MissingExtraError("boto3", "s3") from None
-    path_style = options.endpoint_url is not None if options.path_style is None else options.path_style
+    path_style = (
+        options.endpoint_url is not None
+        if options.path_style is None
+        else options.path_style
+    )
 
     def make(*, unsigned: bool) -> Any:
         config = Config(
             signature_version="s3v4",
-            max_pool_connections=2 * options.connections + _CALLERS,  # reads run concurrently with a commit
-            request_checksum_calculation="when_supported" if options.checksum == "crc32" else "when_required",
+            # reads run concurrently with a commit
+            max_pool_connections=2 * options.connections + _CALLERS,
+            request_checksum_calculation="when_supported"
+            if options.checksum == "crc32"
+            else "when_required",
             response_checksum_validation="when_required",
-            s3={"payload_signing_enabled": not unsigned, "addressing_style": "path" if path_style else "auto"},
+            s3={
+                "payload_signing_enabled": not unsigned,
+                "addressing_style": "path" if path_style else "auto",
+            },
         )
         region = options.region or session.region_name or "us-east-1"
-        return session.client("s3", endpoint_url=options.endpoint_url, region_name=region, config=config)
+        return session.client(
+            "s3", endpoint_url=options.endpoint_url, region_name=region, config=config
+        )
 
     try:
         core, credentials = _make_session(options)
         session = boto3.session.Session(botocore_session=core)
         client = make(unsigned=options.unsigned_payload is not False)
-        if options.unsigned_payload is None and not client.meta.endpoint_url.startswith("https:"):
+        if options.unsigned_payload is None and not client.meta.endpoint_url.startswith(
+            "https:"
+        ):
             client.close()
-            client = make(unsigned=False)  # nothing else would protect bodies in transit
+            # nothing else would protect bodies in transit
+            client = make(unsigned=False)
     except (BotoCoreError, ValueError) as error:
-        raise ConfigurationError("s3 url", options.endpoint_url, f"options that boto3 accepts ({error})") from None
+        raise ConfigurationError(
+            "s3 url", options.endpoint_url, f"options that boto3 accepts ({error})"
+        ) from None
     return client, credentials
 
 
 def _make_session(options: S3Options) -> tuple[Any, DeferredCredentials]:
-    """Return a session of botocore whose clients make one attempt per request, and the credentials of these clients."""
+    """Return a session of botocore whose clients make one attempt per request, and the credentials
+    of these clients."""
     import botocore.session
     from botocore.config import Config
 
     timeouts = Config(
         connect_timeout=min(_CONNECT_S, options.deadline_s),
-        read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs a third of the deadline, not all of it
+        # a hang costs a third of the deadline, not all of it
+        read_timeout=max(1.0, options.deadline_s / 3),
         retries={"total_max_attempts": 1},
     )
     core = botocore.session.get_session()
-    core.set_default_client_config(timeouts)  # also of the clients that exchange tokens at STS
-    credentials = DeferredCredentials(core.get_component("credential_provider").load_credentials)
-    core.register_component("credential_provider", SimpleNamespace(load_credentials=lambda: credentials))
+    # also of the clients that exchange tokens at STS
+    core.set_default_client_config(timeouts)
+    credentials = DeferredCredentials(
+        core.get_component("credential_provider").load_credentials
+    )
+    core.register_component(
+        "credential_provider", SimpleNamespace(load_credentials=lambda: credentials)
+    )
     return core, credentials

@@ -1,21 +1,25 @@
 """One bucket as the driver uses it: operations with deadline, retries and breaker.
 
-1. An operation, including all attempts and the pauses between them, ends by its deadline, or at most one socket timeout
-   later if the server hangs.
-2. Pauses have full jitter: each is the pause that the server requests, plus a random one below a bound that doubles.
+1. An operation, including all attempts and the pauses between them, ends by its deadline, or at
+   most one socket timeout later if the server hangs.
+2. Pauses have full jitter: each is the pause that the server requests, plus a random one below a
+   bound that doubles.
 3. Bytes of a body that arrived are valid and are not fetched again.
-4. Every attempt counts towards the breaker; while it is open, operations fail at once, without an attempt.
+4. Every attempt counts towards the breaker; while it is open, operations fail at once, without an
+   attempt.
 
 States of the breaker:
 
-    closed     requests pass. Opens after 5 consecutive bad answers, or if 10 of the last 20 were bad
+    closed     requests pass. Opens after 5 consecutive bad answers, or if 10 of the last 20
+               were bad
     open       no request passes, for a pause that doubles each time, up to 30 s
     half-open  one request passes. Good answer: closed. Bad answer: open again
 
-A bad answer says something about the server: none came in time, the connection broke, the server failed or asks for
-fewer requests, or the answer took longer than ``slow_s`` plus the time that its bytes take at 1 MiB/s. One that
-concerns an object or the caller (missing, refused, replaced) is good. An attempt that ended with an exception of the
-sink's owner, or with an interrupt, counts as neither.
+A bad answer says something about the server: none came in time, the connection broke, the server
+failed or asks for fewer requests, or the answer took longer than ``slow_s`` plus the time that its
+bytes take at 1 MiB/s. One that concerns an object or the caller (missing, refused, replaced) is
+good. An attempt that ended with an exception of the sink's owner, or with an interrupt, counts as
+neither.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ logger = logging.getLogger(__name__)
 MOST_ATTEMPTS = 8  # bounds the requests to a server that fails fast
 _FIRST_BOUND_S = 0.2
 _LAST_BOUND_S = 5.0
-_REFUSALS = 8  # single deletions in a row that are refused before the others are not tried
+# single deletions in a row that are refused before the others are not tried
+_REFUSALS = 8
 _IN_A_ROW = 5
 _WINDOW = 20
 _SLOW_BYTES_PER_S = 1 << 20  # 1 MiB/s
@@ -63,7 +68,8 @@ LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
-    """Circuit breaker, see the top of this file. Thread-safe. ``name`` is the server's name in the log."""
+    """Circuit breaker, see the top of this file. Thread-safe. ``name`` is the server's name in the
+    log."""
 
     def __init__(self, name: str, slow_s: float, clock: Clock) -> None:
         self._name = name
@@ -74,7 +80,8 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._pause_s = _FIRST_PAUSE_S
         self._wait_until = 0.0
-        """While open: end of the pause. While half-open: when another request passes if the first has not ended."""
+        """While open: end of the pause. While half-open: when another request passes if the first
+        has not ended."""
 
     @property
     def state(self) -> State:
@@ -84,7 +91,8 @@ class Breaker:
             return "half-open" if over else self._state
 
     def admit(self) -> bool:
-        """Return whether a request may be made now. Each admitted request must end with ``record``."""
+        """Return whether a request may be made now. Each admitted request must end with
+        ``record``."""
         with self._lock:
             if self._state == "closed":
                 return True
@@ -92,11 +100,13 @@ class Breaker:
             if now < self._wait_until:
                 return False
             self._state = "half-open"
-            self._wait_until = now + LONGEST_PAUSE_S  # a probe whose thread died must not block it for ever
+            # a probe whose thread died must not block it for ever
+            self._wait_until = now + LONGEST_PAUSE_S
             return True
 
     def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
-        """Record that an admitted request has ended; ``well=False``: it failed because of the server."""
+        """Record that an admitted request has ended; ``well=False``: it failed because of the
+        server."""
         bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
             self._recent.append(bad)
@@ -110,8 +120,13 @@ class Breaker:
                 self._pause_s = _FIRST_PAUSE_S
             elif self._state == "half-open":
                 self._open()
-            elif recent[-_IN_A_ROW:] == [True] * _IN_A_ROW or (bad and sum(recent) * 2 >= _WINDOW):
-                logger.warning("%s fails or is slow: requests are held back until it answers again", self._name)
+            elif recent[-_IN_A_ROW:] == [True] * _IN_A_ROW or (
+                bad and sum(recent) * 2 >= _WINDOW
+            ):
+                logger.warning(
+                    "%s fails or is slow: requests are held back until it answers again",
+                    self._name,
+                )
                 self._open()
 
     def forget(self) -> None:
@@ -121,20 +136,24 @@ class Breaker:
                 self._wait_until = self._clock.monotonic()
 
     def _open(self) -> None:
-        self._wait_until = self._clock.monotonic() + self._pause_s * (0.5 + 0.5 * self._clock.random.random())
+        self._wait_until = self._clock.monotonic() + self._pause_s * (
+            0.5 + 0.5 * self._clock.random.random()
+        )
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._state = "open"
 
 
 class Bucket:
-    """Operations on one bucket, see the top of this file. Thread-safe. A failed operation raises an ``S3Error``, or the
-    error of its sink. ``Transport`` specifies arguments and results.
+    """Operations on one bucket, see the top of this file. Thread-safe. A failed operation raises an
+    ``S3Error``, or the error of its sink. ``Transport`` specifies arguments and results.
 
     :param transport: closed with the bucket.
     :param deadline_s: deadline of each operation: seconds after its start, including retries.
     """
 
-    def __init__(self, transport: Transport, breaker: Breaker, deadline_s: float, clock: Clock) -> None:
+    def __init__(
+        self, transport: Transport, breaker: Breaker, deadline_s: float, clock: Clock
+    ) -> None:
         self.breaker = breaker
         self._clock = clock
         self._transport = transport
@@ -148,7 +167,8 @@ class Bucket:
         return self._transport.requests
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> float:
-        """Upload an object, which replaces any with this key; return the time of the attempt that succeeded."""
+        """Upload an object, which replaces any with this key; return the time of the attempt that
+        succeeded."""
         num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
 
         def attempt(deadline: Deadline) -> float:
@@ -156,9 +176,12 @@ class Bucket:
 
         return self._run(attempt, lambda: num_bytes)
 
-    def read(self, key: str, start: int, length: int, buffers: Iterable[memoryview]) -> int:
-        """Download ``length`` bytes from byte ``start`` on into buffers; see ``Sink``. A retry fetches only the
-        missing bytes. Return the number of bytes that arrived: fewer only if the object ends.
+    def read(
+        self, key: str, start: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
+        """Download ``length`` bytes from byte ``start`` on into buffers; see ``Sink``. A retry
+        fetches only the missing bytes. Return the number of bytes that arrived: fewer only if the
+        object ends.
 
         :raises ReplacedError: the object was replaced between two attempts.
         """
@@ -166,7 +189,9 @@ class Bucket:
 
         def attempt(deadline: Deadline) -> None:
             try:
-                self._transport.get(key, start + sink.position, start + length, sink, deadline)
+                self._transport.get(
+                    key, start + sink.position, start + length, sink, deadline
+                )
             except RangeError as error:
                 if sink.begun:
                     raise ReplacedError(str(error)) from None
@@ -180,8 +205,8 @@ class Bucket:
         self._run(partial(self._transport.head, key))
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield all objects whose keys start with ``prefix`` and are greater than ``after``, sorted by key. Each page
-        has its own deadline."""
+        """Yield all objects whose keys start with ``prefix`` and are greater than ``after``, sorted
+        by key. Each page has its own deadline."""
         page = self._run(partial(self._transport.list, prefix, None, after=after))
         yield from page.objects
         while (token := page.next) is not None:
@@ -189,9 +214,11 @@ class Bucket:
             yield from page.objects
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; ignore missing ones. After an error some may be deleted. Each request has its own deadline.
+        """Delete objects; ignore missing ones. After an error some may be deleted. Each request has
+        its own deadline.
 
-        :raises RefusedError: the server refuses to delete some of them. The others are deleted, unless it refuses all.
+        :raises RefusedError: the server refuses to delete some of them. The others are deleted,
+            unless it refuses all.
         """
         refusal: RefusedError | None = None
         for start in range(0, len(keys), MOST_DELETED):
@@ -203,7 +230,8 @@ class Bucket:
             except RefusedError as error:
                 if len(batch) == 1 or not error.healthy:
                     raise
-                # Ceph requires permission to delete the whole bucket for a request with several keys.
+                # Ceph requires permission to delete the whole bucket for a request with several
+                # keys.
                 refusal = self._delete_each(batch) or refusal
         if refusal is not None:
             raise refusal
@@ -230,8 +258,11 @@ class Bucket:
                     raise
         return refusal
 
-    def _run(self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int) -> R:
-        """Call ``attempt`` until it succeeds, its error is not retryable, or no attempt or time is left.
+    def _run(
+        self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int
+    ) -> R:
+        """Call ``attempt`` until it succeeds, its error is not retryable, or no attempt or time is
+        left.
 
         :param num_bytes: returns the bytes that all attempts so far have transferred.
         """
@@ -244,25 +275,41 @@ class Bucket:
             except LateError as error:
                 if cause is None:
                     raise
-                raise LateError(f"{error}; the attempt before failed: {cause}") from cause
+                raise LateError(
+                    f"{error}; the attempt before failed: {cause}"
+                ) from cause
             except S3Error as error:
                 cause = error
                 pause = error.pause_s + self._clock.random.uniform(0, bound)
-                if not error.retryable or not attempts_left or pause >= deadline.remaining:
+                if (
+                    not error.retryable
+                    or not attempts_left
+                    or pause >= deadline.remaining
+                ):
                     raise
             self._clock.sleep(pause)
             bound = min(2 * bound, _LAST_BOUND_S)
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempt(self, attempt: Callable[[Deadline], R], deadline: Deadline, num_bytes: Callable[[], int]) -> R:
+    def _attempt(
+        self,
+        attempt: Callable[[Deadline], R],
+        deadline: Deadline,
+        num_bytes: Callable[[], int],
+    ) -> R:
         if not self.breaker.admit():
             raise BreakerOpenError(
-                f"no request is sent for a while after failures or slow answers; {self._last_failure}"
+                f"no request is sent for a while after failures or slow answers; "
+                f"{self._last_failure}"
             )
         begin = self._clock.monotonic()
 
         def record(*, well: bool) -> None:
-            self.breaker.record(well=well, seconds=self._clock.monotonic() - begin, num_bytes=num_bytes())
+            self.breaker.record(
+                well=well,
+                seconds=self._clock.monotonic() - begin,
+                num_bytes=num_bytes(),
+            )
 
         try:
             result = attempt(deadline)

@@ -1,8 +1,9 @@
 """Credentials of requests, found and renewed within the deadline of a call.
 
-1. boto3's sources (environment, files, STS, metadata servers, programs) have timeouts of minutes or none. So they run
-   in a thread of their own, which is abandoned if it does not end.
-2. Credentials that are still valid are used while they are renewed: a hung source delays no request.
+1. boto3's sources (environment, files, STS, metadata servers, programs) have timeouts of minutes or
+   none. So they run in a thread of their own, which is abandoned if it does not end.
+2. Credentials that are still valid are used while they are renewed: a hung source delays no
+   request.
 3. Each search starts anew and shares no lock with an abandoned one.
 """
 
@@ -19,18 +20,19 @@ from persistkv_s3.client.transport import Deadline, LateError, NoCredentialsErro
 
 logger = logging.getLogger(__name__)
 
-_RENEW_S = 15 * 60  # remaining validity below which credentials are renewed, as in botocore
+# remaining validity below which credentials are renewed, as in botocore
+_RENEW_S = 15 * 60
 _VALID_S = 60  # remaining validity below which a request waits for new ones
 _PAUSE_S = 60  # between two searches while the credentials are valid
 _ABANDON_S = 60  # age of a search that has not ended, after which another one starts
 
 
 class DeferredCredentials:
-    """Credentials for a botocore client, which are searched for before a request instead of when it is signed.
-    Thread-safe.
+    """Credentials for a botocore client, which are searched for before a request instead of when it
+    is signed. Thread-safe.
 
-    :param find: returns botocore's credentials; None: there are none. Called in another thread, at most once per minute
-        while it does not return.
+    :param find: returns botocore's credentials; None: there are none. Called in another thread, at
+        most once per minute while it does not return.
     """
 
     method = "persistkv"
@@ -55,7 +57,9 @@ class DeferredCredentials:
             return
         wait([search], timeout=max(0.0, deadline.remaining))
         if not search.done():
-            raise LateError(f"{what}: the source of credentials does not answer within {deadline.seconds:g} s")
+            raise LateError(
+                f"{what}: the source of credentials does not answer within {deadline.seconds:g} s"
+            )
         search.result()
 
     def _pending_search(self, what: str) -> Future[None] | None:
@@ -87,7 +91,9 @@ class DeferredCredentials:
         self._search = search = Future[None]()
         self._search_began = time.monotonic()
         name = "persistkv-s3-credentials"
-        threading.Thread(target=self._run, args=(search, what, valid), name=name, daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(search, what, valid), name=name, daemon=True
+        ).start()
 
     def _run(self, search: Future[None], what: str, valid: bool) -> None:
         try:
@@ -98,7 +104,10 @@ class DeferredCredentials:
             frozen = found.get_frozen_credentials()
         except BaseException as error:
             if valid:  # no request waits for this search
-                text = "credentials cannot be renewed (%s): the present ones are used until they expire"
+                text = (
+                    "credentials cannot be renewed (%s): the present ones are used until "
+                    "they expire"
+                )
                 logger.warning(text, type(error).__name__)
             search.set_exception(error)
             return
@@ -111,5 +120,6 @@ class DeferredCredentials:
         return self._frozen
 
     def get_deferred_property(self, name: str) -> Callable[[], Any]:
-        """Return a function that botocore calls for a property of the credentials, such as ``account_id``."""
+        """Return a function that botocore calls for a property of the credentials, such as
+        ``account_id``."""
         return lambda: getattr(self._frozen, name, None)

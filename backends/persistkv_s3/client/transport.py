@@ -1,7 +1,7 @@
 """Interface of an object store client, its errors, and the source and destination of a transfer.
 
-``boto.BotoClient`` implements it with single attempts; ``bucket.Bucket`` adds retries and the breaker.
-``blobs`` translates the errors into those of ``storage.blobs``.
+``boto.BotoClient`` implements it with single attempts; ``bucket.Bucket`` adds retries and the
+breaker. ``blobs`` translates the errors into those of ``storage.blobs``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from persistkv.errors import StoreUnavailableError
 from persistkv.storage.format.codec import Buffer
 
-_PIECE_BYTES = 1 << 20  # 1 MiB: maximum of one write to a socket, so that a stalled upload is detected
+# 1 MiB: maximum of one write to a socket, so that a stalled upload is detected
+_PIECE_BYTES = 1 << 20
 
 MOST_DELETED = 1000
 
@@ -26,8 +27,8 @@ class S3Error(StoreUnavailableError):
     retryable = False
     """Whether the same request may succeed if it is repeated."""
     healthy = False
-    """Whether the server works although the request failed: it answered, and the error concerns an object or the
-    caller. The breaker counts the other errors only."""
+    """Whether the server works although the request failed: it answered, and the error concerns an
+    object or the caller. The breaker counts the other errors only."""
     pause_s = 0.0
     """Minimum pause in seconds that the server requests before the next attempt."""
     code = ""
@@ -45,7 +46,8 @@ class RangeError(ObjectMissingError):
 
 
 class RefusedError(S3Error):
-    """The server rejected the request: credentials, policy, bucket, region, an archived or locked object."""
+    """The server rejected the request: credentials, policy, bucket, region, an archived or locked
+    object."""
 
     healthy = True
 
@@ -55,14 +57,15 @@ class KeysRefusedError(RefusedError):
 
 
 class NoCredentialsError(RefusedError):
-    """No request was made: there are no credentials. Each call looks for them again, which takes time where a metadata
-    server does not answer, so the breaker counts this error."""
+    """No request was made: there are no credentials. Each call looks for them again, which takes
+    time where a metadata server does not answer, so the breaker counts this error."""
 
     healthy = False
 
 
 class ReplacedError(S3Error):
-    """The object was replaced during its download: the bytes that arrived belong to the previous one."""
+    """The object was replaced during its download: the bytes that arrived belong to the previous
+    one."""
 
     healthy = True
 
@@ -117,13 +120,15 @@ class Deadline:
         return self._at - self._now()
 
     def check(self, what: str) -> None:
-        """Raise ``LateError`` if the deadline has passed; ``what`` names the operation in the error."""
+        """Raise ``LateError`` if the deadline has passed; ``what`` names the operation in the
+        error."""
         if self.remaining <= 0:
             raise LateError(f"{what} took longer than {self.seconds:g} s")
 
 
 class Body:
-    """Body of an upload, as a file object for boto3. ``read`` returns whole pieces of the bytes, without a copy."""
+    """Body of an upload, as a file object for boto3. ``read`` returns whole pieces of the bytes,
+    without a copy."""
 
     def __init__(self, pieces: Sequence[Buffer], deadline: Deadline) -> None:
         self._pieces = [
@@ -140,7 +145,8 @@ class Body:
         return self._length
 
     def read(self, _size: int = -1) -> Buffer:
-        """Return the next piece, regardless of the requested size; raise ``LateError`` to abort a late upload."""
+        """Return the next piece, regardless of the requested size; raise ``LateError`` to abort a
+        late upload."""
         self._deadline.check("an upload")
         if self._next == len(self._pieces):
             return b""
@@ -162,7 +168,8 @@ class Sink:
     """Destination of a range of an object that may end before the range does.
 
     :param length: bytes that the buffers hold together.
-    :param buffers: each is taken when those before it are full. Exceptions of the iterable pass unchanged.
+    :param buffers: each is taken when those before it are full. Exceptions of the iterable pass
+        unchanged.
     """
 
     def __init__(self, length: int, buffers: Iterable[memoryview]) -> None:
@@ -170,7 +177,8 @@ class Sink:
         """Bytes that have arrived."""
         self._range = length
         self.length = length
-        """Bytes that can arrive; less than the length of the range once the object's end is known."""
+        """Bytes that can arrive; less than the length of the range once the object's end is
+        known."""
         self._etag = ""
         self._buffers = iter(buffers)
         self._room = memoryview(b"")
@@ -190,10 +198,12 @@ class Sink:
         self.length = self.position
 
     def expect(self, length: int, etag: str) -> None:
-        """Check the number of bytes that an answer will deliver: fewer than the range has if the object ends there.
+        """Check the number of bytes that an answer will deliver: fewer than the range has if the
+        object ends there.
 
         :param etag: identifies the content of the object. Bytes of two objects are never mixed.
-        :raises BrokenError: the server sends more bytes than requested, or others than at an earlier attempt.
+        :raises BrokenError: the server sends more bytes than requested, or others than at an
+            earlier attempt.
         :raises ReplacedError: this is not the object of the earlier attempts.
         """
         if self.begun and etag != self._etag:
@@ -202,7 +212,9 @@ class Sink:
             self._etag = etag
             self.length = min(self._range, length)
         if length != self.length - self.position:
-            raise BrokenError(f"the server sends {length} bytes instead of {self.length - self.position}")
+            raise BrokenError(
+                f"the server sends {length} bytes instead of {self.length - self.position}"
+            )
 
     def room(self) -> memoryview:
         """Return the memory for the next bytes; empty: the download is complete."""
@@ -256,26 +268,30 @@ class ListPage(NamedTuple):
 class Transport(ABC):
     """Object store client that makes single attempts. Keys include the prefix of the store.
 
-    All methods raise ``S3Error``s: ``ObjectMissingError`` if an object that they need does not exist. Errors that a
-    sink raises pass unchanged.
+    All methods raise ``S3Error``s: ``ObjectMissingError`` if an object that they need does not
+    exist. Errors that a sink raises pass unchanged.
     """
 
     @property
     def requests(self) -> dict[str, int]:
-        """Number of requests sent so far, retries included, by HTTP method; empty if they are not counted."""
+        """Number of requests sent so far, retries included, by HTTP method; empty if they are not
+        counted."""
         return {}
 
     @abstractmethod
     def put(self, key: str, body: Body, deadline: Deadline) -> float:
         """Upload an object in one request; replace any with this key.
 
-        :returns: the server's time: seconds since the epoch, rounded down to a second. The local time if it sent none.
+        :returns: the server's time: seconds since the epoch, rounded down to a second. The local
+            time if it sent none.
         """
 
     @abstractmethod
-    def get(self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline) -> None:
-        """Download bytes ``start`` to ``stop`` (exclusive) of an object into the sink: fewer if the object ends. After
-        a failure, the bytes of the sink up to its position are valid.
+    def get(
+        self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline
+    ) -> None:
+        """Download bytes ``start`` to ``stop`` (exclusive) of an object into the sink: fewer if the
+        object ends. After a failure, the bytes of the sink up to its position are valid.
 
         :raises RangeError: the object ends at ``start`` or before.
         :raises ObjectMissingError: there is no such object.
@@ -286,7 +302,9 @@ class Transport(ABC):
         """Raise ``ObjectMissingError`` if there is no such object."""
 
     @abstractmethod
-    def list(self, prefix: str, page: str | None, deadline: Deadline, *, after: str = "") -> ListPage:
+    def list(
+        self, prefix: str, page: str | None, deadline: Deadline, *, after: str = ""
+    ) -> ListPage:
         """Return a page of the objects whose keys start with ``prefix``, sorted by key.
 
         :param page: identifier from the previous page; None: the first page.
@@ -295,14 +313,17 @@ class Transport(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Delete at most ``MOST_DELETED`` objects; ignore missing ones. After an error some may be deleted.
+        """Delete at most ``MOST_DELETED`` objects; ignore missing ones. After an error some may be
+        deleted.
 
         :raises KeysRefusedError: the server refuses to delete some of them; the others are deleted.
-        :raises RefusedError: the server refuses the request, perhaps because it deletes several objects.
+        :raises RefusedError: the server refuses the request, perhaps because it deletes several
+            objects.
         """
 
     def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
-        """Return a setting of the bucket, as the answer of boto3's ``get_bucket_…``; empty if it was never set.
+        """Return a setting of the bucket, as the answer of boto3's ``get_bucket_…``; empty if it
+        was never set.
 
         :param name: the operation, such as ``get_bucket_versioning``.
         :raises RefusedError: there is no permission, or the server does not know the setting.

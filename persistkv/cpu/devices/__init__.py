@@ -1,1 +1,2 @@
-"""Copies between an engine's KV tensors and the primary tier's rows: one strategy per kind of device."""
+"""Copies between an engine's KV tensors and the primary tier's rows: one strategy per kind of
+device."""

@@ -12,15 +12,16 @@ from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 class Direction(Enum):
-    """Direction of a transfer: from the engine's pages to the primary tier's rows (store), or back (load)."""
+    """Direction of a transfer: from the engine's pages to the primary tier's rows (store), or back
+    (load)."""
 
     STORE = "store"
     LOAD = "load"
 
 
 class CopyEngine(OffloadingHandler):
-    """Transfers in one direction on a device, in order of submission. Called from one thread. ``shutdown`` releases the
-    memory; after it, jobs are refused, and nothing is reported.
+    """Transfers in one direction on a device, in order of submission. Called from one thread.
+    ``shutdown`` releases the memory; after it, jobs are refused, and nothing is reported.
     """
 
     def __init__(self, memory: KVMemory, direction: Direction) -> None:
@@ -31,17 +32,20 @@ class CopyEngine(OffloadingHandler):
         if not self.memory.rows:
             return False
         gpu, cpu = spec if self.direction is Direction.STORE else spec[::-1]
-        if not (isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec)):
+        if not (
+            isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec)
+        ):
             media = f"{spec[0].medium()} to {spec[1].medium()}"
             raise ValueError(f"a transfer from {media} is no {self.direction.value}")
         return self.submit(job_id, plan_copies(gpu, cpu, self.memory))
 
     @abstractmethod
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        """Start the copies of a job. They see all work enqueued before on the caller's current stream.
+        """Start the copies of a job. They see all work enqueued before on the caller's current
+        stream.
 
-        :returns: False if the job could not be started. Then it copies no further byte and is not reported, and the
-            content of its destination is undefined.
+        :returns: False if the job could not be started. Then it copies no further byte and is not
+            reported, and the content of its destination is undefined.
         """
 
     def shutdown(self) -> None:

@@ -1,8 +1,9 @@
 """Transfers of KV tensors in CPU memory: one thread, and as few copy calls as possible.
 
-Each call releases the GIL while it copies, and may wait milliseconds to reacquire it from a busy scheduler. Therefore
-the number of calls must not grow with the number of pages. Jobs are sorted by their places in rows. One call copies a
-run of consecutive places. If there are many short runs, pages are copied through a buffer.
+Each call releases the GIL while it copies, and may wait milliseconds to reacquire it from a busy
+scheduler. Therefore the number of calls must not grow with the number of pages. Jobs are sorted by
+their places in rows. One call copies a run of consecutive places. If there are many short runs,
+pages are copied through a buffer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, consecutive_runs
 
-BUFFER_BYTES = 8 << 20  # 8 MiB: small enough to stay in the last-level cache between the write and the read
+# 8 MiB: small enough to stay in the last-level cache between the write and the read
+BUFFER_BYTES = 8 << 20
 FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
-# The cost of torch's loops is per element, so pages are copied as wide elements. Nothing is computed, so all bit
-# patterns are preserved.
+# The cost of torch's loops is per element, so pages are copied as wide elements. Nothing is
+# computed, so all bit patterns are preserved.
 WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)
 
 Index = tuple[torch.Tensor, ...]
@@ -32,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class CPUCopyEngine(CopyEngine):
-    """Copies between CPU tensors on one thread, or on the caller's. torch splits large copies over its own threads."""
+    """Copies between CPU tensors on one thread, or on the caller's. torch splits large copies over
+    its own threads."""
 
     def __init__(self, memory: KVMemory, direction: Direction) -> None:
         super().__init__(memory, direction)
@@ -61,8 +64,9 @@ class CPUCopyEngine(CopyEngine):
     def run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
         """Copy on the caller's thread, and return when the copies have ended.
 
-        If the engine polls without a pause, the thread of ``submit`` may wait a thousand times as long for the GIL as
-        its copy takes, because its wait restarts whenever another thread briefly releases the GIL.
+        If the engine polls without a pause, the thread of ``submit`` may wait a thousand times as
+        long for the GIL as its copy takes, because its wait restarts whenever another thread
+        briefly releases the GIL.
         """
         started = time.perf_counter()
         try:
@@ -72,13 +76,22 @@ class CPUCopyEngine(CopyEngine):
                     self._copy(part)
         except Exception:
             logger.exception("%s job %d failed", self.direction.value, job_id)
-            return TransferResult(job_id, success=False, seconds=time.perf_counter() - started)
+            return TransferResult(
+                job_id, success=False, seconds=time.perf_counter() - started
+            )
         num_bytes = sum(part.num_bytes for part in copies)
-        return TransferResult(job_id, success=True, num_bytes=num_bytes, seconds=time.perf_counter() - started)
+        return TransferResult(
+            job_id,
+            success=True,
+            num_bytes=num_bytes,
+            seconds=time.perf_counter() - started,
+        )
 
     def _copy(self, part: PageCopies) -> None:
         rows = self.memory.rows[part.tensor_idx]
-        rows = rows.view(len(rows), self.memory.block_size_factor, -1)[:, :, : part.page_bytes]
+        rows = rows.view(len(rows), self.memory.block_size_factor, -1)[
+            :, :, : part.page_bytes
+        ]
         pages = self.memory.pages[part.tensor_idx][:, : part.page_bytes]
         blocks, sub_blocks = part.blocks, part.sub_blocks
         if (sub_blocks[1:] <= sub_blocks[:-1]).any():
@@ -89,12 +102,15 @@ class CPUCopyEngine(CopyEngine):
         if len(runs := consecutive_runs(sub_blocks)) <= most_runs:
             for run in runs:
                 for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
-                    index = torch.from_numpy(blocks[run][begin:end]).view(rectangle.shape[:2])
+                    index = torch.from_numpy(blocks[run][begin:end]).view(
+                        rectangle.shape[:2]
+                    )
                     _move(pages, (index,), rectangle, gathers=stores)
             return
         order = np.argsort(blocks, kind="stable")
         in_order, scattered = blocks[order], sub_blocks[order]
-        if len(runs := consecutive_runs(in_order)) <= most_runs:  # fresh blocks of the device, fragmented rows
+        # fresh blocks of the device, fragmented rows
+        if len(runs := consecutive_runs(in_order)) <= most_runs:
             for run in runs:
                 first = int(in_order[run.start])
                 some = pages[first : first + run.stop - run.start]
@@ -102,7 +118,13 @@ class CPUCopyEngine(CopyEngine):
             return
         self._copy_buffered(pages, rows, blocks, sub_blocks)
 
-    def _copy_buffered(self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray) -> None:
+    def _copy_buffered(
+        self,
+        pages: torch.Tensor,
+        rows: torch.Tensor,
+        blocks: IntArray,
+        sub_blocks: IntArray,
+    ) -> None:
         """Gather each part of up to 8 MiB into a buffer, and scatter it from there."""
         page_bytes = pages.shape[1]
         step = max(1, BUFFER_BYTES // page_bytes)
@@ -114,7 +136,9 @@ class CPUCopyEngine(CopyEngine):
             row_index = _row_index(sub_blocks[begin : begin + step], rows)
             part = buffer[: len(page_index)]
             sides = [(pages, (page_index,)), (rows, row_index)]
-            source, target = sides if self.direction is Direction.STORE else reversed(sides)
+            source, target = (
+                sides if self.direction is Direction.STORE else reversed(sides)
+            )
             _gather(*source, part)
             _scatter(part, *target)
 
@@ -124,7 +148,9 @@ def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> Index:
     return torch.from_numpy(row), torch.from_numpy(position)
 
 
-def _move(indexed: torch.Tensor, index: Index, plain: torch.Tensor, *, gathers: bool) -> None:
+def _move(
+    indexed: torch.Tensor, index: Index, plain: torch.Tensor, *, gathers: bool
+) -> None:
     """Copy ``indexed[index]`` to ``plain`` if ``gathers``, else the other way."""
     if gathers:
         _gather(indexed, index, plain)
@@ -144,10 +170,14 @@ def _scatter(source: torch.Tensor, target: torch.Tensor, index: Index) -> None:
     target.index_put_(index, source)
 
 
-def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Cut consecutive sub-blocks into a part of the first row, whole rows, and a part of the last row.
+def _rectangles(
+    sub_blocks: IntArray, rows: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Cut consecutive sub-blocks into a part of the first row, whole rows, and a part of the last
+    row.
 
-    :returns: for each, its begin and end within ``sub_blocks``, and its bytes, shape (rows, GPU blocks, page bytes).
+    :returns: for each, its begin and end within ``sub_blocks``, and its bytes, shape (rows, GPU
+        blocks, page bytes).
     """
     first, count, factor = int(sub_blocks[0]), len(sub_blocks), rows.shape[1]
     done = 0
@@ -164,8 +194,8 @@ def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int,
 
 
 def widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return views of byte tensors in the first type of ``WIDE`` whose size divides all addresses, strides and last
-    dimensions. If there is no such type, return the tensors unchanged.
+    """Return views of byte tensors in the first type of ``WIDE`` whose size divides all addresses,
+    strides and last dimensions. If there is no such type, return the tensors unchanged.
     """
     for dtype in WIDE:
         if all(

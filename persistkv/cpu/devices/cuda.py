@@ -1,6 +1,8 @@
-"""Transfers of KV tensors on a CUDA device: one stream per direction, one batch of copies per tensor.
+"""Transfers of KV tensors on a CUDA device: one stream per direction, one batch of copies per
+tensor.
 
-A batch is one call of the driver, or one copy at a time if the driver is older or memory is not pinned.
+A batch is one call of the driver, or one copy at a time if the driver is older or memory is not
+pinned.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, compute_sub_block_ptrs
 
 SOURCE_IN_STREAM_ORDER = 1
-"""``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: a store must read pages after the kernels that compute them."""
+"""``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: a store must read pages after the kernels that compute
+them."""
 
-# The symbol of CUDA 12.8, which later drivers keep. CUDA 13 added _v2, which does not report the failed copy.
+# The symbol of CUDA 12.8, which later drivers keep. CUDA 13 added _v2, which does not report the
+# failed copy.
 _FUNCTION = "cuMemcpyBatchAsync"
-_NO_COPY = ctypes.c_size_t(-1).value  # the index that is reported if an error does not belong to one copy
+# the index that is reported if an error does not belong to one copy
+_NO_COPY = ctypes.c_size_t(-1).value
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +38,24 @@ logger = logging.getLogger(__name__)
 class CUDACopyEngine(CopyEngine):
     """Copies on a separate stream, which waits for the caller's current stream at each job.
 
-    A store must see computed pages, and a load must not overwrite pages that a kernel reads: both wait for that stream.
-    An error that breaks the device, such as a failed assertion in a kernel of the model, fails the jobs in flight. No
-    copy runs after it, and no method of this class raises it: the engine gets the error from its own kernels.
+    A store must see computed pages, and a load must not overwrite pages that a kernel reads: both
+    wait for that stream. An error that breaks the device, such as a failed assertion in a kernel of
+    the model, fails the jobs in flight. No copy runs after it, and no method of this class raises
+    it: the engine gets the error from its own kernels.
     """
 
-    def __init__(self, memory: KVMemory, direction: Direction, copier: PageCopier | None = None) -> None:
+    def __init__(
+        self, memory: KVMemory, direction: Direction, copier: PageCopier | None = None
+    ) -> None:
         super().__init__(memory, direction)
         self._device = memory.pages[0].device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._jobs: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()  # id, bytes, begin, end
+        # id, bytes, begin, end
+        self._jobs: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
         if copier is None:
-            copier = choose_copier(self._device, all(rows.is_pinned() for rows in memory.rows))
+            copier = choose_copier(
+                self._device, all(rows.is_pinned() for rows in memory.rows)
+            )
         self._copier = copier
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
@@ -52,14 +63,21 @@ class CUDACopyEngine(CopyEngine):
         begin, end = _timing_event(), _timing_event()
         try:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.stream(self._stream),
+                torch.inference_mode(),
+            ):
                 begin.record(self._stream)
                 for batch in batches:
                     self._copier.copy(batch, self._stream)
                 end.record(self._stream)
         except (OSError, RuntimeError):
-            logger.exception("%s job %d could not be started", self.direction.value, job_id)
-            self._synchronize()  # enqueued copies must not access the rows after the job is reported as failed
+            logger.exception(
+                "%s job %d could not be started", self.direction.value, job_id
+            )
+            # enqueued copies must not access the rows after the job is reported as failed
+            self._synchronize()
             return False
         self._jobs.append((job_id, sum(part.num_bytes for part in copies), begin, end))
         return True
@@ -72,7 +90,11 @@ class CUDACopyEngine(CopyEngine):
                 if not end.query():  # type: ignore[no-untyped-call]
                     break
                 seconds = begin.elapsed_time(end) / 1e3
-                results.append(TransferResult(job_id, success=True, num_bytes=num_bytes, seconds=seconds))
+                results.append(
+                    TransferResult(
+                        job_id, success=True, num_bytes=num_bytes, seconds=seconds
+                    )
+                )
             except RuntimeError:
                 logger.exception("%s job %d failed", self.direction.value, job_id)
                 results.append(TransferResult(job_id, success=False))
@@ -101,13 +123,23 @@ class CUDACopyEngine(CopyEngine):
         memory = self.memory
         pages, rows = memory.pages[part.tensor_idx], memory.rows[part.tensor_idx]
         page_ptrs = compute_sub_block_ptrs(part.blocks, 1, pages)
-        row_ptrs = compute_sub_block_ptrs(part.sub_blocks, memory.block_size_factor, rows)
+        row_ptrs = compute_sub_block_ptrs(
+            part.sub_blocks, memory.block_size_factor, rows
+        )
         registrations = None
         if memory.rows_per_registration is not None:
-            registrations = part.sub_blocks // memory.block_size_factor // memory.rows_per_registration
+            registrations = (
+                part.sub_blocks
+                // memory.block_size_factor
+                // memory.rows_per_registration
+            )
         if self.direction is Direction.STORE:
-            return Batch.of_pages(row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations)
-        return Batch.of_pages(page_ptrs, row_ptrs, part.page_bytes, pages, rows, registrations)
+            return Batch.of_pages(
+                row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations
+            )
+        return Batch.of_pages(
+            page_ptrs, row_ptrs, part.page_bytes, pages, rows, registrations
+        )
 
 
 def _timing_event() -> torch.cuda.Event:
@@ -116,9 +148,11 @@ def _timing_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of memory copies between two tensors; copies that are adjacent on both sides are merged.
+    """A batch of memory copies between two tensors; copies that are adjacent on both sides are
+    merged.
 
-    For each copy: memory addresses of its destination and its source (in CPU or GPU memory), and its bytes.
+    For each copy: memory addresses of its destination and its source (in CPU or GPU memory), and
+    its bytes.
     """
 
     targets: IntArray
@@ -141,8 +175,9 @@ class Batch:
     ) -> Batch:
         """Return a batch of copies of ``page_bytes`` bytes each, of which adjacent ones are merged.
 
-        :param registrations: for each copy, the number of the registration with CUDA that holds its host memory. Copies
-            of different registrations are not merged: CUDA refuses a copy that touches two. None: there is only one.
+        :param registrations: for each copy, the number of the registration with CUDA that holds its
+            host memory. Copies of different registrations are not merged: CUDA refuses a copy that
+            touches two. None: there is only one.
         """
         continues = (np.diff(targets) == page_bytes) & (np.diff(sources) == page_bytes)
         if registrations is not None:
@@ -181,11 +216,11 @@ class CopyAttributes(ctypes.Structure):
 
 
 class DriverBatchCopier(PageCopier):
-    """Copier that enqueues a whole batch with one call of the driver's ``cuMemcpyBatchAsync``. CPU memory must be
-    pinned.
+    """Copier that enqueues a whole batch with one call of the driver's ``cuMemcpyBatchAsync``. CPU
+    memory must be pinned.
 
-    It is called through ctypes with arrays of addresses. cuda-bindings takes lists; their conversion takes time per
-    page and holds the GIL. The driver reads the arrays during the call.
+    It is called through ctypes with arrays of addresses. cuda-bindings takes lists; their
+    conversion takes time per page and holds the GIL. The driver reads the arrays during the call.
 
     :raises OSError: if there is no driver.
     :raises AttributeError: if the driver is older than the function.
@@ -194,9 +229,19 @@ class DriverBatchCopier(PageCopier):
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self._function = getattr(ctypes.CDLL(library), _FUNCTION)
         pointer, count = ctypes.c_void_p, ctypes.c_size_t
-        # targets, sources, sizes, number of copies, attributes, first copy of each attribute, number of attributes,
-        # failed copy, stream
-        self._function.argtypes = (pointer, pointer, pointer, count, pointer, pointer, count, pointer, pointer)
+        # targets, sources, sizes, number of copies, attributes, first copy of each attribute,
+        # number of attributes, failed copy, stream
+        self._function.argtypes = (
+            pointer,
+            pointer,
+            pointer,
+            count,
+            pointer,
+            pointer,
+            count,
+            pointer,
+            pointer,
+        )
         self._function.restype = ctypes.c_int
 
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
@@ -224,18 +269,24 @@ class DriverBatchCopier(PageCopier):
 
 
 class TorchCopier(PageCopier):
-    """Copier that enqueues each copy of the batch with a call of torch's ``copy_``; memory need not be pinned."""
+    """Copier that enqueues each copy of the batch with a call of torch's ``copy_``; memory need not
+    be pinned."""
 
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         target, source = _flat(batch.target), _flat(batch.source)
         target_offsets = (batch.targets - target.data_ptr()).tolist()
         source_offsets = (batch.sources - source.data_ptr()).tolist()
-        for to, start, size in zip(target_offsets, source_offsets, batch.sizes.tolist(), strict=True):
-            target[to : to + size].copy_(source[start : start + size], non_blocking=True)
+        for to, start, size in zip(
+            target_offsets, source_offsets, batch.sizes.tolist(), strict=True
+        ):
+            target[to : to + size].copy_(
+                source[start : start + size], non_blocking=True
+            )
 
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
-    """Return a ``DriverBatchCopier`` if all CPU memory is pinned and a trial copy succeeds, else a ``TorchCopier``."""
+    """Return a ``DriverBatchCopier`` if all CPU memory is pinned and a trial copy succeeds, else a
+    ``TorchCopier``."""
     if pinned:
         try:
             copier = DriverBatchCopier()
@@ -254,7 +305,9 @@ def _try(copier: PageCopier, device: torch.device) -> None:
     with torch.cuda.device(device), torch.cuda.stream(stream):
         on_device = torch.zeros(1, 64, dtype=torch.int8, device=device)
         for target, source in ((on_device, sent), (received, on_device)):
-            ends = [np.array([tensor.data_ptr()], np.int64) for tensor in (target, source)]
+            ends = [
+                np.array([tensor.data_ptr()], np.int64) for tensor in (target, source)
+            ]
             copier.copy(Batch.of_pages(ends[0], ends[1], 64, target, source), stream)
         stream.synchronize()
     if not torch.equal(sent, received):

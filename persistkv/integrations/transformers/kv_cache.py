@@ -1,4 +1,5 @@
-"""The device's KV cache: pages that outlive requests, and the contiguous buffers that a model uses."""
+"""The device's KV cache: pages that outlive requests, and the contiguous buffers that a model
+uses."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from persistkv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
 from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.connector.matching import GroupGeometry
 from persistkv.cpu.layout import consecutive_runs
@@ -19,7 +24,8 @@ from persistkv.integrations.transformers.interface import Cache, DynamicLayer
 
 @dataclass(frozen=True)
 class KVGroupGeometry:
-    """A KV cache group: layers whose KV has the same shape, data type, device and sliding window."""
+    """A KV cache group: layers whose KV has the same shape, data type, device and sliding
+    window."""
 
     layers: tuple[int, ...]
     """Indices of the model's layers, ascending."""
@@ -33,11 +39,15 @@ class KVGroupGeometry:
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token in all layers of the group."""
-        return 2 * len(self.layers) * self.num_heads * self.head_dim * self.dtype.itemsize
+        return (
+            2 * len(self.layers) * self.num_heads * self.head_dim * self.dtype.itemsize
+        )
 
     def blocks(self, block_size: int) -> GroupGeometry:
         """Return the group's division into blocks."""
-        return GroupGeometry(KVCacheGroupSpec(block_size, self.sliding_window), factor=1)
+        return GroupGeometry(
+            KVCacheGroupSpec(block_size, self.sliding_window), factor=1
+        )
 
 
 KVGeometry = tuple[KVGroupGeometry, ...]
@@ -47,8 +57,9 @@ KVGeometry = tuple[KVGroupGeometry, ...]
 class RequestLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of a request's contiguous KV cache: views of a buffer that is allocated in advance.
 
-    The buffer holds the KV of each token at the token's position. Tokens that have left the sliding window remain in
-    the buffer, because they are copied to pages or a store later; the model does not receive them.
+    The buffer holds the KV of each token at the token's position. Tokens that have left the sliding
+    window remain in the buffer, because they are copied to pages or a store later; the model does
+    not receive them.
 
     :param buffer: shape (2, kv_heads, capacity, head_dim): keys, then values.
     """
@@ -67,34 +78,52 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self.set_length(length)
 
     def set_length(self, length: int) -> None:
-        """Set the number of tokens in the layer, and make views of those that the next token attends to."""
+        """Set the number of tokens in the layer, and make views of those that the next token
+        attends to."""
         self._length = length
-        self.keys, self.values = self._buffer[:, :, :, self._first_visible(length) : length]
+        self.keys, self.values = self._buffer[
+            :, :, :, self._first_visible(length) : length
+        ]
 
     def _first_visible(self, length: int) -> int:
-        """Return the position of the first token that the token at position ``length`` attends to."""
-        return 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
+        """Return the position of the first token that the token at position ``length`` attends
+        to."""
+        return (
+            0
+            if self.sliding_window is None
+            else max(0, length - self.sliding_window + 1)
+        )
 
     def get_seq_length(self) -> int:
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of tokens that ``update`` will return, and the position of the first of them."""
+        """Return the number of tokens that ``update`` will return, and the position of the first of
+        them."""
         first = self._first_visible(self._length)
         return self._length - first + query_length, first
 
     def crop(self, max_length: int) -> None:
-        """Keep the first ``max_length`` tokens; if it is negative, drop that many tokens from the end."""
-        self.set_length(min(self._length, max_length) if max_length >= 0 else max(0, self._length + max_length))
+        """Keep the first ``max_length`` tokens; if it is negative, drop that many tokens from the
+        end."""
+        self.set_length(
+            min(self._length, max_length)
+            if max_length >= 0
+            else max(0, self._length + max_length)
+        )
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         pass  # the buffer is allocated already
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the KV of new tokens, shape (1, kv_heads, tokens, head_dim) each. Return keys and values of all tokens
-        that at least one of the new tokens attends to.
+        """Append the KV of new tokens, shape (1, kv_heads, tokens, head_dim) each. Return keys and
+        values of all tokens that at least one of the new tokens attends to.
         """
         start, stop = self._length, self._length + key_states.shape[-2]
         self._buffer[0, :, :, start:stop] = key_states
@@ -107,7 +136,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 class RequestCache(Cache):  # type: ignore[misc]
     """The contiguous KV cache that is passed to a model for one request.
 
-    :ivar buffers: for each KV cache group, a tensor of shape (layers, 2, kv_heads, capacity, head_dim).
+    :ivar buffers: for each KV cache group, a tensor of shape (layers, 2, kv_heads, capacity,
+        head_dim).
     :param capacity: tokens for which buffers are allocated.
     """
 
@@ -122,13 +152,18 @@ class RequestCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[layers[layer_idx] for layer_idx in sorted(layers)])
 
     def grow(self, capacity: int) -> None:
-        """Move the KV to new buffers for ``capacity`` tokens, which must not be fewer than the present tokens."""
+        """Move the KV to new buffers for ``capacity`` tokens, which must not be fewer than the
+        present tokens."""
         old, self.buffers = self.buffers, self._allocate(capacity)
         for group, before, after in zip(self._geometry, old, self.buffers, strict=True):
-            kept = max(self.layers[layer_idx].get_seq_length() for layer_idx in group.layers)
+            kept = max(
+                self.layers[layer_idx].get_seq_length() for layer_idx in group.layers
+            )
             after[:, :, :, :kept] = before[:, :, :, :kept]
             for layer_idx, buffer in zip(group.layers, after, strict=True):
-                self.layers[layer_idx].set_buffer(buffer, self.layers[layer_idx].get_seq_length())
+                self.layers[layer_idx].set_buffer(
+                    buffer, self.layers[layer_idx].get_seq_length()
+                )
 
     def _allocate(self, capacity: int) -> list[torch.Tensor]:
         return [
@@ -147,7 +182,8 @@ class RequestCache(Cache):  # type: ignore[misc]
 
 
 class BlockPool:
-    """Reference counts of device blocks, with reuse by hash and LRU eviction of unreferenced blocks.
+    """Reference counts of device blocks, with reuse by hash and LRU eviction of unreferenced
+    blocks.
 
     A published block can be found and reused by its hash. Not thread-safe.
     """
@@ -167,14 +203,16 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     def resident(self) -> dict[bytes, int]:
-        """Return the published blocks, with or without references: a new dict from block hash to block index."""
+        """Return the published blocks, with or without references: a new dict from block hash to
+        block index."""
         return dict(self._by_hash)
 
     def holds(self, block_hash: bytes) -> bool:
         return block_hash in self._by_hash
 
     def acquire(self, block_hash: bytes) -> int | None:
-        """Add a reference to the block published under this hash and return its index; None if there is none."""
+        """Add a reference to the block published under this hash and return its index; None if
+        there is none."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None:
             self._idle.pop(block_id, None)
@@ -182,8 +220,8 @@ class BlockPool:
         return block_id
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return ``count`` blocks to write, each with one reference; evict published blocks without references as
-        needed. If too few blocks are available, return None and change nothing.
+        """Return ``count`` blocks to write, each with one reference; evict published blocks without
+        references as needed. If too few blocks are available, return None and change nothing.
         """
         if count > self.num_available:
             return None
@@ -197,13 +235,15 @@ class BlockPool:
         return allocated
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Make a written block reusable under its hash; no effect if another block is published under that hash."""
+        """Make a written block reusable under its hash; no effect if another block is published
+        under that hash."""
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference to each block. Pass the blocks in the request's order: the last ones are evicted first."""
+        """Drop one reference to each block. Pass the blocks in the request's order: the last ones
+        are evicted first."""
         for block_id in reversed(block_ids):
             self._references[block_id] -= 1
             if self._references[block_id]:
@@ -222,20 +262,32 @@ class BlockPool:
 
 
 class GroupPages:
-    """Device memory of one KV cache group. A page is one block: ``block_size`` tokens of all layers, contiguous.
+    """Device memory of one KV cache group. A page is one block: ``block_size`` tokens of all
+    layers, contiguous.
 
     :ivar pages: shape (num_blocks, layers, 2, kv_heads, block_size, head_dim).
     """
 
-    def __init__(self, geometry: KVGroupGeometry, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, geometry: KVGroupGeometry, num_blocks: int, block_size: int
+    ) -> None:
         self.block_size = block_size
         self.page_bytes = geometry.token_bytes * block_size
         self.pool = BlockPool(num_blocks)
         self.blocks = geometry.blocks(block_size)
-        shape = (num_blocks, len(geometry.layers), 2, geometry.num_heads, block_size, geometry.head_dim)
+        shape = (
+            num_blocks,
+            len(geometry.layers),
+            2,
+            geometry.num_heads,
+            block_size,
+            geometry.head_dim,
+        )
         self.pages = torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
 
-    def gather(self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]) -> None:
+    def gather(
+        self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
+    ) -> None:
         """Copy pages to a request's contiguous buffer.
 
         :param buffer: shape (layers, 2, kv_heads, capacity, head_dim).
@@ -244,7 +296,9 @@ class GroupPages:
         for paged, pages in self._runs(buffer, positions, block_ids):
             paged.copy_(pages.permute(1, 2, 3, 0, 4, 5))
 
-    def scatter(self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]) -> None:
+    def scatter(
+        self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
+    ) -> None:
         """Copy full blocks of a request's buffer to pages; parameters as for ``gather``."""
         for paged, pages in self._runs(buffer, positions, block_ids):
             pages.copy_(paged.permute(3, 0, 1, 2, 4, 5))
@@ -252,14 +306,23 @@ class GroupPages:
     def _runs(
         self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield a pair of views for each run of blocks that are consecutive both in the buffer and in ``pages``: shape
-        (layers, 2, kv_heads, blocks, block_size, head_dim), and a part of ``pages``.
+        """Yield a pair of views for each run of blocks that are consecutive both in the buffer and
+        in ``pages``: shape (layers, 2, kv_heads, blocks, block_size, head_dim), and a part of
+        ``pages``.
         """
-        for run in consecutive_runs(np.array(positions, np.int64), np.array(block_ids, np.int64)):
+        for run in consecutive_runs(
+            np.array(positions, np.int64), np.array(block_ids, np.int64)
+        ):
             count, page = run.stop - run.start, block_ids[run.start]
-            start, stop = positions[run.start] * self.block_size, (positions[run.start] + count) * self.block_size
+            start, stop = (
+                positions[run.start] * self.block_size,
+                (positions[run.start] + count) * self.block_size,
+            )
             part = buffer[:, :, :, start:stop]
-            yield part.view(*part.shape[:3], -1, self.block_size, part.shape[4]), self.pages[page : page + count]
+            yield (
+                part.view(*part.shape[:3], -1, self.block_size, part.shape[4]),
+                self.pages[page : page + count],
+            )
 
 
 class PagedKVCache:
@@ -279,10 +342,16 @@ class PagedKVCache:
         return [group.blocks.spec for group in self.groups]
 
     def canonical(self) -> CanonicalKVCaches:
-        """Return the pages in the form that offloading workers take: for each group, int8 (num_blocks, page bytes)."""
+        """Return the pages in the form that offloading workers take: for each group, int8
+        (num_blocks, page bytes)."""
         tensors = [
-            CanonicalKVCacheTensor(group.pages.view(torch.int8).view(self.num_blocks, -1), group.page_bytes)
+            CanonicalKVCacheTensor(
+                group.pages.view(torch.int8).view(self.num_blocks, -1), group.page_bytes
+            )
             for group in self.groups
         ]
-        refs = [[CanonicalKVCacheRef(index, group.page_bytes)] for index, group in enumerate(self.groups)]
+        refs = [
+            [CanonicalKVCacheRef(index, group.page_bytes)]
+            for index, group in enumerate(self.groups)
+        ]
         return CanonicalKVCaches(tensors, refs)

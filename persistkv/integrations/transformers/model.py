@@ -1,7 +1,8 @@
 """Models: loading, the check that the engine supports them, and the identity of their KV bytes.
 
-The engine supports models whose whole state is the KV of full or sliding-window attention. The configuration is checked
-first. Then one token is run with transformers' own cache, whose layers show the KV.
+The engine supports models whose whole state is the KV of full or sliding-window attention. The
+configuration is checked first. Then one token is run with transformers' own cache, whose layers
+show the KV.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from persistkv.errors import ConfigurationError, UnsupportedModelError, UnsupportedReleaseError
+from persistkv.errors import (
+    ConfigurationError,
+    UnsupportedModelError,
+    UnsupportedReleaseError,
+)
 from persistkv.integrations.model_config import plain_config
 from persistkv.integrations.transformers.interface import (
     DynamicCache,
@@ -28,7 +33,11 @@ from persistkv.integrations.transformers.interface import (
 from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
 from persistkv.integrations.transformers.request import HASH_NAME
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.identity import MODEL_NAME, fingerprint_checkpoint, fingerprint_tensors
+from persistkv.storage.identity import (
+    MODEL_NAME,
+    fingerprint_checkpoint,
+    fingerprint_tensors,
+)
 
 IDENTITY_VERSION = 1
 KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
@@ -47,25 +56,44 @@ def load_model(
 
     :param source: a directory with a checkpoint, or the name of a model that transformers finds.
     :param device: device to move the model to; None: it stays where transformers loads it.
-    :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of
-        them; the model can then only be identified by its state dict.
+    :returns: the model and the directory of its weights. The directory is None if adapters were
+        loaded on top of them; the model can then only be identified by its state dict.
     :raises ConfigurationError: if no model can be loaded from ``source``.
     :raises UnsupportedModelError: if it is an encoder-decoder, or the checkpoint lacks weights.
     """
-    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    extra = (
+        {}
+        if attn_implementation is None
+        else {"attn_implementation": attn_implementation}
+    )
     try:
-        saved = None if find_adapter_config_file(source) else AutoConfig.from_pretrained(source)
-        if saved is not None and saved.is_encoder_decoder:  # the causal class would load the decoder alone
+        saved = (
+            None
+            if find_adapter_config_file(source)
+            else AutoConfig.from_pretrained(source)
+        )
+        # the causal class would load the decoder alone
+        if saved is not None and saved.is_encoder_decoder:
             raise UnsupportedModelError(_encoder_decoder(_saved_model_class(saved)))
-        model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **extra)
-        directory = Path(source) if Path(source).is_dir() else Path(cached_file(str(source), "config.json")).parent
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **extra
+        )
+        directory = (
+            Path(source)
+            if Path(source).is_dir()
+            else Path(cached_file(str(source), "config.json")).parent
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigurationError("model", str(source), f"a decoder-only checkpoint ({reason})") from error
+        raise ConfigurationError(
+            "model", str(source), f"a decoder-only checkpoint ({reason})"
+        ) from error
     if loading["missing_keys"]:  # they would be random
         name = _saved_model_class(saved or model.config)
         missing = ", ".join(sorted(loading["missing_keys"])[:_SHOWN_KEYS])
-        raise UnsupportedModelError(f"{source} holds a {name} without {missing}: not a whole {type(model).__name__}")
+        raise UnsupportedModelError(
+            f"{source} holds a {name} without {missing}: not a whole {type(model).__name__}"
+        )
     if device is not None:
         model = model.to(device)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
@@ -73,20 +101,26 @@ def load_model(
 
 
 def _saved_model_class(config: Any) -> str:
-    """Return the name of the model class in a checkpoint's configuration, or else its model type."""
+    """Return the name of the model class in a checkpoint's configuration, or else its model
+    type."""
     return str((config.architectures or [config.model_type])[0])
 
 
 def _encoder_decoder(name: str) -> str:
-    return f"{name} is an encoder-decoder: its cross-attention cache belongs to no token"
+    return (
+        f"{name} is an encoder-decoder: its cross-attention cache belongs to no token"
+    )
 
 
 def probe_model(model: Any) -> KVGeometry:
-    """Check that the engine supports a model; return its KV cache groups, in the order of their first layers.
+    """Check that the engine supports a model; return its KV cache groups, in the order of their
+    first layers.
 
     :param model: a Hugging Face decoder-only model on its device.
-    :raises UnsupportedModelError: if the engine does not support the model; names the unsupported part.
-    :raises UnsupportedReleaseError: if the installed release of transformers runs not even a plain Llama as expected.
+    :raises UnsupportedModelError: if the engine does not support the model; names the unsupported
+        part.
+    :raises UnsupportedReleaseError: if the installed release of transformers runs not even a plain
+        Llama as expected.
     """
     try:
         return _probe(model)
@@ -111,32 +145,58 @@ def _check_release() -> None:
     except UnsupportedReleaseError:
         raise
     except Exception as error:  # an unknown release may fail in any way
-        raise UnsupportedReleaseError("transformers", transformers.__version__, str(error)) from error
+        raise UnsupportedReleaseError(
+            "transformers", transformers.__version__, str(error)
+        ) from error
 
 
 def _check_config(model: Any, config: Any) -> None:
     name = type(model).__name__
-    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) or getattr(
+        model.config, "is_encoder_decoder", False
+    ):
         raise UnsupportedModelError(_encoder_decoder(name))
     ModelForward(model)  # refuses models without a KV cache
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
-        raise UnsupportedModelError(f"{name} is not a causal language model: it has no head that predicts tokens")
+        raise UnsupportedModelError(
+            f"{name} is not a causal language model: it has no head that predicts tokens"
+        )
     if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(f"{name} has multi-head latent attention (MLA): its keys and values differ in size")
+        raise UnsupportedModelError(
+            f"{name} has multi-head latent attention (MLA): its keys and values differ in size"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{name} shares KV between layers ({config.num_kv_shared_layers} of them)")
-    causal = {getattr(module, "is_causal", None) for module in model.modules() if hasattr(module, "layer_idx")}
-    bidirectional = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    if bidirectional or not getattr(config, "is_causal", True) or (False in causal and True not in causal):
-        raise UnsupportedModelError(f"{name} attends to later tokens: its KV is not that of a prefix")
+        raise UnsupportedModelError(
+            f"{name} shares KV between layers ({config.num_kv_shared_layers} of them)"
+        )
+    causal = {
+        getattr(module, "is_causal", None)
+        for module in model.modules()
+        if hasattr(module, "layer_idx")
+    }
+    bidirectional = getattr(config, "use_bidirectional_attention", None) in (
+        True,
+        "all",
+    )
+    if (
+        bidirectional
+        or not getattr(config, "is_causal", True)
+        or (False in causal and True not in causal)
+    ):
+        raise UnsupportedModelError(
+            f"{name} attends to later tokens: its KV is not that of a prefix"
+        )
     for rope_type in sorted(_rope_types(config)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             raise UnsupportedModelError(
-                f"{name}: {rope_type!r} rotary embedding makes KV depend on later tokens: no prefix can be shared"
+                f"{name}: {rope_type!r} rotary embedding makes KV depend on later tokens: no "
+                f"prefix can be shared"
             )
     layer_types = getattr(config, "layer_types", None) or ()
-    if "chunked_attention" in layer_types or getattr(config, "attention_chunk_size", None):
+    if "chunked_attention" in layer_types or getattr(
+        config, "attention_chunk_size", None
+    ):
         raise UnsupportedModelError(
             f"{name} has chunked attention; only full and sliding-window attention is supported"
         )
@@ -146,16 +206,23 @@ def _rope_types(config: Any) -> set[str]:
     """Return the types of rotary embedding in a configuration, also those for one layer type."""
     found: set[str] = set()
     for parameters in _rope_parameters(config):
-        found |= {str(parameters[field]) for field in ("rope_type", "type") if field in parameters}
+        found |= {
+            str(parameters[field])
+            for field in ("rope_type", "type")
+            if field in parameters
+        }
     return found
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Return the RoPE parameters of a configuration, in the form of transformers 4 or 5, nested ones of one layer type
-    included.
+    """Return the RoPE parameters of a configuration, in the form of transformers 4 or 5, nested
+    ones of one layer type included.
     """
     found: list[dict[str, Any]] = []
-    todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    todo = [
+        getattr(config, "rope_parameters", None),
+        getattr(config, "rope_scaling", None),
+    ]
     while todo:
         item = todo.pop()
         if isinstance(item, dict):
@@ -165,10 +232,12 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def context_length(model: Any) -> int | None:
-    """Return how many tokens a sequence of the model may have; None if its configuration names no limit.
+    """Return how many tokens a sequence of the model may have; None if its configuration names no
+    limit.
 
-    With scaled rotary embeddings the limit is at least the factor times the original length: some configurations give
-    the unscaled length as ``max_position_embeddings`` (https://huggingface.co/docs/transformers, RoPE parameters).
+    With scaled rotary embeddings the limit is at least the factor times the original length: some
+    configurations give the unscaled length as ``max_position_embeddings``
+    (https://huggingface.co/docs/transformers, RoPE parameters).
     """
     config = model.config.get_text_config(decoder=True)
     configured = getattr(config, "max_position_embeddings", None)
@@ -196,8 +265,17 @@ def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
     try:
         with torch.inference_mode():
             ModelForward(model)(token, cache)
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(f"{name} does not run on a plain KV cache: {error}") from error
+    except (
+        AttributeError,
+        IndexError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise UnsupportedModelError(
+            f"{name} does not run on a plain KV cache: {error}"
+        ) from error
     return list(cache.layers)
 
 
@@ -206,44 +284,74 @@ def _grouped(name: str, layers: list[DynamicLayer]) -> KVGeometry:
     for layer_idx, layer in enumerate(layers):
         if layer.get_seq_length() != 1:
             raise UnsupportedModelError(
-                f"{name}: layer {layer_idx} wrote its KV {layer.get_seq_length()} times for one token, not once"
+                f"{name}: layer {layer_idx} wrote its KV {layer.get_seq_length()} times for "
+                f"one token, not once"
             )
         keys, values = layer.keys, layer.values
-        if keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[:1] + keys.shape[2:3] != (1, 1):
+        if (
+            keys.shape != values.shape
+            or keys.dtype != values.dtype
+            or keys.shape[:1] + keys.shape[2:3] != (1, 1)
+        ):
             raise UnsupportedModelError(
-                f"{name}: layer {layer_idx} has keys of {tuple(keys.shape)} and values of {tuple(values.shape)}; "
+                f"{name}: layer {layer_idx} has keys of {tuple(keys.shape)} and values of "
+                f"{tuple(values.shape)}; "
                 "(1, heads, 1, head size) is needed for both"
             )
         window = getattr(layer, "sliding_window", None)
-        kind = keys.shape[1], keys.shape[3], None if window is None else int(window), keys.dtype, keys.device
+        kind = (
+            keys.shape[1],
+            keys.shape[3],
+            None if window is None else int(window),
+            keys.dtype,
+            keys.device,
+        )
         kinds.setdefault(kind, []).append(layer_idx)
-    groups = tuple(KVGroupGeometry(tuple(members), *kind) for kind, members in kinds.items())
+    groups = tuple(
+        KVGroupGeometry(tuple(members), *kind) for kind, members in kinds.items()
+    )
     places = sorted({f"{group.dtype} on {group.device}" for group in groups})
     if len(places) != 1:
-        raise UnsupportedModelError(f"{name}: layers differ in the type or device of their KV: {', '.join(places)}")
+        raise UnsupportedModelError(
+            f"{name}: layers differ in the type or device of their KV: {', '.join(places)}"
+        )
     return groups
 
 
-def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, block_size: int) -> dict[str, Any]:
+def model_identity(
+    model: Any, checkpoint: Path | None, geometry: KVGeometry, block_size: int
+) -> dict[str, Any]:
     """Return everything that must match for this model's KV bytes to be valid, as JSON values.
 
-    :param checkpoint: the directory that the model was loaded from; None hashes the state dict instead.
+    :param checkpoint: the directory that the model was loaded from; None hashes the state dict
+        instead.
     :raises ConfigurationError: if the checkpoint cannot be read.
     :raises UnsupportedModelError: if a weight's bytes are not available.
     """
-    weights = fingerprint_checkpoint(checkpoint) if checkpoint else fingerprint_tensors(_state(model))
+    weights = (
+        fingerprint_checkpoint(checkpoint)
+        if checkpoint
+        else fingerprint_tensors(_state(model))
+    )
     return {
         "version": IDENTITY_VERSION,
-        MODEL_NAME: str(checkpoint or model.config.name_or_path or type(model).__name__),
+        MODEL_NAME: str(
+            checkpoint or model.config.name_or_path or type(model).__name__
+        ),
         "weights": weights,
         "config": plain_config(model.config.to_dict()),
         "architecture": type(model).__name__,
         "attention": str(getattr(model.config, "_attn_implementation", None)),
-        "dtype": {"model": _dtype_name(model.dtype), "kv": _dtype_name(geometry[0].dtype)},
+        "dtype": {
+            "model": _dtype_name(model.dtype),
+            "kv": _dtype_name(geometry[0].dtype),
+        },
         "kv_layout": KV_LAYOUT,
         "groups": [
             {
-                "kind": "full_attention" if group.sliding_window is None else "sliding_attention",
+                "kind": "full_attention"
+                if group.sliding_window is None
+                else "sliding_attention",
                 "sliding_window": group.sliding_window,
                 "layers": list(group.layers),
                 "heads": group.num_heads,
@@ -259,9 +367,23 @@ def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, bl
 
 def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
     for name, tensor in model.state_dict().items():
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
-            raise UnsupportedModelError(f"the bytes of {name!r} cannot be had, so the weights cannot be identified")
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.is_meta
+            or tensor.layout is not torch.strided
+        ):
+            raise UnsupportedModelError(
+                f"the bytes of {name!r} cannot be had, so the weights cannot be identified"
+            )
+        data = (
+            tensor.detach()
+            .cpu()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .data
+        )
         yield name, _dtype_name(tensor.dtype), tuple(tensor.shape), data
 
 

@@ -1,7 +1,9 @@
-"""Stored KV for plain ``transformers``: ``load`` fills a cache for ``model.generate``, ``save`` stores it.
+"""Stored KV for plain ``transformers``: ``load`` fills a cache for ``model.generate``, ``save``
+stores it.
 
-Contexts are the same as those of ``Engine``: with the same weights, options and block size, each finds what the other
-stored. Both functions open the store, work in the caller's thread, and close the store.
+Contexts are the same as those of ``Engine``: with the same weights, options and block size, each
+finds what the other stored. Both functions open the store, work in the caller's thread, and close
+the store.
 """
 
 from __future__ import annotations
@@ -22,8 +24,16 @@ from persistkv.cpu.shared_offload_region import row_stride_bytes
 from persistkv.errors import ConfigurationError, PromptTooLongError, StoreError
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import KVGeometry, RequestCache
-from persistkv.integrations.transformers.model import context_length, model_identity, probe_model
-from persistkv.integrations.transformers.request import BlockHashChain, TokenIds, one_row
+from persistkv.integrations.transformers.model import (
+    context_length,
+    model_identity,
+    probe_model,
+)
+from persistkv.integrations.transformers.request import (
+    BlockHashChain,
+    TokenIds,
+    one_row,
+)
 from persistkv.memory.budget import BLOCKS_STAGED
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows
@@ -38,18 +48,22 @@ _GROWTH = 2  # factor of the capacity when the cache is full
 
 
 class ForwardRecord:
-    """The tokens whose KV a cache holds, observed at the calls of one model. Made for one cache, which it refers to
-    weakly; the observation ends with the cache.
+    """The tokens whose KV a cache holds, observed at the calls of one model. Made for one cache,
+    which it refers to weakly; the observation ends with the cache.
 
-    A cache sees keys and values, never tokens. Without this record, ``save`` would have to believe its caller.
+    A cache sees keys and values, never tokens. Without this record, ``save`` would have to believe
+    its caller.
 
-    :ivar problem: why a forward pass gave the cache KV that belongs to no plain prefix of tokens; "": none did.
+    :ivar problem: why a forward pass gave the cache KV that belongs to no plain prefix of tokens;
+        "": none did.
     :param restored: tokens whose KV the cache holds already.
     """
 
     _UNSEEN = -1  # equal to no token
 
-    def __init__(self, cache: RequestCache, model: Any, restored: Sequence[int]) -> None:
+    def __init__(
+        self, cache: RequestCache, model: Any, restored: Sequence[int]
+    ) -> None:
         self.problem = ""
         self._restored = restored
         self._calls: list[tuple[int, torch.Tensor]] = []
@@ -60,7 +74,8 @@ class ForwardRecord:
         weakref.finalize(cache, handle.remove)
 
     def tokens(self, length: int) -> list[int]:
-        """Return the tokens of the first ``length`` positions; those that no observed call had equal no token."""
+        """Return the tokens of the first ``length`` positions; those that no observed call had
+        equal no token."""
         known = list(self._restored)
         # A call after a crop replaces what follows its position.
         for position, input_ids in self._calls:
@@ -77,11 +92,15 @@ class ForwardRecord:
         if self._mask is not None and not bool(self._mask.all()):
             self.problem = "an attention mask that hides tokens"
         for position, given in self._positions:
-            expected = torch.arange(position, position + len(given), device=given.device)
+            expected = torch.arange(
+                position, position + len(given), device=given.device
+            )
             if not torch.equal(given, expected):
                 self.problem = "other position_ids than those of the tokens"
         if self.problem:
-            raise ConfigurationError("cache", self.problem, "a cache of plain forward passes")
+            raise ConfigurationError(
+                "cache", self.problem, "a cache of plain forward passes"
+            )
 
     def _filled(self, known: list[int], length: int) -> list[int]:
         return known[:length] + [self._UNSEEN] * (length - len(known))
@@ -112,7 +131,8 @@ class ForwardRecord:
 class PersistentCache(RequestCache):
     """The KV cache of one sequence, for ``model.generate``. Made by ``load``.
 
-    :ivar argument: name under which ``generate`` takes it: ``cache``, or ``past_key_values`` before transformers 5.24.
+    :ivar argument: name under which ``generate`` takes it: ``cache``, or ``past_key_values`` before
+        transformers 5.24.
     :ivar restored_tokens: the first tokens of the sequence, whose KV came from the store.
     :param identity: a result of ``model_identity``.
     :param capacity: tokens for which buffers are allocated at first.
@@ -135,26 +155,39 @@ class PersistentCache(RequestCache):
         self._groups = [group.blocks(self._block_size) for group in geometry]
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
         self._first_present = [0] * len(geometry)
-        """For each group, the index of the first block in the cache; earlier ones were outside of the window."""
+        """For each group, the index of the first block in the cache; earlier ones were outside of
+        the window."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the KV of new tokens to a layer, and enlarge the buffers if they are full; called by the model.
+        """Append the KV of new tokens to a layer, and enlarge the buffers if they are full; called
+        by the model.
 
-        :raises ConfigurationError: there is more than one sequence, as in a batch or beam search; nothing was appended.
+        :raises ConfigurationError: there is more than one sequence, as in a batch or beam search;
+            nothing was appended.
         """
         if key_states.shape[0] != 1:
-            raise ConfigurationError(self.argument, f"{key_states.shape[0]} sequences", "one sequence")
+            raise ConfigurationError(
+                self.argument, f"{key_states.shape[0]} sequences", "one sequence"
+            )
         capacity = self.buffers[0].shape[3]
         needed = self.layers[layer_idx].get_seq_length() + key_states.shape[-2]
         if needed > capacity:
             self.grow(max(needed, _GROWTH * capacity))
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
         return keys, values
 
     def load(self, tokens: Sequence[int], model: Any) -> None:
-        """Fill the empty cache with the KV of the longest stored prefix of ``tokens`` without the last one.
+        """Fill the empty cache with the KV of the longest stored prefix of ``tokens`` without the
+        last one.
 
         From now on, the tokens that ``model`` runs with this cache are recorded.
 
@@ -164,7 +197,11 @@ class PersistentCache(RequestCache):
         with self._open_store("raw") as store:
             while True:
                 groups = [
-                    GroupBlocks(group, keys, lambda key: key not in failed and store.contains(key))
+                    GroupBlocks(
+                        group,
+                        keys,
+                        lambda key: key not in failed and store.contains(key),
+                    )
                     for group, keys in zip(self._groups, chains, strict=True)
                 ]
                 length = longest_match(groups, self._block_size, 0, len(tokens) - 1)
@@ -182,7 +219,10 @@ class PersistentCache(RequestCache):
         """See the function ``save``."""
         num_tokens = self._checked_length(tokens)
         chains, request = self._chains(tokens[:num_tokens]), uuid.uuid4().hex
-        present = [keys[first:] for keys, first in zip(chains, self._first_present, strict=True)]
+        present = [
+            keys[first:]
+            for keys, first in zip(chains, self._first_present, strict=True)
+        ]
         with self._open_store(codec) as store:
             absent = [
                 (group, position)
@@ -195,11 +235,21 @@ class PersistentCache(RequestCache):
                 for row, place in enumerate(batch):
                     self._row(store, row, place[0]).copy_(self._block(*place))
                 keys = [chains[group][position] for group, position in batch]
-                store.put(request, keys, range(len(batch)), [position for _, position in batch])
+                store.put(
+                    request,
+                    keys,
+                    range(len(batch)),
+                    [position for _, position in batch],
+                )
                 store.flush()  # before the rows are overwritten
             store.end_request(
                 RequestEnd(
-                    request, request, tuple(map(list, chains)), num_tokens, self._block_size, labels=dict(labels)
+                    request,
+                    request,
+                    tuple(map(list, chains)),
+                    num_tokens,
+                    self._block_size,
+                    labels=dict(labels),
                 )
             )
             store.flush()
@@ -211,16 +261,24 @@ class PersistentCache(RequestCache):
     def _checked_length(self, tokens: Sequence[int]) -> int:
         """Return how many of the first ``tokens`` have KV in the cache.
 
-        :raises ConfigurationError: the cache holds the KV of other tokens, or of tokens that are not known.
+        :raises ConfigurationError: the cache holds the KV of other tokens, or of tokens that are
+            not known.
         """
         lengths: set[int] = {layer.get_seq_length() for layer in self.layers}
         if len(lengths) != 1:
-            problem = f"layers of {min(lengths)} to {max(lengths)} tokens, after a forward pass that failed"
-            raise ConfigurationError("cache", problem, "the same number of tokens in all layers")
+            problem = (
+                f"layers of {min(lengths)} to {max(lengths)} tokens, after a forward "
+                f"pass that failed"
+            )
+            raise ConfigurationError(
+                "cache", problem, "the same number of tokens in all layers"
+            )
         self._record.check()
         num_tokens = min(len(tokens), *lengths)
         computed = self._record.tokens(num_tokens)
-        for position, (given, expected) in enumerate(zip(tokens[:num_tokens], computed, strict=True)):
+        for position, (given, expected) in enumerate(
+            zip(tokens[:num_tokens], computed, strict=True)
+        ):
             if given != expected:
                 raise ConfigurationError(
                     "token_ids",
@@ -232,16 +290,29 @@ class PersistentCache(RequestCache):
     def _chains(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
         """Return the keys of the full blocks of ``tokens`` for each KV cache group."""
         hashes = BlockHashChain(self._block_size, self._salt).extend(tokens)
-        return [[make_offload_key(block_hash, group) for block_hash in hashes] for group in range(len(self._groups))]
+        return [
+            [make_offload_key(block_hash, group) for block_hash in hashes]
+            for group in range(len(self._groups))
+        ]
 
-    def _read(self, store: Store, chains: Sequence[Sequence[bytes]], needed: Sequence[range]) -> list[bytes]:
-        """Copy each group's blocks with an index in ``needed`` from the store to the buffers. Stop at the first batch
-        with unreadable blocks and return their keys; return [] if all blocks were read.
+    def _read(
+        self, store: Store, chains: Sequence[Sequence[bytes]], needed: Sequence[range]
+    ) -> list[bytes]:
+        """Copy each group's blocks with an index in ``needed`` from the store to the buffers. Stop
+        at the first batch with unreadable blocks and return their keys; return [] if all blocks
+        were read.
         """
-        wanted = [(group, position) for group, positions in enumerate(needed) for position in positions]
+        wanted = [
+            (group, position)
+            for group, positions in enumerate(needed)
+            for position in positions
+        ]
         for start in range(0, len(wanted), len(store.rows)):
             batch = wanted[start : start + len(store.rows)]
-            failed = store.read([chains[group][position] for group, position in batch], range(len(batch)))
+            failed = store.read(
+                [chains[group][position] for group, position in batch],
+                range(len(batch)),
+            )
             if failed:
                 return failed
             for row, place in enumerate(batch):
@@ -249,8 +320,11 @@ class PersistentCache(RequestCache):
         return []
 
     def _block(self, group: int, position: int) -> torch.Tensor:
-        """Return a view of block number ``position`` in a buffer, shape (layers, 2, kv_heads, block_size, head_dim)."""
-        return self.buffers[group][:, :, :, position * self._block_size : (position + 1) * self._block_size]
+        """Return a view of block number ``position`` in a buffer, shape (layers, 2, kv_heads,
+        block_size, head_dim)."""
+        return self.buffers[group][
+            :, :, :, position * self._block_size : (position + 1) * self._block_size
+        ]
 
     def _row(self, store: Store, row: int, group: int) -> torch.Tensor:
         """Return a view of a row of the transfer memory, in the shape of a block of ``group``."""
@@ -260,7 +334,9 @@ class PersistentCache(RequestCache):
     @contextmanager
     def _open_store(self, codec: str) -> Iterator[Store]:
         stride = row_stride_bytes(1, max(self._block_bytes))
-        layout = RowLayout(stride, tuple(GroupLayout(((0, size),)) for size in self._block_bytes))
+        layout = RowLayout(
+            stride, tuple(GroupLayout(((0, size),)) for size in self._block_bytes)
+        )
         num_bytes = max(1, _ROWS_BYTES // stride) * stride
         staging_bytes = max(StoreOptions().staging_bytes, BLOCKS_STAGED * stride)
         options = StoreOptions(codec=codec, staging_bytes=staging_bytes)
@@ -284,23 +360,27 @@ def load(
     checkpoint: str | Path | None = None,
     salt: str | None = None,
 ) -> PersistentCache:
-    """Return a cache with the KV of the longest stored prefix of a prompt; empty if the store has none for this model.
+    """Return a cache with the KV of the longest stored prefix of a prompt; empty if the store has
+    none for this model.
 
-    Pass it to ``model.generate`` with the whole prompt: ``generate(input_ids, cache=cache)``. Before transformers 5.24,
-    the name is ``past_key_values``; ``**{cache.argument: cache}`` suits every release.
+    Pass it to ``model.generate`` with the whole prompt: ``generate(input_ids, cache=cache)``.
+    Before transformers 5.24, the name is ``past_key_values``; ``**{cache.argument: cache}`` suits
+    every release.
 
     :param model: a Hugging Face decoder-only model on its device.
-    :param token_ids: the prompt: integers, a tensor of shape (tokens,) or (1, tokens), or a tokenizer's output.
+    :param token_ids: the prompt: integers, a tensor of shape (tokens,) or (1, tokens), or a
+        tokenizer's output.
     :param store: URL of the store, or the path of an LMDB store; it is created if absent.
     :param block_size: tokens in a block.
-    :param checkpoint: directory that the model was loaded from, if its weights were not changed since. Their
-        fingerprint, which is cached, then identifies the model. By default each call hashes the state dict, which takes
-        seconds if the model is large.
+    :param checkpoint: directory that the model was loaded from, if its weights were not changed
+        since. Their fingerprint, which is cached, then identifies the model. By default each call
+        hashes the state dict, which takes seconds if the model is large.
     :param salt: contexts of different salts share no blocks.
     :raises ConfigurationError: an argument is invalid.
     :raises PromptTooLongError: the prompt exceeds the model's context length.
     :raises UnsupportedModelError: the model uses a kind of cache that persistkv does not support.
-    :raises UnsupportedReleaseError: persistkv does not support the installed release of transformers.
+    :raises UnsupportedReleaseError: persistkv does not support the installed release of
+        transformers.
     :raises StoreError: the store cannot be opened or read.
     """
     tokens = one_row(token_ids)
@@ -312,10 +392,14 @@ def load(
     if limit is not None and len(tokens) > limit:
         raise PromptTooLongError(len(tokens), limit)
     geometry = probe_model(model)
-    identity = model_identity(model, None if checkpoint is None else Path(checkpoint), geometry, block_size)
+    identity = model_identity(
+        model, None if checkpoint is None else Path(checkpoint), geometry, block_size
+    )
     argument = ModelForward(model).cache_argument
     capacity = len(tokens) + _SPARE_TOKENS
-    cache = PersistentCache(argument, geometry, store_url(store), identity, capacity, salt)
+    cache = PersistentCache(
+        argument, geometry, store_url(store), identity, capacity, salt
+    )
     cache.load(tokens, model)
     return cache
 
@@ -327,21 +411,23 @@ def save(
     labels: Mapping[str, str] | None = None,
     codec: str = "raw",
 ) -> str:
-    """Store the full blocks of a cache in the store that was passed to ``load``. They are durable on return.
+    """Store the full blocks of a cache in the store that was passed to ``load``. They are durable
+    on return.
 
-    The tokens are compared with those that the model was called with, so KV is never stored under other tokens. KV that
-    was not computed by calls of that model with ``input_ids``, one sequence, no padding and the usual positions is
-    refused.
+    The tokens are compared with those that the model was called with, so KV is never stored under
+    other tokens. KV that was not computed by calls of that model with ``input_ids``, one sequence,
+    no padding and the usual positions is refused.
 
-    :param cache: a cache of ``load``, after ``model.generate`` or a forward pass of the model that was passed to
-        ``load``. Its weights must not have changed since then.
-    :param token_ids: the tokens in the cache, in order, such as a row of ``generate``'s output. Tokens after those with
-        KV in the cache are ignored: the last one of ``generate``'s output.
+    :param cache: a cache of ``load``, after ``model.generate`` or a forward pass of the model that
+        was passed to ``load``. Its weights must not have changed since then.
+    :param token_ids: the tokens in the cache, in order, such as a row of ``generate``'s output.
+        Tokens after those with KV in the cache are ignored: the last one of ``generate``'s output.
     :param labels: stored with the context and shown by ``persistkv ls``.
     :param codec: codec of new packs, as in ``Engine.open``.
-    :returns: the id of the request in ``persistkv ls``. A context shorter than a block stores nothing.
-    :raises ConfigurationError: ``token_ids`` are not the tokens in the cache, the cache holds KV that is refused, or an
-        option is invalid. Nothing was stored.
+    :returns: the id of the request in ``persistkv ls``. A context shorter than a block stores
+        nothing.
+    :raises ConfigurationError: ``token_ids`` are not the tokens in the cache, the cache holds KV
+        that is refused, or an option is invalid. Nothing was stored.
     :raises StoreError: the store failed, or did not take all of it; a part may be stored.
     """
     return cache.save(one_row(token_ids), labels or {}, codec)

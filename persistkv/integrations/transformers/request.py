@@ -1,4 +1,5 @@
-"""One request, from its prompt to its last token: block hashes, block tables, prefix restoration, sampling."""
+"""One request, from its prompt to its last token: block hashes, block tables, prefix restoration,
+sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from persistkv.base import make_offload_key
 from persistkv.connector.matching import GroupBlocks, longest_match
 from persistkv.errors import ConfigurationError, PersistKVError
 from persistkv.integrations.transformers.interface import ModelForward
-from persistkv.integrations.transformers.kv_cache import BlockPool, GroupPages, PagedKVCache, RequestCache
+from persistkv.integrations.transformers.kv_cache import (
+    BlockPool,
+    GroupPages,
+    PagedKVCache,
+    RequestCache,
+)
 from persistkv.integrations.transformers.results import GenerateResult, RequestStats
 from persistkv.integrations.transformers.tiers import Tiers
 
@@ -38,13 +44,17 @@ def one_row(token_ids: TokenIds) -> list[int]:
     try:
         return [operator.index(token) for token in rows]
     except TypeError:
-        raise ConfigurationError("token_ids", type(token_ids).__name__, "one prompt: integers in one row") from None
+        raise ConfigurationError(
+            "token_ids", type(token_ids).__name__, "one prompt: integers in one row"
+        ) from None
 
 
 class BlockHashChain:
-    """Block hashes of one growing token sequence. A hash identifies all tokens from the first to the block's last.
+    """Block hashes of one growing token sequence. A hash identifies all tokens from the first to
+    the block's last.
 
-    :param salt: sequences with different salts share no hashes, e.g. those of two tenants; None and "" differ.
+    :param salt: sequences with different salts share no hashes, e.g. those of two tenants; None and
+        "" differ.
     """
 
     def __init__(self, block_size: int, salt: str | None = None) -> None:
@@ -60,7 +70,9 @@ class BlockHashChain:
         full = len(data) - len(data) % self._block_bytes
         new = []
         for start in range(0, full, self._block_bytes):
-            self._parent = hashlib.sha256(self._parent + data[start : start + self._block_bytes]).digest()
+            self._parent = hashlib.sha256(
+                self._parent + data[start : start + self._block_bytes]
+            ).digest()
             new.append(self._parent)
         self._tail = data[full:]
         self.hashes += new
@@ -68,14 +80,19 @@ class BlockHashChain:
 
 
 class Sampler:
-    """Chooses the tokens of one request; parameters as for ``Engine.generate``. Equal seeds choose equal tokens from
-    equal logits.
+    """Chooses the tokens of one request; parameters as for ``Engine.generate``. Equal seeds choose
+    equal tokens from equal logits.
 
     :raises ConfigurationError: a parameter is out of range.
     """
 
     def __init__(
-        self, temperature: float, top_p: float, top_k: int, seed: int, device: torch.device | str = "cpu"
+        self,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         if not temperature >= 0:
             raise ConfigurationError("temperature", temperature, "0 or more")
@@ -92,7 +109,9 @@ class Sampler:
         """Return the id of the next token; ``logits`` has shape (vocabulary,)."""
         if not self._temperature:
             return int(logits.argmax())
-        ordered, order = (logits.float() / self._temperature).softmax(-1).sort(descending=True)
+        ordered, order = (
+            (logits.float() / self._temperature).softmax(-1).sort(descending=True)
+        )
         ordered[ordered.cumsum(-1) - ordered >= self._top_p] = 0.0
         if self._top_k:
             ordered[self._top_k :] = 0.0
@@ -100,10 +119,12 @@ class Sampler:
 
 
 class Request:
-    """Runs one request. Device blocks in its tables stay referenced until ``release``, also after an error.
+    """Runs one request. Device blocks in its tables stay referenced until ``release``, also after
+    an error.
 
-    :ivar tables: for each KV cache group, the device block of each full block of prompt and answer, in order. None:
-        the block was outside of the sliding window when the request began, and was therefore not restored.
+    :ivar tables: for each KV cache group, the device block of each full block of prompt and answer,
+        in order. None: the block was outside of the sliding window when the request began, and was
+        therefore not restored.
     :param forward: the model, which runs on ``model_device``.
     """
 
@@ -124,10 +145,16 @@ class Request:
         self._stats = RequestStats()
 
     def run(
-        self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: Collection[int], load: bool
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampler: Sampler,
+        stop: Collection[int],
+        load: bool,
     ) -> GenerateResult:
-        """Run the request to its last token; parameters as for ``Engine.generate``. The caller must call
-        ``on_new_request`` of the connector's scheduler before, and ``request_finished`` after this, even if it raises.
+        """Run the request to its last token; parameters as for ``Engine.generate``. The caller must
+        call ``on_new_request`` of the connector's scheduler before, and ``request_finished`` after
+        this, even if it raises.
 
         :raises PersistKVError: too few blocks of the device cache are free.
         """
@@ -150,21 +177,25 @@ class Request:
             self._keep(cache, len(prompt) + len(tokens) - 1)
         self._stats.total_s = time.perf_counter() - begin
         kept = tuple(self._chain.hashes[: self._num_blocks])
-        return GenerateResult(self._req_id, tokens, first_logits.to("cpu", copy=True), kept, self._stats)
+        return GenerateResult(
+            self._req_id, tokens, first_logits.to("cpu", copy=True), kept, self._stats
+        )
 
     def release(self) -> None:
         """Drop the references to the device blocks."""
         self._truncate(0)
 
     def _announce(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Report the next tokens, up to ``num_tokens`` in all, and the keys of the blocks that became full."""
+        """Report the next tokens, up to ``num_tokens`` in all, and the keys of the blocks that
+        became full."""
         hashes = self._chain.extend(token_ids)
         for group in range(len(self.tables)):
             keys = [make_offload_key(block_hash, group) for block_hash in hashes]
             self._tiers.scheduler.update_keys(self._req_id, group, keys, num_tokens)
 
     def _restore(self, num_tokens: int) -> int:
-        """Restore the longest prefix of ``num_tokens - 1`` tokens from device and tiers; return its length."""
+        """Restore the longest prefix of ``num_tokens - 1`` tokens from device and tiers; return its
+        length."""
         on_device = self._stats.device_tokens = self._acquire_resident(num_tokens - 1)
         matched = self._tiers.match(self._req_id, on_device)
         begin = time.perf_counter()
@@ -178,17 +209,22 @@ class Request:
         self._truncate(first + loaded // self._device.block_size)
         self._publish(first)
         self._stats.load_s = time.perf_counter() - begin
-        self._stats.persistent_tokens = self._tiers.scheduler.num_promoted_tokens(self._req_id)
+        self._stats.persistent_tokens = self._tiers.scheduler.num_promoted_tokens(
+            self._req_id
+        )
         self._stats.cpu_tokens = loaded - self._stats.persistent_tokens
         self._stats.bytes_loaded = progress.num_bytes
         return on_device + loaded
 
     def _acquire_resident(self, limit: int) -> int:
-        """Reference the device's blocks of the longest prefix up to ``limit`` tokens that every group can restore from
-        the device; return its length.
+        """Reference the device's blocks of the longest prefix up to ``limit`` tokens that every
+        group can restore from the device; return its length.
         """
         hashes = self._chain.hashes
-        groups = [GroupBlocks(group.blocks, hashes, group.pool.holds) for group in self._device.groups]
+        groups = [
+            GroupBlocks(group.blocks, hashes, group.pool.holds)
+            for group in self._device.groups
+        ]
         num_tokens = longest_match(groups, self._device.block_size, 0, limit)
         for group, table in self._groups():
             needed = group.blocks.device_blocks(num_tokens)
@@ -197,7 +233,8 @@ class Request:
         return num_tokens
 
     def _gather(self, cache: RequestCache) -> None:
-        """Copy the restored blocks that the next token attends to from the pages to the request's cache."""
+        """Copy the restored blocks that the next token attends to from the pages to the request's
+        cache."""
         num_tokens = self._num_blocks * self._device.block_size
         for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
             needed = group.blocks.device_blocks(num_tokens)
@@ -205,18 +242,25 @@ class Request:
         cache.set_length(num_tokens)
 
     def _forward(self, token_ids: Sequence[int], cache: RequestCache) -> torch.Tensor:
-        """Run the model on new tokens, append their KV to the cache, return the last logits, shape (vocabulary,)."""
-        inputs = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model_device)
+        """Run the model on new tokens, append their KV to the cache, return the last logits, shape
+        (vocabulary,)."""
+        inputs = torch.tensor(
+            [list(token_ids)], dtype=torch.long, device=self._model_device
+        )
         return self._model(inputs, cache)
 
     def _keep(self, cache: RequestCache, num_tokens: int) -> None:
-        """Copy the blocks that became full to pages, publish them, report them to the connector; call ``Tiers.step``.
+        """Copy the blocks that became full to pages, publish them, report them to the connector;
+        call ``Tiers.step``.
 
-        A block that is on the device already is referenced, not written, so that all requests use the same bytes.
+        A block that is on the device already is referenced, not written, so that all requests use
+        the same bytes.
         """
         first, stop = self._num_blocks, num_tokens // self._device.block_size
         if stop > first:
-            for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
+            for (group, table), buffer in zip(
+                self._groups(), cache.buffers, strict=True
+            ):
                 written: dict[int, int] = {}
                 for position in range(first, stop):
                     block_id = group.pool.acquire(self._chain.hashes[position])
@@ -226,22 +270,29 @@ class Request:
                     table.append(block_id)
                 group.scatter(buffer, list(written), list(written.values()))
             self._publish(first)
-            self._tiers.scheduler.update_computed_tokens(self._req_id, num_tokens, self.tables)
+            self._tiers.scheduler.update_computed_tokens(
+                self._req_id, num_tokens, self.tables
+            )
         self._tiers.step()
 
     def _allocate(self, pool: BlockPool, count: int) -> list[int]:
-        """Return device blocks to write; if too few are available, wait for transfers of earlier requests first."""
+        """Return device blocks to write; if too few are available, wait for transfers of earlier
+        requests first."""
         for attempt in range(3):
             if attempt:
                 self._tiers.step(wait=True)
             if (allocated := pool.allocate(count)) is not None:
                 return allocated
-        raise PersistKVError(f"{count} device blocks are needed, {pool.num_available} are available")
+        raise PersistKVError(
+            f"{count} device blocks are needed, {pool.num_available} are available"
+        )
 
     def _publish(self, first: int) -> None:
         """Make the request's blocks from index ``first`` on reusable by later requests."""
         for group, table in self._groups():
-            for block_id, block_hash in zip(table[first:], self._chain.hashes[first : len(table)], strict=True):
+            for block_id, block_hash in zip(
+                table[first:], self._chain.hashes[first : len(table)], strict=True
+            ):
                 if block_id is not None:
                     group.pool.publish(block_id, block_hash)
 

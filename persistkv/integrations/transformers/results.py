@@ -29,7 +29,8 @@ class RequestStats:
     bytes_loaded: int = 0
     """Bytes copied from the primary tier to the device for this request."""
     lookup_s: float = 0.0
-    """Seconds from the call until the restorable prefix was known, including the wait for promotions."""
+    """Seconds from the call until the restorable prefix was known, including the wait for
+    promotions."""
     load_s: float = 0.0
     """Seconds of the load from the primary tier to the device."""
     ttft_s: float = 0.0
@@ -54,7 +55,8 @@ class GenerateResult:
     logits: torch.Tensor = field(repr=False)
     """Logits from which the first generated token was chosen: shape (vocabulary,), on the CPU."""
     block_hashes: Sequence[bytes] = field(repr=False)
-    """Hashes of the full blocks of prompt and answer whose KV was restored or computed, in order."""
+    """Hashes of the full blocks of prompt and answer whose KV was restored or computed, in
+    order."""
     stats: RequestStats
 
 
@@ -66,11 +68,13 @@ class EngineStats:
     device_blocks: int
     """Number of blocks of the device cache, summed over all KV cache groups."""
     resident_blocks: int
-    """Number of device blocks whose KV later requests can reuse, summed over all KV cache groups."""
+    """Number of device blocks whose KV later requests can reuse, summed over all KV cache
+    groups."""
     cpu_blocks: int
     """Number of rows of the primary tier; a row holds one block."""
     block_bytes: int
     """Sum over all KV cache groups of the bytes of one block."""
     connector: ConnectorStats
     persistent: tuple[StoreStats, ...]
-    """For each store, in the order of the URLs: totals of its client in the engine, and of its host."""
+    """For each store, in the order of the URLs: totals of its client in the engine, and of its
+    host."""

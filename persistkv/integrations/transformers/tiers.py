@@ -1,4 +1,5 @@
-"""The tiers behind an engine, and the offloading part of the engine's step between two forward passes."""
+"""The tiers behind an engine, and the offloading part of the engine's step between two forward
+passes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of 
 
 
 class Tiers:
-    """Primary tier and persistent tiers, with the connector's scheduler and worker over them. Called from one thread.
+    """Primary tier and persistent tiers, with the connector's scheduler and worker over them.
+    Called from one thread.
 
     :ivar persistent: the persistent tiers, in the order of the stores' URLs.
     :ivar num_blocks: number of rows of the primary tier; a row holds one block.
@@ -40,19 +42,28 @@ class Tiers:
         prewarm_share: float = 0.0,
         **options: Any,
     ) -> None:
-        """Build the tiers behind a paged cache. If one part cannot be built, the others are released.
+        """Build the tiers behind a paged cache. If one part cannot be built, the others are
+        released.
 
-        :param options: options of ``PersistentTier``. They and the other parameters are those of ``Engine.open``.
-        :raises ConfigurationError: if the primary tier is too small for one block, or an option is invalid.
+        :param options: options of ``PersistentTier``. They and the other parameters are those of
+            ``Engine.open``.
+        :raises ConfigurationError: if the primary tier is too small for one block, or an option is
+            invalid.
         """
         caches = device.canonical()
-        remove_leftover_regions()  # file names are unique per engine, so no engine replaces a killed engine's file
+        # file names are unique per engine, so no engine replaces a killed engine's file
+        remove_leftover_regions()
         spec = TieringOffloadingSpec(
             extra_config={
                 "cpu_bytes_to_use": cpu_bytes,
                 "prewarm_share": prewarm_share,
                 "secondary_tiers": [
-                    {"type": PersistentTier.get_tier_type(), "url": url, "unique_request_ids": True, **options}
+                    {
+                        "type": PersistentTier.get_tier_type(),
+                        "url": url,
+                        "unique_request_ids": True,
+                        **options,
+                    }
                     for url in urls
                 ],
             },
@@ -68,11 +79,15 @@ class Tiers:
         try:
             manager = spec.get_manager()
             self._worker = OffloadingConnectorWorker(list(spec.get_handlers(caches)))
-            self.scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=spec.num_blocks)
+            self.scheduler = OffloadingConnectorScheduler(
+                manager, device.specs(), max_load_blocks=spec.num_blocks
+            )
         except BaseException:
             spec.shutdown()
             raise
-        self._tiering = manager if isinstance(manager, TieringOffloadingManager) else None
+        self._tiering = (
+            manager if isinstance(manager, TieringOffloadingManager) else None
+        )
         tiers = self._tiering.secondary_tiers if self._tiering else []
         self.persistent = [tier for tier in tiers if isinstance(tier, PersistentTier)]
         self._lookup_deadline_s = lookup_deadline_s
@@ -81,19 +96,27 @@ class Tiers:
     def prewarm(self) -> None:
         """Wait up to one minute for the promotions that the option ``prewarm_share`` asks for."""
         deadline = time.monotonic() + _PREWARM_S
-        while self._tiering and self._tiering.has_pending_work() and time.monotonic() < deadline:
+        while (
+            self._tiering
+            and self._tiering.has_pending_work()
+            and time.monotonic() < deadline
+        ):
             self.step()
             time.sleep(_POLL_S)
 
     def begin(self, req_id: str, on_released: Callable[[], None]) -> None:
-        """Register a request; ``on_released`` is called when its device blocks are no longer read after its end."""
+        """Register a request; ``on_released`` is called when its device blocks are no longer read
+        after its end."""
         self._live[req_id] = on_released
 
     def step(self, *, wait: bool = False) -> dict[str, LoadProgress]:
-        """Start planned transfers between device and primary tier, process finished ones, and end the connector's step.
+        """Start planned transfers between device and primary tier, process finished ones, and end
+        the connector's step.
 
-        :param wait: wait until all transfers have ended; False: only for the loads that this step starts.
-        :returns: results of the loads that ended since the last step, failed ones included, by request id.
+        :param wait: wait until all transfers have ended; False: only for the loads that this step
+            starts.
+        :returns: results of the loads that ended since the last step, failed ones included, by
+            request id.
         """
         metadata = self.scheduler.build_connector_meta()
         self._worker.start(metadata)
@@ -108,11 +131,16 @@ class Tiers:
         return output.loads
 
     def match(self, req_id: str, num_computed_tokens: int) -> int:
-        """Return how many tokens after the first ``num_computed_tokens`` can be loaded from the tiers. Wait for
-        promotions up to the lookup deadline; after it, count only blocks that are ready.
+        """Return how many tokens after the first ``num_computed_tokens`` can be loaded from the
+        tiers. Wait for promotions up to the lookup deadline; after it, count only blocks that are
+        ready.
         """
         deadline = time.monotonic() + self._lookup_deadline_s
-        while (matched := self.scheduler.get_num_new_matched_tokens(req_id, num_computed_tokens)) is None:
+        while (
+            matched := self.scheduler.get_num_new_matched_tokens(
+                req_id, num_computed_tokens
+            )
+        ) is None:
             if time.monotonic() >= deadline:
                 self.scheduler.give_up_waiting(req_id)
             else:
@@ -120,9 +148,11 @@ class Tiers:
                 time.sleep(_POLL_S)
         return matched
 
-    def load(self, req_id: str, tables: Sequence[BlockTable], num_tokens: int) -> LoadProgress:
-        """Load ``num_tokens``, a result of ``match``, into the device blocks of ``tables``, and wait for the load. If
-        it fails, the content of the device blocks is undefined.
+    def load(
+        self, req_id: str, tables: Sequence[BlockTable], num_tokens: int
+    ) -> LoadProgress:
+        """Load ``num_tokens``, a result of ``match``, into the device blocks of ``tables``, and
+        wait for the load. If it fails, the content of the device blocks is undefined.
         """
         if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
             return LoadProgress(success=True, num_tokens=0, num_bytes=0)
@@ -133,8 +163,8 @@ class Tiers:
         return loads[req_id]
 
     def drain(self, deadline: float, req_id: str | None = None) -> bool:
-        """Repeat ``step`` until the transfers of a finished request (None: of all) have ended. Return False if
-        ``deadline``, a ``time.monotonic`` time, passed first.
+        """Repeat ``step`` until the transfers of a finished request (None: of all) have ended.
+        Return False if ``deadline``, a ``time.monotonic`` time, passed first.
         """
         while self._live if req_id is None else req_id in self._live:
             if time.monotonic() >= deadline:
@@ -144,24 +174,29 @@ class Tiers:
         return True
 
     def persisted(self, req_id: str) -> bool | None:
-        """Return whether the whole context of a finished request is durable in every store; None: not known yet."""
+        """Return whether the whole context of a finished request is durable in every store; None:
+        not known yet."""
         results = [tier.persisted(req_id) for tier in self.persistent]
         if not results or False in results:
             return False
         return None if None in results else True
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all submitted blocks are durable or dropped in every store. Return False if the timeout passed
-        first, or a store is not open.
+        """Wait until all submitted blocks are durable or dropped in every store. Return False if
+        the timeout passed first, or a store is not open.
         """
         deadline = time.monotonic() + timeout_s
         if not self.drain(deadline):
             return False
-        flushed = [tier.flush(max(deadline - time.monotonic(), 0.0)) for tier in self.persistent]
+        flushed = [
+            tier.flush(max(deadline - time.monotonic(), 0.0))
+            for tier in self.persistent
+        ]
         return all(flushed)
 
     def close(self) -> None:
-        """Wait for transfers, then release the worker, then the primary tier, whose rows the worker copies."""
+        """Wait for transfers, then release the worker, then the primary tier, whose rows the worker
+        copies."""
         try:
             self._worker.shutdown()
         finally:

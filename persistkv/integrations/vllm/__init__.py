@@ -1,7 +1,8 @@
 """vLLM: persistkv as a secondary tier of its KV offloading. See docs/vllm.md.
 
-If the package is installed in vLLM's environment, an entry ``{"type": "persistkv", …}`` of ``secondary_tiers`` enables
-it. Names are resolved when they are first used, because the rest of this package does not need vLLM.
+If the package is installed in vLLM's environment, an entry ``{"type": "persistkv", …}`` of
+``secondary_tiers`` enables it. Names are resolved when they are first used, because the rest of
+this package does not need vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PersistKVPrewarm", "PersistKVSpec", "PersistKVTier"]
 
-_HOMES = {"PersistKVPrewarm": "prewarm", "PersistKVSpec": "spec", "PersistKVTier": "tier"}
+_HOMES = {
+    "PersistKVPrewarm": "prewarm",
+    "PersistKVSpec": "spec",
+    "PersistKVTier": "tier",
+}
 
 
 def __getattr__(name: str) -> Any:

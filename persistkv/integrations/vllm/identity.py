@@ -1,7 +1,8 @@
 """The identity of KV bytes in vLLM, from its configuration.
 
-A model's path or name is recorded and need not match; the bytes of its weights must. vLLM's release is part of the
-identity, because the meaning of a block's bytes is internal to vLLM and changes without notice.
+A model's path or name is recorded and need not match; the bytes of its weights must. vLLM's release
+is part of the identity, because the meaning of a block's bytes is internal to vLLM and changes
+without notice.
 """
 
 from __future__ import annotations
@@ -33,26 +34,34 @@ _CPU_FLAGS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "
 
 
 def find_vllm_config() -> Any:
-    """Return the ``VllmConfig`` of the engine that is being built. vLLM passes tiers a summary without weights or RoPE;
-    the full one is in the callers further up the stack: the connector, the scheduler, the engine.
+    """Return the ``VllmConfig`` of the engine that is being built. vLLM passes tiers a summary
+    without weights or RoPE; the full one is in the callers further up the stack: the connector, the
+    scheduler, the engine.
     """
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
-    current = get_current_vllm_config_or_none() or _on_stack(VllmConfig, "vllm_config", "_vllm_config")
+    current = get_current_vllm_config_or_none() or _on_stack(
+        VllmConfig, "vllm_config", "_vllm_config"
+    )
     if current is None:
-        raise MissingOptionError("persistkv in vLLM", "vLLM's configuration, which no caller on the stack has")
+        raise MissingOptionError(
+            "persistkv in vLLM",
+            "vLLM's configuration, which no caller on the stack has",
+        )
     return current
 
 
 def find_kv_cache_config() -> Any:
-    """Return the ``KVCacheConfig`` of the engine that is being built; None if no caller on the stack has it."""
+    """Return the ``KVCacheConfig`` of the engine that is being built; None if no caller on the
+    stack has it."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     return _on_stack(KVCacheConfig, "kv_cache_config", "_kv_cache_config")
 
 
 def find_executor() -> Any:
-    """Return the ``Executor`` of the engine that is being built; None if no caller on the stack has it."""
+    """Return the ``Executor`` of the engine that is being built; None if no caller on the stack has
+    it."""
     from vllm.v1.executor import Executor
 
     return _on_stack(Executor, "model_executor")
@@ -66,23 +75,28 @@ def find_scheduler() -> Any:
 
 
 def has_no_kv(scheduler: Any) -> bool:
-    """Return whether no request of vLLM's ``Scheduler`` holds blocks in the device's memory; False if it is None."""
+    """Return whether no request of vLLM's ``Scheduler`` holds blocks in the device's memory; False
+    if it is None."""
     return getattr(getattr(scheduler, "kv_cache_manager", None), "usage", None) == 0
 
 
 def find_worker() -> Any:
-    """Return the ``WorkerBase`` that is being initialised; None if no caller on the stack is one."""
+    """Return the ``WorkerBase`` that is being initialised; None if no caller on the stack is
+    one."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     return _on_stack(WorkerBase)
 
 
 def _on_stack(kind: type, *attributes: str) -> Any:
-    """Search for an object of this type in the callers' local variables, and in these attributes of their ``self``."""
+    """Search for an object of this type in the callers' local variables, and in these attributes of
+    their ``self``."""
     frame = inspect.currentframe()
     while frame is not None:
         values = list(frame.f_locals.values())
-        values += [getattr(frame.f_locals.get("self"), name, None) for name in attributes]
+        values += [
+            getattr(frame.f_locals.get("self"), name, None) for name in attributes
+        ]
         found = next((value for value in values if isinstance(value, kind)), None)
         if found is not None:
             return found
@@ -91,7 +105,8 @@ def _on_stack(kind: type, *attributes: str) -> Any:
 
 
 def engine_facts() -> dict[str, Any]:
-    """Return vLLM's release (first two numbers) and device type; for a CPU also its machine type and relevant flags."""
+    """Return vLLM's release (first two numbers) and device type; for a CPU also its machine type
+    and relevant flags."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -101,28 +116,39 @@ def engine_facts() -> dict[str, Any]:
     if device == "cpu":
         flags = ""
         with suppress(OSError), open("/proc/cpuinfo") as lines:
-            flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+            flags = next(
+                (
+                    line
+                    for line in lines
+                    if line.lower().startswith(("flags", "features"))
+                ),
+                "",
+            )
         known = sorted(set(_CPU_FLAGS).intersection(flags.split()))
         facts["cpu"] = {"machine": platform.machine(), "flags": known}
     return facts
 
 
 class SharedLayout(NamedTuple):
-    """A layout of primary-tier rows that is the same for all parallel sizes (e.g. tensor parallelism)."""
+    """A layout of primary-tier rows that is the same for all parallel sizes (e.g. tensor
+    parallelism)."""
 
     kind: str
-    """``canonical``: vLLM certified it for each layer. ``direct``: the workers' bytes in the order of their ranks."""
+    """``canonical``: vLLM certified it for each layer. ``direct``: the workers' bytes in the order
+    of their ranks."""
     num_bytes: int
     """Bytes of KV at the start of each row; the rest is padding."""
 
 
 def shared_layout(spec: Any) -> SharedLayout | None:
-    """Return the layout of rows if it is independent of the parallel sizes. None: these are part of the identity.
+    """Return the layout of rows if it is independent of the parallel sizes. None: these are part of
+    the identity.
 
-    For the direct layout, vLLM's declaration that it is independent covers only the bytes of one block and one layer:
-    vLLM 0.32 declares it for ``LBHNC`` (layers before heads), although with several layers a row of two workers differs
-    from that of one worker. Rows are therefore shared only if they contain one GPU block, heads come before layers, and
-    there is no gap between the workers' parts.
+    For the direct layout, vLLM's declaration that it is independent covers only the bytes of one
+    block and one layer: vLLM 0.32 declares it for ``LBHNC`` (layers before heads), although with
+    several layers a row of two workers differs from that of one worker. Rows are therefore shared
+    only if they contain one GPU block, heads come before layers, and there is no gap between the
+    workers' parts.
     """
     offloading = spec.config
     parallel, blocks = offloading.parallel, offloading.cache.blocks_per_chunk
@@ -130,15 +156,27 @@ def shared_layout(spec: Any) -> SharedLayout | None:
     if getattr(offloading, "canonical_layout", False):
         if not parallel.is_parallelism_agnostic:
             return None
-        copies = 1 if getattr(offloading, "replicated_layout", False) else parallel.world_size
+        copies = (
+            1
+            if getattr(offloading, "replicated_layout", False)
+            else parallel.world_size
+        )
         return SharedLayout("canonical", worker_bytes * copies)
     if getattr(spec, "replicated_layout", False):
         return SharedLayout("direct", worker_bytes)
-    has_gaps = parallel.world_size > 1 and getattr(spec, "cpu_page_size_per_worker", None) != worker_bytes
+    has_gaps = (
+        parallel.world_size > 1
+        and getattr(spec, "cpu_page_size_per_worker", None) != worker_bytes
+    )
     has_one_layer = sum(len(group.layer_names) for group in offloading.groups) == 1
     order = str(getattr(offloading, "kv_cache_layout", None)).replace("B", "")
     heads_first = order.removeprefix("L" if has_one_layer else "").startswith("H")
-    if parallel.is_parallelism_agnostic and blocks == 1 and not has_gaps and heads_first:
+    if (
+        parallel.is_parallelism_agnostic
+        and blocks == 1
+        and not has_gaps
+        and heads_first
+    ):
         return SharedLayout("direct", worker_bytes * parallel.world_size)
     return None
 
@@ -159,14 +197,21 @@ def engine_identity(
     :param facts: see ``engine_facts``.
     :param shared: see ``shared_layout``; None makes the parallel sizes part of the identity.
     :param weights: a name that identifies the weights; None fingerprints their files.
-    :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not named.
+    :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not
+        named.
     """
-    model, cache, parallel = config.model_config, config.cache_config, offloading.parallel
+    model, cache, parallel = (
+        config.model_config,
+        config.cache_config,
+        offloading.parallel,
+    )
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
     if shared is None:
         block["worker_bytes"] = offloading.worker_kv_bytes_per_block
-        world = _fields(parallel, "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+        world = _fields(
+            parallel, "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"
+        )
         world |= _fields(offloading, "replicated_layout", "canonical_layout")
     else:
         block["bytes"] = shared.num_bytes
@@ -180,7 +225,11 @@ def engine_identity(
         "config": plain_config(model.hf_config.to_dict()),
         "dtype": {"model": _dtype(model.dtype), "kv": _dtype(offloading.model.dtype)},
         "kv_cache": _fields(
-            cache, "cache_dtype", "calculate_kv_scales", "kv_cache_dtype_skip_layers", "mamba_cache_dtype"
+            cache,
+            "cache_dtype",
+            "calculate_kv_scales",
+            "kv_cache_dtype_skip_layers",
+            "mamba_cache_dtype",
         )
         | {"layout": plain(getattr(offloading, "kv_cache_layout", None))},
         "quantization": plain(getattr(model, "quantization", None)),
@@ -190,19 +239,29 @@ def engine_identity(
             "window_disabled": bool(getattr(model, "disable_sliding_window", False)),
         },
         "adapters": _adapters(getattr(config, "lora_config", None), adapters),
-        "speculation": _speculation(getattr(config, "speculative_config", None), config.load_config),
+        "speculation": _speculation(
+            getattr(config, "speculative_config", None), config.load_config
+        ),
         "groups": [
-            {"id": group.group_id, "tokens": group.tokens_per_block, "layers": list(group.layer_names)}
+            {
+                "id": group.group_id,
+                "tokens": group.tokens_per_block,
+                "layers": list(group.layer_names),
+            }
             for group in offloading.groups
         ],
         "block": block,
         "world": world,
-        "hash": {"algorithm": cache.prefix_caching_hash_algo, "seed": os.environ.get(_SEED_VARIABLE)},
+        "hash": {
+            "algorithm": cache.prefix_caching_hash_algo,
+            "seed": os.environ.get(_SEED_VARIABLE),
+        },
     }
 
 
 def has_random_hashes(algorithm: str) -> bool:
-    """Return whether block hashes differ between starts of the engine, so that no stored block is found again."""
+    """Return whether block hashes differ between starts of the engine, so that no stored block is
+    found again."""
     return os.environ.get(_SEED_VARIABLE) is None and algorithm not in _FIXED_HASHES
 
 
@@ -218,18 +277,31 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
 
-        revision, cache_dir = getattr(model, "revision", None), getattr(load, "download_dir", None)
+        revision, cache_dir = (
+            getattr(model, "revision", None),
+            getattr(load, "download_dir", None),
+        )
         try:
-            found = snapshot_download(str(model.model), revision=revision, cache_dir=cache_dir, local_files_only=True)
+            found = snapshot_download(
+                str(model.model),
+                revision=revision,
+                cache_dir=cache_dir,
+                local_files_only=True,
+            )
         except (OSError, ValueError) as error:
-            raise _unknown_weights(f"no files on this machine ({str(error).partition(chr(10))[0]})") from error
+            raise _unknown_weights(
+                f"no files on this machine ({str(error).partition(chr(10))[0]})"
+            ) from error
         directory = Path(found)
     logger.info("fingerprinting the weights in %s", directory)
     return fingerprint_checkpoint(directory)
 
 
 def _unknown_weights(what: str) -> ConfigurationError:
-    expected = f"a name for the weights, changed whenever they change: {what} cannot be fingerprinted"
+    expected = (
+        f"a name for the weights, changed whenever they change: {what} cannot be "
+        f"fingerprinted"
+    )
     return MissingOptionError("secondary tier persistkv option weights", expected)
 
 

@@ -1,4 +1,5 @@
-"""The tier's counters and gauges, in the form that vLLM exports to Prometheus, labelled with the kind of store."""
+"""The tier's counters and gauges, in the form that vLLM exports to Prometheus, labelled with the
+kind of store."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ COUNTERS: Mapping[str, str] = {
     "load_failed_chunks": "Chunks that were to be loaded and could not be",
     "store_bytes": "Bytes taken from the primary tier to be stored",
     "store_seconds": "Seconds from the submission of stores to their end, added up",
-    "changed_weights_chunks": "Chunks in flight that were not stored or not served because weights changed",
-    "stores_refused": "Store jobs that were refused because the queue was full or the store not open",
+    "changed_weights_chunks": "Chunks in flight that were not stored or not served because "
+    "weights changed",
+    "stores_refused": "Store jobs that were refused because the queue was full or the store "
+    "not open",
     "dropped_chunks": "Chunks that were taken and lost to a failed commit",
     "written_bytes": "Bytes written to the store, after the codec",
     "verification_failures": "Frames that did not verify and were not used",
@@ -34,7 +37,8 @@ GAUGES: Mapping[str, str] = {
     "disk_bytes": "Bytes that the store takes, all models together",
     "capacity_bytes": "The bound on the bytes of the store; 0 where there is none",
     "fill_perc": "disk_bytes by capacity_bytes; 0 where there is no bound",
-    "breaker": "0 while the store is asked, 1 while a failing one is tried again, 2 while it is left alone",
+    "breaker": "0 while the store is asked, 1 while a failing one is tried again, 2 while it "
+    "is left alone",
     "open": "1 while the store is open, 0 while lookups miss because it is not",
 }
 _LONGEST_S = 1.0  # between two readings
@@ -43,7 +47,8 @@ _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 @dataclass
 class Observed:
-    """Counters of ``COUNTERS`` that the tier itself maintains in the engine, since its construction."""
+    """Counters of ``COUNTERS`` that the tier itself maintains in the engine, since its
+    construction."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0
@@ -56,14 +61,24 @@ class Observed:
 
 
 def metric_definitions() -> dict[str, Any]:
-    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+    from vllm.v1.kv_offload.base import (
+        OffloadingCounterMetadata,
+        OffloadingGaugeMetadata,
+    )
 
-    counters = {PREFIX + name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
-    return counters | {PREFIX + name: OffloadingGaugeMetadata(text, LABELS) for name, text in GAUGES.items()}
+    counters = {
+        PREFIX + name: OffloadingCounterMetadata(text, LABELS)
+        for name, text in COUNTERS.items()
+    }
+    return counters | {
+        PREFIX + name: OffloadingGaugeMetadata(text, LABELS)
+        for name, text in GAUGES.items()
+    }
 
 
 class MetricsReader:
-    """Builds vLLM's metrics: increments of the counters since the last reading, which vLLM adds up, and gauges."""
+    """Builds vLLM's metrics: increments of the counters since the last reading, which vLLM adds up,
+    and gauges."""
 
     def __init__(self, store: str) -> None:
         self._labels = (store,)
@@ -72,8 +87,8 @@ class MetricsReader:
         self._next_s = 0.0
 
     def is_due(self, observed: Observed, now: float) -> bool:
-        """Return whether to read the metrics now: the tier's own totals changed, or the last reading is 1 s old. If so,
-        ``read`` must follow. Cheap, because it is called in every step.
+        """Return whether to read the metrics now: the tier's own totals changed, or the last
+        reading is 1 s old. If so, ``read`` must follow. Cheap, because it is called in every step.
         """
         counted = tuple(vars(observed).values())
         if counted == self._observed and now < self._next_s:
@@ -82,8 +97,11 @@ class MetricsReader:
         return True
 
     def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
-        """Return vLLM's ``OffloadingConnectorStats`` with the counters' increments and the gauges' present values."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+        """Return vLLM's ``OffloadingConnectorStats`` with the counters' increments and the gauges'
+        present values."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+            OffloadingConnectorStats,
+        )
 
         reading = OffloadingConnectorStats()
         for name, growth in self.growth(totals(observed, stats)).items():
@@ -93,7 +111,8 @@ class MetricsReader:
         return reading
 
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the growth of each total since the last call, if any. A smaller total was reset and grows from 0."""
+        """Return the growth of each total since the last call, if any. A smaller total was reset
+        and grows from 0."""
         growth: dict[str, float] = {}
         for name, value in now.items():
             last = self._last.get(name, 0)
@@ -105,7 +124,8 @@ class MetricsReader:
 
 
 def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
-    """Return the tier's counters since its construction and, if known, the store process's counters since its start."""
+    """Return the tier's counters since its construction and, if known, the store process's counters
+    since its start."""
     found: dict[str, float] = {**vars(observed)}
     found["stores_refused"] = stats.client.refused_jobs
     found["restarts"] = stats.client.restarts
@@ -119,7 +139,8 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
 
 
 def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
-    """Return the gauges' values by name. Gauges of the host process are missing until its first report."""
+    """Return the gauges' values by name. Gauges of the host process are missing until its first
+    report."""
     found: dict[str, float] = {
         "queued_bytes": stats.queued_bytes,
         "held_chunks": held_chunks,

@@ -1,4 +1,5 @@
-"""Plugin of the entry point group ``vllm.general_plugins``: vLLM calls it in each of its processes, repeatedly."""
+"""Plugin of the entry point group ``vllm.general_plugins``: vLLM calls it in each of its processes,
+repeatedly."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ _PACKAGE = "persistkv.integrations.vllm"
 
 
 def register() -> None:
-    """Register the tiers by short names and the spec, let workers watch their weights, and remove the files that killed
-    engines left in shared memory.
+    """Register the tiers by short names and the spec, let workers watch their weights, and remove
+    the files that killed engines left in shared memory.
     """
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -29,7 +30,8 @@ def register() -> None:
 
 
 def _watch_workers() -> None:
-    """Let the workers of vLLM's own spec compare their weights, see ``persistkv.integrations.vllm.weights``."""
+    """Let the workers of vLLM's own spec compare their weights, see
+    ``persistkv.integrations.vllm.weights``."""
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     get_worker = TieringOffloadingSpec.get_worker

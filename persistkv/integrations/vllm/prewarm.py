@@ -1,8 +1,9 @@
 """Promotion of recently used contexts of a store before a request looks them up.
 
-vLLM promotes chunks that are looked up, and a tier cannot look up its own chunks. However, a tier may serve external
-requests, for which it looks up chunks of the *other* tiers. This tier holds no chunks, and looks up the most recently
-used contexts: vLLM's manager promotes them as for a request, and may evict them at any time.
+vLLM promotes chunks that are looked up, and a tier cannot look up its own chunks. However, a tier
+may serve external requests, for which it looks up chunks of the *other* tiers. This tier holds no
+chunks, and looks up the most recently used contexts: vLLM's manager promotes them as for a request,
+and may evict them at any time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
-from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import (
+    JobResult,
+    ParentManager,
+    SecondaryTierManager,
+    TransferJob,
+)
 
 from persistkv.config import convert_options
 from persistkv.errors import ConfigurationError
@@ -33,13 +45,17 @@ class PrewarmOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ConfigurationError(f"{_WHERE} option share", self.share, "a share above 0 and at most 1")
+            raise ConfigurationError(
+                f"{_WHERE} option share", self.share, "a share above 0 and at most 1"
+            )
 
 
 class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Secondary tier that stores nothing: it promotes recently used contexts, listed by the first ``persistkv`` tier.
+    """Secondary tier that stores nothing: it promotes recently used contexts, listed by the first
+    ``persistkv`` tier.
 
-    Enabled by ``{"type": "persistkv-prewarm", "share": 0.5}`` in ``secondary_tiers``, after the ``persistkv`` tiers.
+    Enabled by ``{"type": "persistkv-prewarm", "share": 0.5}`` in ``secondary_tiers``, after the
+    ``persistkv`` tiers.
 
     :raises ConfigurationError: an option is invalid, or no ``persistkv`` tier is before this one.
     """
@@ -52,13 +68,19 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        super().__init__(
+            offloading_spec, primary_kv_view, tier_type, backpressure_detector
+        )
         self.options = convert_options(PrewarmOptions, options, where=_WHERE)
         tiers = persistent_tiers(offloading_spec)
         if not tiers:
-            raise ConfigurationError("secondary_tiers", tier_type, "a persistkv tier before it")
+            raise ConfigurationError(
+                "secondary_tiers", tier_type, "a persistkv tier before it"
+            )
         self._tier = tiers[0]
-        self._prewarming = Prewarming(self._tier, int(len(primary_kv_view) * self.options.share))
+        self._prewarming = Prewarming(
+            self._tier, int(len(primary_kv_view) * self.options.share)
+        )
         self._contexts = 0
         self._context: ReqContext | None = None  # that is being promoted
         self._keys: list[OffloadKey] = []
@@ -77,13 +99,19 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
             self._keys, self._gives_up = list(keys), time.monotonic() + _PATIENCE_S
             parent.on_new_request(self._context)
         context = self._context
-        self._keys = [key for key in self._keys if parent.lookup(key, context) in _ON_ITS_WAY]
+        self._keys = [
+            key for key in self._keys if parent.lookup(key, context) in _ON_ITS_WAY
+        ]
         if not self._keys or time.monotonic() > self._gives_up:
             parent.on_request_finished(context)
             self._context = None
 
     def has_pending_work(self) -> bool:
-        promotes = self._context is not None or self._prewarming.waits or self._tier.prefetch_waits
+        promotes = (
+            self._context is not None
+            or self._prewarming.waits
+            or self._tier.prefetch_waits
+        )
         return bool(self._passed_over) or promotes or not self._prewarming.ended
 
     # Methods of a tier that holds no chunks

@@ -1,11 +1,12 @@
-"""vLLM's regions under /dev/shm: the files behind the primary tier's memory, and files that killed engines left.
+"""vLLM's regions under /dev/shm: the files behind the primary tier's memory, and files that killed
+engines left.
 
-1. vLLM does not pass the descriptors of its region, so its files are found by their mappings. From 0.33 on a region may
-   consist of several, and they may be unlinked.
+1. vLLM does not pass the descriptors of its region, so its files are found by their mappings. From
+   0.33 on a region may consist of several, and they may be unlinked.
 2. Only a file of this user that no process maps is removed.
-3. Processes of other containers may share /dev/shm and be invisible here. If this is possible, a file is removed only
-   if it has not been modified for ten minutes: an engine maps its region while it starts, and a mapping stays valid
-   after the file is removed.
+3. Processes of other containers may share /dev/shm and be invisible here. If this is possible, a
+   file is removed only if it has not been modified for ten minutes: an engine maps its region while
+   it starts, and a mapping stays valid after the file is removed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from persistkv.memory.pages import use_huge_pages
 logger = logging.getLogger(__name__)
 
 WEIGHTS_PREFIX = "persistkv_weights_"
-"""Start of the names of the files of ``WeightsWord``, which exist until the engine has attached them."""
+"""Start of the names of the files of ``WeightsWord``, which exist until the engine has attached
+them."""
 _PATTERNS = ("vllm_offload_*.mmap", f"{WEIGHTS_PREFIX}*")
 _SAFE_AGE_S = 600
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed by the kernel
@@ -35,7 +37,8 @@ FileId = tuple[int, int]
 
 
 class _Mapping(NamedTuple):
-    """One line of ``/proc/PID/maps``. For memory without a file, the inode of ``file`` is 0 and ``path`` is empty."""
+    """One line of ``/proc/PID/maps``. For memory without a file, the inode of ``file`` is 0 and
+    ``path`` is empty."""
 
     start: int
     stop: int
@@ -46,10 +49,11 @@ class _Mapping(NamedTuple):
 
 
 def open_region(rows: memoryview) -> tuple[int, ...]:
-    """Open the files from which the rows are mapped, in order; ``close_region`` closes the descriptors.
+    """Open the files from which the rows are mapped, in order; ``close_region`` closes the
+    descriptors.
 
-    :returns: the descriptors; empty if the rows do not consist of mappings of whole files, one after the other. The
-        last file may be longer than its mapping.
+    :returns: the descriptors; empty if the rows do not consist of mappings of whole files, one
+        after the other. The last file may be longer than its mapping.
     """
     fds: list[int] = []
     parts = _sources(address_of(rows), rows.nbytes)
@@ -68,26 +72,34 @@ def close_region(fds: Iterable[int]) -> None:
 
 
 def _open(source: _Mapping, size: int, *, is_last: bool) -> int | None:
-    """Open the file of the mapping ``source``. None: that is not possible, or the file has another size."""
-    for candidate in (source.path, *(path for path, file in _descriptors("self") if file == source.file)):
+    """Open the file of the mapping ``source``. None: that is not possible, or the file has another
+    size."""
+    for candidate in (
+        source.path,
+        *(path for path, file in _descriptors("self") if file == source.file),
+    ):
         try:
             fd = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
         status = os.fstat(fd)
-        if _file_id(status) == source.file and (status.st_size == size or (is_last and status.st_size > size)):
+        if _file_id(status) == source.file and (
+            status.st_size == size or (is_last and status.st_size > size)
+        ):
             return fd
         os.close(fd)
     return None
 
 
 def ready(rows: memoryview) -> None:
-    """Move the rows into huge pages, and map all of them in this process's page table, before they are first used.
+    """Move the rows into huge pages, and map all of them in this process's page table, before they
+    are first used.
 
-    The store's process also requests huge pages, but later. The kernel would then move the rows and drop them from the
-    page tables of all processes, and the engine's next copy to each small page would take a fault of some microseconds.
-    If the rows are in huge pages by then, nothing is moved. They may be used during the call; no byte changes. Rows
-    that are not mapped from whole files stay as they are.
+    The store's process also requests huge pages, but later. The kernel would then move the rows and
+    drop them from the page tables of all processes, and the engine's next copy to each small page
+    would take a fault of some microseconds. If the rows are in huge pages by then, nothing is
+    moved. They may be used during the call; no byte changes. Rows that are not mapped from whole
+    files stay as they are.
     """
     fds = open_region(rows)
     if not fds:
@@ -96,17 +108,24 @@ def ready(rows: memoryview) -> None:
         use_huge_pages(fds, rows.nbytes)
     finally:
         close_region(fds)
-    madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)  # if it fails, the first use of each row does it
+    # if it fails, the first use of each row does it
+    madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)
 
 
-def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_processes: bool | None = None) -> list[str]:
-    """Remove the files of vLLM's primary tiers and of ``WeightsWord`` that no process uses, and return their paths.
+def remove_leftovers(
+    directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_processes: bool | None = None
+) -> list[str]:
+    """Remove the files of vLLM's primary tiers and of ``WeightsWord`` that no process uses, and
+    return their paths.
 
-    :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None: detect it.
+    :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None:
+        detect it.
     """
     if sees_all_processes is None:
         with suppress(OSError):
-            sees_all_processes = os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+            sees_all_processes = (
+                os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+            )
     left: dict[Path, FileId] = {}
     paths = [path for pattern in _PATTERNS for path in Path(directory).glob(pattern)]
     for path in sorted(paths):
@@ -117,7 +136,8 @@ def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_proce
                 left[path] = _file_id(status)
     used: set[FileId] = set()
     for process in filter(str.isdigit, os.listdir("/proc") if left else ()):
-        with suppress(OSError):  # the process has ended, or is another user's, which cannot use a file of this user
+        # the process has ended, or is another user's, which cannot use a file of this user
+        with suppress(OSError):
             used.update(mapping.file for mapping in _mappings(process))
             used.update(file for _, file in _descriptors(process))
     removed = []
@@ -133,8 +153,9 @@ def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_proce
 
 
 def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
-    """Return the files that back a range of memory, in order: the first mapping of each, and its bytes in the range.
-    Empty if part of the range is not mapped from a file, or a file is not mapped from its start.
+    """Return the files that back a range of memory, in order: the first mapping of each, and its
+    bytes in the range. Empty if part of the range is not mapped from a file, or a file is not
+    mapped from its start.
     """
     found: list[tuple[_Mapping, int]] = []
     covered, end = address, address + num_bytes
@@ -142,7 +163,11 @@ def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
         if not mapping.start <= covered < mapping.stop:
             continue
         size = min(mapping.stop, end) - covered
-        if found and mapping.file == found[-1][0].file and mapping.offset == found[-1][1]:
+        if (
+            found
+            and mapping.file == found[-1][0].file
+            and mapping.offset == found[-1][1]
+        ):
             found[-1] = found[-1][0], found[-1][1] + size
         elif mapping.file[1] and mapping.start == covered and not mapping.offset:
             found.append((mapping, size))
@@ -155,20 +180,22 @@ def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
 
 
 def _mappings(process: str) -> Iterator[_Mapping]:
-    """Yield the mappings of a process in order of their addresses; raise OSError if it has ended, or if this user
-    may not read it."""
+    """Yield the mappings of a process in order of their addresses; raise OSError if it has ended,
+    or if this user may not read it."""
     with open(f"/proc/{process}/maps") as lines:
         for line in lines:
             addresses, _, offset, device, inode, *path = line.split(maxsplit=5)
             start, stop = (int(part, 16) for part in addresses.split("-"))
             major, minor = (int(part, 16) for part in device.split(":"))
             file = os.makedev(major, minor), int(inode)
-            yield _Mapping(start, stop, int(offset, 16), file, path[0].rstrip("\n") if path else "")
+            yield _Mapping(
+                start, stop, int(offset, 16), file, path[0].rstrip("\n") if path else ""
+            )
 
 
 def _descriptors(process: str) -> Iterator[tuple[str, FileId]]:
-    """Yield the path and the file of each open descriptor of a process; raise OSError if it has ended, or if this user
-    may not read it."""
+    """Yield the path and the file of each open descriptor of a process; raise OSError if it has
+    ended, or if this user may not read it."""
     for name in os.listdir(f"/proc/{process}/fd"):
         with suppress(OSError):  # closed in the meantime
             path = f"/proc/{process}/fd/{name}"

@@ -8,7 +8,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from persistkv.base import OffloadKey, ReqContext, RequestDescription, get_offload_group_idx
+from persistkv.base import (
+    OffloadKey,
+    ReqContext,
+    RequestDescription,
+    get_offload_group_idx,
+)
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.request_options import REQUEST_PARAMETER, RequestOptions
 from persistkv.storage.records import Choice
@@ -16,7 +21,8 @@ from persistkv.storage.records import Choice
 logger = logging.getLogger(__name__)
 
 Position = Callable[[OffloadKey], "int | None"]
-"""Function from a key to its position: tokens of the request up to the end of the key's chunk; None if unknown."""
+"""Function from a key to its position: tokens of the request up to the end of the key's chunk; None
+if unknown."""
 
 RETAIN = "persistkv.retain"
 PREFETCH = "persistkv.prefetch"
@@ -24,10 +30,12 @@ HINT_VERSION = "1"
 
 
 class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contexts to promote for later requests, chosen by exactly one of ``request``, ``labels`` and ``token_ids``."""
+    """Contexts to promote for later requests, chosen by exactly one of ``request``, ``labels`` and
+    ``token_ids``."""
 
     request: str | None = None
-    """Id of a stored context, as ``persistkv ls --json`` shows it, or the start of the id. None: not chosen by id."""
+    """Id of a stored context, as ``persistkv ls --json`` shows it, or the start of the id. None:
+    not chosen by id."""
     labels: dict[str, str] = {}
     """Labels that the contexts have, with these values. Empty: not chosen by labels."""
     token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
@@ -37,11 +45,16 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, payload: object) -> Prefetch:
-        """Convert the payload of a hint, or the option ``prefetch`` of a request; raise ValueError if it is invalid."""
+        """Convert the payload of a hint, or the option ``prefetch`` of a request; raise ValueError
+        if it is invalid."""
         prefetch = msgspec.convert(payload, cls)
         ways = (bool(prefetch.request), bool(prefetch.labels), bool(prefetch.token_ids))
-        if sum(ways) != 1 or (prefetch.cache_salt is not None and not prefetch.token_ids):
-            raise ValueError('expected "request", "labels" or "token_ids" (with or without "cache_salt")')
+        if sum(ways) != 1 or (
+            prefetch.cache_salt is not None and not prefetch.token_ids
+        ):
+            raise ValueError(
+                'expected "request", "labels" or "token_ids" (with or without "cache_salt")'
+            )
         return prefetch
 
     @property
@@ -55,21 +68,31 @@ def request_options(
 ) -> tuple[RequestOptions, list[Prefetch]]:
     """Return a request's options, and the contexts to promote for later requests.
 
-    Hints take precedence over ``kv_transfer_params``. An invalid hint, or an invalid option ``prefetch`` of the
-    parameters, is ignored with a warning. If another parameter is invalid, log a warning and disable stores and loads
-    for the request. Defaults could store what the request excludes, and a request must not fail because of its options.
+    Hints take precedence over ``kv_transfer_params``. An invalid hint, or an invalid option
+    ``prefetch`` of the parameters, is ignored with a warning. If another parameter is invalid, log
+    a warning and disable stores and loads for the request. Defaults could store what the request
+    excludes, and a request must not fail because of its options.
 
     :param parameters: the request's ``kv_transfer_params``.
-    :param actions: the ``KvHintAction`` objects of the request; those for other components are skipped.
+    :param actions: the ``KvHintAction`` objects of the request; those for other components are
+        skipped.
     """
     prefetches = []
     given = parameters.get(REQUEST_PARAMETER) if parameters else None
     if isinstance(given, Mapping) and "prefetch" in given:
-        parameters = {REQUEST_PARAMETER: {name: given[name] for name in given if name != "prefetch"}}
+        parameters = {
+            REQUEST_PARAMETER: {
+                name: given[name] for name in given if name != "prefetch"
+            }
+        }
         try:
             prefetches.append(Prefetch.parse(given["prefetch"]))
         except ValueError as error:
-            logger.warning("request %s: ignored prefetch in its kv_transfer_params: %s", req_id, error)
+            logger.warning(
+                "request %s: ignored prefetch in its kv_transfer_params: %s",
+                req_id,
+                error,
+            )
     try:
         options = RequestOptions.parse(parameters)
     except ConfigurationError as error:
@@ -79,8 +102,14 @@ def request_options(
         if not action.action_type.startswith("persistkv."):
             continue
         try:
-            if action.action_version != HINT_VERSION or action.action_type not in (RETAIN, PREFETCH):
-                raise ValueError(f"unknown type or version, expected {RETAIN} or {PREFETCH}, version {HINT_VERSION}")
+            if action.action_version != HINT_VERSION or action.action_type not in (
+                RETAIN,
+                PREFETCH,
+            ):
+                raise ValueError(
+                    f"unknown type or version, expected {RETAIN} or {PREFETCH}, version "
+                    f"{HINT_VERSION}"
+                )
             if action.action_type == RETAIN:
                 given = {**msgspec.to_builtins(options), **action.payload}
                 given["labels"] = {**options.labels, **given["labels"]}
@@ -88,15 +117,19 @@ def request_options(
             else:
                 prefetches.append(Prefetch.parse(action.payload))
         except (ConfigurationError, ValueError, TypeError) as error:
-            logger.warning("request %s: ignored its hint %s: %s", req_id, action.action_type, error)
+            logger.warning(
+                "request %s: ignored its hint %s: %s", req_id, action.action_type, error
+            )
     return options, prefetches
 
 
 class LiveRequest(RequestDescription):
-    """One unfinished request: its options and stored keys, which may arrive in any order and are sorted by position.
+    """One unfinished request: its options and stored keys, which may arrive in any order and are
+    sorted by position.
 
     :param group_tokens: for each KV cache group, the tokens of one chunk.
-    :param labels: labels that the tier gives all requests; the request's own labels take precedence.
+    :param labels: labels that the tier gives all requests; the request's own labels take
+        precedence.
     """
 
     def __init__(
@@ -113,7 +146,8 @@ class LiveRequest(RequestDescription):
         self.has_stored = False
         """Whether any chunk of the request was submitted to the store."""
         self.failed: set[OffloadKey] = set()
-        """Keys that failed to load, which are misses for this request: an engine never retries one for ever."""
+        """Keys that failed to load, which are misses for this request: an engine never retries one
+        for ever."""
         self.epoch: int | None = None
         """See ``GuardedTier.begin_request``."""
         self._req_id = req_id
@@ -129,22 +163,30 @@ class LiveRequest(RequestDescription):
 
     def depth(self, key: OffloadKey) -> int | None:
         end = self._ends.get(key)
-        return None if end is None else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)
+        return (
+            None
+            if end is None
+            else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)
+        )
 
     def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
-        """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk ends at token
-        ``min_tokens`` or later, or at an unknown position. The length is checked for the request's first keys only.
+        """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk
+        ends at token ``min_tokens`` or later, or at an unknown position. The length is checked for
+        the request's first keys only.
         """
         if not self.options.store:
             return False
         if self._is_long is None:
             ends = map(self._position, keys)
-            self._is_long = not min_tokens or any(end is None or end >= min_tokens for end in ends)
+            self._is_long = not min_tokens or any(
+                end is None or end >= min_tokens for end in ends
+            )
         return self._is_long
 
     def learn(self, keys: Sequence[OffloadKey]) -> ReqContext:
-        """Record that the chunks of ``keys`` are being stored; return the context with all keys recorded so far. From
-        the first key without a known position on, the context has no ``description`` and lists no keys.
+        """Record that the chunks of ``keys`` are being stored; return the context with all keys
+        recorded so far. From the first key without a known position on, the context has no
+        ``description`` and lists no keys.
         """
         self.has_stored = True
         for key in keys if self._lists_keys else ():

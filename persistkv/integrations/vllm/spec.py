@@ -24,14 +24,17 @@ Mappings = Mapping[tuple[int, int], Any]
 
 
 class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Offloading spec for vLLM on CPUs: ``"spec_name": "PersistKVSpec"`` instead of ``TieringOffloadingSpec``.
+    """Offloading spec for vLLM on CPUs: ``"spec_name": "PersistKVSpec"`` instead of
+    ``TieringOffloadingSpec``.
 
-    It adds a worker for KV tensors in CPU memory, which vLLM lacks. The options are the same. If a KV tensor is in
-    device memory, it behaves like ``TieringOffloadingSpec``.
+    It adds a worker for KV tensors in CPU memory, which vLLM lacks. The options are the same. If a
+    KV tensor is in device memory, it behaves like ``TieringOffloadingSpec``.
     """
 
     def get_worker(self, kv_caches: Any) -> Any:
-        if any(canonical.tensor.device.type != "cpu" for canonical in kv_caches.tensors):
+        if any(
+            canonical.tensor.device.type != "cpu" for canonical in kv_caches.tensors
+        ):
             return super().get_worker(kv_caches)
         region = SharedOffloadRegion(
             engine_id=self._engine_id,
@@ -45,24 +48,30 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
         create_view = region.create_next_worker_view
         if getattr(self.config, "canonical_layout", False):
             refs = [ref for refs in kv_caches.group_data_refs for ref in refs]
-            mappings = {(ref.tensor_idx, ref.page_size_bytes): ref.mapping for ref in refs}
+            mappings = {
+                (ref.tensor_idx, ref.page_size_bytes): ref.mapping for ref in refs
+            }
             sizes = _canonical_sizes(mappings, len(sizes))
             create_view = region.create_next_canonical_view
         rows = [create_view(size * self.blocks_per_chunk) for size in sizes]
         storage = rows[0].untyped_storage()
         ready(memory_at(storage.data_ptr(), storage.nbytes()))
-        worker = CPUOffloadingWorker(kv_caches, rows, self.blocks_per_chunk, region.cleanup, mappings)
+        worker = CPUOffloadingWorker(
+            kv_caches, rows, self.blocks_per_chunk, region.cleanup, mappings
+        )
         watch_weights(worker, self, find_worker())
         return worker
 
 
 class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Worker for KV tensors in CPU memory. ``submit_store`` and ``submit_load`` copy before they return, because the
-    engine computes on the same processors.
+    """Worker for KV tensors in CPU memory. ``submit_store`` and ``submit_load`` copy before they
+    return, because the engine computes on the same processors.
 
-    :param rows: for each tensor, its part of the rows: int8, shape (chunks, blocks_per_chunk * page bytes).
+    :param rows: for each tensor, its part of the rows: int8, shape (chunks, blocks_per_chunk * page
+        bytes).
     :param release: called by ``shutdown``, when the worker has no reference to the rows any more.
-    :param mappings: positions of the pages' bytes in rows of the canonical layout; None for the direct layout.
+    :param mappings: positions of the pages' bytes in rows of the canonical layout; None for the
+        direct layout.
     """
 
     def __init__(
@@ -74,10 +83,17 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         mappings: Mappings | None = None,
     ) -> None:
         pages = tuple(
-            canonical.tensor.view(canonical.tensor.shape[0], -1)[:, : canonical.page_size_bytes]
+            canonical.tensor.view(canonical.tensor.shape[0], -1)[
+                :, : canonical.page_size_bytes
+            ]
             for canonical in kv_caches.tensors
         )
-        memory = KVMemory(pages, tuple(rows), blocks_per_chunk, group_data_refs=kv_caches.group_data_refs)
+        memory = KVMemory(
+            pages,
+            tuple(rows),
+            blocks_per_chunk,
+            group_data_refs=kv_caches.group_data_refs,
+        )
         self._engines: dict[Direction, CPUCopyEngine] = {
             direction: CPUCopyEngine(memory, direction)
             if mappings is None
@@ -91,15 +107,21 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._submit(Direction.STORE, job_id, src_spec, dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
         return self._submit(Direction.LOAD, job_id, dst_spec, src_spec)
 
-    def _submit(self, direction: Direction, job_id: int, blocks: Any, chunks: Any) -> bool:
+    def _submit(
+        self, direction: Direction, job_id: int, blocks: Any, chunks: Any
+    ) -> bool:
         engine = self._engines.get(direction)
         if engine is None:
             return False
         result = engine.run(job_id, plan_copies(blocks, chunks, engine.memory))
-        self._results.append(TransferResult(job_id, result.success, result.num_bytes, result.seconds))
+        self._results.append(
+            TransferResult(job_id, result.success, result.num_bytes, result.seconds)
+        )
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -117,24 +139,39 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
 
 
 class _CanonicalCopyEngine(CPUCopyEngine):
-    """Copies between pages and rows in vLLM's canonical layout, which is the same for all parallel sizes.
+    """Copies between pages and rows in vLLM's canonical layout, which is the same for all parallel
+    sizes.
 
-    A worker writes only its parts of a row. If several workers hold the same bytes of a block, one of them writes them.
+    A worker writes only its parts of a row. If several workers hold the same bytes of a block, one
+    of them writes them.
     """
 
-    def __init__(self, memory: KVMemory, direction: Direction, mappings: Mappings) -> None:
+    def __init__(
+        self, memory: KVMemory, direction: Direction, mappings: Mappings
+    ) -> None:
         super().__init__(memory, direction)
         self._mappings = mappings
         self._sizes = _canonical_sizes(mappings, len(memory.pages))
 
     def _copy(self, part: PageCopies) -> None:
-        mapping, factor = self._mappings[part.tensor_idx, part.page_bytes], self.memory.block_size_factor
-        pages, rows = self.memory.pages[part.tensor_idx], self.memory.rows[part.tensor_idx]
-        stores, used = self.direction is Direction.STORE, np.ones(len(part.blocks), bool)
+        mapping, factor = (
+            self._mappings[part.tensor_idx, part.page_bytes],
+            self.memory.block_size_factor,
+        )
+        pages, rows = (
+            self.memory.pages[part.tensor_idx],
+            self.memory.rows[part.tensor_idx],
+        )
+        stores, used = (
+            self.direction is Direction.STORE,
+            np.ones(len(part.blocks), bool),
+        )
         if stores:
             used[:] = [mapping.is_writer(block) for block in part.blocks.tolist()]
         blocks = torch.from_numpy(part.blocks[used])
-        chunks, positions = map(torch.from_numpy, np.divmod(part.sub_blocks[used], factor))
+        chunks, positions = map(
+            torch.from_numpy, np.divmod(part.sub_blocks[used], factor)
+        )
         for run in mapping.runs:
             fragments = (run.num_fragments, run.fragment_size)
             local = pages.as_strided(

@@ -1,4 +1,5 @@
-"""Secondary tier for vLLM: an adapter that translates between vLLM's interface and ``PersistentTier``.
+"""Secondary tier for vLLM: an adapter that translates between vLLM's interface and
+``PersistentTier``.
 
 | vLLM | persistkv |
 |---|---|
@@ -7,8 +8,8 @@
 | ``JobResult.successful_keys`` | ``JobResult.failed_keys``: all other keys |
 | positions of keys, as requests grow | ``RequestDescription`` |
 
-vLLM makes one call at a time, in 0.33 also from its second thread. Only the constructor, ``drain_jobs`` and
-``shutdown`` wait.
+vLLM makes one call at a time, in 0.33 also from its second thread. Only the constructor,
+``drain_jobs`` and ``shutdown`` wait.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ from persistkv.integrations.vllm.identity import (
     has_random_hashes,
     shared_layout,
 )
-from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
+from persistkv.integrations.vllm.metrics import (
+    MetricsReader,
+    Observed,
+    metric_definitions,
+)
 from persistkv.integrations.vllm.numbers import by_group_index, number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
@@ -77,11 +82,13 @@ CONFIG_INFO = ("store", "namespace", "codec", "durability", "policy", "host")
 
 
 class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Secondary tier that keeps vLLM's KV in a store; enabled by an entry of ``secondary_tiers`` such as
-    ``{"type": "persistkv", "url": "lmdb:///var/cache/kv"}``. The options are those of ``VllmTierOptions``.
+    """Secondary tier that keeps vLLM's KV in a store; enabled by an entry of ``secondary_tiers``
+    such as ``{"type": "persistkv", "url": "lmdb:///var/cache/kv"}``. The options are those of
+    ``VllmTierOptions``.
 
     :raises ConfigurationError: an option is invalid; the error names it.
-    :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
+    :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other
+        identities.
     :raises StoreError: ``required`` is set and the store cannot be opened.
     """
 
@@ -95,41 +102,68 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        super().__init__(
+            offloading_spec, primary_kv_view, tier_type, backpressure_detector
+        )
         self.options = vllm_options(options)
         scheme = self.options.scheme
         is_remote = BACKENDS.get(scheme).capabilities.remote
-        self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
+        self.locality = Locality(
+            self.options.locality or ("REMOTE" if is_remote else "LOCAL")
+        )
         self._offloading = offloading_spec.config
         self._tiers = persistent_tiers(offloading_spec)
         self._made: PersistentTier | None = None  # last, in ``_tiers``
         self._isolation = Isolation("tier persistkv")
-        groups, blocks = offloading_spec.config.groups, offloading_spec.config.cache.blocks_per_chunk
-        self._group_tokens = by_group_index({group.group_id: group.tokens_per_block * blocks for group in groups})
-        self._region_fds = open_region(primary_kv_view) if self.options.host == "process" else ()
+        groups, blocks = (
+            offloading_spec.config.groups,
+            offloading_spec.config.cache.blocks_per_chunk,
+        )
+        self._group_tokens = by_group_index(
+            {group.group_id: group.tokens_per_block * blocks for group in groups}
+        )
+        self._region_fds = (
+            open_region(primary_kv_view) if self.options.host == "process" else ()
+        )
         try:
             config = self._tier_config(offloading_spec, primary_kv_view)
             self._namespace = Identity.of(config.identity).digest.hex()
             is_only = is_only_source(find_vllm_config())
-            watch = attach_watch(offloading_spec, find_executor(), self.options.weights, is_only_source=is_only)
-            self._guard = GuardedTier(partial(self._make_tier, config, primary_kv_view), watch)
+            watch = attach_watch(
+                offloading_spec,
+                find_executor(),
+                self.options.weights,
+                is_only_source=is_only,
+            )
+            self._guard = GuardedTier(
+                partial(self._make_tier, config, primary_kv_view), watch
+            )
         except BaseException:
             close_region(self._region_fds)
             raise
-        self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
+        self._labels = {
+            "model": str(offloading_spec.config.model.name),
+            **self.options.labels,
+        }
         self._requests: dict[str, LiveRequest] = {}
         self._loads: dict[int, tuple[LiveRequest, Sequence[OffloadKey]]] = {}
         self._passed_over: list[JobResult] = []  # store jobs that were not submitted
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
 
-    def _make_tier(self, config: OffloadingConfig, rows: memoryview, weights: str | None) -> PersistentTier:
-        """Open the store; ``weights`` is a name that a request has given, None: the weights at the engine's start."""
+    def _make_tier(
+        self, config: OffloadingConfig, rows: memoryview, weights: str | None
+    ) -> PersistentTier:
+        """Open the store; ``weights`` is a name that a request has given, None: the weights at the
+        engine's start."""
         options = self.options.tier_options
         if weights is not None:
-            config = dataclasses.replace(config, identity={**config.identity, "weights": f"named:{weights}"})
+            config = dataclasses.replace(
+                config, identity={**config.identity, "weights": f"named:{weights}"}
+            )
             self._namespace = Identity.of(config.identity).digest.hex()
-            options = {**options, "strict_identity": False}  # the store need not know the new weights
+            # the store need not know the new weights
+            options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
         if self._made is not None and self._made in self._tiers:
             self._tiers[self._tiers.index(self._made)] = tier
@@ -147,29 +181,47 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         algorithm = self._hash_algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm):
             logger.warning(
-                "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no stored block will be "
+                "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no "
+                "stored block will be "
                 "found after a restart. Set PYTHONHASHSEED=0, or use the algorithm sha256",
                 algorithm,
             )
         shared = shared_layout(spec)
         if shared is None and offloading.parallel.world_size > 1:
             logger.warning(
-                "the layout of KV depends on the parallel sizes: engines with other sizes do not share this one's "
-                'contexts. If the model allows it, "canonical_layout": true in kv_connector_extra_config of all '
+                "the layout of KV depends on the parallel sizes: engines with other sizes do "
+                "not share this one's "
+                'contexts. If the model allows it, "canonical_layout": true in '
+                "kv_connector_extra_config of all "
                 "of them makes it independent"
             )
-        facts, weights, adapters = engine_facts(), self.options.weights, self.options.adapters
-        identity = engine_identity(engine, offloading, facts, shared=shared, weights=weights, adapters=adapters)
-        tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
-        # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses the whole row.
+        facts, weights, adapters = (
+            engine_facts(),
+            self.options.weights,
+            self.options.adapters,
+        )
+        identity = engine_identity(
+            engine, offloading, facts, shared=shared, weights=weights, adapters=adapters
+        )
+        tokens = (
+            offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
+        )
+        # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses
+        # the whole row.
         stride = rows.nbytes // len(rows)
         used = stride if shared is None else shared.num_bytes
         numbers = None
         if self.options.adopt == "canary" and is_only_source(engine):
-            numbers = number_layout(engine, spec, find_kv_cache_config(), device=str(facts["device"]))
-        layout = RowLayout(stride, (GroupLayout(((0, used),)),) * len(self._group_tokens), numbers)
+            numbers = number_layout(
+                engine, spec, find_kv_cache_config(), device=str(facts["device"])
+            )
+        layout = RowLayout(
+            stride, (GroupLayout(((0, used),)),) * len(self._group_tokens), numbers
+        )
         events = bool(offloading.enable_kv_cache_events)
-        return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fds, events)
+        return OffloadingConfig(
+            identity, tokens, layout, len(rows), self._region_fds, events
+        )
 
     # Lookups and jobs
 
@@ -178,7 +230,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if request is not None and not request.options.load:
             return LookupResult.MISS
         epoch = 0 if request is None else request.epoch
-        if self._guard.lookup(key, req_context, epoch) and (request is None or key not in request.failed):
+        if self._guard.lookup(key, req_context, epoch) and (
+            request is None or key not in request.failed
+        ):
             self._observed.lookup_hits += 1
             return LookupResult.HIT
         self._observed.lookup_misses += 1
@@ -188,9 +242,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
         if not self._guard.is_detached and request.wants(keys, self.options.min_tokens):
-            self._guard.submit_store(_job(job_metadata, keys, request.learn(keys)), request.epoch)
+            self._guard.submit_store(
+                _job(job_metadata, keys, request.learn(keys)), request.epoch
+            )
         else:
-            self._passed_over.append(JobResult(job_metadata.job_id, True, transfer_bytes=0))
+            self._passed_over.append(
+                JobResult(job_metadata.job_id, True, transfer_bytes=0)
+            )
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
@@ -199,11 +257,15 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         for tier in self._tiers:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
-        self._guard.submit_load(_job(job_metadata, keys, request.context), request.epoch)
+        self._guard.submit_load(
+            _job(job_metadata, keys, request.context), request.epoch
+        )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         passed_over, self._passed_over = self._passed_over, []
-        return passed_over + [self._result(result) for result in self._guard.get_finished_jobs()]
+        return passed_over + [
+            self._result(result) for result in self._guard.get_finished_jobs()
+        ]
 
     def _result(self, result: TierResult) -> JobResult:
         success = result.success and not result.failed_keys
@@ -228,45 +290,66 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return bool(self._passed_over) or self._guard.has_pending_work()
 
     def drain_jobs(self) -> None:
-        """End all jobs. vLLM calls it to reset its caches, which often belongs to a change of the weights."""
+        """End all jobs. vLLM calls it to reset its caches, which often belongs to a change of the
+        weights."""
         while not self._guard.drain_jobs(_DRAIN_S):
             logger.warning("still waiting for jobs of the store to end")
         self._guard.watch.suspect()
-        if has_no_kv(find_scheduler()):  # its prefix cache is empty, and after this call the primary tier
+        # its prefix cache is empty, and after this call the primary tier
+        if has_no_kv(find_scheduler()):
             self._guard.watch.on_empty()
 
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        whole = self._request(req_context).options.store and self.options.policy == "request"
-        return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if whole else OffloadPolicy.CHUNK_LEVEL)
+        whole = (
+            self._request(req_context).options.store
+            and self.options.policy == "request"
+        )
+        return RequestOffloadingContext(
+            OffloadPolicy.REQUEST_LEVEL if whole else OffloadPolicy.CHUNK_LEVEL
+        )
 
     def _request(self, context: ReqContext) -> LiveRequest:
         request = self._requests.get(context.req_id)
         if request is None:
             hints = () if context.kv_hints is None else context.kv_hints.actions
-            options, prefetches = request_options(context.req_id, context.kv_transfer_params, hints)
+            options, prefetches = request_options(
+                context.req_id, context.kv_transfer_params, hints
+            )
             epoch = self._guard.begin_request(options.weights)
             if epoch is None:
                 options, prefetches = RequestOptions(False, False, options.labels), []
             for prefetch in prefetches if self._tier is self._tiers[0] else ():
                 self._prefetch(prefetch)
             position = context.get_offload_key_position
-            request = LiveRequest(context.req_id, options, position, self._group_tokens, self._labels)
+            request = LiveRequest(
+                context.req_id, options, position, self._group_tokens, self._labels
+            )
             request.epoch = epoch
             self._requests[context.req_id] = request
         return request
 
     def _prefetch(self, prefetch: Prefetch) -> None:
-        """Queue contexts for the tier ``persistkv-prewarm`` to promote: those of the first store that the filter
-        includes, or, if token ids are given, the blocks of their context that any store holds.
+        """Queue contexts for the tier ``persistkv-prewarm`` to promote: those of the first store
+        that the filter includes, or, if token ids are given, the blocks of their context that any
+        store holds.
         """
         if not prefetch.token_ids:
             self._tier.prefetch(prefetch.choice)
             return
         with self._isolation.guard("prefetch", "the context is not promoted"):
-            keys = _context_keys(self._offloading, self._hash_algorithm, prefetch.token_ids, prefetch.cache_salt)
-            held = [key for key in keys if any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)]
+            keys = _context_keys(
+                self._offloading,
+                self._hash_algorithm,
+                prefetch.token_ids,
+                prefetch.cache_salt,
+            )
+            held = [
+                key
+                for key in keys
+                if any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)
+            ]
             if held:
                 self._tier.prefetch(held)
 
@@ -281,13 +364,17 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if self._guard.is_opening:
             return []
         return [
-            OffloadingEvent(event.keys, Medium.STORAGE, event.removed, self.locality, self.tier_type)
+            OffloadingEvent(
+                event.keys, Medium.STORAGE, event.removed, self.locality, self.tier_type
+            )
             for event in self._tier.take_events()
             if event.keys  # vLLM has no event for lost ones
         ]
 
     @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
         return metric_definitions()
 
     @classmethod
@@ -296,41 +383,63 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def config_info(self) -> dict[str, str]:
         options = self.options
-        values = (options.scheme, self._namespace, options.codec, options.durability, options.policy, self._tier.host)
+        values = (
+            options.scheme,
+            self._namespace,
+            options.codec,
+            options.durability,
+            options.policy,
+            self._tier.host,
+        )
         return dict(zip(CONFIG_INFO, values, strict=True))
 
     def get_stats(self) -> Any:
-        """Return vLLM's metrics object with the growth of the counters; None: too early, see ``MetricsReader``."""
+        """Return vLLM's metrics object with the growth of the counters; None: too early, see
+        ``MetricsReader``."""
         self._observed.changed_weights_chunks = self._guard.dropped_blocks
-        if self._guard.is_opening or not self._metrics.is_due(self._observed, time.monotonic()):
+        if self._guard.is_opening or not self._metrics.is_due(
+            self._observed, time.monotonic()
+        ):
             return None
-        return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
+        return self._metrics.read(
+            self._observed, self._tier.glance(), self._tier.num_held_blocks
+        )
 
     def shutdown(self) -> None:
-        """End unfinished requests, and wait until the store's process has committed all blocks and ended; idempotent.
+        """End unfinished requests, and wait until the store's process has committed all blocks and
+        ended; idempotent.
 
-        The store lists the part of each unfinished request that was stored. After a minute, a process that still uses
-        rows is killed, and its uncommitted blocks are lost; one that only commits continues for a bounded time.
+        The store lists the part of each unfinished request that was stored. After a minute, a
+        process that still uses rows is killed, and its uncommitted blocks are lost; one that only
+        commits continues for a bounded time.
         """
         for request in self._requests.values():
-            with self._isolation.guard("on_request_finished", "the context of a request is not listed"):
+            with self._isolation.guard(
+                "on_request_finished", "the context of a request is not listed"
+            ):
                 if request.has_stored:
                     self._guard.on_request_finished(request.end(), request.epoch)
         self._requests.clear()
         with self._isolation.guard("shutdown", "its resources may not be released"):
             self._guard.shutdown()
-        if self._made is not None and self._made in self._tiers:  # an engine may build its tiers again on this spec
+        # an engine may build its tiers again on this spec
+        if self._made is not None and self._made in self._tiers:
             self._tiers.remove(self._made)
         fds, self._region_fds = self._region_fds, ()
         close_region(fds)
 
 
-def _job(job: TransferJob, keys: list[OffloadKey], context: ours.ReqContext) -> JobMetadata:
-    return JobMetadata(job.job_id, keys, np.array(job.chunk_ids, np.int64), job.is_promotion, context)
+def _job(
+    job: TransferJob, keys: list[OffloadKey], context: ours.ReqContext
+) -> JobMetadata:
+    return JobMetadata(
+        job.job_id, keys, np.array(job.chunk_ids, np.int64), job.is_promotion, context
+    )
 
 
 def is_only_source(engine: Any) -> bool:
-    """Return whether all KV that the engine (a ``VllmConfig``) does not compute comes from tiers of this package."""
+    """Return whether all KV that the engine (a ``VllmConfig``) does not compute comes from tiers of
+    this package."""
     transfer = getattr(engine, "kv_transfer_config", None)
     if transfer is None or transfer.kv_connector != "OffloadingConnector":
         return False
@@ -339,17 +448,24 @@ def is_only_source(engine: Any) -> bool:
 
 
 def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:
-    """Return this engine's persistent tiers in the order of construction: a shared list, kept in the spec."""
-    tiers: list[PersistentTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
+    """Return this engine's persistent tiers in the order of construction: a shared list, kept in
+    the spec."""
+    tiers: list[PersistentTier] = vars(offloading_spec).setdefault(
+        "_persistkv_tiers", []
+    )
     return tiers
 
 
 def _context_keys(
-    offloading: Any, hash_algorithm: str, token_ids: Sequence[int], cache_salt: str | None
+    offloading: Any,
+    hash_algorithm: str,
+    token_ids: Sequence[int],
+    cache_salt: str | None,
 ) -> list[ours.OffloadKey]:
-    """Return the keys of a context's full chunks, in token order, one KV cache group after the other: those of a
-    request with this prompt, without LoRA and without multimodal inputs. Takes as long as the hashing of its prompt.
-    Runs in the engine's process, where vLLM has drawn the seed of its hashes.
+    """Return the keys of a context's full chunks, in token order, one KV cache group after the
+    other: those of a request with this prompt, without LoRA and without multimodal inputs. Takes as
+    long as the hashing of its prompt. Runs in the engine's process, where vLLM has drawn the seed
+    of its hashes.
     """
     hash_tokens = offloading.cache.tokens_per_hash
     request = Request(
@@ -358,7 +474,9 @@ def _context_keys(
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         cache_salt=cache_salt,
-        block_hasher=get_request_block_hasher(hash_tokens, get_hash_fn_by_name(hash_algorithm)),
+        block_hasher=get_request_block_hasher(
+            hash_tokens, get_hash_fn_by_name(hash_algorithm)
+        ),
     )
     keys = []
     for group in offloading.groups:

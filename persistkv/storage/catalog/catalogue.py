@@ -39,7 +39,12 @@ from persistkv.storage.catalog.rows import (
     read_state,
 )
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
+from persistkv.storage.format.manifest import (
+    ManifestKeys,
+    RequestManifest,
+    decode_manifest,
+    decode_manifest_keys,
+)
 from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
 from persistkv.storage.stats import BackendStats, RequestUse
 
@@ -53,12 +58,13 @@ _KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
 class Catalogue:
     """Queries of the packs, manifests and uses that the tables of a store record. Thread-safe.
 
-    Long answers are read in pages: no transaction lasts longer than one of them, so none keeps pages
-    of the environment from being reused. ``Backend`` specifies the methods without a docstring.
+    Long answers are read in pages: no transaction lasts longer than one of them, so none keeps
+    pages of the environment from being reused. ``Backend`` specifies the methods without a
+    docstring.
 
-    :param read: returns a read transaction for a ``with`` block. Any thread may begin one, also during
-        a write transaction, for which it must not wait: a commit may wait for packs that are encoded
-        in the threads that read.
+    :param read: returns a read transaction for a ``with`` block. Any thread may begin one, also
+        during a write transaction, for which it must not wait: a commit may wait for packs that are
+        encoded in the threads that read.
     :param disk_bytes: returns the bytes that the store takes on its medium.
     """
 
@@ -74,57 +80,108 @@ class Catalogue:
         with self._read() as rows:
             state = read_state(rows, namespace)
             since = None if cursor is None else cursor_sequence(state, cursor)
-            if since is not None and (changes := _changes_since(rows, namespace, since, state)) is not None:
+            if (
+                since is not None
+                and (changes := _changes_since(rows, namespace, since, state))
+                is not None
+            ):
                 return changes
-        blocks = min(state.blocks, self._disk_bytes() // _KEY_BYTES)  # the count may be damaged
-        return Changes(state.cursor, self._all(PACKS, namespace, pack_table), reset=True, blocks=blocks)
+        # the count may be damaged
+        blocks = min(state.blocks, self._disk_bytes() // _KEY_BYTES)
+        return Changes(
+            state.cursor,
+            self._all(PACKS, namespace, pack_table),
+            reset=True,
+            blocks=blocks,
+        )
 
-    def _all(self, table: str, namespace: bytes, decode: Callable[[Buffer, Buffer], T | None]) -> Iterator[T]:
-        """Yield the decoded rows of a namespace, a bounded number per transaction; skip those for which ``decode``
-        returns None.
+    def _all(
+        self, table: str, namespace: bytes, decode: Callable[[Buffer, Buffer], T | None]
+    ) -> Iterator[T]:
+        """Yield the decoded rows of a namespace, a bounded number per transaction; skip those for
+        which ``decode`` returns None.
         """
         start = namespace
         while start:
             with self._read() as rows:
                 found = islice(rows.range(table, start), _ROWS_AT_ONCE)
-                some = [(bytes(key), decode(key, row)) for key, row in found if key[:ID_BYTES] == namespace]
+                some = [
+                    (bytes(key), decode(key, row))
+                    for key, row in found
+                    if key[:ID_BYTES] == namespace
+                ]
             yield from (item for _, item in some if item is not None)
             start = some[-1][0] + b"\0" if len(some) == _ROWS_AT_ONCE else b""
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         names = [namespace + pack_id for pack_id in pack_ids]
-        found = self.each(names, lambda rows, name: pack_table(name, rows.get(PACKS, name)))
+        found = self.each(
+            names, lambda rows, name: pack_table(name, rows.get(PACKS, name))
+        )
         return [table for table in found if table is not None]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        return self._all(MANIFESTS, namespace, lambda key, row: decoded(decode_manifest, row))
+        return self._all(
+            MANIFESTS, namespace, lambda key, row: decoded(decode_manifest, row)
+        )
 
-    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+    def manifest_keys(
+        self, namespace: bytes, manifest_ids: Sequence[str]
+    ) -> list[ManifestKeys | None]:
         names = [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]
-        return self.each(names, lambda rows, name: decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name)))
+        return self.each(
+            names,
+            lambda rows, name: decoded(
+                decode_manifest_keys, rows.get(MANIFEST_KEYS, name)
+            ),
+        )
 
-    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+    def manifests_naming(
+        self, namespace: bytes, packs: Sequence[bytes]
+    ) -> list[RequestManifest]:
         with self._read() as rows:
-            names = dict.fromkeys(name for pack_id in packs for name in manifests_of(rows, namespace + pack_id))
-            return list(filter(None, (decoded(decode_manifest, rows.get(MANIFESTS, name)) for name in names)))
+            names = dict.fromkeys(
+                name
+                for pack_id in packs
+                for name in manifests_of(rows, namespace + pack_id)
+            )
+            return list(
+                filter(
+                    None,
+                    (
+                        decoded(decode_manifest, rows.get(MANIFESTS, name))
+                        for name in names
+                    ),
+                )
+            )
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
         with self._read() as rows:
             chain = Chain.decode(rows.get(CHAINS, manifest_row(namespace, manifest_id)))
         return None if chain is None else list(chain.packs)
 
-    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+    def uses(
+        self, namespace: bytes, manifest_ids: Sequence[str]
+    ) -> list[RequestUse | None]:
         moments: dict[bytes, list[int]] = {}
         with self._read() as rows:
             skew = read_clock(rows)[1].skew
 
         def read(rows: TableRows, name: bytes) -> RequestUse | None:
             chain = Chain.decode(rows.get(CHAINS, name))
-            return None if chain is None else _use_of(rows, namespace, chain, skew, moments)
+            return (
+                None
+                if chain is None
+                else _use_of(rows, namespace, chain, skew, moments)
+            )
 
-        return self.each([manifest_row(namespace, manifest_id) for manifest_id in manifest_ids], read)
+        return self.each(
+            [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids], read
+        )
 
-    def each(self, names: Sequence[bytes], read: Callable[[TableRows, bytes], T]) -> list[T]:
+    def each(
+        self, names: Sequence[bytes], read: Callable[[TableRows, bytes], T]
+    ) -> list[T]:
         """Return what ``read`` returns for each name. Up to 256 names share a read transaction."""
         found: list[T] = []
         for start in range(0, len(names), _AT_ONCE):
@@ -134,7 +191,9 @@ class Catalogue:
 
     def namespaces(self) -> Iterator[Namespace]:
         with self._read() as rows:
-            found = [decode_namespace(key, row) for key, row in rows.range(NAMESPACES, b"")]
+            found = [
+                decode_namespace(key, row) for key, row in rows.range(NAMESPACES, b"")
+            ]
         return iter([namespace for namespace in found if namespace is not None])
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
@@ -148,8 +207,11 @@ class Catalogue:
             return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
 
 
-def totals(states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None) -> BackendStats:
-    """Return the totals of a store from those of its namespaces; the other parameters are as in ``BackendStats``."""
+def totals(
+    states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None
+) -> BackendStats:
+    """Return the totals of a store from those of its namespaces; the other parameters are as in
+    ``BackendStats``."""
     return BackendStats(
         packs=sum(state.packs for state in states),
         blocks=sum(state.blocks for state in states),
@@ -167,8 +229,11 @@ def check_batch(namespace: bytes, batch: CommitBatch) -> None:
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 
 
-def _changes_since(rows: TableRows, namespace: bytes, since: int, state: NamespaceState) -> Changes | None:
-    """Return the changes after the one with the number ``since``; None if the log no longer has all of them."""
+def _changes_since(
+    rows: TableRows, namespace: bytes, since: int, state: NamespaceState
+) -> Changes | None:
+    """Return the changes after the one with the number ``since``; None if the log no longer has all
+    of them."""
     added: dict[bytes, None] = {}
     removed: dict[bytes, bytes] = {}
     for sequence in range(since + 1, state.sequence + 1):
@@ -181,17 +246,24 @@ def _changes_since(rows: TableRows, namespace: bytes, since: int, state: Namespa
         else:
             removed.setdefault(pack_id, fingerprints)
     tables = [pack_table(name, rows.get(PACKS, name)) for name in added]
-    return Changes(state.cursor, [table for table in tables if table is not None], removed)
+    return Changes(
+        state.cursor, [table for table in tables if table is not None], removed
+    )
 
 
 def _use_of(
-    rows: TableRows, namespace: bytes, chain: Chain, skew: float, moments: dict[bytes, list[int]]
+    rows: TableRows,
+    namespace: bytes,
+    chain: Chain,
+    skew: float,
+    moments: dict[bytes, list[int]],
 ) -> RequestUse | None:
-    """Return the last use and the sharing of a stored request; None if the row with the use of its last pack is missing
-    or damaged.
+    """Return the last use and the sharing of a stored request; None if the row with the use of its
+    last pack is missing or damaged.
 
     :param skew: seconds from the store's clock to the wall clock (``StoreClock.skew``).
-    :param moments: cache: for each last pack, the sorted moments at which the manifests that name it were written.
+    :param moments: cache: for each last pack, the sorted moments at which the manifests that name
+        it were written.
     """
     if not chain.packs:
         return RequestUse(chain.time + skew, False, 0, chain.pinned)
@@ -200,12 +272,26 @@ def _use_of(
     if use is None:
         return None
     if last not in moments:
-        chains = [Chain.decode(rows.get(CHAINS, name)) for name in manifests_of(rows, last)]
+        chains = [
+            Chain.decode(rows.get(CHAINS, name)) for name in manifests_of(rows, last)
+        ]
         moments[last] = sorted(other.moment for other in chains if other is not None)
     naming = moments[last]
     later = len(naming) - bisect_right(naming, chain.moment)
-    held = [row for pack_id in chain.packs if (row := rows.get(PACKS, namespace + pack_id)) is not None]
+    held = [
+        row
+        for pack_id in chain.packs
+        if (row := rows.get(PACKS, namespace + pack_id)) is not None
+    ]
     lengths = [table_lengths(row[SEQUENCE.size :]) for row in held]
     raw, stored = (sum(length[part] for length in lengths) for part in (0, 1))
     reused = use.moment > chain.moment
-    return RequestUse(use.time + skew, reused, max(0, len(naming) - 1), chain.pinned, later, raw, stored)
+    return RequestUse(
+        use.time + skew,
+        reused,
+        max(0, len(naming) - 1),
+        chain.pinned,
+        later,
+        raw,
+        stored,
+    )

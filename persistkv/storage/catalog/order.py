@@ -1,18 +1,22 @@
 """Eviction order of packs and manifests, and the store's clock, which measures ages and ttl.
 
-The package's docstring has the rules of the order. A batch that uses anything is one moment, even if it takes several
-transactions. The time of a use, on the store's clock, is greater than that of every use at an earlier moment: the order
-by moment is also the order by time, within each priority. Manifests with a ttl of their own are also listed in the
-table ``EXPIRIES``. Readers of the table ``ORDER`` skip entries that are duplicate or wrong because of damage.
+The package's docstring has the rules of the order. A batch that uses anything is one moment, even
+if it takes several transactions. The time of a use, on the store's clock, is greater than that of
+every use at an earlier moment: the order by moment is also the order by time, within each priority.
+Manifests with a ttl of their own are also listed in the table ``EXPIRIES``. Readers of the table
+``ORDER`` skip entries that are duplicate or wrong because of damage.
 
-A machine's wall clock may jump: a wrong RTC at boot, an NTP step, a restored snapshot. Therefore the store has its own
-clock. It starts at the wall clock's time and advances by elapsed time that two clocks confirm:
+A machine's wall clock may jump: a wrong RTC at boot, an NTP step, a restored snapshot. Therefore
+the store has its own clock. It starts at the wall clock's time and advances by elapsed time that
+two clocks confirm:
 
-1. On the same boot, it advances with the wall clock. If the wall clock jumps, which a difference of more than one
-   minute and 1 % from the clock since boot (``CLOCK_BOOTTIME``) shows, it advances by the smaller of the times elapsed
-   on the two clocks. A jump therefore expires nothing, in either direction.
-2. The time between two boots is measured by the wall clock alone. It counts only after the wall clock has run steadily
-   for ``CONFIRMATION_S`` on the new boot; until then, expiry treats the machine's downtime as zero.
+1. On the same boot, it advances with the wall clock. If the wall clock jumps, which a difference of
+   more than one minute and 1 % from the clock since boot (``CLOCK_BOOTTIME``) shows, it advances by
+   the smaller of the times elapsed on the two clocks. A jump therefore expires nothing, in either
+   direction.
+2. The time between two boots is measured by the wall clock alone. It counts only after the wall
+   clock has run steadily for ``CONFIRMATION_S`` on the new boot; until then, expiry treats the
+   machine's downtime as zero.
 3. It never moves backwards.
 """
 
@@ -47,12 +51,15 @@ from persistkv.storage.format.pack import ID_BYTES
 logger = logging.getLogger(__name__)
 
 CONFIRMATION_S = 3600.0  # one hour: NTP corrects a wrong RTC within minutes of a boot
-_TOLERANCE_S = 60.0  # the wall clock jumped if it differs by more than this and _DRIFT from the clock since boot
-_DRIFT = 0.01  # per elapsed second: chrony and adjtime slew the wall clock by up to a few percent
+# the wall clock jumped if it differs by more than this and _DRIFT from the clock since boot
+_TOLERANCE_S = 60.0
+# per elapsed second: chrony and adjtime slew the wall clock by up to a few percent
+_DRIFT = 0.01
 _LATEST_S = float(1 << 40)  # seconds since the epoch; far beyond any clock
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
 _MAX_PINS = (1 << 32) - 1
-_MOMENTS_PER_S = 1_000_000  # of ``TimedOrder``: two uses within a microsecond are one moment
+# of ``TimedOrder``: two uses within a microsecond are one moment
+_MOMENTS_PER_S = 1_000_000
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_ROW = b"clock"
 _CLOCK = struct.Struct("<Qddd16sdd")
@@ -71,12 +78,14 @@ class Reading(NamedTuple):
 
 
 class StoreClock(NamedTuple):
-    """A recorded reading of the store's own clock, which measures ages and ttl and ignores jumps of the wall clock."""
+    """A recorded reading of the store's own clock, which measures ages and ttl and ignores jumps of
+    the wall clock."""
 
     time: float  # of the store at the reading: seconds since the epoch
     at: Reading
     unconfirmed: float = 0.0
-    """Seconds between two boots that ``time`` does not include, because the wall clock has not confirmed them yet."""
+    """Seconds between two boots that ``time`` does not include, because the wall clock has not
+    confirmed them yet."""
     unconfirmed_since: float = 0.0
     """``Reading.since_boot`` at which the confirmation of ``unconfirmed`` began."""
 
@@ -88,8 +97,8 @@ class StoreClock(NamedTuple):
     def advanced(self, now: Reading) -> StoreClock:
         """Return the store's clock at a later reading of the machine's clocks.
 
-        If the wall clock jumped against the time since boot, log a warning, and advance by the smaller of the two
-        elapsed times.
+        If the wall clock jumped against the time since boot, log a warning, and advance by the
+        smaller of the two elapsed times.
         """
         wall = now.wall - self.at.wall
         if now.boot != self.at.boot or now.since_boot < self.at.since_boot:
@@ -98,11 +107,15 @@ class StoreClock(NamedTuple):
         unconfirmed, since = self.unconfirmed, self.unconfirmed_since
         if abs(wall - elapsed) > _TOLERANCE_S + _DRIFT * elapsed:
             logger.warning(
-                "the wall clock moved by %+.0f s against the time since boot: ages and ttl follow elapsed time",
+                "the wall clock moved by %+.0f s against the time since boot: ages and ttl "
+                "follow elapsed time",
                 wall - elapsed,
             )
             if unconfirmed:
-                unconfirmed, since = max(0.0, unconfirmed + wall - elapsed), now.since_boot
+                unconfirmed, since = (
+                    max(0.0, unconfirmed + wall - elapsed),
+                    now.since_boot,
+                )
             wall = min(wall, elapsed)
         moved = self.time + max(0.0, wall)
         if unconfirmed and now.since_boot - since >= CONFIRMATION_S:
@@ -113,13 +126,14 @@ class StoreClock(NamedTuple):
 def _boot() -> bytes:
     try:
         return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))[:16]
-    except (OSError, ValueError):  # no /proc: a new boot is only detected by a smaller time since boot
+    except (OSError, ValueError):
+        # no /proc: a new boot is only detected by a smaller time since boot
         return bytes(16)
 
 
 def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
-    """Return the number of the last moment (batch that used a pack or manifest) and the clock at that moment; in a new
-    store 0 and the present time.
+    """Return the number of the last moment (batch that used a pack or manifest) and the clock at
+    that moment; in a new store 0 and the present time.
 
     :raises CorruptStoreError: the row is damaged, so the number of the next moment is unknown.
     """
@@ -130,34 +144,49 @@ def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
     if len(row) == _CLOCK.size:
         moment, seconds, wall, since_boot, boot, unconfirmed, since = _CLOCK.unpack(row)
         values = (seconds, wall, since_boot, unconfirmed, since)
-        if moment <= MAX_COUNT and all(math.isfinite(value) and 0 <= value <= _LATEST_S for value in values):
-            return moment, StoreClock(seconds, Reading(wall, since_boot, boot), unconfirmed, since)
+        if moment <= MAX_COUNT and all(
+            math.isfinite(value) and 0 <= value <= _LATEST_S for value in values
+        ):
+            return moment, StoreClock(
+                seconds, Reading(wall, since_boot, boot), unconfirmed, since
+            )
     raise CorruptStoreError(f"unreadable clock: {bytes(row).hex()}")
 
 
 def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:
     """Record the number of the last moment and the clock at that moment."""
     seconds, at, unconfirmed, since = clock
-    row = _CLOCK.pack(moment, seconds, at.wall, at.since_boot, at.boot, unconfirmed, since)
+    row = _CLOCK.pack(
+        moment, seconds, at.wall, at.since_boot, at.boot, unconfirmed, since
+    )
     rows.put(META, _CLOCK_ROW, row)
 
 
 def _listed(rows: TableRows, found: bytes) -> Chain | None:
-    """Return the chain of the manifest that a key of ``EXPIRIES`` lists; None if the key is damaged or out of date."""
+    """Return the chain of the manifest that a key of ``EXPIRIES`` lists; None if the key is damaged
+    or out of date."""
     chain = Chain.decode(rows.get(CHAINS, found[-NAME_BYTES:]))
-    valid = chain is not None and chain.ttl_s > 0 and found == EXPIRY_KEY.pack(chain.expires, found[-NAME_BYTES:])
+    valid = (
+        chain is not None
+        and chain.ttl_s > 0
+        and found == EXPIRY_KEY.pack(chain.expires, found[-NAME_BYTES:])
+    )
     return chain if valid else None
 
 
 def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
-    """Return the time at which the manifest with the key ``found`` in ``EXPIRIES`` expires, unless it is used again."""
+    """Return the time at which the manifest with the key ``found`` in ``EXPIRIES`` expires, unless
+    it is used again."""
     namespace = found[-NAME_BYTES:-ID_BYTES]
-    use = Use.decode(rows.get(USES, namespace + chain.packs[-1])) if chain.packs else None
+    use = (
+        Use.decode(rows.get(USES, namespace + chain.packs[-1])) if chain.packs else None
+    )
     return chain.expires if use is None else max(chain.expires, use.time + chain.ttl_s)
 
 
 class EvictionOrder:
-    """The eviction order within one write transaction. A *name* is the key of a row in ``USES`` or ``CHAINS``.
+    """The eviction order within one write transaction. A *name* is the key of a row in ``USES`` or
+    ``CHAINS``.
 
     The transaction is one moment, at the time of the store's own clock.
 
@@ -169,14 +198,20 @@ class EvictionOrder:
         moment, before = read_clock(rows)
         self.moment = moment + 1
         clock = before.advanced(Reading.now())
-        self._clock = clock._replace(time=max(clock.time, math.nextafter(before.time, math.inf)))
+        self._clock = clock._replace(
+            time=max(clock.time, math.nextafter(before.time, math.inf))
+        )
         self.counts = False
-        """Set by the caller: whether this transaction is a moment. If not, the next one may have the same number."""
-        self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
+        """Set by the caller: whether this transaction is a moment. If not, the next one may have
+        the same number."""
+        self._clock_changed = (
+            clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
+        )
 
     @property
     def time(self) -> float:
-        """The store's time in this transaction: seconds since the epoch, later than every recorded use."""
+        """The store's time in this transaction: seconds since the epoch, later than every recorded
+        use."""
         return self._clock.time
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
@@ -186,7 +221,8 @@ class EvictionOrder:
     def touch(self, name: bytes, named: int = 0) -> bool:
         """Record that a pack was used now; return False if it is not listed.
 
-        :param named: lower bound for ``Use.named``: the priority of a manifest that names the pack now.
+        :param named: lower bound for ``Use.named``: the priority of a manifest that names the pack
+            now.
         """
         if (use := self.use(name)) is None:
             return False
@@ -197,7 +233,8 @@ class EvictionOrder:
         return True
 
     def _last_use(self, before: Use) -> tuple[int, float]:
-        """Return moment and time of a pack's last use, which is now. A later one is damaged, and is replaced."""
+        """Return moment and time of a pack's last use, which is now. A later one is damaged, and is
+        replaced."""
         return self.moment, self.time
 
     def use(self, name: bytes) -> Use | None:
@@ -207,16 +244,27 @@ class EvictionOrder:
     def pin(self, name: bytes, count: int) -> None:
         """Add ``count``, which may be negative, to a pack's ``Use.pins``."""
         if (use := self.use(name)) is not None:
-            self.put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)), use)
+            self.put(
+                name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)), use
+            )
 
     def remove_pack(self, name: bytes) -> None:
         if (use := self.use(name)) is not None:
             self._rows.delete(ORDER, use.order_key(name))
             self._rows.delete(USES, name)
 
-    def add_manifest(self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]) -> None:
+    def add_manifest(
+        self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]
+    ) -> None:
         """List a new manifest as written now; parameters as in ``Chain``."""
-        chain = Chain(self.moment, self.time, flags, ttl_s, self.time + ttl_s if ttl_s else 0.0, packs)
+        chain = Chain(
+            self.moment,
+            self.time,
+            flags,
+            ttl_s,
+            self.time + ttl_s if ttl_s else 0.0,
+            packs,
+        )
         self.put(name, chain)
         if ttl_s:
             self._rows.put(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name), b"")
@@ -233,9 +281,11 @@ class EvictionOrder:
             self._rows.delete(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name))
 
     def expired(self) -> Iterator[bytes]:
-        """Iterate over the names of manifests whose own ttl has passed. The caller may remove them meanwhile.
+        """Iterate over the names of manifests whose own ttl has passed. The caller may remove them
+        meanwhile.
 
-        Enter manifests that were used again in ``EXPIRIES`` under their new time of expiry, and delete damaged entries.
+        Enter manifests that were used again in ``EXPIRIES`` under their new time of expiry, and
+        delete damaged entries.
         """
         key = b""
         while (found := self._rows.first(EXPIRIES, key)) is not None:
@@ -255,28 +305,37 @@ class EvictionOrder:
                 self._rows.put(CHAINS, name, chain._replace(expires=expires).encode())
 
     def oldest(self, low: bool | None = None) -> Iterator[tuple[bytes, Use | Chain]]:
-        """Iterate over the names and rows of packs and manifests in eviction order, and delete damaged entries. The
-        caller may change the order meanwhile.
+        """Iterate over the names and rows of packs and manifests in eviction order, and delete
+        damaged entries. The caller may change the order meanwhile.
 
         :param low: True: only candidates of low priority; False: only the others; None: all.
         """
         key = b"\1" if low is False else b""
-        while (found := self._rows.first(ORDER, key)) is not None and not (low and found[:1] != b"\0"):
+        while (found := self._rows.first(ORDER, key)) is not None and not (
+            low and found[:1] != b"\0"
+        ):
             key = found + b"\0"
             row, name = None, found[-NAME_BYTES:]
             if len(found) == ORDER_KEY.size:
-                row = self.chain(name) if ORDER_KEY.unpack(found)[3] == MANIFEST else self.use(name)
+                row = (
+                    self.chain(name)
+                    if ORDER_KEY.unpack(found)[3] == MANIFEST
+                    else self.use(name)
+                )
             if row is not None and row.order_key(name) == found:
                 yield name, row
             else:
                 self._rows.delete(ORDER, found)
 
     def finish(self) -> None:
-        """Record the clock if the transaction used anything (``counts``), after a reboot, or if the skew changed."""
+        """Record the clock if the transaction used anything (``counts``), after a reboot, or if the
+        skew changed."""
         if self.counts or self._clock_changed:
             write_clock(self._rows, self.moment, self._clock)
 
-    def put(self, name: bytes, row: Use | Chain, before: Use | Chain | None = None) -> None:
+    def put(
+        self, name: bytes, row: Use | Chain, before: Use | Chain | None = None
+    ) -> None:
         """Write the row of a pack or manifest, in place of ``before``."""
         if before is not None:
             self._rows.delete(ORDER, before.order_key(name))
@@ -286,8 +345,8 @@ class EvictionOrder:
 
 
 class TimedOrder(EvictionOrder):
-    """The eviction order of a catalogue whose uses carry their own times and arrive in any order: of
-    several uses of a pack, the latest counts. ``set_time`` sets the time of the next uses.
+    """The eviction order of a catalogue whose uses carry their own times and arrive in any order:
+    of several uses of a pack, the latest counts. ``set_time`` sets the time of the next uses.
     """
 
     def __init__(self, rows: TableRows) -> None:

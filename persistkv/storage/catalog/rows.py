@@ -1,4 +1,5 @@
-"""Tables of the catalogue in an LMDB environment, each of them a database, and the encoding of their rows.
+"""Tables of the catalogue in an LMDB environment, each of them a database, and the encoding of
+their rows.
 
 docs/format.md specifies the encoding.
 """
@@ -23,36 +24,62 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Names of the tables, with the content of their rows as key → value. Except in META, ORDER and EXPIRIES, keys
-# begin with the namespace's id (16 bytes), so a namespace is one range of each table.
+# Names of the tables, with the content of their rows as key → value. Except in META, ORDER and
+# EXPIRIES, keys begin with the namespace's id (16 bytes), so a namespace is one range of each
+# table.
 META = "meta"
-"""``clock`` → number of the last moment, then ``StoreClock``. ``note``, namespace, name → content of a note
-(``Backend.note``). Drivers also store their own rows here."""
-NAMESPACES = "namespaces"  # namespace → time of creation, then the identity's canonical JSON
+"""``clock`` → number of the last moment, then ``StoreClock``. ``note``, namespace, name → content
+of a note (``Backend.note``). Drivers also store their own rows here."""
+# namespace → time of creation, then the identity's canonical JSON
+NAMESPACES = "namespaces"
 STATES = "states"  # namespace → ``NamespaceState``
-PACKS = "packs"  # namespace, pack id → the sequence number at which the pack was added, then its table
-LOG = "log"  # namespace, sequence number big-endian → ``+`` or ``-``, pack id; after ``-``, fingerprints of its keys
+# namespace, pack id → the sequence number at which the pack was added, then its table
+PACKS = "packs"
+# namespace, sequence number big-endian → ``+`` or ``-``, pack id; after ``-``, fingerprints of its
+# keys
+LOG = "log"
 MANIFESTS = "manifests"  # namespace, digest of the manifest's id → the manifest's head
-MANIFEST_KEYS = "manifest_keys"  # namespace, digest of the manifest's id → the manifest's keys
+# namespace, digest of the manifest's id → the manifest's keys
+MANIFEST_KEYS = "manifest_keys"
 USES = "uses"  # namespace, pack id → ``Use``
-ORDER = "order"  # ``ORDER_KEY`` → empty: packs and manifests that may be evicted, in eviction order
+# ``ORDER_KEY`` → empty: packs and manifests that may be evicted, in eviction order
+ORDER = "order"
 CHAINS = "chains"  # namespace, digest of the manifest's id → ``Chain``
-LINKS = "links"  # namespace, pack id, digest of the id of a manifest that names the pack → empty
-EXPIRIES = "expiries"  # ``EXPIRY_KEY`` → empty: manifests with a ttl of their own, by the earliest time of expiry
+# namespace, pack id, digest of the id of a manifest that names the pack → empty
+LINKS = "links"
+# ``EXPIRY_KEY`` → empty: manifests with a ttl of their own, by the earliest time of expiry
+EXPIRIES = "expiries"
 
-TABLES = (META, NAMESPACES, STATES, PACKS, LOG, MANIFESTS, MANIFEST_KEYS, USES, ORDER, CHAINS, LINKS, EXPIRIES)
+TABLES = (
+    META,
+    NAMESPACES,
+    STATES,
+    PACKS,
+    LOG,
+    MANIFESTS,
+    MANIFEST_KEYS,
+    USES,
+    ORDER,
+    CHAINS,
+    LINKS,
+    EXPIRIES,
+)
 
 
 class TableRows:
-    """Rows (key and value) of all tables of a store within one LMDB transaction, sorted by key in each table.
+    """Rows (key and value) of all tables of a store within one LMDB transaction, sorted by key in
+    each table.
 
-    A row's key has at most 64 bytes. Returned buffers are valid until a row is changed, or the transaction ends. A
-    change that finds no room raises LMDB's error; the transaction must then be rolled back.
+    A row's key has at most 64 bytes. Returned buffers are valid until a row is changed, or the
+    transaction ends. A change that finds no room raises LMDB's error; the transaction must then be
+    rolled back.
 
     :param databases: by the name of the table.
     """
 
-    def __init__(self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]) -> None:
+    def __init__(
+        self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]
+    ) -> None:
         self.txn = txn
         self._databases = databases
 
@@ -74,20 +101,25 @@ class TableRows:
         return self.txn.delete(key, db=self._databases[table])
 
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
-        """Iterate over (key, value) from the key ``start`` on, ascending. Do not change rows meanwhile."""
+        """Iterate over (key, value) from the key ``start`` on, ascending. Do not change rows
+        meanwhile."""
         cursor = self.cursor(table)
         if cursor.set_range(start):
             yield from cursor.iternext()
 
-    def starting_with(self, table: str, prefix: bytes) -> Iterator[tuple[Buffer, Buffer]]:
-        """Iterate over the rows whose keys start with ``prefix``, ascending. Do not change rows meanwhile."""
+    def starting_with(
+        self, table: str, prefix: bytes
+    ) -> Iterator[tuple[Buffer, Buffer]]:
+        """Iterate over the rows whose keys start with ``prefix``, ascending. Do not change rows
+        meanwhile."""
         for key, value in self.range(table, prefix):
             if key[: len(prefix)] != prefix:
                 return
             yield key, value
 
     def first(self, table: str, start: bytes) -> bytes | None:
-        """Return the first key of a table from ``start`` on; None if there is none. The caller may change rows next."""
+        """Return the first key of a table from ``start`` on; None if there is none. The caller may
+        change rows next."""
         with self.cursor(table) as cursor:
             return bytes(cursor.key()) if cursor.set_range(start) else None
 
@@ -99,9 +131,13 @@ class TableRows:
         return int(self.txn.stat(self._databases[table])["entries"])
 
     def used_bytes(self) -> int:
-        """Return the bytes of the pages that this transaction's snapshot uses, without free pages."""
+        """Return the bytes of the pages that this transaction's snapshot uses, without free
+        pages."""
         stats = [self.txn.stat(), *map(self.txn.stat, self._databases.values())]
-        pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        pages = sum(
+            stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+            for stat in stats
+        )
         return int((_META_PAGES + pages) * stats[0]["psize"])
 
 
@@ -116,8 +152,10 @@ _STATE = struct.Struct("<8s6Q")
 _USE = struct.Struct("<QdIIB")
 _CHAIN = struct.Struct("<QdBdd")
 GENERATION_BYTES = 8  # of ``NamespaceState.generation``, with which each cursor begins
-NO_GENERATION = bytes(GENERATION_BYTES)  # of a namespace without content, which has no rows
-EMPTY_CURSOR = NO_GENERATION + bytes(8)  # position in the change log of such a namespace
+# of a namespace without content, which has no rows
+NO_GENERATION = bytes(GENERATION_BYTES)
+# position in the change log of such a namespace
+EMPTY_CURSOR = NO_GENERATION + bytes(8)
 MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
 
 PINNED, ORDERED, LOW = 1, 2, 4
@@ -125,22 +163,26 @@ NAMED_LOW, NAMED = 1, 2
 PACK, MANIFEST = 0, 1
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
 ORDER_KEY = struct.Struct(">?QIB32s")
-"""Key in the table ``ORDER``: False for low priority, moment, UNKNOWN_DEPTH minus the depth, ``PACK`` or ``MANIFEST``,
-and the key of the row in ``USES`` or ``CHAINS``.
+"""Key in the table ``ORDER``: False for low priority, moment, UNKNOWN_DEPTH minus the depth,
+``PACK`` or ``MANIFEST``, and the key of the row in ``USES`` or ``CHAINS``.
 """
-EXPIRY_KEY = struct.Struct(">d32s")  # in the table ``EXPIRIES``: ``Chain.expires``, the manifest's key in ``CHAINS``
+# in the table ``EXPIRIES``: ``Chain.expires``, the manifest's key in ``CHAINS``
+EXPIRY_KEY = struct.Struct(">d32s")
 
 
 class Use(NamedTuple):
     """Last use of a pack."""
 
-    moment: int  # number of the commit that used the pack last; only commits that use anything count
+    # number of the commit that used the pack last; only commits that use anything count
+    moment: int
     time: float  # of the last use: seconds since the epoch, on the store's clock
-    depth: int  # smallest ``Frame.depth`` of the pack's frames, in blocks; UNKNOWN_DEPTH if it is not known
-    pins: int  # number of pinned manifests that name the pack; if there is one, ``ORDER`` does not list it
+    # smallest ``Frame.depth`` of the pack's frames, in blocks; UNKNOWN_DEPTH if it is not known
+    depth: int
+    # number of pinned manifests that name the pack; if there is one, ``ORDER`` does not list it
+    pins: int
     named: int
-    """Manifests that have named the pack since it was written. 0: none; ``NAMED_LOW``: only manifests of low priority;
-    ``NAMED``: at least one of normal priority."""
+    """Manifests that have named the pack since it was written. 0: none; ``NAMED_LOW``: only
+    manifests of low priority; ``NAMED``: at least one of normal priority."""
 
     @property
     def pinned(self) -> bool:
@@ -148,7 +190,9 @@ class Use(NamedTuple):
 
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the pack with the key ``name``."""
-        return ORDER_KEY.pack(self.named != NAMED_LOW, self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
+        return ORDER_KEY.pack(
+            self.named != NAMED_LOW, self.moment, UNKNOWN_DEPTH - self.depth, PACK, name
+        )
 
     def encode(self) -> bytes:
         return _USE.pack(*self)
@@ -156,21 +200,30 @@ class Use(NamedTuple):
     @classmethod
     def decode(cls, row: Buffer | None) -> Use | None:
         """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
-        return cls(*_USE.unpack(row)) if row is not None and len(row) == _USE.size else None
+        return (
+            cls(*_USE.unpack(row))
+            if row is not None and len(row) == _USE.size
+            else None
+        )
 
 
 class Chain(NamedTuple):
     """A manifest's packs, flags and ttl, and the commit that wrote it."""
 
-    moment: int  # number of the commit that wrote the manifest; only commits that use anything are counted
-    time: float  # at which the manifest was written: seconds since the epoch, on the store's clock
+    # number of the commit that wrote the manifest; only commits that use anything are counted
+    moment: int
+    # at which the manifest was written: seconds since the epoch, on the store's clock
+    time: float
     flags: int
-    """``PINNED`` (not listed in ``ORDER``), ``LOW`` (priority: evicted before all others), and ``ORDERED``: ``packs``
-    are in the order of the request's tokens; otherwise their order has no meaning."""
-    ttl_s: float  # seconds from the last use of the last of ``packs`` to the expiry of the manifest; 0: never
+    """``PINNED`` (not listed in ``ORDER``), ``LOW`` (priority: evicted before all others), and
+    ``ORDERED``: ``packs`` are in the order of the request's tokens; otherwise their order has no
+    meaning."""
+    # seconds from the last use of the last of ``packs`` to the expiry of the manifest; 0: never
+    ttl_s: float
     expires: float
-    """Earliest time of expiry, on the store's clock, under which ``EXPIRIES`` lists the manifest; 0 without ``ttl_s``.
-    A use does not change this time. When it has passed, the last use of the last pack decides."""
+    """Earliest time of expiry, on the store's clock, under which ``EXPIRIES`` lists the manifest; 0
+    without ``ttl_s``. A use does not change this time. When it has passed, the last use of the last
+    pack decides."""
     packs: tuple[bytes, ...]  # ids, from the beginning of the context on
 
     @property
@@ -179,7 +232,9 @@ class Chain(NamedTuple):
 
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the manifest with the key ``name``."""
-        return ORDER_KEY.pack(not self.flags & LOW, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
+        return ORDER_KEY.pack(
+            not self.flags & LOW, self.moment, UNKNOWN_DEPTH, MANIFEST, name
+        )
 
     def encode(self) -> bytes:
         return _CHAIN.pack(*self[:-1]) + b"".join(self.packs)
@@ -190,16 +245,21 @@ class Chain(NamedTuple):
         if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
             return None
         ids = bytes(row[_CHAIN.size :])
-        packs = tuple(ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES))
+        packs = tuple(
+            ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES)
+        )
         return cls._make((*_CHAIN.unpack_from(row), packs))
 
 
 @dataclass
 class NamespaceState:
-    """A namespace's change count and exact totals, as in ``BackendStats``: one row, which commits update."""
+    """A namespace's change count and exact totals, as in ``BackendStats``: one row, which commits
+    update."""
 
-    generation: bytes  # 8 random bytes, part of each cursor: a namespace that begins again accepts no earlier cursors
-    sequence: int = 0  # number of packs added or removed since the namespace began, that of the last change
+    # 8 random bytes, part of each cursor: a namespace that begins again accepts no earlier cursors
+    generation: bytes
+    # number of packs added or removed since the namespace began, that of the last change
+    sequence: int = 0
     packs: int = 0
     blocks: int = 0
     requests: int = 0
@@ -208,11 +268,13 @@ class NamespaceState:
 
     @property
     def cursor(self) -> bytes:
-        """Current position in the namespace's change log: the argument for ``Backend.changes``, 16 bytes."""
+        """Current position in the namespace's change log: the argument for ``Backend.changes``, 16
+        bytes."""
         return self.generation + self.sequence.to_bytes(8, "big")
 
     def encode(self) -> bytes:
-        # In the order of the fields. ``dataclasses.astuple`` would copy each value deeply, for each pack.
+        # In the order of the fields. ``dataclasses.astuple`` would copy each value deeply, for each
+        # pack.
         counts = (
             self.sequence,
             self.packs,
@@ -232,7 +294,9 @@ class NamespaceState:
         :raises CorruptStoreError: the row is damaged.
         """
         if len(row) != _STATE.size:
-            raise CorruptStoreError(f"namespace state: {len(row)} bytes instead of {_STATE.size}")
+            raise CorruptStoreError(
+                f"namespace state: {len(row)} bytes instead of {_STATE.size}"
+            )
         generation, *counts = _STATE.unpack(row)
         if max(counts) > MAX_COUNT:
             raise CorruptStoreError(f"namespace state: a count of {max(counts)}")
@@ -247,7 +311,8 @@ class NamespaceState:
 
 
 def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:
-    """Return the recorded state of a namespace; the state of an empty one, with ``NO_GENERATION``, if it has no row.
+    """Return the recorded state of a namespace; the state of an empty one, with ``NO_GENERATION``,
+    if it has no row.
 
     :raises CorruptStoreError: its row is damaged.
     """
@@ -256,22 +321,29 @@ def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:
 
 
 def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
-    """Return the sequence number in a cursor; None if the cursor is not valid for this namespace."""
+    """Return the sequence number in a cursor; None if the cursor is not valid for this
+    namespace."""
     if cursor == EMPTY_CURSOR:  # all that the namespace has was added later
         return 0
     sequence = int.from_bytes(cursor[8:], "big")
-    known = len(cursor) == 16 and cursor[:8] == state.generation and sequence <= state.sequence
+    known = (
+        len(cursor) == 16
+        and cursor[:8] == state.generation
+        and sequence <= state.sequence
+    )
     return sequence if known else None
 
 
 def is_current(cursor: bytes, seen: bytes) -> bool:
-    """Return whether ``cursor``, the current position in a namespace's change log, has no changes after ``seen``."""
+    """Return whether ``cursor``, the current position in a namespace's change log, has no changes
+    after ``seen``."""
     has_changes = any(cursor[8:])
     return seen == cursor or (seen == EMPTY_CURSOR and not has_changes)
 
 
 def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
-    """Return the key of a manifest's rows: namespace and digest of its id. Ids may be too long for keys."""
+    """Return the key of a manifest's rows: namespace and digest of its id. Ids may be too long for
+    keys."""
     return namespace + blake2b(manifest_id.encode(), digest_size=ID_BYTES).digest()
 
 
@@ -285,18 +357,24 @@ def encode_namespace(namespace: Namespace) -> bytes:
 
 
 def decode_namespace(key: Buffer, row: Buffer | None) -> Namespace | None:
-    """Decode key and value of a row in ``NAMESPACES``; return None if the row is missing or damaged."""
+    """Decode key and value of a row in ``NAMESPACES``; return None if the row is missing or
+    damaged."""
     if row is None or len(row) < _CREATED.size:
         return None
     try:
         identity = Identity.decode(bytes(row[_CREATED.size :]))
-        return Namespace(identity, _CREATED.unpack_from(row)[0]) if identity.digest == key else None
+        return (
+            Namespace(identity, _CREATED.unpack_from(row)[0])
+            if identity.digest == key
+            else None
+        )
     except (ValueError, RecursionError):
         return None
 
 
 def pack_table(key: Buffer, row: Buffer | None) -> PackTable | None:
-    """Return the table of the pack in a row of ``PACKS``; None if the row is missing, damaged or of another key."""
+    """Return the table of the pack in a row of ``PACKS``; None if the row is missing, damaged or of
+    another key."""
     if row is None:
         return None
     try:
@@ -309,15 +387,15 @@ def pack_table(key: Buffer, row: Buffer | None) -> PackTable | None:
 def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -> bytes:
     """Return the value of a row in ``LOG``.
 
-    :param table: of a removed pack, if known. The row contains its ``PackedKeys.fingerprints``, so that readers of the
-        log need not search their index for them.
+    :param table: of a removed pack, if known. The row contains its ``PackedKeys.fingerprints``, so
+        that readers of the log need not search their index for them.
     """
     return kind + pack_id + (b"" if table is None else table.keys.fingerprints)
 
 
 def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
-    """Return kind, pack id and fingerprints (may be empty) of a row in ``LOG``. Damage is not detected: they may be
-    wrong.
+    """Return kind, pack id and fingerprints (may be empty) of a row in ``LOG``. Damage is not
+    detected: they may be wrong.
     """
     row = bytes(row)
     return row[:1], row[1 : 1 + ID_BYTES], row[1 + ID_BYTES :]
@@ -332,7 +410,10 @@ def decoded(decode: Callable[[Buffer], T], row: Buffer | None) -> T | None:
 
 
 def manifests_of(rows: TableRows, pack: bytes) -> Iterator[bytes]:
-    """Yield the keys (``manifest_row``) of the manifests that name a pack, whose key is ``pack``. Do not change rows
-    meanwhile.
+    """Yield the keys (``manifest_row``) of the manifests that name a pack, whose key is ``pack``.
+    Do not change rows meanwhile.
     """
-    return (pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows.starting_with(LINKS, pack))
+    return (
+        pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :])
+        for key, _ in rows.starting_with(LINKS, pack)
+    )

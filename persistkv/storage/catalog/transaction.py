@@ -49,26 +49,32 @@ from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 
 LOG_ENTRIES = 4096
-"""Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole catalogue."""
-_EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
-_BEGINNING_BYTES = 8 << 10  # 8 KiB: rows that begin a namespace, without its identity, in pages of their own
-_ROWS_BYTES = 1 << 10  # 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
+"""Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole
+catalogue."""
+# packs and manifests that one commit expires, at less than 1 ms each
+_EXPIRED_AT_ONCE = 128
+# 8 KiB: rows that begin a namespace, without its identity, in pages of their own
+_BEGINNING_BYTES = 8 << 10
+# 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
+_ROWS_BYTES = 1 << 10
 
 
 class Evicted(enum.Enum):
     """Result of eviction."""
 
     ENOUGH = "enough"  # the goal is met
-    SOME = "some"  # the limit of one transaction is reached; more may be evicted in another one
+    # the limit of one transaction is reached; more may be evicted in another one
+    SOME = "some"
     ALL = "all"  # nothing else may be evicted, and the goal is not met
 
 
 class Payloads(Protocol):
-    """Payload storage of one transaction. A rollback of the transaction undoes all writes and deletions."""
+    """Payload storage of one transaction. A rollback of the transaction undoes all writes and
+    deletions."""
 
     def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
-        """Write a pack's payload, or start writing it: the buffers of the stream may be read until the transaction
-        ends. Errors of the stream are raised unchanged.
+        """Write a pack's payload, or start writing it: the buffers of the stream may be read until
+        the transaction ends. Errors of the stream are raised unchanged.
 
         :param name: namespace and pack id.
         :raises StoreFullError: there is no room for the payload.
@@ -79,17 +85,19 @@ class Payloads(Protocol):
 
 
 class CatalogTransaction:
-    """Changes of the catalogue within one write transaction of the driver, which commits them atomically.
+    """Changes of the catalogue within one write transaction of the driver, which commits them
+    atomically.
 
-    A *name* is a namespace's id followed by a pack id or by the digest of a manifest's id (``manifest_row``). If a
-    method raises, the driver must roll the transaction back.
+    A *name* is a namespace's id followed by a pack id or by the digest of a manifest's id
+    (``manifest_row``). If a method raises, the driver must roll the transaction back.
 
     :param namespace: id of the namespace to which the pack ids of all methods belong.
     :param keep: names of packs and manifests that are not evicted.
     :param payloads: storage of the payloads; None: they are not in the store's transactions.
     :param order: the eviction order, of the same rows; None: that of the store's own clock.
-    :param opened: namespaces, by id, that this transaction may begin. A namespace begins with its first content, and
-        ends with its last: ``finish`` writes or deletes its rows. None: the driver keeps the rows of namespaces itself.
+    :param opened: namespaces, by id, that this transaction may begin. A namespace begins with its
+        first content, and ends with its last: ``finish`` writes or deletes its rows. None: the
+        driver keeps the rows of namespaces itself.
     :raises CorruptStoreError: the row of the namespace's totals or of the clock is damaged.
     """
 
@@ -103,14 +111,16 @@ class CatalogTransaction:
         order: EvictionOrder | None = None,
     ) -> None:
         self.evicted: list[PackTable] = []
-        """Tables of the packs that this transaction has removed, in all namespaces, except those whose table is
-        damaged."""
+        """Tables of the packs that this transaction has removed, in all namespaces, except those
+        whose table is damaged."""
         self.removed: list[bytes] = []
-        """Names of the packs that this transaction has removed, those with a damaged table included."""
+        """Names of the packs that this transaction has removed, those with a damaged table
+        included."""
         self.ended: list[bytes] = []
         """Ids of the namespaces that ``finish`` has deleted: they have lost their last content."""
         self.dropped: list[bytes] = []
-        """Names of the manifests that this transaction has deleted, those that it has replaced included."""
+        """Names of the manifests that this transaction has deleted, those that it has replaced
+        included."""
         self.grew = False
         """Whether this transaction has written a pack or manifest."""
         self._payloads = payloads
@@ -130,14 +140,16 @@ class CatalogTransaction:
 
     @property
     def beginning_bytes(self) -> int:
-        """Upper estimate of the bytes of the rows that begin the namespace; 0 if the store holds it."""
+        """Upper estimate of the bytes of the rows that begin the namespace; 0 if the store holds
+        it."""
         opened = {} if self._opened is None else self._opened
         if self._state.generation != NO_GENERATION or self._namespace not in opened:
             return 0
         return len(encode_namespace(opened[self._namespace])) + _BEGINNING_BYTES
 
     def remove(self, batch: CommitBatch) -> None:
-        """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched packs last."""
+        """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched
+        packs last."""
         if batch.packs or batch.manifests or batch.touches:
             self._order.counts = True
         for pack_id in batch.deletions:
@@ -161,13 +173,17 @@ class CatalogTransaction:
             self._order.touch(self._namespace + pack_id)
 
     def missing(self, packs: Iterable[NewPack]) -> list[NewPack]:
-        """Return the packs that ``add`` would write: those that are not held, or whose table is damaged."""
-        return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
+        """Return the packs that ``add`` would write: those that are not held, or whose table is
+        damaged."""
+        return [
+            pack for pack in packs if not self._holds(self._namespace + pack.pack_id)
+        ]
 
     def evict(self, is_enough: Callable[[], bool], at_most: int) -> Evicted:
         """Evict in eviction order until a goal is met.
 
-        :param is_enough: returns whether the goal is met; called before the first eviction and after each.
+        :param is_enough: returns whether the goal is met; called before the first eviction and
+            after each.
         :param at_most: maximum number of packs and manifests to evict.
         """
         if is_enough():
@@ -184,11 +200,13 @@ class CatalogTransaction:
         return Evicted.ALL
 
     def expire(self, ttl_s: float | None, at_most: int = _EXPIRED_AT_ONCE) -> None:
-        """Remove expired content: manifests whose own ttl has passed, with those of their packs that were unused for it
-        and that no other manifest names; then packs and manifests by the store's ttl.
+        """Remove expired content: manifests whose own ttl has passed, with those of their packs
+        that were unused for it and that no other manifest names; then packs and manifests by the
+        store's ttl.
 
         :param ttl_s: the store's ttl in seconds; None: none.
-        :param at_most: maximum number of packs and manifests to remove; later calls remove the rest.
+        :param at_most: maximum number of packs and manifests to remove; later calls remove the
+            rest.
         """
         for name in self._order.expired():
             if not at_most:
@@ -200,7 +218,8 @@ class CatalogTransaction:
             return
         for low in (True, False):
             for name, row in self._order.oldest(low):
-                if row.time > self._order.time:  # damaged: nothing is used later than now
+                # damaged: nothing is used later than now
+                if row.time > self._order.time:
                     continue
                 if not at_most or row.time >= self._order.time - ttl_s:
                     break
@@ -224,23 +243,30 @@ class CatalogTransaction:
         """Delete a pack alone: the manifests that name it, and the packs after it, are kept."""
         self._delete_pack(self._namespace + pack_id)
 
-    def drop_manifests_of(self, pack_id: bytes, at_most: int, *, alone: bool = False) -> bool:
-        """Delete at most ``at_most`` manifests that name a pack. Several transactions do so before the deletion of a
-        pack that many requests share, so that no transaction gets too large.
+    def drop_manifests_of(
+        self, pack_id: bytes, at_most: int, *, alone: bool = False
+    ) -> bool:
+        """Delete at most ``at_most`` manifests that name a pack. Several transactions do so before
+        the deletion of a pack that many requests share, so that no transaction gets too large.
 
-        :param alone: keep the packs that follow this one in the deleted manifests; False: delete those of them that no
-            manifest names now.
-        :returns: whether more manifests name the pack, except those in ``keep``, which are not deleted.
+        :param alone: keep the packs that follow this one in the deleted manifests; False: delete
+            those of them that no manifest names now.
+        :returns: whether more manifests name the pack, except those in ``keep``, which are not
+            deleted.
         """
         name = self._namespace + pack_id
-        found = (manifest for manifest in manifests_of(self._rows, name) if manifest not in self._keep)
+        found = (
+            manifest
+            for manifest in manifests_of(self._rows, name)
+            if manifest not in self._keep
+        )
         naming = list(islice(found, at_most + 1))
         self._drop_all(naming[:at_most], name, alone=alone)
         return len(naming) > at_most
 
     def finish(self) -> None:
-        """Write totals and clock, and delete the oldest entries of the log. Begin namespaces with their first content,
-        and end those that have none left. Call this last in a transaction.
+        """Write totals and clock, and delete the oldest entries of the log. Begin namespaces with
+        their first content, and end those that have none left. Call this last in a transaction.
 
         :raises StoreError: content was added to a namespace that is neither held nor opened.
         """
@@ -262,10 +288,12 @@ class CatalogTransaction:
         return pack_table(name, self._rows.get(PACKS, name)) is not None
 
     def _add(self, pack: NewPack) -> None:
-        """Write a pack, or touch it if it is held. A pack with a damaged table is not held and is rewritten."""
+        """Write a pack, or touch it if it is held. A pack with a damaged table is not held and is
+        rewritten."""
         name = self._namespace + pack.pack_id
         if self._holds(name):
-            if not self._order.touch(name):  # its use is damaged: without one, it could not be evicted
+            # its use is damaged: without one, it could not be evicted
+            if not self._order.touch(name):
                 self._order.add_pack(name, UNKNOWN_DEPTH, self._pins_of(name))
             return
         self._delete_pack(name)
@@ -273,10 +301,13 @@ class CatalogTransaction:
         if self._payloads is not None:
             self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
-        self._rows.put(PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode())
+        self._rows.put(
+            PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode()
+        )
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
         self._order.add_pack(name, depth, self._pins_of(name))
-        if named := self._named_by(name):  # in a shared store, a manifest may arrive before its packs
+        # in a shared store, a manifest may arrive before its packs
+        if named := self._named_by(name):
             self._order.touch(name, named)
         self._state.count(pack.table, 1)
 
@@ -287,22 +318,29 @@ class CatalogTransaction:
             self._delete(name)
 
     def _delete(self, name: bytes, *, alone: bool = False) -> None:
-        """Delete a pack and the manifests that name it; unless ``alone``, also their later packs that no other manifest
-        names.
+        """Delete a pack and the manifests that name it; unless ``alone``, also their later packs
+        that no other manifest names.
         """
         self._drop_all(list(manifests_of(self._rows, name)), name, alone=alone)
         self._delete_pack(name)
 
     def _drop_all(self, manifests: list[bytes], pack: bytes, *, alone: bool) -> None:
-        """Delete manifests that name a pack; unless ``alone``, also their later packs that no manifest names now."""
+        """Delete manifests that name a pack; unless ``alone``, also their later packs that no
+        manifest names now."""
         behind: dict[bytes, None] = {}
         for manifest in manifests:
             behind.update(dict.fromkeys(self.drop_manifest(manifest, behind=pack)))
-            self._rows.delete(LINKS, pack + manifest[ID_BYTES:])  # also if the manifest's rows are damaged
+            # also if the manifest's rows are damaged
+            self._rows.delete(LINKS, pack + manifest[ID_BYTES:])
         if alone:
             return
-        for name in behind:  # only packs that no manifest names: nothing else must be deleted with them
-            if name not in self._keep and self._rows.get(PACKS, name) is not None and not self._is_named(name):
+        # only packs that no manifest names: nothing else must be deleted with them
+        for name in behind:
+            if (
+                name not in self._keep
+                and self._rows.get(PACKS, name) is not None
+                and not self._is_named(name)
+            ):
                 self._delete_pack(name)
 
     def _is_named(self, pack: bytes) -> bool:
@@ -311,7 +349,8 @@ class CatalogTransaction:
     def _delete_pack(self, name: bytes) -> None:
         row = self._rows.get(PACKS, name)
         if row is None:
-            self._order.remove_pack(name)  # a damaged store may list packs that it does not hold
+            # a damaged store may list packs that it does not hold
+            self._order.remove_pack(name)
             return
         table = pack_table(name, row)
         self._rows.delete(PACKS, name)
@@ -329,14 +368,19 @@ class CatalogTransaction:
     # Manifests
 
     def _put_manifest(self, write: ManifestWrite) -> None:
-        """Write a manifest and touch its packs. It replaces the manifest with the same id and keeps its pin."""
+        """Write a manifest and touch its packs. It replaces the manifest with the same id and keeps
+        its pin."""
         self.grew = True
         name = manifest_row(self._namespace, write.manifest.id)
         before = self._order.chain(name)
         self.drop_manifest(name)
         pinned = before is not None and before.pinned
         low = write.manifest.priority == "low"
-        flags = (ORDERED if write.manifest.ordered else 0) | (PINNED if pinned else 0) | (LOW if low else 0)
+        flags = (
+            (ORDERED if write.manifest.ordered else 0)
+            | (PINNED if pinned else 0)
+            | (LOW if low else 0)
+        )
         self._rows.put(MANIFESTS, name, encode_manifest(write.manifest))
         self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys))
         packs = tuple(dict.fromkeys(write.packs))
@@ -352,7 +396,8 @@ class CatalogTransaction:
     def drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
         """Delete a manifest, and keep its packs.
 
-        :returns: the names of the packs after the pack ``behind`` in its chain, if the chain is ordered.
+        :returns: the names of the packs after the pack ``behind`` in its chain, if the chain is
+            ordered.
         """
         namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
         if self._rows.delete(MANIFESTS, name):
@@ -368,11 +413,17 @@ class CatalogTransaction:
             self._rows.delete(LINKS, pack + digest)
             if chain.pinned:
                 self._order.pin(pack, -1)
-        return packs[packs.index(behind) + 1 :] if behind in packs and chain.flags & ORDERED else []
+        return (
+            packs[packs.index(behind) + 1 :]
+            if behind in packs and chain.flags & ORDERED
+            else []
+        )
 
     def _pins_of(self, pack: bytes) -> int:
         """Return the number of pinned manifests that name a pack."""
-        chains = (self._order.chain(manifest) for manifest in manifests_of(self._rows, pack))
+        chains = (
+            self._order.chain(manifest) for manifest in manifests_of(self._rows, pack)
+        )
         return sum(chain is not None and chain.pinned for chain in chains)
 
     def _named_by(self, pack: bytes) -> int:
@@ -387,7 +438,8 @@ class CatalogTransaction:
         self.pin(manifest_row(self._namespace, manifest_id), pinned)
 
     def pin(self, name: bytes, pinned: bool) -> None:
-        """Pin or unpin a manifest, and the packs that it names. A name that is not held is ignored."""
+        """Pin or unpin a manifest, and the packs that it names. A name that is not held is
+        ignored."""
         chain = self._order.chain(name)
         if chain is None or chain.pinned == pinned:
             return
@@ -403,10 +455,14 @@ class CatalogTransaction:
             self._before[namespace] = state.encode()
         return self._states[namespace]
 
-    def _begin(self, name: bytes, state: NamespaceState, opened: Mapping[bytes, Namespace]) -> None:
+    def _begin(
+        self, name: bytes, state: NamespaceState, opened: Mapping[bytes, Namespace]
+    ) -> None:
         """Write the identity of a namespace with its first content, and draw its generation."""
         if name not in opened:
-            raise StoreError(f"the store holds no namespace {name.hex()}, and it was not opened")
+            raise StoreError(
+                f"the store holds no namespace {name.hex()}, and it was not opened"
+            )
         self._rows.put(NAMESPACES, name, encode_namespace(opened[name]))
         state.generation = os.urandom(GENERATION_BYTES)
 
@@ -414,11 +470,19 @@ class CatalogTransaction:
         """Return whether a namespace has neither packs nor manifests, not even damaged ones."""
         if state.packs or state.requests:
             return False
-        return all(next(self._rows.starting_with(table, name), None) is None for table in (PACKS, MANIFESTS))
+        return all(
+            next(self._rows.starting_with(table, name), None) is None
+            for table in (PACKS, MANIFESTS)
+        )
 
     def _end(self, name: bytes, state: NamespaceState) -> None:
         """Delete the rows of a namespace without content, its notes included."""
-        for table, prefix in ((NAMESPACES, name), (STATES, name), (LOG, name), (META, NOTE + name)):
+        for table, prefix in (
+            (NAMESPACES, name),
+            (STATES, name),
+            (LOG, name),
+            (META, NOTE + name),
+        ):
             keys = [bytes(key) for key, _ in self._rows.starting_with(table, prefix)]
             for key in keys:
                 self._rows.delete(table, key)
@@ -429,7 +493,11 @@ class CatalogTransaction:
         namespace, pack_id = name[:ID_BYTES], name[ID_BYTES:]
         state = self._state_of(namespace)
         state.sequence += 1
-        self._rows.put(LOG, LOG_KEY.pack(namespace, state.sequence), encode_change(kind, pack_id, table))
+        self._rows.put(
+            LOG,
+            LOG_KEY.pack(namespace, state.sequence),
+            encode_change(kind, pack_id, table),
+        )
 
     def _shorten_log(self, namespace: bytes, state: NamespaceState) -> None:
         oldest = LOG_KEY.pack(namespace, max(0, state.sequence - LOG_ENTRIES + 1))
@@ -446,17 +514,27 @@ class CatalogTransaction:
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
-    """Return the names of the packs and manifests that a batch writes, and of the packs that its manifests name."""
+    """Return the names of the packs and manifests that a batch writes, and of the packs that its
+    manifests name."""
     named = [pack_id for write in batch.manifests for pack_id in write.packs]
-    kept = {namespace + pack_id for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]}
-    return kept | {manifest_row(namespace, write.manifest.id) for write in batch.manifests}
+    kept = {
+        namespace + pack_id
+        for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]
+    }
+    return kept | {
+        manifest_row(namespace, write.manifest.id) for write in batch.manifests
+    }
 
 
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
-    """Return an upper estimate of the bytes of all rows that packs (without their payloads) and manifests add."""
+    """Return an upper estimate of the bytes of all rows that packs (without their payloads) and
+    manifests add."""
     total = 0
     for pack in packs:
-        total += 2 * (64 * pack.frame_count + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES
+        total += (
+            2 * (64 * pack.frame_count + len(pack.keys.data) + len(pack.keys.lengths))
+            + _ROWS_BYTES
+        )
     for write in manifests:
         keys = sum(len(keys.data) + len(keys.lengths) for keys in write.keys)
         total += 2 * (keys + 160 * len(write.packs)) + _ROWS_BYTES

@@ -1,8 +1,9 @@
 """Authentication of a shared store's content with HMAC-SHA256 and a key that its engines share.
 
-1. The bytes of a frame are served only with their tag. It covers the bytes, their place in the pack, and the pack's
-   whole table: identity (as namespace), keys, codec, checksums.
-2. Other objects are accepted only with their tag. It covers their namespace and name, so that none can replace another.
+1. The bytes of a frame are served only with their tag. It covers the bytes, their place in the
+   pack, and the pack's whole table: identity (as namespace), keys, codec, checksums.
+2. Other objects are accepted only with their tag. It covers their namespace and name, so that none
+   can replace another.
 
 Without a key nothing is authenticated: there are no tags.
 """
@@ -34,16 +35,24 @@ class Authenticator:
         self.key_id = self._tag(b"key id", ()).hex()[:16] if secret else ""
         """Identifies the key without revealing it. Empty without a key."""
 
-    def signed(self, namespace: bytes, name: str, pieces: Sequence[Buffer]) -> list[Buffer]:
+    def signed(
+        self, namespace: bytes, name: str, pieces: Sequence[Buffer]
+    ) -> list[Buffer]:
         """Return the pieces of an object, followed by its authentication tag if there is a key.
 
-        :param namespace: id of the object's namespace; 16 zero bytes for objects of the whole store.
+        :param namespace: id of the object's namespace; 16 zero bytes for objects of the whole
+            store.
         :param name: name that the tag covers.
         """
-        return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
+        return (
+            [*pieces, self._object_tag(namespace, name, pieces)]
+            if self._key
+            else [*pieces]
+        )
 
     def opened(self, namespace: bytes, name: str, data: Buffer) -> memoryview:
-        """Verify the authentication tag of an object, as ``signed`` returned it; return the object without it.
+        """Verify the authentication tag of an object, as ``signed`` returned it; return the object
+        without it.
 
         :raises CorruptPackError: the object was written without the key, or under another name.
         """
@@ -56,23 +65,35 @@ class Authenticator:
             raise CorruptPackError("authentication", "not written with the key")
         return body
 
-    def _object_tag(self, namespace: bytes, name: str, pieces: Iterable[Buffer]) -> bytes:
+    def _object_tag(
+        self, namespace: bytes, name: str, pieces: Iterable[Buffer]
+    ) -> bytes:
         encoded = name.encode()
-        return self._tag(b"object", [namespace, _NUMBER.pack(len(encoded)), encoded, *pieces])
+        return self._tag(
+            b"object", [namespace, _NUMBER.pack(len(encoded)), encoded, *pieces]
+        )
 
     def pack_tags(self, table: PackTable, payload: Sequence[Buffer]) -> bytes:
-        """Return the tags between payload and table of a pack, of 32 bytes each: one per frame, then one of the table
-        and the frame tags. Without a key there are none.
+        """Return the tags between payload and table of a pack, of 32 bytes each: one per frame,
+        then one of the table and the frame tags. Without a key there are none.
         """
         if not self._key:
             return b""
         digest = sha256(table.encode()).digest()
-        stored = slices(payload, ((frame.offset, frame.stored_length) for frame in table.frames))
-        tags = b"".join(self._frame_tag(digest, number, pieces) for number, pieces in enumerate(stored))
+        stored = slices(
+            payload, ((frame.offset, frame.stored_length) for frame in table.frames)
+        )
+        tags = b"".join(
+            self._frame_tag(digest, number, pieces)
+            for number, pieces in enumerate(stored)
+        )
         return tags + self._tag(b"table", [digest, tags])
 
-    def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
-        """Return a function of a frame's index and stored bytes: whether the frame has a valid tag, or needs none."""
+    def frame_check(
+        self, table: PackTable, tags: bytes
+    ) -> Callable[[int, Iterable[Buffer]], bool]:
+        """Return a function of a frame's index and stored bytes: whether the frame has a valid tag,
+        or needs none."""
         if not self._key:
             return lambda number, stored: True
         digest = sha256(table.encode()).digest()
@@ -87,8 +108,8 @@ class Authenticator:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
-        """Return the HMAC of ``kind`` and ``parts``. A tag of one kind is never valid for content of another kind.
-        Within a kind, all parts except the last have a fixed or encoded length.
+        """Return the HMAC of ``kind`` and ``parts``. A tag of one kind is never valid for content
+        of another kind. Within a kind, all parts except the last have a fixed or encoded length.
         """
         mac = hmac.new(self._key, kind + b"\0", "sha256")
         for part in parts:
@@ -96,11 +117,15 @@ class Authenticator:
         return mac.digest()
 
 
-def slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of each range (offset, length) in the joined buffers, without a copy. Ranges must ascend
-    and be within the buffers.
+def slices(
+    buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]
+) -> Iterator[list[memoryview]]:
+    """Yield the bytes of each range (offset, length) in the joined buffers, without a copy. Ranges
+    must ascend and be within the buffers.
     """
-    parts = (memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes)
+    parts = (
+        memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes
+    )
     part, begin = memoryview(b""), 0
     for offset, length in ranges:
         found: list[memoryview] = []

@@ -1,7 +1,7 @@
 """Codecs: lossless transformations of a frame's bytes. Each frame is encoded independently.
 
-Zstandard and NumPy are imported on first use: importing NumPy would take most of the startup time of commands that
-decode nothing.
+Zstandard and NumPy are imported on first use: importing NumPy would take most of the startup time
+of commands that decode nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ _SMALLEST_WINDOW = 1 << 10  # 1 KiB: the minimum of the Zstandard format
 
 
 class Codec(ABC):
-    """Immutable, thread-safe codec with validated parameters. Every pack contains the text form of its codec."""
+    """Immutable, thread-safe codec with validated parameters. Every pack contains the text form of
+    its codec."""
 
     name: ClassVar[str]
     identity: ClassVar[bool] = False
-    """Whether encoded bytes equal the raw bytes; callers then skip ``encode``, which needs contiguous bytes."""
+    """Whether encoded bytes equal the raw bytes; callers then skip ``encode``, which needs
+    contiguous bytes."""
 
     @abstractmethod
     def __str__(self) -> str:
@@ -37,7 +39,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, raw: Buffer) -> Buffer:
-        """Return the encoded bytes. If they are not shorter than ``raw``, the pack stores ``raw`` instead."""
+        """Return the encoded bytes. If they are not shorter than ``raw``, the pack stores ``raw``
+        instead."""
 
     @abstractmethod
     def decode_into(self, stored: Buffer, out: memoryview) -> None:
@@ -45,8 +48,8 @@ class Codec(ABC):
 
         Memory use depends on ``len(out)``, never on a length that the stored bytes claim.
 
-        :raises CorruptPackError: the stored bytes do not decode to exactly ``len(out)`` bytes. The content of ``out``
-            is then undefined.
+        :raises CorruptPackError: the stored bytes do not decode to exactly ``len(out)`` bytes. The
+            content of ``out`` is then undefined.
         """
 
 
@@ -65,7 +68,9 @@ class RawCodec(Codec):
 
     def decode_into(self, stored: Buffer, out: memoryview) -> None:
         if len(stored) != len(out):
-            raise CorruptPackError("frame", f"{len(stored)} raw bytes where {len(out)} belong")
+            raise CorruptPackError(
+                "frame", f"{len(stored)} raw bytes where {len(out)} belong"
+            )
         out[:] = stored
 
 
@@ -75,7 +80,8 @@ class ZstdCodec(Codec):
 
     name: ClassVar[str] = "zstd"
     level: int = 1
-    """1 (fast) to 19 (small). The default is 1, because higher levels make KV bytes only slightly smaller."""
+    """1 (fast) to 19 (small). The default is 1, because higher levels make KV bytes only slightly
+    smaller."""
 
     def __post_init__(self) -> None:
         if self.level not in range(1, 20):
@@ -97,13 +103,14 @@ class ZstdCodec(Codec):
 class PlanesCodec(Codec):
     """Codec for floating-point values of a fixed width, split into planes of bytes.
 
-    The highest byte of a value, with its sign and exponent, is compressible; the bytes of the mantissa are noise and
-    are stored unchanged. Compression uses only Huffman codes, because repeated strings are rare. Lossless for any
-    bytes; makes only floating-point values smaller.
+    The highest byte of a value, with its sign and exponent, is compressible; the bytes of the
+    mantissa are noise and are stored unchanged. Compression uses only Huffman codes, because
+    repeated strings are rare. Lossless for any bytes; makes only floating-point values smaller.
 
-    Stored form of ``n`` values of ``w`` bytes, followed by ``t`` bytes (``t`` < ``w``): ``w - 1`` planes of ``n``
-    bytes, beginning with the lowest byte of each value; the ``t`` bytes; one Zstandard frame with the ``n`` highest
-    bytes. If ``n`` is 0, the stored form is the ``t`` bytes alone.
+    Stored form of ``n`` values of ``w`` bytes, followed by ``t`` bytes (``t`` < ``w``): ``w - 1``
+    planes of ``n`` bytes, beginning with the lowest byte of each value; the ``t`` bytes; one
+    Zstandard frame with the ``n`` highest bytes. If ``n`` is 0, the stored form is the ``t`` bytes
+    alone.
     """
 
     name: ClassVar[str] = "planes"
@@ -112,7 +119,9 @@ class PlanesCodec(Codec):
 
     def __post_init__(self) -> None:
         if self.width not in (2, 4):
-            raise ConfigurationError("codec width", self.width, "the bytes of one value: 2 or 4")
+            raise ConfigurationError(
+                "codec width", self.width, "the bytes of one value: 2 or 4"
+            )
 
     def __str__(self) -> str:
         return f"{self.name}:{self.width}"
@@ -124,16 +133,21 @@ class PlanesCodec(Codec):
         count = len(raw) // self.width
         if not count:
             return raw
-        # Shifts and casts of whole values: NumPy's strided copies of single bytes reach a fifth of that speed.
+        # Shifts and casts of whole values: NumPy's strided copies of single bytes reach a fifth of
+        # that speed.
         values = np.frombuffer(raw, dtype=f"<u{self.width}", count=count)
         high = np.empty(count, dtype=np.uint8)
         np.right_shift(values, 8 * (self.width - 1), out=high, casting="unsafe")
-        compressed = zstandard.ZstdCompressor(compression_params=_huffman_only()).compress(high.data)
+        compressed = zstandard.ZstdCompressor(
+            compression_params=_huffman_only()
+        ).compress(high.data)
         tail = memoryview(raw)[count * self.width :]
         planes = (self.width - 1) * count
         stored = np.empty(planes + len(tail) + len(compressed), dtype=np.uint8)
         for place in range(self.width - 1):
-            np.right_shift(values, 8 * place, out=stored[place * count :][:count], casting="unsafe")
+            np.right_shift(
+                values, 8 * place, out=stored[place * count :][:count], casting="unsafe"
+            )
         stored.data[planes : planes + len(tail)] = tail
         stored.data[planes + len(tail) :] = compressed
         return stored.data
@@ -144,19 +158,28 @@ class PlanesCodec(Codec):
         count, tail = divmod(len(out), self.width)
         kept = (self.width - 1) * count + tail
         if len(stored) < kept or (not count and len(stored) > kept):
-            raise CorruptPackError("frame", f"planes of {len(stored)} bytes where {len(out)} belong")
+            raise CorruptPackError(
+                "frame", f"planes of {len(stored)} bytes where {len(out)} belong"
+            )
         source = memoryview(stored)
         out[len(out) - tail :] = source[kept - tail : kept]
         if not count:
             return
-        # Start with the highest byte of each value; then, plane by plane, shift the values and insert the next byte.
+        # Start with the highest byte of each value; then, plane by plane, shift the values and
+        # insert the next byte.
         values = np.frombuffer(out, dtype=f"<u{self.width}", count=count)
         high = np.empty(count, dtype=np.uint8)
         decompress_into(source[kept:], high.data)
         values[:] = high
         for place in reversed(range(self.width - 1)):
             np.left_shift(values, 8, out=values)
-            np.bitwise_or(values, np.frombuffer(source, dtype=np.uint8, count=count, offset=place * count), out=values)
+            np.bitwise_or(
+                values,
+                np.frombuffer(
+                    source, dtype=np.uint8, count=count, offset=place * count
+                ),
+                out=values,
+            )
 
 
 _CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
@@ -171,18 +194,23 @@ def parse_codec(text: str) -> Codec:
     """
     name, _, argument = text.partition(":")
     if name not in _CODECS:
-        expected = f"one of {', '.join(_CODECS)} (zstd:LEVEL sets a level, planes:WIDTH the bytes of a value)"
+        expected = (
+            f"one of {', '.join(_CODECS)} (zstd:LEVEL sets a level, planes:WIDTH the "
+            f"bytes of a value)"
+        )
         raise ConfigurationError("codec", text, expected)
     if not argument:
         return _CODECS[name]()
     if name == RawCodec.name:
         raise ConfigurationError("codec", text, "raw, without an argument")
     is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
-    return _CODECS[name](int(argument) if is_number else argument)  # the constructor refuses text
+    # the constructor refuses text
+    return _CODECS[name](int(argument) if is_number else argument)
 
 
 def stored_codec(text: str) -> Codec:
-    """Return the codec that a pack's table names; raise CorruptPackError if this release does not know it."""
+    """Return the codec that a pack's table names; raise CorruptPackError if this release does not
+    know it."""
     try:
         return parse_codec(text)
     except ConfigurationError as error:
@@ -191,7 +219,8 @@ def stored_codec(text: str) -> Codec:
 
 @lru_cache(maxsize=1)
 def _huffman_only() -> ZstdCompressionParameters:
-    """Return fast Zstandard parameters that find almost no matches: at least 7 bytes long, in tables of 64 entries."""
+    """Return fast Zstandard parameters that find almost no matches: at least 7 bytes long, in
+    tables of 64 entries."""
     import zstandard
 
     return zstandard.ZstdCompressionParameters(
@@ -208,7 +237,8 @@ def _huffman_only() -> ZstdCompressionParameters:
 def decompress_into(stored: Buffer, out: memoryview) -> None:
     """Decode one Zstandard frame, whose header must contain the length, into ``out``.
 
-    :raises CorruptPackError: the frame does not decode to exactly ``len(out)`` bytes, or other data follows it.
+    :raises CorruptPackError: the frame does not decode to exactly ``len(out)`` bytes, or other data
+        follows it.
     """
     import zstandard
 
@@ -218,12 +248,16 @@ def decompress_into(stored: Buffer, out: memoryview) -> None:
     try:
         claimed = zstandard.get_frame_parameters(stored).content_size
         if claimed != len(out):
-            raise CorruptPackError("frame", f"zstd names {claimed} bytes where {len(out)} belong")
+            raise CorruptPackError(
+                "frame", f"zstd names {claimed} bytes where {len(out)} belong"
+            )
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         with decompressor.stream_reader(stored, read_across_frames=True) as reader:
             while filled < len(out) and (count := reader.readinto(out[filled:])):
                 filled += count
             if filled != len(out) or reader.read(1):
-                raise CorruptPackError("frame", f"zstd does not decode to {len(out)} bytes")
+                raise CorruptPackError(
+                    "frame", f"zstd does not decode to {len(out)} bytes"
+                )
     except zstandard.ZstdError as error:
         raise CorruptPackError("frame", f"zstd: {error}") from None

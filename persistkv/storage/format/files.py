@@ -13,11 +13,15 @@ from pathlib import Path
 _LEFT_S = 3600.0
 
 
-def replace_file(target: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Replace a file atomically: readers see the whole old or the whole new content. Missing directories are created.
+def replace_file(
+    target: Path, pieces: Iterable[bytes | bytearray | memoryview]
+) -> None:
+    """Replace a file atomically: readers see the whole old or the whole new content. Missing
+    directories are created.
 
-    The file has mode 0600 and is not synced: after a power loss it may have the old content, the new content, or be
-    empty. A process that is killed meanwhile leaves a file ``.NAME.*.tmp``, which a call after an hour deletes.
+    The file has mode 0600 and is not synced: after a power loss it may have the old content, the
+    new content, or be empty. A process that is killed meanwhile leaves a file ``.NAME.*.tmp``,
+    which a call after an hour deletes.
 
     :raises OSError: the file cannot be written; the old file is unchanged.
     """
@@ -26,7 +30,9 @@ def replace_file(target: Path, pieces: Iterable[bytes | bytearray | memoryview])
         with suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > _LEFT_S:
                 left.unlink()
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    descriptor, name = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"
+    )
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.writelines(pieces)

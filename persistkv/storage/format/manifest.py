@@ -1,7 +1,9 @@
-"""Request manifests: the ordered keys of one request's whole context, with a description of the request.
+"""Request manifests: the ordered keys of one request's whole context, with a description of the
+request.
 
-The head (description: small, read for listings) and the keys (large, read for one request) are stored separately. Both
-have the same format: a version byte, the xxh3-64 of the body, and the body in msgpack.
+The head (description: small, read for listings) and the keys (large, read for one request) are
+stored separately. Both have the same format: a version byte, the xxh3-64 of the body, and the body
+in msgpack.
 """
 
 from __future__ import annotations
@@ -37,14 +39,16 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     raw_bytes: int
     """Bytes of the context's blocks before the codec."""
     ordered: bool = True
-    """Whether the keys are in the order of the context. False: the engine did not describe the request, so the keys are
-    in the order in which they arrived."""
+    """Whether the keys are in the order of the context. False: the engine did not describe the
+    request, so the keys are in the order in which they arrived."""
     labels: dict[str, str] = {}
     """Names and values that the request's caller chose."""
     context: bytes = b""
-    """Digest of the keys (``context_digest``), equal for requests of the same context; empty: unknown."""
+    """Digest of the keys (``context_digest``), equal for requests of the same context; empty:
+    unknown."""
     ttl_s: TtlSeconds | None = None
-    """Seconds from the last use of the context's last block to the expiry of the context; None: no ttl of its own."""
+    """Seconds from the last use of the context's last block to the expiry of the context; None: no
+    ttl of its own."""
     priority: Priority = "normal"
     """``low``: evicted before contexts of normal priority."""
 
@@ -59,7 +63,8 @@ ManifestKeys = tuple[PackedKeys, ...]
 
 
 def context_digest(keys: ManifestKeys) -> bytes:
-    """Return the xxh3-64 (8 bytes) of, group after group, the number of keys (little-endian u32) and the keys."""
+    """Return the xxh3-64 (8 bytes) of, group after group, the number of keys (little-endian u32)
+    and the keys."""
     digest = xxhash.xxh3_64()
     for group in keys:
         digest.update(len(group).to_bytes(4, "little"))
@@ -107,7 +112,9 @@ def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
     if len(view) < _PREFIX_BYTES:
         raise CorruptPackError("manifest", f"{len(view)} bytes are too few")
     if view[0] != MANIFEST_VERSION:
-        raise CorruptPackError("manifest version", f"{view[0]}; this release reads {MANIFEST_VERSION}")
+        raise CorruptPackError(
+            "manifest version", f"{view[0]}; this release reads {MANIFEST_VERSION}"
+        )
     body = view[_PREFIX_BYTES:]
     if xxhash.xxh3_64_digest(body) != view[1:_PREFIX_BYTES]:
         raise CorruptPackError("manifest checksum", "does not match")

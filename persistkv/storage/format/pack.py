@@ -1,11 +1,14 @@
-"""Packs: the unit of durable writing. An immutable sequence of frames, then a checksummed table of their keys.
+"""Packs: the unit of durable writing. An immutable sequence of frames, then a checksummed table of
+their keys.
 
 docs/format.md has the layout in bytes; ``pack_writer`` writes packs. Invariants of this file:
 
-1. A pack alone (frames, table, trailer) is enough to recover its blocks. The frames are its payload.
-2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: the stored bytes of another
-   frame do not verify.
-3. Parsing trusts no input: each count and length is checked against the available bytes before it is used.
+1. A pack alone (frames, table, trailer) is enough to recover its blocks. The frames are its
+   payload.
+2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: the stored
+   bytes of another frame do not verify.
+3. Parsing trusts no input: each count and length is checked against the available bytes before it
+   is used.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ MAX_KEY_BYTES = 0xFFFF
 
 PACK_VERSION = 1
 ID_BYTES = 16
-FRAME_BYTES = 1 << 20  # 1 MiB: maximum raw bytes of a frame; a larger block is a frame of its own
+# 1 MiB: maximum raw bytes of a frame; a larger block is a frame of its own
+FRAME_BYTES = 1 << 20
 UNKNOWN_DEPTH = 0xFFFFFFFF
 
 _HEADER = struct.Struct("<HHIIIQQ16s16s")
@@ -40,8 +44,8 @@ _MAGIC = b"PKVPACK1"
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     """An ordered sequence of keys, joined.
 
-    Methods that return keys, or need single ones, raise CorruptPackError if the lengths are malformed or do not fit the
-    data. ``len`` trusts the lengths.
+    Methods that return keys, or need single ones, raise CorruptPackError if the lengths are
+    malformed or do not fit the data. ``len`` trusts the lengths.
     """
 
     data: bytes = b""
@@ -59,41 +63,64 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         """
         found = set(map(len, keys))
         if found and (min(found) == 0 or max(found) > MAX_KEY_BYTES):
-            raise ValueError(f"keys have {min(found)} to {max(found)} bytes; 1 to {MAX_KEY_BYTES} are possible")
+            raise ValueError(
+                f"keys have {min(found)} to {max(found)} bytes; 1 to {MAX_KEY_BYTES} are possible"
+            )
         if len(found) < 2:
             return cls(b"".join(keys), max(found, default=0))
         return cls(b"".join(keys), 0, struct.pack(f"<{len(keys)}H", *map(len, keys)))
 
     def __len__(self) -> int:
-        return len(self.data) // self.key_length if self.key_length else len(self.lengths) // 2
+        return (
+            len(self.data) // self.key_length
+            if self.key_length
+            else len(self.lengths) // 2
+        )
 
     def unpack(self) -> list[bytes]:
         """Return the keys, in order."""
         if self.key_length:
             if self.key_length < 0 or len(self.data) % self.key_length:
-                raise CorruptPackError("keys", f"{len(self.data)} bytes are no multiple of {self.key_length}")
+                raise CorruptPackError(
+                    "keys",
+                    f"{len(self.data)} bytes are no multiple of {self.key_length}",
+                )
             return _cut(self.data, self.key_length)
         if len(self.lengths) % 2:
-            raise CorruptPackError("key lengths", f"{len(self.lengths)} bytes are no run of 16-bit numbers")
+            raise CorruptPackError(
+                "key lengths", f"{len(self.lengths)} bytes are no run of 16-bit numbers"
+            )
         lengths = struct.unpack(f"<{len(self.lengths) // 2}H", self.lengths)
         if sum(lengths) != len(self.data):
-            raise CorruptPackError("key lengths", f"their sum is {sum(lengths)}, the keys have {len(self.data)} bytes")
+            raise CorruptPackError(
+                "key lengths",
+                f"their sum is {sum(lengths)}, the keys have {len(self.data)} bytes",
+            )
         if 0 in lengths:
             raise CorruptPackError("key lengths", "a key has no bytes")
         ends = list(accumulate(lengths))
-        return [self.data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        return [
+            self.data[end - length : end]
+            for end, length in zip(ends, lengths, strict=True)
+        ]
 
     @staticmethod
     def unpack_all(many: Sequence[PackedKeys]) -> list[bytes]:
-        """Return the keys of several packed sequences, one after the other; faster than ``unpack`` for each."""
+        """Return the keys of several packed sequences, one after the other; faster than ``unpack``
+        for each."""
         lengths = {keys.key_length for keys in many}
-        if len(lengths) == 1 and min(lengths) > 0 and not any(len(keys.data) % keys.key_length for keys in many):
+        if (
+            len(lengths) == 1
+            and min(lengths) > 0
+            and not any(len(keys.data) % keys.key_length for keys in many)
+        ):
             return _cut(b"".join([keys.data for keys in many]), lengths.pop())
         return list(chain.from_iterable(keys.unpack() for keys in many))
 
     @property
     def fingerprints(self) -> bytes:
-        """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each access."""
+        """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each
+        access."""
         keys = self.unpack()
         return struct.pack(f"<{len(keys)}Q", *map(xxhash.xxh3_64_intdigest, keys))
 
@@ -105,7 +132,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _cut(data: bytes, length: int) -> list[bytes]:
-    """Split data into parts of one length. NumPy does so ten times as fast as slices: 512 keys in 8 µs."""
+    """Split data into parts of one length. NumPy does so ten times as fast as slices: 512 keys in 8
+    µs."""
     import numpy as np
 
     parts: list[bytes] = np.frombuffer(data, f"V{length}").tolist() if data else []
@@ -120,18 +148,20 @@ class Frame(NamedTuple):
     block_bytes: int
     """Raw bytes of one block."""
     depth: int
-    """Position of the first block in its request: the number of blocks of the group before it; UNKNOWN_DEPTH if it is
-    not known."""
+    """Position of the first block in its request: the number of blocks of the group before it;
+    UNKNOWN_DEPTH if it is not known."""
     offset: int
     """Byte offset in the pack, a multiple of 4 KiB."""
     stored_length: int
-    """Bytes at rest, without padding. If equal to ``raw_length``, the stored bytes are the raw bytes."""
+    """Bytes at rest, without padding. If equal to ``raw_length``, the stored bytes are the raw
+    bytes."""
     checksum: int
     """xxh3-64 of the stored bytes, seeded by ``frame_seed``."""
 
     @property
     def encoded(self) -> bool:
-        """Whether the pack's codec was applied. A frame that the codec does not make shorter is stored raw."""
+        """Whether the pack's codec was applied. A frame that the codec does not make shorter is
+        stored raw."""
         return self.stored_length != self.raw_length
 
     @property
@@ -146,7 +176,8 @@ def pack_frames(frames: Iterable[Frame]) -> bytes:
 
 
 def frame_seed(namespace: bytes, keys: bytes) -> int:
-    """Return the seed of a frame's checksum, which binds the frame to its keys (concatenated) and its namespace."""
+    """Return the seed of a frame's checksum, which binds the frame to its keys (concatenated) and
+    its namespace."""
     return xxhash.xxh3_64_intdigest(keys, seed=int.from_bytes(namespace[:8], "little"))
 
 
@@ -156,7 +187,8 @@ def align(length: int) -> int:
 
 
 def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
-    """Return a pack's id: 16 bytes, the digest of namespace, ordered keys and text form of the codec."""
+    """Return a pack's id: 16 bytes, the digest of namespace, ordered keys and text form of the
+    codec."""
     digest = blake2b(namespace, digest_size=ID_BYTES)
     digest.update(codec.encode() + b"\0")
     digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
@@ -167,11 +199,19 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
 def encoded_length(codec: str, frame_count: int, keys: PackedKeys) -> int:
     """Return the bytes of an encoded table with its trailer."""
     frames = frame_count * _FRAME.size
-    return _HEADER.size + len(codec.encode()) + frames + len(keys.lengths) + len(keys.data) + TRAILER_BYTES
+    return (
+        _HEADER.size
+        + len(codec.encode())
+        + frames
+        + len(keys.lengths)
+        + len(keys.data)
+        + TRAILER_BYTES
+    )
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
-    """Return the raw length and the payload length that an encoded table claims, unverified; 0 if it is too short."""
+    """Return the raw length and the payload length that an encoded table claims, unverified; 0 if
+    it is too short."""
     if len(data) < _HEADER.size:
         return 0, 0
     _, _, _, _, _, payload, raw, _, _ = _HEADER.unpack_from(data)
@@ -200,12 +240,17 @@ def table_head(data: bytes) -> TableHead | None:
     start = len(data) - TRAILER_BYTES - length
     if magic != _MAGIC or length < _HEADER.size or start < 0:
         return None
-    version, _, frames, blocks, codec, payload, raw, namespace, name = _HEADER.unpack_from(data, start)
+    version, _, frames, blocks, codec, payload, raw, namespace, name = (
+        _HEADER.unpack_from(data, start)
+    )
     frames_at = start + _HEADER.size + codec
     frames_end = frames_at + frames * _FRAME.size
     if version != PACK_VERSION or frames_end > len(data):
         return None
-    depth = min((frame[3] for frame in _FRAME.iter_unpack(data[frames_at:frames_end])), default=UNKNOWN_DEPTH)
+    depth = min(
+        (frame[3] for frame in _FRAME.iter_unpack(data[frames_at:frames_end])),
+        default=UNKNOWN_DEPTH,
+    )
     return TableHead(start, namespace, name, blocks, raw, payload, depth)
 
 
@@ -217,7 +262,8 @@ class PackTable(msgspec.Struct, frozen=True):
     pack_id: bytes
     """16 bytes, see the function ``pack_id``."""
     codec: str
-    """Text form of the codec that encoded the frames; frames that it did not make shorter are raw."""
+    """Text form of the codec that encoded the frames; frames that it did not make shorter are
+    raw."""
     payload_length: int
     """Bytes of all frames with their padding; also the offset of the table in the pack."""
     raw_length: int
@@ -250,8 +296,12 @@ class PackTable(msgspec.Struct, frozen=True):
             self.namespace,
             self.pack_id,
         )
-        table = b"".join((header, codec, self.packed_frames, self.keys.lengths, self.keys.data))
-        return table + _TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), _MAGIC)
+        table = b"".join(
+            (header, codec, self.packed_frames, self.keys.lengths, self.keys.data)
+        )
+        return table + _TRAILER.pack(
+            len(table), xxhash.xxh3_64_intdigest(table), _MAGIC
+        )
 
     @classmethod
     def parse(cls, data: Buffer) -> PackTable:
@@ -260,23 +310,42 @@ class PackTable(msgspec.Struct, frozen=True):
         :raises CorruptPackError: they are malformed; the error names the field.
         """
         table = cls.parse_stored(data)
-        _check_frames(table.packed_frames, table.payload_length, len(table.keys), table.raw_length, table.codec)
+        _check_frames(
+            table.packed_frames,
+            table.payload_length,
+            len(table.keys),
+            table.raw_length,
+            table.codec,
+        )
         if not table.keys.distinct:
-            raise CorruptPackError("keys", f"of {len(table.keys)} keys, some occur twice")
+            raise CorruptPackError(
+                "keys", f"of {len(table.keys)} keys, some occur twice"
+            )
         return table
 
     @classmethod
     def parse_stored(cls, data: Buffer) -> PackTable:
-        """Parse a table that was valid when it was stored: verify only checksum and lengths, in half of the time.
+        """Parse a table that was valid when it was stored: verify only checksum and lengths, in
+        half of the time.
 
         :raises CorruptPackError: as ``parse``.
         """
         table = _checked_table(data)
-        version, key_length, frame_count, block_count, codec_length, payload, raw, namespace, name = (
-            _HEADER.unpack_from(table)
-        )
+        (
+            version,
+            key_length,
+            frame_count,
+            block_count,
+            codec_length,
+            payload,
+            raw,
+            namespace,
+            name,
+        ) = _HEADER.unpack_from(table)
         if version != PACK_VERSION:
-            raise CorruptPackError("version", f"{version}; this release reads {PACK_VERSION}")
+            raise CorruptPackError(
+                "version", f"{version}; this release reads {PACK_VERSION}"
+            )
         frames_at = _HEADER.size + codec_length
         lengths_at = frames_at + frame_count * _FRAME.size
         keys_at = lengths_at + (0 if key_length else 2 * block_count)
@@ -285,7 +354,10 @@ class PackTable(msgspec.Struct, frozen=True):
             raise CorruptPackError("counts", f"{counts} do not fit {len(table)} bytes")
         keys = PackedKeys(table[keys_at:], key_length, table[lengths_at:keys_at])
         if key_length and len(keys.data) != key_length * block_count:
-            raise CorruptPackError("keys", f"{len(keys.data)} bytes are not {block_count} keys of {key_length}")
+            raise CorruptPackError(
+                "keys",
+                f"{len(keys.data)} bytes are not {block_count} keys of {key_length}",
+            )
         frames = table[frames_at:lengths_at]
         try:
             codec = table[_HEADER.size : frames_at].decode()
@@ -309,31 +381,47 @@ def _checked_table(data: Buffer) -> bytes:
     return table
 
 
-def _check_frames(frames: bytes, payload: int, block_count: int, raw: int, codec: str) -> None:
+def _check_frames(
+    frames: bytes, payload: int, block_count: int, raw: int, codec: str
+) -> None:
     end = blocks = total = 0
     for _, count, block_bytes, _, offset, stored, _ in _FRAME.iter_unpack(frames):
         length = count * block_bytes
         if not length or (length > FRAME_BYTES and count > 1):
-            raise CorruptPackError("frame length", f"{count} blocks of {block_bytes} bytes")
+            raise CorruptPackError(
+                "frame length", f"{count} blocks of {block_bytes} bytes"
+            )
         if block_bytes > MAX_BLOCK_BYTES:
-            raise CorruptPackError("block length", f"{block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible")
+            raise CorruptPackError(
+                "block length",
+                f"{block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible",
+            )
         if stored > length or (stored < length and codec == RawCodec.name):
-            raise CorruptPackError("frame length", f"{stored} stored bytes for {length} raw ones")
+            raise CorruptPackError(
+                "frame length", f"{stored} stored bytes for {length} raw ones"
+            )
         if offset != end:
             raise CorruptPackError("frame offset", f"{offset} instead of {end}")
         end = align(offset + stored)
         blocks += count
         total += length
     if blocks != block_count:
-        raise CorruptPackError("block count", f"frames hold {blocks}, the table names {block_count}")
+        raise CorruptPackError(
+            "block count", f"frames hold {blocks}, the table names {block_count}"
+        )
     if total != raw:
-        raise CorruptPackError("raw length", f"frames hold {total}, the table says {raw}")
+        raise CorruptPackError(
+            "raw length", f"frames hold {total}, the table says {raw}"
+        )
     if end != payload:
-        raise CorruptPackError("payload length", f"frames end at {end}, the table says {payload}")
+        raise CorruptPackError(
+            "payload length", f"frames end at {end}, the table says {payload}"
+        )
 
 
 def frame_checksum(pieces: Iterable[Buffer], seed: int) -> int:
-    """Return the xxh3-64 checksum of a frame's stored bytes, given in order, with the seed of ``frame_seed``."""
+    """Return the xxh3-64 checksum of a frame's stored bytes, given in order, with the seed of
+    ``frame_seed``."""
     digest = xxhash.xxh3_64(seed=seed)
     for piece in pieces:
         digest.update(piece)
@@ -344,16 +432,23 @@ def verify_frame(frame: Frame, pieces: Sequence[Buffer], seed: int) -> None:
     """Verify a frame's stored bytes.
 
     :param pieces: the stored bytes, in order.
-    :raises CorruptPackError: length or checksum differ from the frame's, or the bytes belong to other keys.
+    :raises CorruptPackError: length or checksum differ from the frame's, or the bytes belong to
+        other keys.
     """
-    if sum(map(len, pieces)) != frame.stored_length or frame_checksum(pieces, seed) != frame.checksum:
-        raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
+    if (
+        sum(map(len, pieces)) != frame.stored_length
+        or frame_checksum(pieces, seed) != frame.checksum
+    ):
+        raise CorruptPackError(
+            "frame checksum", f"does not match at offset {frame.offset}"
+        )
 
 
 def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
-    """Decode a frame's verified bytes into ``out``, of ``frame.raw_length`` bytes: one block after the other.
+    """Decode a frame's verified bytes into ``out``, of ``frame.raw_length`` bytes: one block after
+    the other.
 
-    :raises CorruptPackError: the bytes do not decode to that length, or this release does not know the codec. The
-        content of ``out`` is then undefined.
+    :raises CorruptPackError: the bytes do not decode to that length, or this release does not know
+        the codec. The content of ``out`` is then undefined.
     """
     (stored_codec(codec) if frame.encoded else RawCodec()).decode_into(stored, out)

@@ -28,17 +28,20 @@ from persistkv.storage.format.pack import (
 if TYPE_CHECKING:
     from persistkv.memory.rows import ByteArray
 
-FRAMES_AHEAD = 4  # maximum number of frames that are encoded ahead of the one being written
+# maximum number of frames that are encoded ahead of the one being written
+FRAMES_AHEAD = 4
 
 
 class BlockSource(Protocol):
     """Source of a pack's blocks: rows of the primary tier, or staged copies of rows."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Return blocks ``start`` to ``stop`` (exclusive) as one contiguous array: a view or a copy."""
+        """Return blocks ``start`` to ``stop`` (exclusive) as one contiguous array: a view or a
+        copy."""
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return blocks ``start`` to ``stop`` (exclusive) as views, which need not be contiguous. Nothing is copied."""
+        """Return blocks ``start`` to ``stop`` (exclusive) as views, which need not be contiguous.
+        Nothing is copied."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Segment:
     """One key per block, in block order."""
     source: BlockSource
     depth: int = UNKNOWN_DEPTH
-    """Depth of the first block (see ``Frame.depth``); the other blocks follow it in their request."""
+    """Depth of the first block (see ``Frame.depth``); the other blocks follow it in their
+    request."""
 
     @property
     def raw_length(self) -> int:
@@ -60,7 +64,8 @@ class Segment:
         return len(self.keys) * self.block_bytes
 
     def frame_bounds(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the frames: index of the first block, and index after the last one, in this segment."""
+        """Iterate over the frames: index of the first block, and index after the last one, in this
+        segment."""
         per_frame = max(1, FRAME_BYTES // self.block_bytes)
         for start in range(0, len(self.keys), per_frame):
             yield start, min(start + per_frame, len(self.keys))
@@ -75,13 +80,14 @@ class _StoredFrame(NamedTuple):
 
 
 Ahead = Callable[[Callable[[], _StoredFrame]], Callable[[], _StoredFrame]]
-"""Starts a call in another thread; returns a function that waits for the call and returns its result."""
+"""Starts a call in another thread; returns a function that waits for the call and returns its
+result."""
 
 
 @dataclass(eq=False, repr=False)
 class NewPack(ABC):
-    """A pack that a commit writes. The backend reads its payload from ``stream``, and reads it again if the commit is
-    retried.
+    """A pack that a commit writes. The backend reads its payload from ``stream``, and reads it
+    again if the commit is retried.
     """
 
     namespace: bytes
@@ -94,14 +100,16 @@ class NewPack(ABC):
     """Bytes of all blocks before the codec."""
     frame_count: int
     payload_bound: int
-    """Upper bound of the payload in bytes, padding included: its size if the codec makes no frame shorter."""
+    """Upper bound of the payload in bytes, padding included: its size if the codec makes no frame
+    shorter."""
     table_length: int
     """Bytes of the encoded table with its trailer."""
     encodes: bool
-    """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing memory."""
+    """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing
+    memory."""
     written: bool = field(default=False, init=False)
-    """Whether ``stream`` has run to its end since the last ``restart``. It stays False if the backend already holds the
-    pack."""
+    """Whether ``stream`` has run to its end since the last ``restart``. It stays False if the
+    backend already holds the pack."""
 
     @property
     @abstractmethod
@@ -113,8 +121,8 @@ class NewPack(ABC):
 
     @abstractmethod
     def stream(self) -> Iterator[Buffer]:
-        """Iterate over the payload in order, padding included. Each piece stays valid while it is referenced, so a
-        backend may write many pieces with one call.
+        """Iterate over the payload in order, padding included. Each piece stays valid while it is
+        referenced, so a backend may write many pieces with one call.
         """
 
     def restart(self) -> None:
@@ -124,11 +132,13 @@ class NewPack(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until this object no longer reads the blocks, after a ``stream`` that ended or was abandoned."""
+        """Wait until this object no longer reads the blocks, after a ``stream`` that ended or was
+        abandoned."""
 
 
 class PackCopy(NewPack):
-    """A copy of a pack from another store, with the same bytes and name. The caller has verified the pack.
+    """A copy of a pack from another store, with the same bytes and name. The caller has verified
+    the pack.
 
     :param payload: the whole payload; it must not change until the commit has ended.
     """
@@ -136,7 +146,9 @@ class PackCopy(NewPack):
     def __init__(self, table: PackTable, payload: Buffer) -> None:
         length = encoded_length(table.codec, table.frame_count, table.keys)
         sizes = table.raw_length, table.frame_count, table.payload_length, length
-        super().__init__(table.namespace, table.pack_id, table.keys, *sizes, encodes=False)
+        super().__init__(
+            table.namespace, table.pack_id, table.keys, *sizes, encodes=False
+        )
         self.payload = payload
         self._table = table
 
@@ -153,24 +165,44 @@ class PackCopy(NewPack):
 
 
 class PackWriter(NewPack):
-    """A pack whose frames are encoded from segments during ``stream``. Holds one encoded frame in memory, or a few if
-    frames are encoded ahead.
+    """A pack whose frames are encoded from segments during ``stream``. Holds one encoded frame in
+    memory, or a few if frames are encoded ahead.
 
-    :param ahead: starts the encoding of frames ahead of the stream; None: each frame is encoded when the stream reaches
-        it.
-    :raises ValueError: a key occurs twice (``PackTable.parse`` would reject the pack), is empty, or is too long.
+    :param ahead: starts the encoding of frames ahead of the stream; None: each frame is encoded
+        when the stream reaches it.
+    :raises ValueError: a key occurs twice (``PackTable.parse`` would reject the pack), is empty, or
+        is too long.
     """
 
-    def __init__(self, namespace: bytes, codec: Codec, segments: Sequence[Segment], ahead: Ahead | None = None) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        codec: Codec,
+        segments: Sequence[Segment],
+        ahead: Ahead | None = None,
+    ) -> None:
         keys = PackedKeys.of([key for segment in segments for key in segment.keys])
         if not keys.distinct:
             raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
         name = pack_id(namespace, keys, str(codec))
         raw_length = sum(segment.raw_length for segment in segments)
-        sizes = [(stop - start) * segment.block_bytes for segment in segments for start, stop in segment.frame_bounds()]
+        sizes = [
+            (stop - start) * segment.block_bytes
+            for segment in segments
+            for start, stop in segment.frame_bounds()
+        ]
         bound = sum(map(align, sizes))
         length = encoded_length(str(codec), len(sizes), keys)
-        super().__init__(namespace, name, keys, raw_length, len(sizes), bound, length, encodes=not codec.identity)
+        super().__init__(
+            namespace,
+            name,
+            keys,
+            raw_length,
+            len(sizes),
+            bound,
+            length,
+            encodes=not codec.identity,
+        )
         self.segments = segments
         """The blocks; empty after ``release``."""
         self._codec = codec
@@ -181,16 +213,19 @@ class PackWriter(NewPack):
 
     @property
     def table(self) -> PackTable:
-        """The pack's table. The checksums of raw frames are computed at the first access, so that a backend with its
-        own threads can write the frames at the same time.
+        """The pack's table. The checksums of raw frames are computed at the first access, so that a
+        backend with its own threads can write the frames at the same time.
         """
         self._finish()
         if self._table is None:
-            raise ValueError("a pack's table exists after its stream has run to the end")
+            raise ValueError(
+                "a pack's table exists after its stream has run to the end"
+            )
         return self._table
 
     def stream(self) -> Iterator[Buffer]:
-        """Iterate over the payload. Raw frames are not copied: their pieces are views of the rows."""
+        """Iterate over the payload. Raw frames are not copied: their pieces are views of the
+        rows."""
         self.restart()
         frames: list[Frame] = []
         raw: list[tuple[int, _StoredFrame]] = []
@@ -207,12 +242,22 @@ class PackWriter(NewPack):
         self._finishing = partial(self._make_table, frames, raw, offset)
         self.written = True
 
-    def _make_table(self, frames: list[Frame], raw: Iterable[tuple[int, _StoredFrame]], end: int) -> PackTable:
+    def _make_table(
+        self, frames: list[Frame], raw: Iterable[tuple[int, _StoredFrame]], end: int
+    ) -> PackTable:
         for number, stored in raw:
             checksum = frame_checksum(stored.pieces, stored.seed or 0)
             frames[number] = frames[number]._replace(checksum=checksum)
         codec = str(self._codec)
-        return PackTable(self.namespace, self.pack_id, codec, end, self.raw_length, pack_frames(frames), self.keys)
+        return PackTable(
+            self.namespace,
+            self.pack_id,
+            codec,
+            end,
+            self.raw_length,
+            pack_frames(frames),
+            self.keys,
+        )
 
     def _finish(self) -> None:
         finishing, self._finishing = self._finishing, None
@@ -226,19 +271,25 @@ class PackWriter(NewPack):
 
     def settle(self) -> None:
         while self._begun:
-            with suppress(Exception):  # of an abandoned stream: no caller needs the error
+            # of an abandoned stream: no caller needs the error
+            with suppress(Exception):
                 self._begun.popleft()()
         self._finish()
 
     def release(self) -> None:
-        """Release the blocks, so that a reference to this object (such as an error's traceback) does not keep them
-        alive. All other attributes remain available; do not call ``stream`` again.
+        """Release the blocks, so that a reference to this object (such as an error's traceback)
+        does not keep them alive. All other attributes remain available; do not call ``stream``
+        again.
         """
         self.settle()
         self.segments = ()
 
     def _stored_frames(self) -> Iterator[_StoredFrame]:
-        bounds = ((segment, *bound) for segment in self.segments for bound in segment.frame_bounds())
+        bounds = (
+            (segment, *bound)
+            for segment in self.segments
+            for bound in segment.frame_bounds()
+        )
         for segment, start, stop in bounds:
             if self._ahead is None or not self.encodes:
                 yield self._store(segment, start, stop)
@@ -251,12 +302,28 @@ class PackWriter(NewPack):
 
     def _store(self, segment: Segment, start: int, stop: int) -> _StoredFrame:
         seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
-        depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
+        depth = (
+            segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
+        )
         length = (stop - start) * segment.block_bytes
-        encoded = self._codec.encode(segment.source.gather(start, stop).data.cast("B")) if self.encodes else None
+        encoded = (
+            self._codec.encode(segment.source.gather(start, stop).data.cast("B"))
+            if self.encodes
+            else None
+        )
         if encoded is None or len(encoded) >= length:
-            frame = Frame(segment.group, stop - start, segment.block_bytes, depth, 0, length, 0)
+            frame = Frame(
+                segment.group, stop - start, segment.block_bytes, depth, 0, length, 0
+            )
             return _StoredFrame(frame, segment.source.pieces(start, stop), seed)
         checksum = frame_checksum([encoded], seed)
-        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, 0, len(encoded), checksum)
+        frame = Frame(
+            segment.group,
+            stop - start,
+            segment.block_bytes,
+            depth,
+            0,
+            len(encoded),
+            checksum,
+        )
         return _StoredFrame(frame, [encoded])

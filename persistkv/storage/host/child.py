@@ -1,8 +1,9 @@
 """Program of the host process. Never imports torch.
 
-It inherits descriptors of the engine's pidfd, the socket to the engine, and the memory of the primary tier. When the
-engine ends, it releases the memory, commits accepted work and exits. An alarm of the kernel ends it if that takes too
-long: an orphan that hangs must keep neither memory nor the writer lock, for which the next engine waits.
+It inherits descriptors of the engine's pidfd, the socket to the engine, and the memory of the
+primary tier. When the engine ends, it releases the memory, commits accepted work and exits. An
+alarm of the kernel ends it if that takes too long: an orphan that hangs must keep neither memory
+nor the writer lock, for which the next engine waits.
 """
 
 from __future__ import annotations
@@ -23,22 +24,33 @@ from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import ToStore
 from persistkv.storage.host.server import Lifecycle, NoticeHandler, serve
 
-_STEP_BYTES = 16 << 20  # 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
+# 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
+_STEP_BYTES = 16 << 20
 _END_S = 20  # seconds to end in, if the medium is local
 _REMOTE_END_S = 60
 _IGNORED = (
-    signal.SIGINT,  # these three are for the engine: this process commits and exits after it
+    # these three are for the engine: this process commits and exits after it
+    signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
-    signal.SIGTSTP,  # a terminal stops its background processes, such as this one, with these three
+    # a terminal stops its background processes, such as this one, with these three
+    signal.SIGTSTP,
     signal.SIGTTIN,
     signal.SIGTTOU,
 )
-_RAISED_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE)
+_RAISED_LIMITS = (
+    resource.RLIMIT_AS,
+    resource.RLIMIT_CPU,
+    resource.RLIMIT_DATA,
+    resource.RLIMIT_NOFILE,
+)
 
 
-def main(region_bytes: int, engine_pidfd: int, socket_fd: int, *region_fds: int) -> None:
-    """Run the host process: serve the engine until it ends the connection or dies, then close the store and return.
+def main(
+    region_bytes: int, engine_pidfd: int, socket_fd: int, *region_fds: int
+) -> None:
+    """Run the host process: serve the engine until it ends the connection or dies, then close the
+    store and return.
 
     The descriptors are inherited.
 
@@ -55,7 +67,8 @@ def main(region_bytes: int, engine_pidfd: int, socket_fd: int, *region_fds: int)
     os.close(own_pidfd)
     signal.alarm(0)
     connection = SocketConnection(engine, ToStore)
-    logging.getLogger().addHandler(NoticeHandler(connection))  # the root logger: drivers log under their own names
+    # the root logger: drivers log under their own names
+    logging.getLogger().addHandler(NoticeHandler(connection))
     logging.getLogger("persistkv").setLevel(logging.INFO)
     serve(connection, rows, engine_pidfd, _HostProcess(rows))
 
@@ -64,7 +77,9 @@ class _HostProcess(Lifecycle):
     def __init__(self, rows: memoryview) -> None:
         self._address, self._num_bytes = libc.address_of(rows), len(rows)
         self._released = threading.Event()
-        threading.Thread(target=self._ready_rows, name="persistkv-rows", daemon=True).start()
+        threading.Thread(
+            target=self._ready_rows, name="persistkv-rows", daemon=True
+        ).start()
 
     def opened(self) -> None:
         os.chdir("/")  # not before: the driver resolves a relative path when it opens
@@ -78,26 +93,34 @@ class _HostProcess(Lifecycle):
         libc.unmap(self._address, self._num_bytes)
 
     def _ready_rows(self) -> None:
-        """Move the rows into huge pages if the engine did not, then map all their pages into this process's page table.
+        """Move the rows into huge pages if the engine did not, then map all their pages into this
+        process's page table.
 
-        Otherwise the first job that uses a row maps them: 32 MiB of rows took 10 ms, and the first promotion after a
-        start matters most. Mapping a gigabyte of small pages takes 0.1 s, and 2 MiB of page table, needed in any case.
+        Otherwise the first job that uses a row maps them: 32 MiB of rows took 10 ms, and the first
+        promotion after a start matters most. Mapping a gigabyte of small pages takes 0.1 s, and 2
+        MiB of page table, needed in any case.
         """
         collapse(self._address, self._num_bytes, threads=1)
         for begin in range(0, self._num_bytes, _STEP_BYTES):
             size = min(_STEP_BYTES, self._num_bytes - begin)
             # this also makes pages of /dev/shm writable
-            if self._released.is_set() or libc.madvise(self._address + begin, size, libc.MADV_POPULATE_READ):
-                return  # on an older kernel, pages are entered at the first use of each row
+            if self._released.is_set() or libc.madvise(
+                self._address + begin, size, libc.MADV_POPULATE_READ
+            ):
+                # on an older kernel, pages are entered at the first use of each row
+                return
 
 
 def _reset() -> None:
-    """Reset the signal dispositions, limits and CPU affinity inherited from the engine, and set a scheduling class.
+    """Reset the signal dispositions, limits and CPU affinity inherited from the engine, and set a
+    scheduling class.
 
-    With SCHED_BATCH, a message that wakes this process does not preempt the engine. On two busy cores, the engine's
-    scheduler took 6 ms to send a job without it, and 0.2 ms with it (99th percentile; benchmarks.busy_scheduler).
+    With SCHED_BATCH, a message that wakes this process does not preempt the engine. On two busy
+    cores, the engine's scheduler took 6 ms to send a job without it, and 0.2 ms with it (99th
+    percentile; benchmarks.busy_scheduler).
     """
-    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two
+    # Python ignores these two
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for number in _IGNORED:
@@ -105,18 +128,25 @@ def _reset() -> None:
     for limit in _RAISED_LIMITS:
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (hard, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # the rows are large
+    # the rows are large
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+    )
     try:
-        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))  # the kernel omits CPUs that are not allowed
+        # the kernel omits CPUs that are not allowed
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError as error:
-        logging.getLogger(__name__).info("the host process keeps its CPU affinity or scheduling class: %s", error)
+        logging.getLogger(__name__).info(
+            "the host process keeps its CPU affinity or scheduling class: %s", error
+        )
 
 
 def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
     """Map the primary tier's rows; return them as a writable view of bytes.
 
-    :param region_fds: inherited descriptors; closed here, because they share the engine's flock and would keep it.
+    :param region_fds: inherited descriptors; closed here, because they share the engine's flock and
+        would keep it.
     """
     own = []
     for fd in region_fds:

@@ -1,7 +1,8 @@
 """Transport of messages between the engine and the host.
 
-Neither side ever waits for the other: bytes that the socket does not accept stay in an outbox. Each side sends
-messages that can wait only while its outbox has at most ``CONGESTED_BYTES``. The engine also bounds its jobs in flight.
+Neither side ever waits for the other: bytes that the socket does not accept stay in an outbox. Each
+side sends messages that can wait only while its outbox has at most ``CONGESTED_BYTES``. The engine
+also bounds its jobs in flight.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from persistkv.errors import HostError
 from persistkv.storage.host.protocol import Table, ToEngine, ToStore, table_of
 
 _LENGTH = struct.Struct("<I")
-_FD_SPACE = socket.CMSG_SPACE(16)  # four descriptors; more than one waits only if the host is fast
-_RECEIVE_BYTES = 256 << 10  # 256 KiB: the answers to many jobs, or some thousand keys of events
-_MOST_POSTED = 1_000  # bound on messages of other threads that the owner has not sent; older ones are dropped
+# four descriptors; more than one waits only if the host is fast
+_FD_SPACE = socket.CMSG_SPACE(16)
+# 256 KiB: the answers to many jobs, or some thousand keys of events
+_RECEIVE_BYTES = 256 << 10
+# bound on messages of other threads that the owner has not sent; older ones are dropped
+_MOST_POSTED = 1_000
 MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length is certainly malformed
 CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, not counting the socket's own buffer
 
@@ -36,19 +40,22 @@ def discard(messages: Iterable[Any]) -> None:
 
 
 class Connection:
-    """One end of a message connection between the engine and the host. This class: an end that leads nowhere."""
+    """One end of a message connection between the engine and the host. This class: an end that
+    leads nowhere."""
 
     ended = False
-    """True: this end was closed, or the other side has closed and all its messages were received."""
+    """True: this end was closed, or the other side has closed and all its messages were
+    received."""
     outbox_bytes = 0
     """Bytes of sent messages that the socket has not accepted yet."""
 
     def send(self, message: ToStore | ToEngine) -> None:
-        """Send or queue a message. Never waits; drops the message after the connection has ended."""
+        """Send or queue a message. Never waits; drops the message after the connection has
+        ended."""
 
     def receive(self) -> list[Any]:
-        """Return messages that have arrived. Never waits. A call reads 256 KiB at most, so that a step of the engine or
-        of the host's loop stays short.
+        """Return messages that have arrived. Never waits. A call reads 256 KiB at most, so that a
+        step of the engine or of the host's loop stays short.
 
         :raises HostError: the input is malformed; the connection has ended.
         """
@@ -71,7 +78,8 @@ class SocketConnection(Connection):
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
-        self._arriving = bytearray(_RECEIVE_BYTES)  # ``recv`` would allocate one in each step of an engine
+        # ``recv`` would allocate one in each step of an engine
+        self._arriving = bytearray(_RECEIVE_BYTES)
         self._inbox = bytearray()
         self._outbox: deque[tuple[memoryview, Table | None]] = deque()
         self._fds: deque[int] = deque()
@@ -87,7 +95,9 @@ class SocketConnection(Connection):
             discard([message])
             return
         body = self._encoder.encode(message)
-        self._outbox.append((memoryview(_LENGTH.pack(len(body)) + body), table_of(message)))
+        self._outbox.append(
+            (memoryview(_LENGTH.pack(len(body)) + body), table_of(message))
+        )
         self.outbox_bytes += _LENGTH.size + len(body)
         self.push()
 
@@ -97,7 +107,8 @@ class SocketConnection(Connection):
             os.eventfd_write(self._bell, 1)
 
     def post(self, message: ToEngine) -> None:
-        """Send a message during the next ``wait``. The oldest of more than 1,000 unsent messages are dropped."""
+        """Send a message during the next ``wait``. The oldest of more than 1,000 unsent messages
+        are dropped."""
         self._posted.append(message)
         self.wake()
 
@@ -121,8 +132,8 @@ class SocketConnection(Connection):
             self._end_after_arrived()
 
     def _end_after_arrived(self) -> None:
-        """End a connection that cannot send. Its peer receives no more messages, and would wait for them otherwise.
-        ``receive`` returns the messages that have arrived, then sets ``ended``.
+        """End a connection that cannot send. Its peer receives no more messages, and would wait for
+        them otherwise. ``receive`` returns the messages that have arrived, then sets ``ended``.
         """
         self._drop_outbox()
         with suppress(OSError):  # it is closed
@@ -139,13 +150,15 @@ class SocketConnection(Connection):
         return self._decoded() if self._pull() else []
 
     def receive_rest(self) -> list[Any]:
-        """Return all messages that have arrived. For use when the other side is dead and sends no further ones."""
+        """Return all messages that have arrived. For use when the other side is dead and sends no
+        further ones."""
         while self._pull():
             pass
         return self._decoded()
 
     def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
-        """Wait until a message arrives, ``wake`` is called, the engine dies, or the time limit has passed.
+        """Wait until a message arrives, ``wake`` is called, the engine dies, or the time limit has
+        passed.
 
         :param seconds: time limit; None: no limit.
         :param engine_pidfd: pidfd of the engine, to detect its death; None: do not detect it.
@@ -164,11 +177,14 @@ class SocketConnection(Connection):
         return any(fd == engine_pidfd for fd, _ in ready)
 
     def _pull(self) -> bool:
-        """Read bytes from the socket into the inbox; return False if there are none or the connection has ended."""
+        """Read bytes from the socket into the inbox; return False if there are none or the
+        connection has ended."""
         if self.ended:
             return False
         try:
-            size, ancillary, _, _ = self._socket.recvmsg_into([self._arriving], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, _, _ = self._socket.recvmsg_into(
+                [self._arriving], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     self._fds.extend(array("i", data[: len(data) // 4 * 4]))
@@ -194,13 +210,21 @@ class SocketConnection(Connection):
                 if end > len(view):
                     break
                 try:
-                    messages.append(self._decoder.decode(view[start + _LENGTH.size : end]))
+                    messages.append(
+                        self._decoder.decode(view[start + _LENGTH.size : end])
+                    )
                     if (table := table_of(messages[-1])) is not None:
                         table.fd = self._fds.popleft()
                 except IndexError:
                     self.ended = True
-                    raise HostError("a lookup table came without its descriptor") from None
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    raise HostError(
+                        "a lookup table came without its descriptor"
+                    ) from None
+                except (
+                    msgspec.DecodeError,
+                    UnicodeDecodeError,
+                    RecursionError,
+                ) as error:
                     self.ended = True
                     raise HostError(f"a message does not read: {error}") from None
                 start = end
@@ -217,16 +241,18 @@ class SocketConnection(Connection):
         bell, self._bell = self._bell, -1
         os.close(bell)
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)  # a forked child may hold a copy, which ``close`` leaves open
+            # a forked child may hold a copy, which ``close`` leaves open
+            self._socket.shutdown(socket.SHUT_WR)
         self._socket.close()
 
 
 class ThreadConnection(SocketConnection):
-    """One end of a connection between threads. To receive, it makes no system call unless the other end has sent bytes.
+    """One end of a connection between threads. To receive, it makes no system call unless the other
+    end has sent bytes.
 
-    If it did, and a scheduler polled each millisecond, the thread at the other end might never run: the poll would
-    release and reacquire the GIL before that thread is awake, and restart that thread's wait for the GIL each time
-    (measured: 20 s for a job of 60 ms).
+    If it did, and a scheduler polled each millisecond, the thread at the other end might never run:
+    the poll would release and reacquire the GIL before that thread is awake, and restart that
+    thread's wait for the GIL each time (measured: 20 s for a job of 60 ms).
     """
 
     _other: ThreadConnection

@@ -1,7 +1,8 @@
 """Messages between the engine and the host.
 
-A job is one message, regardless of its number of blocks: keys and numbers (little-endian u32) are sent as joined bytes.
-Questions have a token, which the answer repeats, so that late answers to earlier calls are recognized.
+A job is one message, regardless of its number of blocks: keys and numbers (little-endian u32) are
+sent as joined bytes. Questions have a token, which the answer repeats, so that late answers to
+earlier calls are recognized.
 """
 
 from __future__ import annotations
@@ -13,12 +14,25 @@ import msgspec
 
 from persistkv import errors
 from persistkv.config import RowLayout
-from persistkv.errors import ConfigurationError, FieldDifference, IdentityMismatchError, PersistKVError
+from persistkv.errors import (
+    ConfigurationError,
+    FieldDifference,
+    IdentityMismatchError,
+    PersistKVError,
+)
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.records import Choice, News, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.records import (
+    Choice,
+    News,
+    RequestEnd,
+    StoreCounters,
+    StoreOptions,
+)
 
 _ERRORS: dict[str, type[PersistKVError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PersistKVError)
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, PersistKVError)
 }
 """The exception classes that both processes know, by name."""
 
@@ -78,12 +92,13 @@ class Touch(_Message):
 
 
 class Mapped(_Message):
-    """Answer to ``Table`` or ``Opened``: the engine uses the new lookup table and no longer the previous one. The host
-    sends the next table only after it."""
+    """Answer to ``Table`` or ``Opened``: the engine uses the new lookup table and no longer the
+    previous one. The host sends the next table only after it."""
 
 
 class Flush(_Message):
-    """Commit all work received before this message, then answer with ``Flushed``; also if blocks had to be dropped."""
+    """Commit all work received before this message, then answer with ``Flushed``; also if blocks
+    had to be dropped."""
 
     token: int
 
@@ -96,7 +111,8 @@ class AskStats(_Message):
 
 
 class AskRecent(_Message):
-    """Answer with keys of stored requests to prewarm (``Recent``). The parameters are those of ``recent_contexts``."""
+    """Answer with keys of stored requests to prewarm (``Recent``). The parameters are those of
+    ``recent_contexts``."""
 
     max_blocks: int
     only_asked: bool = False
@@ -108,7 +124,8 @@ class Ping(_Message):
 
 
 class End(_Message):
-    """Release the rows, answer with ``Ended``, commit accepted work, and exit. The last message to a host."""
+    """Release the rows, answer with ``Ended``, commit accepted work, and exit. The last message to
+    a host."""
 
 
 # Store to engine
@@ -120,7 +137,8 @@ class Table(_Message):
     slots: int
     """Number of the table's slots, 8 bytes each."""
     fd: int = -1
-    """Descriptor of the memfd that holds the table, sent with the message; the receiver closes it."""
+    """Descriptor of the memfd that holds the table, sent with the message; the receiver closes
+    it."""
 
     def discard(self) -> None:
         if self.fd >= 0:
@@ -135,8 +153,8 @@ class Opened(_Message):
     notice: str
     """Message for the user if the namespace is new, see ``Store.notice``; may be empty."""
     wants_all: bool = False
-    """Whether the engine must also send store jobs whose keys the lookup table contains: blocks are compared with those
-    of another release, and adopted blocks are stored again."""
+    """Whether the engine must also send store jobs whose keys the lookup table contains: blocks are
+    compared with those of another release, and adopted blocks are stored again."""
 
 
 def table_of(message: Any) -> Table | None:
@@ -159,10 +177,14 @@ class OpenFailed(_Message):
     def of(cls, error: PersistKVError | ValueError) -> OpenFailed:
         """Encode an exception as a message.
 
-        A subclass of a driver becomes its nearest class in ``persistkv.errors``. Another ValueError, which a value of
-        the caller has caused, becomes a ConfigurationError.
+        A subclass of a driver becomes its nearest class in ``persistkv.errors``. Another
+        ValueError, which a value of the caller has caused, becomes a ConfigurationError.
         """
-        known = [kind.__name__ for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind]
+        known = [
+            kind.__name__
+            for kind in type(error).__mro__
+            if _ERRORS.get(kind.__name__) is kind
+        ]
         if not known:
             error = ConfigurationError("store", None, "", str(error))
             known = [ConfigurationError.__name__]
@@ -170,7 +192,9 @@ class OpenFailed(_Message):
         for name, value in vars(error).items():
             attributes[name] = None if value is None else str(value)
         if isinstance(error, IdentityMismatchError):
-            attributes["differences"] = [list(map(str, fields)) for fields in error.differences]
+            attributes["differences"] = [
+                list(map(str, fields)) for fields in error.differences
+            ]
         return cls(known[0], str(error), attributes)
 
     def error(self) -> PersistKVError:
@@ -185,7 +209,9 @@ class OpenFailed(_Message):
         error = kind.__new__(kind, self.text)
         vars(error).update(self.attributes)
         if isinstance(error, IdentityMismatchError):
-            error.differences = tuple(FieldDifference(*fields) for fields in self.attributes["differences"])
+            error.differences = tuple(
+                FieldDifference(*fields) for fields in self.attributes["differences"]
+            )
         return error
 
 
@@ -194,7 +220,8 @@ class JobDone(_Message):
 
     job_id: int
     failed: PackedKeys
-    """Keys of a store job whose blocks were dropped, or of a load job whose rows have undefined content."""
+    """Keys of a store job whose blocks were dropped, or of a load job whose rows have undefined
+    content."""
     num_bytes: int
     """Raw bytes loaded into rows; 0 for a store job."""
 
@@ -214,13 +241,15 @@ class HostStats(_Message):
     """``EngineStatus.indexed_blocks``."""
     staged_bytes: int
     disk_bytes: int
-    """Bytes that the store, with all its namespaces, takes on the medium; 0 if the medium failed or keeps no totals."""
+    """Bytes that the store, with all its namespaces, takes on the medium; 0 if the medium failed or
+    keeps no totals."""
     capacity: int | None
     """Bound on ``disk_bytes``; None: unbounded or unknown."""
     cpu_seconds: float
     """CPU time, since its start, of the process in which the store runs."""
     requests: dict[str, int] = {}
-    """Requests sent to the medium since the store was opened, by HTTP method or other kind; empty if not counted."""
+    """Requests sent to the medium since the store was opened, by HTTP method or other kind; empty
+    if not counted."""
     breaker: str | None = None
     """``EngineStatus.breaker``."""
 
@@ -240,7 +269,8 @@ class Pong(_Message):
 
 
 class Ended(_Message):
-    """The answer to ``End``: the host no longer reads or writes rows. Jobs without an answer were dropped."""
+    """The answer to ``End``: the host no longer reads or writes rows. Jobs without an answer were
+    dropped."""
 
 
 class Notice(_Message):
@@ -250,5 +280,30 @@ class Notice(_Message):
     text: str
 
 
-ToStore = Hello | StoreJob | LoadJob | RequestEnd | Loaded | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
-ToEngine = Table | Opened | OpenFailed | JobDone | News | Flushed | HostStats | Recent | Pong | Ended | Notice
+ToStore = (
+    Hello
+    | StoreJob
+    | LoadJob
+    | RequestEnd
+    | Loaded
+    | Touch
+    | Mapped
+    | Flush
+    | AskStats
+    | AskRecent
+    | Ping
+    | End
+)
+ToEngine = (
+    Table
+    | Opened
+    | OpenFailed
+    | JobDone
+    | News
+    | Flushed
+    | HostStats
+    | Recent
+    | Pong
+    | Ended
+    | Notice
+)

@@ -1,17 +1,18 @@
 """Server of a store: receives messages, runs jobs, sends answers. The same code in all three hosts.
 
-Everything here runs on one thread. If the executor has threads, this thread never waits for the medium. Loads run
-concurrently with each other and with a transaction. Store jobs and ends of requests keep their order; those that wait
-at the same time share one transaction.
+Everything here runs on one thread. If the executor has threads, this thread never waits for the
+medium. Loads run concurrently with each other and with a transaction. Store jobs and ends of
+requests keep their order; those that wait at the same time share one transaction.
 
-A job is answered when its rows are no longer read or written: a load when all its parts have ended, a store job when
-none of its keys is in flight.
+A job is answered when its rows are no longer read or written: a load when all its parts have ended,
+a store job when none of its keys is in flight.
 
-At the end, jobs without an answer are dropped, except those whose transaction or read has begun. When no row is in use
-any more, the rows are released and the engine gets ``Ended``; then accepted work is committed.
+At the end, jobs without an answer are dropped, except those whose transaction or read has begun.
+When no row is in use any more, the rows are released and the engine gets ``Ended``; then accepted
+work is committed.
 
-Opening the store is also a call of the executor. If the executor has threads, the server answers messages meanwhile
-and reports how long opening has taken so far.
+Opening the store is also a call of the executor. If the executor has threads, the server answers
+messages meanwhile and reports how long opening has taken so far.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class _Job:
     message: protocol.StoreJob
     keys: list[bytes]
     borrowed: set[bytes] = field(default_factory=set)
-    """Keys that another job was already storing. If that job fails to store them, this job's rows are used instead."""
+    """Keys that another job was already storing. If that job fails to store them, this job's rows
+    are used instead."""
 
 
 class Lifecycle:
@@ -79,9 +81,11 @@ class StoreServer:
         congested: Callable[[], bool] = lambda: False,
         lifecycle: Lifecycle | None = None,
     ) -> None:
-        """:param rows_buffer: the primary tier's rows, writable; used from the first job to ``Lifecycle.released``.
+        """:param rows_buffer: the primary tier's rows, writable; used from the first job to
+        ``Lifecycle.released``.
         :param send: sends a message to the engine; never waits.
-        :param make_executor: returns an executor with the given number of threads. The server closes it.
+        :param make_executor: returns an executor with the given number of threads. The server
+            closes it.
         :param congested: returns whether the engine is slow to receive.
         """
         self._buffer: memoryview | None = rows_buffer
@@ -96,8 +100,8 @@ class StoreServer:
         self._store: Store | None = None
         self._table_version = -1
         self._is_mapping = False
-        """Whether the engine has not mapped the last table yet. The next one waits: an idle engine maps none for hours,
-        and each table that was sent must be kept."""
+        """Whether the engine has not mapped the last table yet. The next one waits: an idle engine
+        maps none for hours, and each table that was sent must be kept."""
         self._taking = 0
         self._status: StatusPublisher | None = None
         self._loads: deque[protocol.LoadJob] = deque()
@@ -109,14 +113,20 @@ class StoreServer:
         self._flushed: list[protocol.Flush] = []
 
     def handle(self, message: Any) -> None:
-        """Process one message from the engine. Jobs, flushes and request ends are queued, and ``step`` starts them.
+        """Process one message from the engine. Jobs, flushes and request ends are queued, and
+        ``step`` starts them.
 
-        Other messages are ignored until the store is open: the engine does not wait for their answers.
+        Other messages are ignored until the store is open: the engine does not wait for their
+        answers.
         """
         store = self._store
         match message:
             case protocol.Hello() if store is not None or self._opening:
-                self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))
+                self._send(
+                    protocol.OpenFailed.of(
+                        HostError("a store is opened once, before it is closed")
+                    )
+                )
             case protocol.Hello():
                 self._opening = True
                 self._executor = self._make_executor(1)
@@ -149,20 +159,24 @@ class StoreServer:
         try:
             store = await opener.write(partial(self._make_store, hello))
         except (PersistKVError, ValueError) as error:
-            traceback.clear_frames(error.__traceback__)  # its frames would keep the rows mapped
+            # its frames would keep the rows mapped
+            traceback.clear_frames(error.__traceback__)
             self._send(protocol.OpenFailed.of(error))
         else:
             self._store, self._executor = store, store.catalogue.executor
             opener.close()
             self._status = StatusPublisher(store, self._executor, hello.engine_pid)
             wants_all = store.canary is not None and store.canary.active
-            self._send(protocol.Opened(self._share_table(store), store.notice, wants_all))
+            self._send(
+                protocol.Opened(self._share_table(store), store.notice, wants_all)
+            )
             self._lifecycle.opened()
         finally:
             self._opening = False
 
     def _make_store(self, hello: protocol.Hello) -> Store:
-        """Open the backend and the store. Runs on the executor; ``close`` waits for it before it releases the rows."""
+        """Open the backend and the store. Runs on the executor; ``close`` waits for it before it
+        releases the rows."""
         if self._buffer is None:
             raise HostError("the host has released its rows")
         rows = Rows(self._buffer, hello.layout)
@@ -171,9 +185,16 @@ class StoreServer:
         backend = open_backend(hello.url)
         executor: Executor | None = None
         try:
-            threads = MAX_IO_THREADS if backend.capabilities.remote else hello.options.io_threads  # they mostly wait
+            # they mostly wait
+            threads = (
+                MAX_IO_THREADS
+                if backend.capabilities.remote
+                else hello.options.io_threads
+            )
             executor = self._make_executor(threads)
-            return Store(backend, identity, rows, hello.options, url=url, executor=executor)
+            return Store(
+                backend, identity, rows, hello.options, url=url, executor=executor
+            )
         except BaseException:
             if executor is not None:
                 executor.close()
@@ -187,9 +208,16 @@ class StoreServer:
             totals = await store.catalogue.call(backend.stats)
             disk_bytes, capacity = totals.disk_bytes, totals.capacity
         except StoreError as error:
-            logger.warning("totals cannot be read: %s", str(error))  # the exception references rows
+            # the exception references rows
+            logger.warning("totals cannot be read: %s", str(error))
         stats = protocol.HostStats(
-            ask.token, store.counters, len(store.index), store.staged_bytes, disk_bytes, capacity, time.process_time()
+            ask.token,
+            store.counters,
+            len(store.index),
+            store.staged_bytes,
+            disk_bytes,
+            capacity,
+            time.process_time(),
         )
         stats.requests = dict(backend.requests)
         stats.breaker = backend.breaker_state
@@ -199,21 +227,37 @@ class StoreServer:
         backend, contexts = store.catalogue.backend, list[list[bytes]]()
         engine = "" if self._status is None else self._status.engine
         try:
-            read = partial(recent_contexts, backend, store.namespace, store.contains, ask.max_blocks, engine)
-            contexts = await store.catalogue.call(partial(read, only_asked=ask.only_asked, choice=ask.choice))
+            read = partial(
+                recent_contexts,
+                backend,
+                store.namespace,
+                store.contains,
+                ask.max_blocks,
+                engine,
+            )
+            contexts = await store.catalogue.call(
+                partial(read, only_asked=ask.only_asked, choice=ask.choice)
+            )
         except StoreError as error:
-            logger.warning("the most recently used contexts cannot be read: %s", str(error))
+            logger.warning(
+                "the most recently used contexts cannot be read: %s", str(error)
+            )
         self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
 
     def seconds_to_work(self) -> float | None:
-        """Return for how many seconds ``step`` has no work; None: until a message arrives or an executor call ends."""
+        """Return for how many seconds ``step`` has no work; None: until a message arrives or an
+        executor call ends."""
         if self._store is None:
             return None
         if self._may_process_next(self._store):
             return 0.0
         seconds = self._store.seconds_to_work()
-        waits_for_engine = self._store.news == News() and (self._is_mapping or not self._has_new_table(self._store))
-        return seconds if waits_for_engine else min(_CONGESTED_S, seconds or _CONGESTED_S)
+        waits_for_engine = self._store.news == News() and (
+            self._is_mapping or not self._has_new_table(self._store)
+        )
+        return (
+            seconds if waits_for_engine else min(_CONGESTED_S, seconds or _CONGESTED_S)
+        )
 
     def step(self) -> None:
         """Continue all queued and running work that can proceed without waiting."""
@@ -234,21 +278,34 @@ class StoreServer:
             self._send(protocol.Flushed(self._flushed.pop(0).token))
         if self._status is not None:
             loading = self._loading + len(self._loads)
-            self._status.tick(waiting_jobs=len(self._queue), writing_jobs=len(self._writing), loading_jobs=loading)
+            self._status.tick(
+                waiting_jobs=len(self._queue),
+                writing_jobs=len(self._writing),
+                loading_jobs=loading,
+            )
 
     def _may_process_next(self, store: Store) -> bool:
-        """Return whether the store has accepted the previous message, has memory left, and runs no flush."""
-        return bool(self._queue) and not self._taking and self._flushing is None and store.has_room
+        """Return whether the store has accepted the previous message, has memory left, and runs no
+        flush."""
+        return (
+            bool(self._queue)
+            and not self._taking
+            and self._flushing is None
+            and store.has_room
+        )
 
     def _send_news(self, store: Store) -> None:
         """Send the engine the new lookup table and the store's news."""
-        if self._congested():  # an idle engine may receive nothing for hours, and the outbox must not grow meanwhile
+        # an idle engine may receive nothing for hours, and the outbox must not grow meanwhile
+        if self._congested():
             return
         if self._has_new_table(store) and not self._is_mapping:
             try:
                 table = self._share_table(store)
-            except OSError as error:  # the engine uses the last table until a descriptor is free
-                logger.warning("the new lookup table is not sent yet: %s", str(error))  # the error references rows
+            except OSError as error:
+                # the engine uses the last table until a descriptor is free
+                # the error references rows
+                logger.warning("the new lookup table is not sent yet: %s", str(error))
             else:
                 self._send(table)
         if store.news != News():
@@ -272,8 +329,13 @@ class StoreServer:
         def done(outcome: ReadOutcome) -> None:
             self._loading -= 1
             if outcome.failed:
-                self._send_news(store)  # collisions first: the engine skips stores of keys that it counts as held
-            self._send(protocol.JobDone(message.job_id, PackedKeys.of(outcome.failed), outcome.raw_bytes))
+                # collisions first: the engine skips stores of keys that it counts as held
+                self._send_news(store)
+            self._send(
+                protocol.JobDone(
+                    message.job_id, PackedKeys.of(outcome.failed), outcome.raw_bytes
+                )
+            )
 
         self._loading += 1
         try:
@@ -282,7 +344,9 @@ class StoreServer:
             logger.error("load job %d is refused: %s", message.job_id, error)
             done(ReadOutcome(keys))
 
-    def _take(self, store: Store, message: protocol.StoreJob | RequestEnd | protocol.Flush) -> None:
+    def _take(
+        self, store: Store, message: protocol.StoreJob | RequestEnd | protocol.Flush
+    ) -> None:
         match message:
             case protocol.StoreJob():
                 self._put(store, _Job(message, message.keys.unpack()))
@@ -293,8 +357,8 @@ class StoreServer:
                 self._flush(store)
 
     def _put(self, store: Store, job: _Job) -> None:
-        """Pass a job to the store. When the store has accepted its blocks, answer the job if its rows may be reused;
-        otherwise ``_settle_jobs`` answers it later.
+        """Pass a job to the store. When the store has accepted its blocks, answer the job if its
+        rows may be reused; otherwise ``_settle_jobs`` answers it later.
         """
         message = job.message
 
@@ -311,7 +375,9 @@ class StoreServer:
         self._taking += 1
         try:
             depths = array("I", message.depths) or None
-            store.begin_put(message.request, job.keys, array("I", message.block_ids), depths, done)
+            store.begin_put(
+                message.request, job.keys, array("I", message.block_ids), depths, done
+            )
         except ValueError as error:
             logger.error("store job %d is refused: %s", message.job_id, error)
             self._taking -= 1
@@ -327,7 +393,8 @@ class StoreServer:
     def _flush(self, store: Store) -> None:
         """Commit until no accepted work is left, then record that the flush is done.
 
-        Repeated, because blocks of a failed transaction can be stored again from the rows of another job.
+        Repeated, because blocks of a failed transaction can be stored again from the rows of
+        another job.
         """
         self._settle_jobs(store)
         if store.unwritten:
@@ -337,8 +404,8 @@ class StoreServer:
             self._flushing = None
 
     def _settle_jobs(self, store: Store) -> None:
-        """Answer the store jobs whose rows are no longer read. If other jobs failed to store a job's ``borrowed`` keys,
-        pass it to the store again instead, unless the host is ending.
+        """Answer the store jobs whose rows are no longer read. If other jobs failed to store a
+        job's ``borrowed`` keys, pass it to the store again instead, unless the host is ending.
         """
         if store.ended_packs == self._ended_packs:
             return
@@ -366,12 +433,17 @@ class StoreServer:
         self._queue.clear()
 
     def close(self, *, finish: bool = True) -> None:
-        """Drop the jobs that have not begun, commit accepted work, release the rows and close the store. Idempotent.
+        """Drop the jobs that have not begun, commit accepted work, release the rows and close the
+        store. Idempotent.
 
-        :param finish: False: do not commit. Must be False after an internal error: a commit might never end.
+        :param finish: False: do not commit. Must be False after an internal error: a commit might
+            never end.
         """
         self.ending = True
-        remote = self._store is not None and self._store.catalogue.backend.capabilities.remote
+        remote = (
+            self._store is not None
+            and self._store.catalogue.backend.capabilities.remote
+        )
         self._lifecycle.ending(remote=remote)
         if self._opening:
             self._executor.run_until(lambda: not self._opening)
@@ -394,7 +466,8 @@ class StoreServer:
                 store.index.close()
 
     def _drop(self, store: Store) -> None:
-        """Drop the jobs for which no read or transaction has begun; start to commit accepted work and request ends."""
+        """Drop the jobs for which no read or transaction has begun; start to commit accepted work
+        and request ends."""
         self._loads.clear()
         queue, self._queue = self._queue, deque()
         store.drop_direct()
@@ -407,7 +480,14 @@ class StoreServer:
         self.step()
         if not (self._loading or self._taking or self._writing):
             self._release()
-        busy = self._loads or self._loading or self._queue or self._taking or self._writing or self._flushing
+        busy = (
+            self._loads
+            or self._loading
+            or self._queue
+            or self._taking
+            or self._writing
+            or self._flushing
+        )
         return not (busy or self._executor.writing)
 
     def _release(self) -> None:
@@ -434,11 +514,12 @@ def serve(
     engine_pidfd: int | None = None,
     lifecycle: Lifecycle | None = None,
 ) -> None:
-    """Run a store until the engine sends ``End``, closes the connection or dies; then close the store and return.
+    """Run a store until the engine sends ``End``, closes the connection or dies; then close the
+    store and return.
 
     :param rows_buffer: the primary tier's rows, writable.
-    :param engine_pidfd: pidfd of the engine. Needed because a child that the engine forked can keep the connection open
-        after the engine's death. None: the store runs in the engine's process.
+    :param engine_pidfd: pidfd of the engine. Needed because a child that the engine forked can keep
+        the connection open after the engine's death. None: the store runs in the engine's process.
     """
     server = StoreServer(
         rows_buffer,
@@ -447,7 +528,8 @@ def serve(
         lambda: connection.outbox_bytes > CONGESTED_BYTES,
         lifecycle,
     )
-    del rows_buffer  # a traceback can keep this frame alive, and with it the rows mapped
+    # a traceback can keep this frame alive, and with it the rows mapped
+    del rows_buffer
     engine_died = finish = False
     try:
         while not (connection.ended or engine_died or server.ending):

@@ -1,6 +1,7 @@
 """Engine status: a small row per engine and open store, which ``persistkv top`` and exporters read.
 
-Status is best effort: rows may be lost, no call waits for one, and readers skip rows that cannot be decoded.
+Status is best effort: rows may be lost, no call waits for one, and readers skip rows that cannot be
+decoded.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_MISSED = 5  # an engine without an update for more than this many intervals counts as stopped
+# an engine without an update for more than this many intervals counts as stopped
+_MISSED = 5
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status row of one engine. Fields are added, never renamed: engines of several releases share a store."""
+    """The status row of one engine. Fields are added, never renamed: engines of several releases
+    share a store."""
 
     engine: str
     """Random name of 32 hexadecimal digits, chosen when the store was opened."""
     host: str
-    """Name of the machine on which the store is open; times are those of its clock, in seconds since the epoch."""
+    """Name of the machine on which the store is open; times are those of its clock, in seconds
+    since the epoch."""
     pid: int
     """Id of the process that does the I/O."""
     namespace: str
@@ -51,8 +55,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the next row is due."""
     counters: StoreCounters
     indexed_blocks: int
-    """Number of blocks that a lookup finds, including usable ones of an adopted namespace; a block in two packs counts
-    twice."""
+    """Number of blocks that a lookup finds, including usable ones of an adopted namespace; a block
+    in two packs counts twice."""
     staged_bytes: int
     """Raw bytes of staged copies that are waiting or being written."""
     waiting_jobs: int
@@ -62,8 +66,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     loading_jobs: int
     """Load jobs that are queued or being read."""
     breaker: str | None = None
-    """State of the medium's circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``; None: it has
-    none."""
+    """State of the medium's circuit breaker: ``closed``, ``open`` (no requests are sent) or
+    ``half-open``; None: it has none."""
     engine_pid: int | None = None
     """Id of the process that runs the model; None: unknown."""
 
@@ -75,11 +79,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         return now - self.time <= _MISSED * self.interval_s
 
 
-_DECODE = msgspec.json.Decoder(EngineStatus).decode  # made at import: two threads may be the first to use it
+# made at import: two threads may be the first to use it
+_DECODE = msgspec.json.Decoder(EngineStatus).decode
 
 
 def read_statuses(backend: Backend) -> list[EngineStatus]:
-    """Return the status of each engine, sorted by start time. Rows that killed engines left are included.
+    """Return the status of each engine, sorted by start time. Rows that killed engines left are
+    included.
 
     :raises StoreError: the medium failed.
     """
@@ -87,8 +93,11 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     return sorted(found, key=lambda status: (status.started, status.engine))
 
 
-def decoded(rows: dict[str, bytes], decode: Callable[[bytes], T], prefix: str = "") -> Iterator[tuple[str, T]]:
-    """Yield the name and the decoded content of each row whose name starts with the prefix; skip undecodable rows."""
+def decoded(
+    rows: dict[str, bytes], decode: Callable[[bytes], T], prefix: str = ""
+) -> Iterator[tuple[str, T]]:
+    """Yield the name and the decoded content of each row whose name starts with the prefix; skip
+    undecodable rows."""
     for name, row in rows.items():
         if name.startswith(prefix):
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -96,7 +105,8 @@ def decoded(rows: dict[str, bytes], decode: Callable[[bytes], T], prefix: str = 
 
 
 class StatusPublisher:
-    """Publishes the status row of one engine periodically. A failure is logged; the next row is written as usual."""
+    """Publishes the status row of one engine periodically. A failure is logged; the next row is
+    written as usual."""
 
     def __init__(self, store: Store, executor: Executor, engine_pid: int) -> None:
         self._store = store
@@ -111,8 +121,8 @@ class StatusPublisher:
         self._failed = False
 
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
-        """Start to write the status row if it is due and the executor runs no other write. The arguments are fields of
-        ``EngineStatus``.
+        """Start to write the status row if it is due and the executor runs no other write. The
+        arguments are fields of ``EngineStatus``.
         """
         now = time.monotonic()
         if self._interval_s is None or now < self._due or self._executor.writing:
@@ -139,7 +149,9 @@ class StatusPublisher:
 
     async def _publish(self, row: bytes) -> None:
         try:
-            await self._executor.write(partial(self._backend.publish_status, self.engine, row))
+            await self._executor.write(
+                partial(self._backend.publish_status, self.engine, row)
+            )
         except StoreError as error:
             if not self._failed:
                 logger.info("could not publish engine status: %s", error)
@@ -148,10 +160,13 @@ class StatusPublisher:
             self._failed = False
 
     def withdraw(self) -> None:
-        """Delete this engine's status row and wait until it is deleted. No other write may be in progress."""
+        """Delete this engine's status row and wait until it is deleted. No other write may be in
+        progress."""
         if self._interval_s is None:
             return
         try:
             self._backend.publish_status(self.engine, None)
         except StoreError as error:
-            logger.info("could not delete the status row of engine %s: %s", self.engine, error)
+            logger.info(
+                "could not delete the status row of engine %s: %s", self.engine, error
+            )

@@ -1,10 +1,13 @@
-"""Supervision of the host by the engine (start, watchdog, kill, restart), and the three kinds of host.
+"""Supervision of the host by the engine (start, watchdog, kill, restart), and the three kinds of
+host.
 
-1. The engine sends nothing before it holds a pidfd of the host process, so a process that it cannot kill and watch
-   never uses a row.
-2. A host that owes an answer or opens the store must send messages: if it sends none for the time limit, not even the
-   answer to a ``Ping``, it is killed. While it answers, a call of its medium may take ten times as long.
-3. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may still use rows.
+1. The engine sends nothing before it holds a pidfd of the host process, so a process that it cannot
+   kill and watch never uses a row.
+2. A host that owes an answer or opens the store must send messages: if it sends none for the time
+   limit, not even the answer to a ``Ping``, it is killed. While it answers, a call of its medium
+   may take ten times as long.
+3. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may
+   still use rows.
 """
 
 from __future__ import annotations
@@ -28,7 +31,12 @@ from typing import Any, ClassVar
 from persistkv.errors import HostError
 from persistkv.storage.executor import Executor
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import Connection, SocketConnection, ThreadConnection, discard
+from persistkv.storage.host.connection import (
+    Connection,
+    SocketConnection,
+    ThreadConnection,
+    discard,
+)
 from persistkv.storage.host.protocol import ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer, serve
 
@@ -44,19 +52,24 @@ sys.path[:] = {path!r}
 from persistkv.storage.host.child import main
 main{arguments!r}
 """
-"""Program of the spawned process. It forks the host process and exits, so that the host is no child of the engine and
-is not killed with the engine's process tree.
+"""Program of the spawned process. It forks the host process and exits, so that the host is no child
+of the engine and is not killed with the engine's process tree.
 
-The host has a process group of its own, but the engine's session, and with it the engine's autogroup. In a session of
-its own, next to two busy workers on two cores, Linux 6.18 let no process run for up to two minutes."""
-_START_S = 60  # seconds until an orphan that does not reach its main loop is ended by the kernel
+The host has a process group of its own, but the engine's session, and with it the engine's
+autogroup. In a session of its own, next to two busy workers on two cores, Linux 6.18 let no process
+run for up to two minutes."""
+# seconds until an orphan that does not reach its main loop is ended by the kernel
+_START_S = 60
 KILL_S = 5.0  # seconds to wait for the exit of a killed host
 _NAP_S = 0.0005  # between polls while the engine waits for the host to release its rows
-_CALL_PATIENCE = 10  # longest time of one call of the medium, as a multiple of the watchdog's limit
+# longest time of one call of the medium, as a multiple of the watchdog's limit
+_CALL_PATIENCE = 10
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 30.0
-HEALTHY_S = 60.0  # seconds for which a host must have been open for the shortest delay of the next start
-_SOCKET_BYTES = 4 << 20  # 4 MiB: space for hundreds of jobs while the host is in a commit
+# seconds for which a host must have been open for the shortest delay of the next start
+HEALTHY_S = 60.0
+# 4 MiB: space for hundreds of jobs while the host is in a commit
+_SOCKET_BYTES = 4 << 20
 
 
 class Host(ABC):
@@ -66,7 +79,8 @@ class Host(ABC):
     restartable: ClassVar[bool]
     """Whether ``start`` may be called again after the host is dead."""
     idle_look_s: ClassVar[float]
-    """Seconds between two polls while no answer is due. These polls find keys that other processes stored."""
+    """Seconds between two polls while no answer is due. These polls find keys that other processes
+    stored."""
 
     @abstractmethod
     def start(self) -> Connection:
@@ -84,19 +98,23 @@ class Host(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds until the host has ended and accesses no row; return whether it has."""
+        """Wait up to ``timeout_s`` seconds until the host has ended and accesses no row; return
+        whether it has."""
 
     def cpu_wait_s(self) -> float:
-        """Return how long the host has waited for a CPU since its start, in seconds; 0 if unknown."""
+        """Return how long the host has waited for a CPU since its start, in seconds; 0 if
+        unknown."""
         return 0.0
 
     @abstractmethod
     def release(self) -> None:
-        """Release the primary tier's rows, so that they can be unmapped. Called once, at the end."""
+        """Release the primary tier's rows, so that they can be unmapped. Called once, at the
+        end."""
 
 
 class ProcessHost(Host):
-    """Runs the store in a separate process: its I/O never holds the engine's GIL, and each survives the other.
+    """Runs the store in a separate process: its I/O never holds the engine's GIL, and each survives
+    the other.
 
     The host inherits the engine's pidfd, and sends its own with its PID.
 
@@ -105,11 +123,12 @@ class ProcessHost(Host):
 
     name = "process"
     restartable = True
-    idle_look_s = 0.05  # a poll is a system call: with cold caches about 25 us of an engine's step
+    # a poll is a system call: with cold caches about 25 us of an engine's step
+    idle_look_s = 0.05
 
     def __init__(self, region_fds: Sequence[int], region_bytes: int) -> None:
-        """:param region_fds: descriptors of the primary tier's memory, ``region_bytes`` bytes in all, see
-        ``map_aligned``; the caller closes them after the last start.
+        """:param region_fds: descriptors of the primary tier's memory, ``region_bytes`` bytes in
+        all, see ``map_aligned``; the caller closes them after the last start.
         """
         self.pid: int | None = None
         """Process id of the last host process that became ready."""
@@ -128,15 +147,22 @@ class ProcessHost(Host):
         with theirs:
             inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
             path = [os.path.abspath(entry) for entry in sys.path]
-            program = _PROGRAM.format(start_s=_START_S, path=path, arguments=(self._region_bytes, *inherited))
+            program = _PROGRAM.format(
+                start_s=_START_S, path=path, arguments=(self._region_bytes, *inherited)
+            )
             try:
                 self._spawner = subprocess.Popen(
                     [sys.executable, "-I", "-c", program, "persistkv-host"],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=inherited,
-                    process_group=0,  # ``killpg`` of the engine's group does not reach the host
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    # ``killpg`` of the engine's group does not reach the host
+                    process_group=0,
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "OPENBLAS_NUM_THREADS": "1",
+                    },
                 )
             except OSError:
                 ours.close()
@@ -145,12 +171,14 @@ class ProcessHost(Host):
         return SocketConnection(ours, ToEngine)
 
     def ready(self) -> bool:
-        """Receive the host's pidfd; return False if it has not arrived. If the host has closed its socket, return True,
-        too: then the connection reports the end.
+        """Receive the host's pidfd; return False if it has not arrived. If the host has closed its
+        socket, return True, too: then the connection reports the end.
         """
         if self._socket is not None:
             try:
-                pid, pidfds, _, _ = socket.recv_fds(self._socket, 4, 1, socket.MSG_CMSG_CLOEXEC)
+                pid, pidfds, _, _ = socket.recv_fds(
+                    self._socket, 4, 1, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return False
             except OSError:
@@ -176,14 +204,16 @@ class ProcessHost(Host):
         poller.register(self._pidfd, select.POLLIN)
         if not poller.poll(timeout_s * 1000):
             return False
-        with suppress(ChildProcessError):  # init reaps it, unless this engine adopts orphans, as PID 1 does
+        # init reaps it, unless this engine adopts orphans, as PID 1 does
+        with suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         return True
 
     def cpu_wait_s(self) -> float:
         try:
             nanoseconds = Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]
-        except (OSError, IndexError):  # the process has ended, or the kernel does not count
+        except (OSError, IndexError):
+            # the process has ended, or the kernel does not count
             return 0.0
         return int(nanoseconds) / 1e9
 
@@ -226,7 +256,8 @@ class _EngineHost(Host):
 
 
 class ThreadHost(_EngineHost):
-    """Runs the store in a thread of the engine, which shares its GIL. Used if a host process is not possible."""
+    """Runs the store in a thread of the engine, which shares its GIL. Used if a host process is not
+    possible."""
 
     name = "thread"
     _thread: threading.Thread | None = None
@@ -234,7 +265,9 @@ class ThreadHost(_EngineHost):
     def start(self) -> Connection:
         rows = self._rows()
         ours, theirs = ThreadConnection.pair()
-        thread = threading.Thread(target=serve, args=(theirs, rows), name="persistkv-store", daemon=True)
+        thread = threading.Thread(
+            target=serve, args=(theirs, rows), name="persistkv-store", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError:
@@ -274,7 +307,9 @@ class _InlineConnection(Connection):
     def __init__(self, rows_buffer: memoryview) -> None:
         self._messages: list[Any] = []
         self._answers: list[Any] = []
-        self._server = StoreServer(rows_buffer, self._answers.append, lambda threads: Executor())
+        self._server = StoreServer(
+            rows_buffer, self._answers.append, lambda threads: Executor()
+        )
 
     def send(self, message: ToStore | ToEngine) -> None:
         if not self.ended:
@@ -287,7 +322,8 @@ class _InlineConnection(Connection):
                 for message in messages:
                     self._server.handle(message)
                 self._server.step()
-            except BaseException:  # the server's state is undefined, and its current job would never end
+            except BaseException:
+                # the server's state is undefined, and its current job would never end
                 self.ended = True
                 self._server.close(finish=False)
                 raise
@@ -307,8 +343,9 @@ class _InlineConnection(Connection):
 class Watchdog:
     """Timer that detects a host which has to send an answer but is silent.
 
-    After half of the time limit the host gets a ``Ping``. From then on, time that it waits for a CPU does not count: on
-    an overloaded machine a host is slow, and killing it would lose accepted work.
+    After half of the time limit the host gets a ``Ping``. From then on, time that it waits for a
+    CPU does not count: on an overloaded machine a host is slow, and killing it would lose accepted
+    work.
     """
 
     def __init__(self, patience_s: float, cpu_wait_s: Callable[[], float]) -> None:
@@ -319,12 +356,14 @@ class Watchdog:
         self._asked: float | None = None
 
     def restart_timer(self) -> None:
-        """Restart the timer. Call it when the host has sent a message, or when an answer becomes due."""
+        """Restart the timer. Call it when the host has sent a message, or when an answer becomes
+        due."""
         self._heard = time.monotonic()
         self._asked = None
 
     def is_silent(self, ping: Callable[[], None]) -> bool:
-        """Return whether the host has been silent for the time limit, so that the caller must kill it."""
+        """Return whether the host has been silent for the time limit, so that the caller must kill
+        it."""
         now = time.monotonic()
         if self._asked is None:
             if now - self._heard > self.patience_s / 2:
@@ -333,14 +372,20 @@ class Watchdog:
             return False
         if now - self._cpu_wait_s() - self._asked <= self.patience_s / 2:
             return False
-        logger.error("the host has not answered for %.1f s; killing it", self.patience_s)
+        logger.error(
+            "the host has not answered for %.1f s; killing it", self.patience_s
+        )
         return True
 
     def call_hangs(self, longest_s: float) -> bool:
-        """Return whether the oldest backend call exceeds ten times the time limit, while the host's loop answers."""
+        """Return whether the oldest backend call exceeds ten times the time limit, while the host's
+        loop answers."""
         hangs = longest_s > _CALL_PATIENCE * self.patience_s
         if hangs:
-            logger.error("a call of the medium has not ended for %.0f s; killing the host", longest_s)
+            logger.error(
+                "a call of the medium has not ended for %.0f s; killing the host",
+                longest_s,
+            )
         return hangs
 
 
@@ -349,10 +394,11 @@ class State(enum.Enum):
     """The host was started and opens the store: lookups miss, jobs are refused."""
     OPEN = "open"
     DYING = "dying"
-    """The connection has ended, but the process may still run and use rows: jobs in flight have no result yet."""
+    """The connection has ended, but the process may still run and use rows: jobs in flight have no
+    result yet."""
     DOWN = "down"
-    """The host is dead or was never started. If it can be restarted, or could not open the store, it is started again
-    when its backoff is over."""
+    """The host is dead or was never started. If it can be restarted, or could not open the store,
+    it is started again when its backoff is over."""
     CLOSED = "closed"
     """The host is not restarted."""
 
@@ -360,10 +406,17 @@ class State(enum.Enum):
 class Supervisor:
     """Starts, watches, kills and restarts the host of one ``StoreClient``."""
 
-    def __init__(self, host: Host, hello: protocol.Hello, *, watchdog_s: float, least_start_s: float) -> None:
+    def __init__(
+        self,
+        host: Host,
+        hello: protocol.Hello,
+        *,
+        watchdog_s: float,
+        least_start_s: float,
+    ) -> None:
         """:param hello: first message to the host after each start; it opens the store.
-        :param watchdog_s: seconds after which a host that has to send an answer, but sends no message, is lost. A
-            single call to the storage medium may take ten times as long.
+        :param watchdog_s: seconds after which a host that has to send an answer, but sends no
+            message, is lost. A single call to the storage medium may take ten times as long.
         :param least_start_s: minimum of ``watchdog_s`` while the host opens the store.
         """
         self.host = host
@@ -379,12 +432,15 @@ class Supervisor:
         self._start_at = 0.0
         self._opened_at: float | None = None
         self.uses_rows = False
-        """Whether a host may use rows: from the first message to it until it sends ``Ended`` or exits."""
+        """Whether a host may use rows: from the first message to it until it sends ``Ended`` or
+        exits."""
         self.open_failed = False
-        """Whether the last host could not open the store. It ends by itself then, so any kind may start again."""
+        """Whether the last host could not open the store. It ends by itself then, so any kind may
+        start again."""
 
     def start(self) -> None:
-        """Start the host, or raise HostError. The caller must then call ``send_hello`` until it returns True."""
+        """Start the host, or raise HostError. The caller must then call ``send_hello`` until it
+        returns True."""
         try:
             self.connection = self.host.start()
         except OSError as error:
@@ -394,7 +450,8 @@ class Supervisor:
         self.watchdog.restart_timer()
 
     def send_hello(self) -> bool:
-        """Send the host its first message if it is ready and has not received it; return whether it has been sent."""
+        """Send the host its first message if it is ready and has not received it; return whether it
+        has been sent."""
         if not self.uses_rows and self.host.ready():
             self.connection.send(self.hello)
             self.uses_rows = True
@@ -411,11 +468,15 @@ class Supervisor:
         self.mark_lost()
 
     def mark_lost(self) -> None:
-        """Kill the host and close the connection. The host may use rows until ``has_exited`` returns True."""
+        """Kill the host and close the connection. The host may use rows until ``has_exited``
+        returns True."""
         self.host.kill()
         self.connection.close()
         self.state = State.DYING
-        if self._opened_at is not None and time.monotonic() - self._opened_at >= HEALTHY_S:
+        if (
+            self._opened_at is not None
+            and time.monotonic() - self._opened_at >= HEALTHY_S
+        ):
             self._backoff_s = _FIRST_BACKOFF_S
         self._opened_at = None
 
@@ -426,7 +487,10 @@ class Supervisor:
         self.state, self.uses_rows = State.DOWN, False
         seconds = self.delay_start()
         if self.host.restartable and not self.open_failed:  # the client reports that
-            logger.warning("the host process ended; lookups miss until another one is open, in %.1f s or more", seconds)
+            logger.warning(
+                "the host process ended; lookups miss until another one is open, in %.1f s or more",
+                seconds,
+            )
         return True
 
     @property
@@ -436,7 +500,11 @@ class Supervisor:
 
     def maybe_restart(self) -> bool:
         """Restart a dead host if its backoff is over; return whether a start was attempted."""
-        if self.state is not State.DOWN or not self.may_restart or time.monotonic() < self._start_at:
+        if (
+            self.state is not State.DOWN
+            or not self.may_restart
+            or time.monotonic() < self._start_at
+        ):
             return False
         try:
             self.start()
@@ -446,12 +514,16 @@ class Supervisor:
         return True
 
     def delay_start(self) -> float:
-        """Delay the next start; return for how many seconds: 0.1, doubled with each further failure, at most 30.
+        """Delay the next start; return for how many seconds: 0.1, doubled with each further
+        failure, at most 30.
 
-        A host that was open for 60 s begins again at 0.1. A single answer does not: a job that kills each host, or a
-        crash soon after each start, would restart it ten times a second.
+        A host that was open for 60 s begins again at 0.1. A single answer does not: a job that
+        kills each host, or a crash soon after each start, would restart it ten times a second.
         """
-        seconds, self._backoff_s = self._backoff_s, min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
+        seconds, self._backoff_s = (
+            self._backoff_s,
+            min(_LONGEST_BACKOFF_S, 2 * self._backoff_s),
+        )
         self._start_at = time.monotonic() + seconds
         return seconds
 
@@ -461,10 +533,12 @@ class Supervisor:
         self._end(self.host.wait(KILL_S))
 
     def close(self, timeout_s: float) -> bool:
-        """Have the host release the rows, commit its work and exit; return whether it exited within the timeout.
+        """Have the host release the rows, commit its work and exit; return whether it exited within
+        the timeout.
 
-        After the timeout, a host process that has released the rows may continue to commit; any other is killed. The
-        kernel ends a host process 20 s after it began to close the store, or 60 s if the store is remote.
+        After the timeout, a host process that has released the rows may continue to commit; any
+        other is killed. The kernel ends a host process 20 s after it began to close the store, or
+        60 s if the store is remote.
         """
         deadline = time.monotonic() + timeout_s
         self.connection.send(protocol.End())
@@ -480,7 +554,10 @@ class Supervisor:
 
     def _awaits_release(self) -> bool:
         with suppress(HostError):
-            self.uses_rows &= not any(isinstance(message, protocol.Ended) for message in self.connection.receive())
+            self.uses_rows &= not any(
+                isinstance(message, protocol.Ended)
+                for message in self.connection.receive()
+            )
         return self.uses_rows and not self.connection.ended
 
     def _end(self, exited: bool) -> None:
@@ -489,7 +566,8 @@ class Supervisor:
         self.state = State.CLOSED
 
     def is_lost(self, *, owes: bool) -> bool:
-        """Return whether the host has died or is silent for too long. The caller must then call ``mark_lost``.
+        """Return whether the host has died or is silent for too long. The caller must then call
+        ``mark_lost``.
 
         :param owes: whether the host has to answer a job or a request end.
         """

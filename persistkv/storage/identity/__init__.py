@@ -1,7 +1,8 @@
-"""Identities of namespaces, fingerprints of weights, and the adoption of another engine release's namespace.
+"""Identities of namespaces, fingerprints of weights, and the adoption of another engine release's
+namespace.
 
-Adoption uses the content of a namespace whose identity differs in the release alone, after a comparison of bytes has
-proven it valid: ``canary`` compares, ``verdict`` records.
+Adoption uses the content of a namespace whose identity differs in the release alone, after a
+comparison of bytes has proven it valid: ``canary`` compares, ``verdict`` records.
 """
 
 from persistkv.storage.identity.identity import (
@@ -12,4 +13,10 @@ from persistkv.storage.identity.identity import (
     weight_files,
 )
 
-__all__ = ["MODEL_NAME", "Identity", "fingerprint_checkpoint", "fingerprint_tensors", "weight_files"]
+__all__ = [
+    "MODEL_NAME",
+    "Identity",
+    "fingerprint_checkpoint",
+    "fingerprint_tensors",
+    "weight_files",
+]

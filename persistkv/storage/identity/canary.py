@@ -1,16 +1,20 @@
-"""Adoption of the namespace of another engine release, after comparisons have proven that its blocks are valid.
+"""Adoption of the namespace of another engine release, after comparisons have proven that its
+blocks are valid.
 
-1. A candidate differs from the engine's namespace in the release alone. One at a time is compared, and one adopted.
-2. The engine's blocks are compared only if it computed them from blocks that it computed. A store job shows this: all
-   blocks of its request from the first on were offered, and the store held none of them when they were offered. (A
-   block that was loaded from this store is held; the engine reports keys that other tiers loaded.)
-3. After the adoption, loaded prefixes are proven equal, so the engine may also compute from them. Blocks that are
-   deeper in their context than all compared ones are compared if the store does not hold them; equal ones raise the
-   depths up to which the candidate serves lookups. The rest of rule 2 holds.
-4. A block that differs refuses the candidate; after its adoption, it stops the growth of the depths. No differing
-   block, but too few equal ones: undecided, nothing is recorded.
-5. Verdicts are recorded in the store for each pair of namespaces. Adopted blocks that the engine uses are stored in its
-   own namespace like computed ones.
+1. A candidate differs from the engine's namespace in the release alone. One at a time is compared,
+   and one adopted.
+2. The engine's blocks are compared only if it computed them from blocks that it computed. A store
+   job shows this: all blocks of its request from the first on were offered, and the store held none
+   of them when they were offered. (A block that was loaded from this store is held; the engine
+   reports keys that other tiers loaded.)
+3. After the adoption, loaded prefixes are proven equal, so the engine may also compute from them.
+   Blocks that are deeper in their context than all compared ones are compared if the store does not
+   hold them; equal ones raise the depths up to which the candidate serves lookups. The rest of rule
+   2 holds.
+4. A block that differs refuses the candidate; after its adoption, it stops the growth of the
+   depths. No differing block, but too few equal ones: undecided, nothing is recorded.
+5. Verdicts are recorded in the store for each pair of namespaces. Adopted blocks that the engine
+   uses are stored in its own namespace like computed ones.
 """
 
 from __future__ import annotations
@@ -34,7 +38,12 @@ from persistkv.storage.commit_pipeline import Blocks
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.comparison import Agreement, compare, fits
-from persistkv.storage.identity.verdict import Verdict, candidates, read_verdict, write_verdict
+from persistkv.storage.identity.verdict import (
+    Verdict,
+    candidates,
+    read_verdict,
+    write_verdict,
+)
 from persistkv.storage.index import HeldPack
 from persistkv.storage.load import Scratch, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
@@ -47,14 +56,17 @@ _LEAST_TOKENS = 128  # tokens that must agree in each KV cache group
 _MOST_BLOCKS = 32  # blocks that are compared per store job, spread over its depths
 _BATCH_BYTES = 4 << 20  # 4 MiB of blocks that are read for comparison at once
 _MOST_REQUESTS = 4_096  # requests whose offered blocks are tracked
-_MOST_LOADED = 65_536  # keys that other tiers loaded; with more of them, nothing is compared any more
+# keys that other tiers loaded; with more of them, nothing is compared any more
+_MOST_LOADED = 65_536
 _COMPARED_REMOTELY = 16  # namespaces of a remote store that are read to find candidates
-_EXTEND_S = 30.0  # seconds between extensions of the depths, each of which reads the other namespace's catalogue
+# seconds between extensions of the depths, each of which reads the other namespace's catalogue
+_EXTEND_S = 30.0
 _GROWTH = 1.25  # factor by which depths must grow to be extended earlier
 
 
 class Block(NamedTuple):
-    """One block of a store job. Its depth is the number of blocks of its group before it in the context."""
+    """One block of a store job. Its depth is the number of blocks of its group before it in the
+    context."""
 
     key: bytes
     group: int
@@ -67,8 +79,8 @@ class _Request:
     """Blocks that a request has offered."""
 
     counts: list[int]
-    """One more than the largest offered depth, by group. All blocks before it were offered, unless the group is in
-    ``gaps``."""
+    """One more than the largest offered depth, by group. All blocks before it were offered, unless
+    the group is in ``gaps``."""
     gaps: set[int] = field(default_factory=set)
     """Groups in which a block was offered and the one before it was not."""
     held: bool = False
@@ -78,8 +90,11 @@ class _Request:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all blocks of at least one group were offered. Groups with a sliding window skip old blocks."""
-        return any(count and group not in self.gaps for group, count in enumerate(self.counts))
+        """Whether all blocks of at least one group were offered. Groups with a sliding window skip
+        old blocks."""
+        return any(
+            count and group not in self.gaps for group, count in enumerate(self.counts)
+        )
 
 
 @dataclass
@@ -99,37 +114,50 @@ class _Evidence:
 
 
 class OtherNamespace(NamespaceView):
-    """View of another release's namespace, as a read-only source of blocks. Its usable keys are added to the index of
-    the engine's own namespace as hints, so that lookups find them.
+    """View of another release's namespace, as a read-only source of blocks. Its usable keys are
+    added to the index of the engine's own namespace as hints, so that lookups find them.
 
-    A block is usable if its pack records its depth (the number of blocks before it in its context), and the depth is
-    below the limit of its KV cache group. Nothing is written to the other namespace, and uses of its packs are not
-    recorded, so they are evicted as unused. The engine stores the blocks that it uses in its own namespace.
+    A block is usable if its pack records its depth (the number of blocks before it in its context),
+    and the depth is below the limit of its KV cache group. Nothing is written to the other
+    namespace, and uses of its packs are not recorded, so they are evicted as unused. The engine
+    stores the blocks that it uses in its own namespace.
     """
 
     def __init__(
-        self, own: NamespaceView, namespace: bytes, layout: RowLayout, options: StoreOptions, depths: tuple[int, ...]
+        self,
+        own: NamespaceView,
+        namespace: bytes,
+        layout: RowLayout,
+        options: StoreOptions,
+        depths: tuple[int, ...],
     ) -> None:
-        """Read the catalogue, on the caller's thread. ``depths`` are the limits of usable depths, by KV cache group."""
+        """Read the catalogue, on the caller's thread. ``depths`` are the limits of usable depths,
+        by KV cache group."""
         self.depths = depths
         self._own = own
         self._own_events = options.events
         self._own_reloads = own.index.reloads
         options = msgspec.structs.replace(options, events=False)
-        super().__init__(own.backend, namespace, own.executor, StoreCounters(), layout, options)
+        super().__init__(
+            own.backend, namespace, own.executor, StoreCounters(), layout, options
+        )
 
     def _load(self) -> Changes:
-        return self.backend.changes(self.namespace, None)  # the tables of all packs are needed for the hints
+        # the tables of all packs are needed for the hints
+        return self.backend.changes(self.namespace, None)
 
     async def use(self, depths: tuple[int, ...]) -> None:
-        """Replace the limits of usable depths, as a flow of ``Executor.begin_write``. They hold from the next refresh
-        on if the catalogue cannot be read, which is logged.
+        """Replace the limits of usable depths, as a flow of ``Executor.begin_write``. They hold
+        from the next refresh on if the catalogue cannot be read, which is logged.
         """
         self.depths, self.cursor = depths, None
         try:
             await self.refresh()
         except StoreError as error:
-            logger.info("the adopted namespace is read again at the next refresh: %s", str(error))
+            logger.info(
+                "the adopted namespace is read again at the next refresh: %s",
+                str(error),
+            )
 
     async def refresh(self) -> None:
         if self._own.index.reloads != self._own_reloads:  # the hints were deleted
@@ -158,13 +186,16 @@ class OtherNamespace(NamespaceView):
         keys, found, start = table.keys.unpack(), list[bytes](), 0
         for frame in table.frames:
             if frame.depth != UNKNOWN_DEPTH and frame.group < len(self.depths):
-                count = min(frame.block_count, max(0, self.depths[frame.group] - frame.depth))
+                count = min(
+                    frame.block_count, max(0, self.depths[frame.group] - frame.depth)
+                )
                 found += keys[start : start + count]
             start += frame.block_count
         return found
 
     async def usable_holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
-        """Return, for each key, a pack in which its block is usable; None if there is none. Compares full keys."""
+        """Return, for each key, a pack in which its block is usable; None if there is none.
+        Compares full keys."""
         holders = await self.holders(keys)
         packs = {pack.pack_id: pack.table for pack in holders if pack is not None}
         usable = {pack_id: set(self._usable(table)) for pack_id, table in packs.items()}
@@ -173,9 +204,13 @@ class OtherNamespace(NamespaceView):
             for key, pack in zip(keys, holders, strict=True)
         ]
 
-    def distrust(self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]) -> None:
+    def distrust(
+        self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
+    ) -> None:
         super().distrust(packs, {})
-        self._counters.verification_failures += sum(bad_frames.get(pack.pack_id, 0) for pack in packs)
+        self._counters.verification_failures += sum(
+            bad_frames.get(pack.pack_id, 0) for pack in packs
+        )
         for pack in packs:
             self._own.index.remove_hints(pack.table.keys.fingerprints)
 
@@ -185,13 +220,18 @@ class OtherNamespace(NamespaceView):
 
 
 class Canary:
-    """Compares the engine's blocks with those of a candidate namespace, and serves the blocks of an adopted one.
+    """Compares the engine's blocks with those of a candidate namespace, and serves the blocks of an
+    adopted one.
 
-    Used by the store's thread only. Failures of the medium are logged and leave the candidate undecided.
+    Used by the store's thread only. Failures of the medium are logged and leave the candidate
+    undecided.
     """
 
-    def __init__(self, own: NamespaceView, identity: Identity, rows: Rows, options: StoreOptions) -> None:
-        """Find candidates, and open the adopted namespace if one is recorded. Runs on the caller's thread."""
+    def __init__(
+        self, own: NamespaceView, identity: Identity, rows: Rows, options: StoreOptions
+    ) -> None:
+        """Find candidates, and open the adopted namespace if one is recorded. Runs on the caller's
+        thread."""
         self._own = own
         self._rows = rows
         self._options = options
@@ -211,10 +251,13 @@ class Canary:
             try:
                 self._find(identity)
             except StoreError as error:
-                logger.info("namespaces of other releases cannot be read (%s): none is adopted", str(error))
+                logger.info(
+                    "namespaces of other releases cannot be read (%s): none is adopted",
+                    str(error),
+                )
         self.active = bool(self._candidates or self.other)
-        """Whether anything can be compared or is adopted. The engine then offers all blocks of its requests, including
-        those that a lookup finds."""
+        """Whether anything can be compared or is adopted. The engine then offers all blocks of its
+        requests, including those that a lookup finds."""
 
     def _is_described(self) -> bool:
         layout = self._rows.layout
@@ -222,27 +265,40 @@ class Canary:
             return False
         ranges = [group.ranges for group in layout.groups]
         return all(
-            len(found) == 1 and found[0][0] == 0 and fits(layout.numbers, group, found[0][1])
+            len(found) == 1
+            and found[0][0] == 0
+            and fits(layout.numbers, group, found[0][1])
             for group, found in enumerate(ranges)
         )
 
     def _find(self, identity: Identity) -> None:
         backend = self._own.backend
-        others = islice(backend.namespaces(), _COMPARED_REMOTELY if backend.capabilities.remote else None)
+        others = islice(
+            backend.namespaces(),
+            _COMPARED_REMOTELY if backend.capabilities.remote else None,
+        )
         for namespace in candidates(backend, identity, list(others)):
             verdict = read_verdict(backend, identity.digest, namespace.id)
-            if verdict is not None and verdict.verdict == "adopted" and len(verdict.depths) == self._groups:
+            if (
+                verdict is not None
+                and verdict.verdict == "adopted"
+                and len(verdict.depths) == self._groups
+            ):
                 self.other = self._open(namespace.id, verdict.depths)
                 self.verdict = verdict
                 self._candidates = []
                 found = _name(namespace), _depths(verdict.depths)
-                logger.warning("blocks of namespace %s are used, as recorded: %s", *found)
+                logger.warning(
+                    "blocks of namespace %s are used, as recorded: %s", *found
+                )
                 return
             if verdict is None and backend.capabilities.writable:
                 self._candidates.append(namespace)
 
     def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
-        return OtherNamespace(self._own, namespace, self._rows.layout, self._options, depths)
+        return OtherNamespace(
+            self._own, namespace, self._rows.layout, self._options, depths
+        )
 
     def _nothing(self) -> _Evidence:
         return _Evidence([0] * self._groups, [0] * self._groups)
@@ -255,8 +311,8 @@ class Canary:
     # Offered blocks
 
     def loaded_elsewhere(self, keys: Iterable[bytes]) -> None:
-        """Record that another tier loaded blocks, which the engine therefore did not compute. Too many keys, or none,
-        which means that they are unknown, end all comparisons.
+        """Record that another tier loaded blocks, which the engine therefore did not compute. Too
+        many keys, or none, which means that they are unknown, end all comparisons.
         """
         keys = list(keys)
         if self.active and not self._is_blind:
@@ -268,13 +324,16 @@ class Canary:
         self._requests.pop(request, None)
 
     def _computed(self, request: str, blocks: Blocks) -> list[Block]:
-        """Record that a request offered blocks; return those beyond the adopted depths that may be compared by rules 2
-        and 3 of the module, sorted by depth. Empty if any block of the request breaks the rules.
+        """Record that a request offered blocks; return those beyond the adopted depths that may be
+        compared by rules 2 and 3 of the module, sorted by depth. Empty if any block of the request
+        breaks the rules.
         """
         state = self._requests.setdefault(request, _Request([0] * self._groups))
         if len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
-        held = [pack is not None for pack in self._own.index.first_candidates(blocks.keys)]
+        held = [
+            pack is not None for pack in self._own.index.first_candidates(blocks.keys)
+        ]
         limits = (0,) * self._groups if self.verdict is None else self.verdict.depths
         found = []
         offered = zip(map(Block._make, zip(*blocks, strict=True)), held, strict=True)
@@ -289,16 +348,21 @@ class Canary:
             state.counts[block.group] = block.depth + 1
             if not is_held and block.depth >= limits[block.group]:
                 found.append(block)
-        is_sound = state.is_whole and not state.foreign and not (state.held and self.verdict is None)
+        is_sound = (
+            state.is_whole
+            and not state.foreign
+            and not (state.held and self.verdict is None)
+        )
         return found if is_sound and not self._is_blind else []
 
     # Comparison
 
     async def examine(self, request: str, blocks: Blocks) -> None:
-        """Compare blocks that a request offers, and decide about the candidate if there is enough evidence.
+        """Compare blocks that a request offers, and decide about the candidate if there is enough
+        evidence.
 
-        Their rows must not change until the call returns. If the medium fails, logs it and decides nothing. Blocks that
-        are offered during another call are recorded, but not compared.
+        Their rows must not change until the call returns. If the medium fails, logs it and decides
+        nothing. Blocks that are offered during another call are recorded, but not compared.
         """
         if not self.active or (self.verdict is not None and self.verdict.final):
             return
@@ -309,7 +373,9 @@ class Canary:
         try:
             await self._examine(request, computed)
         except StoreError as error:
-            logger.info("no comparison with the namespace of another release: %s", str(error))
+            logger.info(
+                "no comparison with the namespace of another release: %s", str(error)
+            )
         finally:
             self._running = False
 
@@ -317,32 +383,65 @@ class Canary:
         if self.other is None:
             if not self._candidates:
                 return
-            self.other = await self._own.call(partial(self._open, self._candidates[0].id, (0,) * self._groups))
+            self.other = await self._own.call(
+                partial(self._open, self._candidates[0].id, (0,) * self._groups)
+            )
         holders = await self.other.holders([block.key for block in computed])
-        both = [(block, pack) for block, pack in zip(computed, holders, strict=True) if pack is not None]
+        both = [
+            (block, pack)
+            for block, pack in zip(computed, holders, strict=True)
+            if pack is not None
+        ]
         count = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
         chosen = _spread(both)
         for start in range(0, len(chosen), count):
-            if not await self._compare(request, self.other, chosen[start : start + count]):
+            if not await self._compare(
+                request, self.other, chosen[start : start + count]
+            ):
                 return
         self._judge(self.other)
 
-    async def _compare(self, request: str, other: OtherNamespace, some: Sequence[tuple[Block, HeldPack]]) -> bool:
-        """Compare blocks with those of the other namespace, and add the result to the evidence. Return False if a block
-        differs; the candidate is then refused, or the adopted depths are final.
+    async def _compare(
+        self,
+        request: str,
+        other: OtherNamespace,
+        some: Sequence[tuple[Block, HeldPack]],
+    ) -> bool:
+        """Compare blocks with those of the other namespace, and add the result to the evidence.
+        Return False if a block differs; the candidate is then refused, or the adopted depths are
+        final.
         """
-        layout, executor, backend = self._rows.layout, self._own.executor, self._own.backend
+        layout, executor, backend = (
+            self._rows.layout,
+            self._own.executor,
+            self._own.backend,
+        )
         theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
         keys = [block.key for block, _ in some]
         holders = [pack for _, pack in some]
         bounds = (_BATCH_BYTES, _BATCH_BYTES)
         is_remote = backend.capabilities.remote
-        parts, missing = plan_reads(holders, theirs, keys, range(len(some)), *bounds, remote=is_remote)
+        parts, missing = plan_reads(
+            holders, theirs, keys, range(len(some)), *bounds, remote=is_remote
+        )
         scratch = Scratch(_BATCH_BYTES)
-        reads = [partial(read_part, backend, other.namespace, theirs, scratch, part) for part in parts]
-        failed = {*missing, *(key for outcome in await executor.read(reads) for key in outcome.failed)}
-        readable = [(block, number) for number, (block, _) in enumerate(some) if block.key not in failed]
-        pairs = [(block.group, self._rows.array[block.row], theirs.array[number]) for block, number in readable]
+        reads = [
+            partial(read_part, backend, other.namespace, theirs, scratch, part)
+            for part in parts
+        ]
+        failed = {
+            *missing,
+            *(key for outcome in await executor.read(reads) for key in outcome.failed),
+        }
+        readable = [
+            (block, number)
+            for number, (block, _) in enumerate(some)
+            if block.key not in failed
+        ]
+        pairs = [
+            (block.group, self._rows.array[block.row], theirs.array[number])
+            for block, number in readable
+        ]
         (agreements,) = await executor.read([partial(self._agreements, pairs)])
         for (block, _), agreement in zip(readable, agreements, strict=True):
             self._evidence.error = max(self._evidence.error, agreement.error)
@@ -352,11 +451,15 @@ class Canary:
                 return False
             if agreement.tokens:
                 self._evidence.tokens[block.group] += agreement.tokens
-                self._evidence.depths[block.group] = max(self._evidence.depths[block.group], block.depth + 1)
+                self._evidence.depths[block.group] = max(
+                    self._evidence.depths[block.group], block.depth + 1
+                )
                 self._evidence.requests.add(request)
         return True
 
-    def _agreements(self, pairs: Iterable[tuple[int, ByteArray, ByteArray]]) -> list[Agreement]:
+    def _agreements(
+        self, pairs: Iterable[tuple[int, ByteArray, ByteArray]]
+    ) -> list[Agreement]:
         numbers = self._rows.layout.numbers
         assert numbers is not None  # see ``_is_described``
         return [compare(numbers, group, ours, theirs) for group, ours, theirs in pairs]
@@ -367,14 +470,24 @@ class Canary:
         """Adopt the candidate, or extend the depths, if there is enough evidence."""
         evidence = self._evidence
         if self.verdict is None:
-            if len(evidence.requests) >= _LEAST_REQUESTS and min(evidence.tokens) >= _LEAST_TOKENS:
+            if (
+                len(evidence.requests) >= _LEAST_REQUESTS
+                and min(evidence.tokens) >= _LEAST_TOKENS
+            ):
                 self._adopt(other, tuple(evidence.depths))
                 agree = f"{sum(evidence.tokens)} tokens of {len(evidence.requests)} requests agree"
                 found = agree, _errors(evidence), _depths(evidence.depths)
-                logger.warning("adopted the blocks of namespace %s: %s %s; %s", _name(self._candidates[0]), *found)
+                logger.warning(
+                    "adopted the blocks of namespace %s: %s %s; %s",
+                    _name(self._candidates[0]),
+                    *found,
+                )
             return
         depths = tuple(map(max, evidence.depths, self.verdict.depths))
-        grown = any(new > old * _GROWTH for new, old in zip(depths, self.verdict.depths, strict=True))
+        grown = any(
+            new > old * _GROWTH
+            for new, old in zip(depths, self.verdict.depths, strict=True)
+        )
         is_late = time.monotonic() - self._extended_at >= _EXTEND_S
         if depths != self.verdict.depths and (grown or is_late):
             self._adopt(other, depths)
@@ -384,12 +497,21 @@ class Canary:
         self._extended_at = time.monotonic()
         self._own.executor.begin_write(other.use(depths))
 
-    def _refuse(self, other: OtherNamespace, block: Block, agreement: Agreement) -> None:
+    def _refuse(
+        self, other: OtherNamespace, block: Block, agreement: Agreement
+    ) -> None:
         name = other.namespace.hex()[:8]
-        where = f"a block at depth {block.depth} of group {block.group} differs in cell {agreement.cell}"
+        where = (
+            f"a block at depth {block.depth} of group {block.group} differs in cell "
+            f"{agreement.cell}"
+        )
         cause = f"{where} {_errors(agreement)}"
         if self.verdict is not None:
-            logger.warning("blocks of namespace %s beyond the adopted depths are not used: %s", name, cause)
+            logger.warning(
+                "blocks of namespace %s beyond the adopted depths are not used: %s",
+                name,
+                cause,
+            )
             self._record(other, "adopted", self.verdict.depths, final=True)
             return
         logger.warning("the blocks of namespace %s are not used: %s", name, cause)
@@ -407,23 +529,38 @@ class Canary:
         depths: tuple[int, ...],
         final: bool = False,
     ) -> None:
-        """Set the verdict, and start to record it. A failure is logged, and the next start decides again."""
+        """Set the verdict, and start to record it. A failure is logged, and the next start decides
+        again."""
         found = self._evidence
         tokens, error, limit = sum(found.tokens), found.error, found.limit
-        self.verdict = Verdict(verdict=verdict, depths=depths, final=final, tokens=tokens, error=error, limit=limit)
+        self.verdict = Verdict(
+            verdict=verdict,
+            depths=depths,
+            final=final,
+            tokens=tokens,
+            error=error,
+            limit=limit,
+        )
         self._own.executor.begin_write(self._write(other.namespace, self.verdict))
 
     async def _write(self, theirs: bytes, verdict: Verdict) -> None:
         own = self._own
         try:
-            await own.call(partial(write_verdict, own.backend, own.namespace, theirs, verdict))
+            await own.call(
+                partial(write_verdict, own.backend, own.namespace, theirs, verdict)
+            )
         except StoreError as error:
-            logger.warning("the verdict about namespace %s is not recorded: %s", theirs.hex()[:8], str(error))
+            logger.warning(
+                "the verdict about namespace %s is not recorded: %s",
+                theirs.hex()[:8],
+                str(error),
+            )
 
     # The adopted namespace
 
     async def refresh(self) -> None:
-        """Apply the changes of the other namespace, as a flow of ``Executor.begin_write``. Failures are logged."""
+        """Apply the changes of the other namespace, as a flow of ``Executor.begin_write``. Failures
+        are logged."""
         if self.other is not None:
             await self.other.refresh_or_log()
 
@@ -453,5 +590,9 @@ def _errors(found: _Evidence | Agreement) -> str:
 
 def _name(namespace: Namespace) -> str:
     engine = namespace.identity.fields.get("engine")
-    release = f"release {engine.get('release')}" if isinstance(engine, dict) else "another release"
+    release = (
+        f"release {engine.get('release')}"
+        if isinstance(engine, dict)
+        else "another release"
+    )
     return f"{namespace.id.hex()[:8]} ({release})"

@@ -1,16 +1,17 @@
-"""Identity: all properties that must match for KV bytes to be valid. A namespace holds the content of one identity.
+"""Identity: all properties that must match for KV bytes to be valid. A namespace holds the content
+of one identity.
 
-An identity contains a fingerprint of the weights: a digest of name, dtype, shape and bytes of all tensors. The tensors
-of a checkpoint are located through its safetensors headers, which are untrusted input; the result does not depend on
-their distribution over files. Files of other formats are hashed whole, each like one tensor, because loading them could
-execute code.
+An identity contains a fingerprint of the weights: a digest of name, dtype, shape and bytes of all
+tensors. The tensors of a checkpoint are located through its safetensors headers, which are
+untrusted input; the result does not depend on their distribution over files. Files of other formats
+are hashed whole, each like one tensor, because loading them could execute code.
 
-Fingerprints of checkpoints and of in-memory state dicts have different prefixes and are never equal, because a
-framework may rename, split or cast tensors while it loads them.
+Fingerprints of checkpoints and of in-memory state dicts have different prefixes and are never
+equal, because a framework may rename, split or cast tensors while it loads them.
 
-Hashes of weight files are cached under the user's cache directory, one small JSON file per weight file. An entry is
-valid only while path, device, inode, size, mtime and ctime are unchanged. If the cache cannot be read or written,
-weights are hashed again.
+Hashes of weight files are cached under the user's cache directory, one small JSON file per weight
+file. An entry is valid only while path, device, inode, size, mtime and ctime are unchanged. If the
+cache cannot be read or written, weights are hashed again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _WHOLE_FILE_SUFFIXES = (".bin", ".pt", ".pth")
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 _CACHE_VERSION = 1
-_SETTLED_NS = 2_000_000_000  # 2 s: a more recently changed file may change again without a new time stamp
+# 2 s: a more recently changed file may change again without a new time stamp
+_SETTLED_NS = 2_000_000_000
 
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _LENGTH_BYTES = 8  # size of the length field before a safetensors header
@@ -50,12 +52,13 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Identity(msgspec.Struct, frozen=True, eq=False):
-    """Properties of KV bytes, as a tree of JSON values. Two identities are equal if and only if their digests are."""
+    """Properties of KV bytes, as a tree of JSON values. Two identities are equal if and only if
+    their digests are."""
 
     fields: dict[str, Any]
-    """The properties that must match, such as
-    ``{"weights": …, "config": {…}, "dtype": …, "groups": […], "block_size": 16}``, and ``model_name``: the model's name
-    or path, which is shown to people and need not match."""
+    """The properties that must match, such as ``{"weights": …, "config": {…}, "dtype": …, "groups":
+    […], "block_size": 16}``, and ``model_name``: the model's name or path, which is shown to people
+    and need not match."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Identity:
@@ -66,7 +69,9 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         try:
             return cls(json.loads(_canonical(fields)))
         except (TypeError, ValueError) as error:
-            raise ConfigurationError("identity", type(fields).__name__, f"JSON values ({error})") from None
+            raise ConfigurationError(
+                "identity", type(fields).__name__, f"JSON values ({error})"
+            ) from None
 
     def encode(self) -> bytes:
         """Return ``fields`` as canonical JSON: sorted names, no spaces, UTF-8."""
@@ -92,11 +97,14 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
     @property
     def properties(self) -> dict[str, Any]:
         """``fields`` without ``model_name``: the properties that must match."""
-        return {name: value for name, value in self.fields.items() if name != MODEL_NAME}
+        return {
+            name: value for name, value in self.fields.items() if name != MODEL_NAME
+        }
 
     @property
     def model_name(self) -> str:
-        """Name or path of the model that created the namespace, or else the model's architecture; may be empty."""
+        """Name or path of the model that created the namespace, or else the model's architecture;
+        may be empty."""
         name = self.fields.get(MODEL_NAME) or self.fields.get("architecture")
         return name if isinstance(name, str) else ""
 
@@ -107,21 +115,30 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         return hash(self.digest)
 
     def diff(self, other: Identity) -> list[FieldDifference]:
-        """Return the properties in which ``other`` (theirs) differs from this identity (ours), named by dotted path."""
+        """Return the properties in which ``other`` (theirs) differs from this identity (ours),
+        named by dotted path."""
         ours, theirs = dict(_flatten(self.properties)), dict(_flatten(other.properties))
         return [
             FieldDifference(name, ours.get(name), theirs.get(name))
             for name in sorted(ours.keys() | theirs.keys())
-            if (name in ours, _canonical(ours.get(name))) != (name in theirs, _canonical(theirs.get(name)))
+            if (name in ours, _canonical(ours.get(name)))
+            != (name in theirs, _canonical(theirs.get(name)))
         ]
 
     def nearest(self, others: Iterable[Identity]) -> list[FieldDifference]:
-        """Return the shortest of the ``diff``s to the identities in ``others``; empty if there are none."""
+        """Return the shortest of the ``diff``s to the identities in ``others``; empty if there are
+        none."""
         return min((self.diff(other) for other in others), key=len, default=[])
 
 
 def _canonical(fields: Any) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(
+        fields,
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
+    ).encode()
 
 
 def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -137,10 +154,11 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint_checkpoint(directory: str | os.PathLike[str]) -> str:
-    """Return the fingerprint of the ``weight_files`` of a checkpoint: ``checkpoint:`` and 64 hexadecimal digits.
+    """Return the fingerprint of the ``weight_files`` of a checkpoint: ``checkpoint:`` and 64
+    hexadecimal digits.
 
-    :raises ConfigurationError: there are no weights, a file is malformed or unreadable, or a file changes while it is
-        read.
+    :raises ConfigurationError: there are no weights, a file is malformed or unreadable, or a file
+        changes while it is read.
     """
     entries: list[_TensorEntry] = []
     for path in weight_files(Path(directory)):
@@ -148,29 +166,38 @@ def fingerprint_checkpoint(directory: str | os.PathLike[str]) -> str:
     return "checkpoint:" + _combine(entries)
 
 
-def fingerprint_tensors(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]]) -> str:
+def fingerprint_tensors(
+    tensors: Iterable[tuple[str, str, Sequence[int], Buffer]],
+) -> str:
     """Return the fingerprint of tensors in memory: ``state-dict:`` and 64 hexadecimal digits.
 
-    :param tensors: (name, dtype, shape, contiguous bytes) of each tensor, in any order. The bytes of an item are read
-        before the next item is requested.
+    :param tensors: (name, dtype, shape, contiguous bytes) of each tensor, in any order. The bytes
+        of an item are read before the next item is requested.
     :raises ConfigurationError: there are no tensors.
     """
     entries = [
-        _TensorEntry(name, dtype, tuple(shape), xxhash.xxh3_128_hexdigest(data)) for name, dtype, shape, data in tensors
+        _TensorEntry(name, dtype, tuple(shape), xxhash.xxh3_128_hexdigest(data))
+        for name, dtype, shape, data in tensors
     ]
     return "state-dict:" + _combine(entries)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files with a checkpoint's weights, those that Hugging Face's loaders use: ``model.safetensors``, else
-    the files named by ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and
-    ``*.pth``, except training state such as ``optimizer.pt``.
+    """Return the files with a checkpoint's weights, those that Hugging Face's loaders use:
+    ``model.safetensors``, else the files named by ``model.safetensors.index.json``, else every
+    ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth``, except training state such as
+    ``optimizer.pt``.
 
     :raises ConfigurationError: there are no such files, or the index is malformed.
     """
     if not directory.is_dir():
-        raise ConfigurationError("checkpoint", str(directory), "a directory with a model's weights")
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        raise ConfigurationError(
+            "checkpoint", str(directory), "a directory with a model's weights"
+        )
+    single, index = (
+        directory / "model.safetensors",
+        directory / "model.safetensors.index.json",
+    )
     if single.is_file():
         return [single]
     if index.is_file():
@@ -180,22 +207,37 @@ def weight_files(directory: Path) -> list[Path]:
     found = sorted(
         path
         for path in directory.iterdir()
-        if path.suffix in _WHOLE_FILE_SUFFIXES and not path.name.startswith(_TRAINING_STATE)
+        if path.suffix in _WHOLE_FILE_SUFFIXES
+        and not path.name.startswith(_TRAINING_STATE)
     )
     if not found:
-        raise ConfigurationError("checkpoint", str(directory), "a directory with *.safetensors or *.bin files")
+        raise ConfigurationError(
+            "checkpoint",
+            str(directory),
+            "a directory with *.safetensors or *.bin files",
+        )
     return found
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    expected = 'an index with a "weight_map" from tensor names to files of the same directory'
+    expected = (
+        'an index with a "weight_map" from tensor names to files of the same directory'
+    )
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigurationError("checkpoint", str(index), f"{expected} ({error})") from None
+        raise ConfigurationError(
+            "checkpoint", str(index), f"{expected} ({error})"
+        ) from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
-            raise ConfigurationError("checkpoint", str(index), f"{expected}; {name!r} is none")
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not (index.parent / name).is_file()
+        ):
+            raise ConfigurationError(
+                "checkpoint", str(index), f"{expected}; {name!r} is none"
+            )
     return sorted(index.parent / name for name in names)
 
 
@@ -207,9 +249,15 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
                 return known
             entries = _hash_file(path, file.fileno(), status.st_size)
             if _stamp(os.fstat(file.fileno())) != _stamp(status):
-                raise ConfigurationError("checkpoint", str(path), "a file that does not change while it is read")
+                raise ConfigurationError(
+                    "checkpoint",
+                    str(path),
+                    "a file that does not change while it is read",
+                )
     except OSError as error:
-        raise ConfigurationError("checkpoint", str(path), f"a readable file ({error.strerror})") from None
+        raise ConfigurationError(
+            "checkpoint", str(path), f"a readable file ({error.strerror})"
+        ) from None
     _save_entries(path, status, entries)
     return entries
 
@@ -217,7 +265,14 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
 def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
     buffer = memoryview(bytearray(min(_PIECE_BYTES, max(size, 1))))
     if path.suffix != ".safetensors":
-        return [_TensorEntry(path.name, "file", (size,), _hash_span(path, descriptor, 0, size, buffer))]
+        return [
+            _TensorEntry(
+                path.name,
+                "file",
+                (size,),
+                _hash_span(path, descriptor, 0, size, buffer),
+            )
+        ]
     base, tensors = _read_header(path, descriptor, size)
     entries = []
     for name, tensor in tensors.items():
@@ -227,16 +282,21 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
     return entries
 
 
-def _hash_span(path: Path, descriptor: int, start: int, stop: int, buffer: memoryview) -> str:
+def _hash_span(
+    path: Path, descriptor: int, start: int, stop: int, buffer: memoryview
+) -> str:
     """Return the xxh3-128 of bytes ``start`` to ``stop`` (exclusive) of an open file, hexadecimal.
 
-    The file is read, not mapped, so that truncation by another process raises ConfigurationError instead of SIGBUS.
+    The file is read, not mapped, so that truncation by another process raises ConfigurationError
+    instead of SIGBUS.
     """
     digest = xxhash.xxh3_128()
     while start < stop:
         count = os.preadv(descriptor, [buffer[: stop - start]], start)
         if not count:
-            raise ConfigurationError("checkpoint", str(path), f"a file of at least {stop} bytes")
+            raise ConfigurationError(
+                "checkpoint", str(path), f"a file of at least {stop} bytes"
+            )
         digest.update(buffer[:count])
         start += count
     return digest.hexdigest()
@@ -245,12 +305,16 @@ def _hash_span(path: Path, descriptor: int, start: int, stop: int, buffer: memor
 def _combine(entries: Sequence[_TensorEntry]) -> str:
     if not entries:
         raise ConfigurationError("weights", [], "at least one tensor")
-    lines = sorted(json.dumps([entry.name, entry.dtype, list(entry.shape), entry.digest]) for entry in entries)
+    lines = sorted(
+        json.dumps([entry.name, entry.dtype, list(entry.shape), entry.digest])
+        for entry in entries
+    )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class _TensorEntry(NamedTuple):
-    """One tensor; or a weight file of another format, with dtype ``file`` and its size as the shape."""
+    """One tensor; or a weight file of another format, with dtype ``file`` and its size as the
+    shape."""
 
     name: str
     dtype: str
@@ -260,7 +324,8 @@ class _TensorEntry(NamedTuple):
 
 
 _Stamp = tuple[int, int, int, int, int]
-"""File attributes that change if the file is replaced or modified: device, inode, size, mtime and ctime."""
+"""File attributes that change if the file is replaced or modified: device, inode, size, mtime and
+ctime."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -271,30 +336,53 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
 
 
 def _cache_file(path: Path) -> Path:
-    """Return the path of the cache for this weight file; raise RuntimeError without a home directory."""
+    """Return the path of the cache for this weight file; raise RuntimeError without a home
+    directory."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "persistkv" / "fingerprints" / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"
+    return (
+        root
+        / "persistkv"
+        / "fingerprints"
+        / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"
+    )
 
 
 def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | None:
-    """Return the cached entries of a file; None if the file changed, or if the cache has no readable record of it."""
+    """Return the cached entries of a file; None if the file changed, or if the cache has no
+    readable record of it."""
     try:
         record = msgspec.json.decode(_cache_file(path).read_bytes(), type=_Record)
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: no home directory, or too deeply nested
+    except (OSError, RuntimeError, ValueError):
+        # RuntimeError: no home directory, or too deeply nested
         return None
-    valid = (record.version, record.path, record.stamp) == (_CACHE_VERSION, str(path.absolute()), _stamp(status))
+    valid = (record.version, record.path, record.stamp) == (
+        _CACHE_VERSION,
+        str(path.absolute()),
+        _stamp(status),
+    )
     return record.entries if valid else None
 
 
-def _save_entries(path: Path, status: os.stat_result, entries: list[_TensorEntry]) -> None:
-    """Cache a file's entries, unless the file changed less than 2 s ago or the cache cannot be written."""
+def _save_entries(
+    path: Path, status: os.stat_result, entries: list[_TensorEntry]
+) -> None:
+    """Cache a file's entries, unless the file changed less than 2 s ago or the cache cannot be
+    written."""
     if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_NS:
         return
-    record = msgspec.json.encode(_Record(_CACHE_VERSION, str(path.absolute()), _stamp(status), entries))
+    record = msgspec.json.encode(
+        _Record(_CACHE_VERSION, str(path.absolute()), _stamp(status), entries)
+    )
     with suppress(OSError, RuntimeError):
         replace_file(_cache_file(path), [record])
 
@@ -305,20 +393,29 @@ class _Tensor(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[_Natural, ...]
     data_offsets: tuple[_Natural, _Natural]
-    """Offsets of the first byte and of the byte after the last one, counted from the end of the header."""
+    """Offsets of the first byte and of the byte after the last one, counted from the end of the
+    header."""
 
 
-def _read_header(path: Path, descriptor: int, size: int) -> tuple[int, dict[str, _Tensor]]:
-    """Return the byte offset of the end of a file's header, and the tensors by name, in the order of their bytes, which
-    cover the rest of the file without gaps; raise ConfigurationError if it is not a valid safetensors file.
+def _read_header(
+    path: Path, descriptor: int, size: int
+) -> tuple[int, dict[str, _Tensor]]:
+    """Return the byte offset of the end of a file's header, and the tensors by name, in the order
+    of their bytes, which cover the rest of the file without gaps; raise ConfigurationError if it is
+    not a valid safetensors file.
     """
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
         raise _invalid(path, f"its header cannot have {length} of {size} bytes")
     try:
-        header = msgspec.json.decode(os.pread(descriptor, length, _LENGTH_BYTES), type=dict[str, msgspec.Raw])
+        header = msgspec.json.decode(
+            os.pread(descriptor, length, _LENGTH_BYTES), type=dict[str, msgspec.Raw]
+        )
         header.pop("__metadata__", None)
-        read = {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in header.items()}
+        read = {
+            name: msgspec.json.decode(entry, type=_Tensor)
+            for name, entry in header.items()
+        }
     except (ValueError, RecursionError) as error:
         raise _invalid(path, f"its header does not read: {error}") from None
     tensors = dict(sorted(read.items(), key=lambda item: item[1].data_offsets))
@@ -326,7 +423,9 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[int, dict[str,
     for name, tensor in tensors.items():
         begin, stop = tensor.data_offsets
         if begin != end:
-            raise _invalid(path, f"tensor {name!r} begins at byte {begin} instead of {end}")
+            raise _invalid(
+                path, f"tensor {name!r} begins at byte {begin} instead of {end}"
+            )
         end = stop
     base = _LENGTH_BYTES + length
     if base + end != size:
@@ -335,4 +434,6 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[int, dict[str,
 
 
 def _invalid(path: Path, problem: str) -> ConfigurationError:
-    return ConfigurationError("checkpoint", str(path), f"a valid safetensors file; {problem}")
+    return ConfigurationError(
+        "checkpoint", str(path), f"a valid safetensors file; {problem}"
+    )

@@ -1,4 +1,5 @@
-"""Verdicts about namespaces of other releases. The store keeps one for each pair of namespaces, as a note."""
+"""Verdicts about namespaces of other releases. The store keeps one for each pair of namespaces, as
+a note."""
 
 from __future__ import annotations
 
@@ -21,13 +22,16 @@ _VERSION = 1
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of comparisons of newly computed blocks with the stored blocks of another namespace."""
+    """Outcome of comparisons of newly computed blocks with the stored blocks of another
+    namespace."""
 
     version: int = _VERSION
     verdict: Literal["adopted", "refused"]
-    """``adopted``: the namespace serves lookups up to ``depths``. ``refused``: its content is never used."""
+    """``adopted``: the namespace serves lookups up to ``depths``. ``refused``: its content is never
+    used."""
     depths: tuple[int, ...] = ()
-    """For each KV cache group, the number of blocks of a context that may be used, from its beginning."""
+    """For each KV cache group, the number of blocks of a context that may be used, from its
+    beginning."""
     final: bool = False
     """Whether ``depths`` must not grow, because a block beyond them differed."""
     tokens: int = 0
@@ -41,7 +45,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None:
-    """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none that can be read."""
+    """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none
+    that can be read."""
     content = backend.note(ours, theirs.hex())
     try:
         found = None if content is None else msgspec.json.decode(content, type=Verdict)
@@ -50,13 +55,19 @@ def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None
     return found if found is not None and found.version == _VERSION else None
 
 
-def write_verdict(backend: Backend, ours: bytes, theirs: bytes, verdict: Verdict) -> None:
-    """Record the verdict of namespace ``ours`` about ``theirs``. If the medium fails, the previous one is kept."""
+def write_verdict(
+    backend: Backend, ours: bytes, theirs: bytes, verdict: Verdict
+) -> None:
+    """Record the verdict of namespace ``ours`` about ``theirs``. If the medium fails, the previous
+    one is kept."""
     backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
 
 
-def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[bytes, bytes], Verdict]:
-    """Return all recorded verdicts of namespaces about each other: (id of ours, id of theirs) → verdict."""
+def verdicts(
+    backend: Backend, namespaces: Sequence[Namespace]
+) -> dict[tuple[bytes, bytes], Verdict]:
+    """Return all recorded verdicts of namespaces about each other: (id of ours, id of theirs) →
+    verdict."""
     found = {}
     for ours in namespaces:
         for theirs in candidates(backend, ours.identity, namespaces):
@@ -65,14 +76,17 @@ def verdicts(backend: Backend, namespaces: Sequence[Namespace]) -> dict[tuple[by
     return found
 
 
-def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]) -> list[Namespace]:
-    """Return the namespaces of ``others`` that differ from an identity in the release alone, latest written first: by
-    the latest manifest, or by their creation if they have none that can be read.
+def candidates(
+    backend: Backend, identity: Identity, others: Iterable[Namespace]
+) -> list[Namespace]:
+    """Return the namespaces of ``others`` that differ from an identity in the release alone, latest
+    written first: by the latest manifest, or by their creation if they have none that can be read.
     """
     found = [
         other
         for other in others
-        if [difference.field for difference in identity.diff(other.identity)] == [RELEASE_FIELD]
+        if [difference.field for difference in identity.diff(other.identity)]
+        == [RELEASE_FIELD]
     ]
     if len(found) > 1:
         found.sort(key=lambda namespace: _last_write(backend, namespace), reverse=True)
@@ -82,7 +96,11 @@ def candidates(backend: Backend, identity: Identity, others: Iterable[Namespace]
 def _last_write(backend: Backend, namespace: Namespace) -> float:
     written = namespace.created
     try:
-        written = max((head.created for head in backend.manifests(namespace.id)), default=written)
+        written = max(
+            (head.created for head in backend.manifests(namespace.id)), default=written
+        )
     except StoreError as error:
-        logger.info("the requests of namespace %s cannot be read: %s", namespace.id.hex(), error)
+        logger.info(
+            "the requests of namespace %s cannot be read: %s", namespace.id.hex(), error
+        )
     return written

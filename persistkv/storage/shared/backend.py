@@ -1,10 +1,11 @@
 """A shared store: one handle on the namespaces of one medium.
 
-1. Packs and the objects of the index are immutable blobs. Nothing needs a leader, a lock, a lease or a conditional
-   write: the index is a set (``format``), and any engine may merge it (``merge``).
+1. Packs and the objects of the index are immutable blobs. Nothing needs a leader, a lock, a lease
+   or a conditional write: the index is a set (``format``), and any engine may merge it (``merge``).
 2. A thread of the handle follows the index, merges commits and sweeps: ``step``.
-3. A medium that does not answer does not prevent an engine from starting: lookups miss and commits raise until it does.
-   A handle that is opened with the argument ``read_only`` raises instead. A medium that refuses requests always does.
+3. A medium that does not answer does not prevent an engine from starting: lookups miss and commits
+   raise until it does. A handle that is opened with the argument ``read_only`` raises instead. A
+   medium that refuses requests always does.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 from persistkv.storage.catalog.catalogue import check_batch, totals
-from persistkv.storage.catalog.rows import EMPTY_CURSOR, decode_namespace, encode_namespace
+from persistkv.storage.catalog.rows import (
+    EMPTY_CURSOR,
+    decode_namespace,
+    encode_namespace,
+)
 from persistkv.storage.checks import Check
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
@@ -77,7 +82,9 @@ _MOST_IDENTITY_BYTES = MAX_SMALL_BYTES - 1024  # 1 KiB for the rest of its blob
 _CLOSE_S = 10.0  # wait for the thread of a handle that is closed
 
 
-class StoredPolicy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class StoredPolicy(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
     """Content of the blob ``policy``, which marks a store."""
 
     store: bytes
@@ -96,8 +103,8 @@ class SharedBackend(Backend):
     :param place: name of the store in messages, and of its replicas on this machine.
     :param read_only: write nothing; the store must exist.
     :param background: True: a thread of the handle calls ``step``; False: the caller must do so.
-    :raises StoreError: the medium refuses requests; or ``read_only`` and there is no store, or it does not answer. The
-        medium is closed.
+    :raises StoreError: the medium refuses requests; or ``read_only`` and there is no store, or it
+        does not answer. The medium is closed.
     """
 
     capabilities = Capabilities(remote=True)
@@ -136,7 +143,8 @@ class SharedBackend(Backend):
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._policy_at = self._clock.monotonic()
-        self._created_at = -math.inf  # monotonic time at which this handle created the store
+        # monotonic time at which this handle created the store
+        self._created_at = -math.inf
         self._statuses_cleaned = False
         try:
             self._open_policy()
@@ -145,22 +153,30 @@ class SharedBackend(Backend):
                 self.close()
                 raise
             self._last_error = str(error)
-            logger.warning("%s does not answer (%s); lookups miss until it does", place, error)
+            logger.warning(
+                "%s does not answer (%s); lookups miss until it does", place, error
+            )
         except BaseException:
             self.close()
             raise
         if background:
-            self._thread = threading.Thread(target=self._run, name="persistkv-shared", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="persistkv-shared", daemon=True
+            )
             self._thread.start()
 
     @classmethod
-    def open_blobs(cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool) -> Blobs:
+    def open_blobs(
+        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+    ) -> Blobs:
         """Return the medium of a store; a driver of URLs implements this.
 
         :param options: those options of the URL that are not options of every shared store.
         :raises ConfigurationError: an option is invalid.
         """
-        raise NotImplementedError(f"{cls.__name__} opens no URLs such as {url.scheme}://")
+        raise NotImplementedError(
+            f"{cls.__name__} opens no URLs such as {url.scheme}://"
+        )
 
     @classmethod
     def check_options(cls, url: StoreUrl, options: Mapping[str, str]) -> None:
@@ -205,7 +221,9 @@ class SharedBackend(Backend):
             blobs.delete([info.name for info in blobs.list("")])
 
     @classmethod
-    def rebuild(cls, url: StoreUrl, progress: Callable[[int, int], None]) -> Rebuilt | None:
+    def rebuild(
+        cls, url: StoreUrl, progress: Callable[[int, int], None]
+    ) -> Rebuilt | None:
         """See ``Backend``. Engines may use the store meanwhile."""
         options, rest = cls.split_options(url)
         blobs = cls.open_blobs(url, rest, read_only=False)
@@ -217,7 +235,8 @@ class SharedBackend(Backend):
             backend.close()
 
     def rebuild_index(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
-        """Name all packs again that no index names; None: there are none, and no other traces of packs.
+        """Name all packs again that no index names; None: there are none, and no other traces of
+        packs.
 
         :raises StoreError: the medium failed; packs that were named before stay.
         """
@@ -249,13 +268,16 @@ class SharedBackend(Backend):
             try:
                 pause_s = self.step()
             except Exception:  # a defect must not end merging and following for good
-                logger.exception("%s: background work failed; it is repeated", self._place)
+                logger.exception(
+                    "%s: background work failed; it is repeated", self._place
+                )
                 pause_s = _RETRY_S
             self._wake.wait(pause_s)
             self._wake.clear()
 
     def step(self) -> float:
-        """Do the background work that is due; return the seconds until more is due. Failures are only logged."""
+        """Do the background work that is due; return the seconds until more is due. Failures are
+        only logged."""
         try:
             self._refresh_policy()
             if self._stored is not None:
@@ -276,8 +298,12 @@ class SharedBackend(Backend):
         return min(max(_LEAST_PAUSE_S, pause_s), _LONGEST_PAUSE_S)
 
     def _log(self, error: StoreError) -> None:
-        level = logging.DEBUG if isinstance(error, UnavailableError) else logging.WARNING
-        logger.log(level, "%s: background work failed (%s); it is repeated", self._place, error)
+        level = (
+            logging.DEBUG if isinstance(error, UnavailableError) else logging.WARNING
+        )
+        logger.log(
+            level, "%s: background work failed (%s); it is repeated", self._place, error
+        )
 
     def _refresh_policy(self) -> None:
         """Read the policy, if that is due, and look for namespaces that no engine uses."""
@@ -291,8 +317,8 @@ class SharedBackend(Backend):
         self._care_for_abandoned(now)
 
     def _care_for_abandoned(self, now: float) -> None:
-        """Open a namespace that no engine uses, if it has content to evict. It is kept for as long as the blobs of
-        evicted packs are needed, and a sweep.
+        """Open a namespace that no engine uses, if it has content to evict. It is kept for as long
+        as the blobs of evicted packs are needed, and a sweep.
         """
         for name, namespace in list(self._abandoned.items()):
             if name in self._opened or now - namespace.opened_at > _CARE_S:
@@ -301,7 +327,8 @@ class SharedBackend(Backend):
         found = self._board.abandoned(self.policy_now())
         if found is None or found in self._opened or found in self._abandoned:
             return
-        is_turn = self._clock.random.random() < _CARE_CHANCE  # a thousand engines may find it at once
+        # a thousand engines may find it at once
+        is_turn = self._clock.random.random() < _CARE_CHANCE
         if is_turn and len(self._abandoned) < _MOST_ABANDONED:
             self._abandoned[found] = self._make_namespace(found)
 
@@ -324,7 +351,9 @@ class SharedBackend(Backend):
         """
         found = self._read_policy()
         if found is None and self._read_only:
-            text = "there is no store" if self._stored is None else "the store was deleted"
+            text = (
+                "there is no store" if self._stored is None else "the store was deleted"
+            )
             raise StoreUnavailableError(f"{self._place}: {text}")
         if found is None:
             found = self._new_policy()
@@ -337,23 +366,36 @@ class SharedBackend(Backend):
             self._begin_anew()
 
     def _new_policy(self) -> StoredPolicy:
-        """Return the policy of a store that this handle creates: also in place of one that was deleted."""
+        """Return the policy of a store that this handle creates: also in place of one that was
+        deleted."""
         kept = self._stored
-        wanted = self._options.policy if kept is None else Policy(kept.capacity, kept.ttl_s)
-        return StoredPolicy(self._clock.random.randbytes(NONCE_BYTES), wanted.capacity, wanted.ttl_s)
+        wanted = (
+            self._options.policy if kept is None else Policy(kept.capacity, kept.ttl_s)
+        )
+        return StoredPolicy(
+            self._clock.random.randbytes(NONCE_BYTES), wanted.capacity, wanted.ttl_s
+        )
 
     def _report_differences(self) -> None:
         differences = self.policy_now().contradictions(self._options.policy)
         if differences and not self._read_only:
-            text = "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)"
+            text = (
+                "%s: the URL says %s; the store keeps its recorded policy (persistkv set "
+                "changes it)"
+            )
             logger.warning(text, self._place, differences)
 
     def _begin_anew(self) -> None:
         """Forget the replicas: the store was deleted, and another one is in its place."""
-        # Engines that create a store at the same moment replace each other's policy: that is no reason for a warning.
+        # Engines that create a store at the same moment replace each other's policy: that is no
+        # reason for a warning.
         is_new = self._clock.monotonic() - self._created_at < _CREATION_S
         level = logging.DEBUG if is_new else logging.WARNING
-        logger.log(level, "%s: the store was deleted or replaced; its content is read anew", self._place)
+        logger.log(
+            level,
+            "%s: the store was deleted or replaced; its content is read anew",
+            self._place,
+        )
         with self._lock:
             for name, opened in list(self._opened.items()):
                 opened.discard()
@@ -369,7 +411,11 @@ class SharedBackend(Backend):
             return None
         except (CorruptPackError, msgspec.DecodeError) as error:
             if self._medium.authenticator.key_id or self._stored is None:
-                logger.warning("%s: the policy does not read (%s): nothing is evicted", self._place, error)
+                logger.warning(
+                    "%s: the policy does not read (%s): nothing is evicted",
+                    self._place,
+                    error,
+                )
             return self._stored or StoredPolicy(bytes(NONCE_BYTES), None, None)
 
     def _write_policy(self, policy: StoredPolicy) -> None:
@@ -379,7 +425,11 @@ class SharedBackend(Backend):
     def policy_now(self) -> Policy:
         """Return the policy that was read last."""
         stored = self._stored
-        return Policy(None, None) if stored is None else Policy(stored.capacity, stored.ttl_s)
+        return (
+            Policy(None, None)
+            if stored is None
+            else Policy(stored.capacity, stored.ttl_s)
+        )
 
     def policy(self) -> Policy:
         with self._lock:
@@ -389,7 +439,9 @@ class SharedBackend(Backend):
 
     def set_policy(self, policy: Policy) -> None:
         if policy.placement is not None:
-            raise ConfigurationError("placement", policy.placement, "none: this driver has one placement")
+            raise ConfigurationError(
+                "placement", policy.placement, "none: this driver has one placement"
+            )
         with self._lock:
             self._check_open(writes=True)
             self._open_policy()
@@ -406,8 +458,14 @@ class SharedBackend(Backend):
         self._check_open()
         if self._is_dark():
             return iter([])
-        infos = sorted(self._medium.listed(self._names.identities), key=lambda info: -info.time)
-        names = [name for info in infos if (name := self._names.parse_identity(info.name)) is not None]
+        infos = sorted(
+            self._medium.listed(self._names.identities), key=lambda info: -info.time
+        )
+        names = [
+            name
+            for info in infos
+            if (name := self._names.parse_identity(info.name)) is not None
+        ]
         found = self._medium.maintenance.each(self._namespace, names)
         return (namespace for _, namespace in found if namespace is not None)
 
@@ -420,7 +478,9 @@ class SharedBackend(Backend):
         name = identity.digest
         length = len(identity.encode())
         if length > _MOST_IDENTITY_BYTES:
-            raise ConfigurationError("identity", f"{length} bytes", f"{_MOST_IDENTITY_BYTES} bytes at most")
+            raise ConfigurationError(
+                "identity", f"{length} bytes", f"{_MOST_IDENTITY_BYTES} bytes at most"
+            )
         if self._is_dark():
             if name not in self._namespaces:
                 self._namespaces[name] = Namespace(identity, self._clock.wall())
@@ -434,7 +494,9 @@ class SharedBackend(Backend):
                 raise
             found = None
         if found is None and self._read_only:
-            raise StoreUnavailableError(f"{self._place} holds no namespace {name.hex()}: open read-only")
+            raise StoreUnavailableError(
+                f"{self._place} holds no namespace {name.hex()}: open read-only"
+            )
         if found is None:
             found = Namespace(identity, self._medium.time.now() or self._clock.wall())
             self._namespaces[name] = found
@@ -473,7 +535,8 @@ class SharedBackend(Backend):
         return found
 
     def _open(self, name: bytes) -> SharedNamespace:
-        """Return a namespace; the first call opens it. Its index may be read later, if the medium does not answer.
+        """Return a namespace; the first call opens it. Its index may be read later, if the medium
+        does not answer.
 
         :raises StoreError: the store has no such namespace, or the replica cannot be opened.
         """
@@ -498,7 +561,14 @@ class SharedBackend(Backend):
         key_id = self._medium.authenticator.key_id or "plain"
         place = blake2b(self._place.encode() + stored.store, digest_size=16).hexdigest()
         folder = ReplicaFolder(self._cache, [place, f"{name.hex()}-{key_id}"])
-        return SharedNamespace(self._medium, name, folder, self._options, self._board, is_writable=not self._read_only)
+        return SharedNamespace(
+            self._medium,
+            name,
+            folder,
+            self._options,
+            self._board,
+            is_writable=not self._read_only,
+        )
 
     def _is_dark(self) -> bool:
         """Return whether the medium has not answered this handle yet. If so, try again."""
@@ -532,12 +602,16 @@ class SharedBackend(Backend):
             self._medium.blobs.delete([name])
             return
         if len(row) > MAX_SMALL_BYTES:
-            raise StoreError(f"{self._place}: a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}")
+            raise StoreError(
+                f"{self._place}: a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}"
+            )
         self._medium.put(name, [row])
         if not self._statuses_cleaned:  # those that killed engines left
             oldest = self._medium.time.now() - _STATUS_KEPT_S
             infos = self._medium.listed(self._names.statuses)
-            self._medium.blobs.delete([info.name for info in infos if info.time < oldest])
+            self._medium.blobs.delete(
+                [info.name for info in infos if info.time < oldest]
+            )
             self._statuses_cleaned = True
 
     def statuses(self) -> dict[str, bytes]:
@@ -557,7 +631,8 @@ class SharedBackend(Backend):
         self._write_identities()
         opened = self._open(namespace)
         if batch.deletions or batch.bad or not self._options.refresh_s:
-            opened = self._refreshed(namespace)  # requests of other engines may name the deleted packs
+            # requests of other engines may name the deleted packs
+            opened = self._refreshed(namespace)
         result = opened.commit(batch)
         self._wake.set()
         return result
@@ -574,33 +649,50 @@ class SharedBackend(Backend):
         return opened.packs.read(spans)
 
     def read_frames(
-        self, namespace: bytes, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: TakeFrame
+        self,
+        namespace: bytes,
+        pack_id: bytes,
+        frames: Sequence[Frame],
+        buffer: memoryview,
+        take: TakeFrame,
     ) -> None:
         opened = self._open(namespace)
         opened.use()
         opened.packs.read_frames(pack_id, frames, buffer, take)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        return self._searched(namespace, pack_ids).replica.catalogue.tables(namespace, pack_ids)
+        return self._searched(namespace, pack_ids).replica.catalogue.tables(
+            namespace, pack_ids
+        )
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         return self._fresh(namespace).replica.catalogue.manifests(namespace)
 
-    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+    def manifest_keys(
+        self, namespace: bytes, manifest_ids: Sequence[str]
+    ) -> list[ManifestKeys | None]:
         packs = self._open(namespace).packs
         return self._medium.loads.all(packs.manifest_keys, manifest_ids)
 
-    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
-        return self._open(namespace).replica.catalogue.manifests_naming(namespace, packs)
+    def manifests_naming(
+        self, namespace: bytes, packs: Sequence[bytes]
+    ) -> list[RequestManifest]:
+        return self._open(namespace).replica.catalogue.manifests_naming(
+            namespace, packs
+        )
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
         return self._open(namespace).replica.catalogue.chain(namespace, manifest_id)
 
-    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+    def uses(
+        self, namespace: bytes, manifest_ids: Sequence[str]
+    ) -> list[RequestUse | None]:
         return self._open(namespace).replica.catalogue.uses(namespace, manifest_ids)
 
     def stats(self) -> BackendStats:
-        replicas = [self._fresh(namespace.id).replica for namespace in self.namespaces()]
+        replicas = [
+            self._fresh(namespace.id).replica for namespace in self.namespaces()
+        ]
         states = [state for replica in replicas for state in replica.catalogue.states()]
         disk_bytes = sum(replica.disk_bytes() for replica in replicas)
         return totals(states, disk_bytes, self.policy_now().capacity)
@@ -610,7 +702,11 @@ class SharedBackend(Backend):
 
     def _fresh(self, namespace: bytes) -> SharedNamespace:
         """Return a namespace, after a refresh if the option ``refresh`` is 0."""
-        return self._open(namespace) if self._options.refresh_s else self._refreshed(namespace)
+        return (
+            self._open(namespace)
+            if self._options.refresh_s
+            else self._refreshed(namespace)
+        )
 
     def _refreshed(self, namespace: bytes) -> SharedNamespace:
         """Return a namespace after reading everything that is durable now."""
@@ -621,9 +717,12 @@ class SharedBackend(Backend):
         return opened
 
     def _searched(self, namespace: bytes, pack_ids: Sequence[bytes]) -> SharedNamespace:
-        """Return a namespace. If the option ``refresh`` is 0, search the store for packs that are not known."""
+        """Return a namespace. If the option ``refresh`` is 0, search the store for packs that are
+        not known."""
         opened = self._open(namespace)
-        if not self._options.refresh_s and len(opened.replica.blobs(pack_ids)) < len(set(pack_ids)):
+        if not self._options.refresh_s and len(opened.replica.blobs(pack_ids)) < len(
+            set(pack_ids)
+        ):
             return self._refreshed(namespace)
         return opened
 
@@ -639,8 +738,8 @@ class SharedBackend(Backend):
         return self._medium.blobs.state()
 
     def close(self) -> None:
-        """Publish waiting uses, and release all resources; idempotent. Commits that are not merged are merged by
-        another engine, or by the next one that opens the store.
+        """Publish waiting uses, and release all resources; idempotent. Commits that are not merged
+        are merged by another engine, or by the next one that opens the store.
         """
         if self._closed:
             return
@@ -662,7 +761,9 @@ class SharedBackend(Backend):
         if writes and self._read_only:
             raise StoreError(f"{self._place} is open read-only")
         if writes and self._is_dark():
-            raise UnavailableError(f"{self._place} has not answered yet: {self._last_error}")
+            raise UnavailableError(
+                f"{self._place} has not answered yet: {self._last_error}"
+            )
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -40,8 +40,8 @@ class Calls:
     def all(self, call: Callable[[A], R], things: Iterable[A]) -> list[R]:
         """Call ``call`` with each thing; return the results in order.
 
-        All calls have ended when it returns or raises the error of the first thing whose call failed. KeyboardInterrupt
-        is raised at once: queued calls never start.
+        All calls have ended when it returns or raises the error of the first thing whose call
+        failed. KeyboardInterrupt is raised at once: queued calls never start.
         """
         todo = list(things)
         if self._pool is None or len(todo) <= 1:
@@ -55,8 +55,11 @@ class Calls:
                 future.cancel()
         return [future.result() for future in futures]
 
-    def each(self, call: Callable[[A], R], things: Sequence[A]) -> Iterator[tuple[A, R]]:
-        """Yield each thing with the result of ``call``, in order; ``connections`` things at a time are in memory."""
+    def each(
+        self, call: Callable[[A], R], things: Sequence[A]
+    ) -> Iterator[tuple[A, R]]:
+        """Yield each thing with the result of ``call``, in order; ``connections`` things at a time
+        are in memory."""
         for start in range(0, len(things), self._connections):
             some = things[start : start + self._connections]
             yield from zip(some, self.all(call, some), strict=True)
@@ -68,13 +71,16 @@ class Calls:
 
 
 class Medium:
-    """A shared medium as one handle uses it: sealed objects, separate threads for loads and for everything else.
+    """A shared medium as one handle uses it: sealed objects, separate threads for loads and for
+    everything else.
 
     :param blobs: closed with this object.
     :param authenticator: of the store's key.
     """
 
-    def __init__(self, blobs: Blobs, authenticator: Authenticator, clock: Clock) -> None:
+    def __init__(
+        self, blobs: Blobs, authenticator: Authenticator, clock: Clock
+    ) -> None:
         self.blobs = blobs
         self.authenticator = authenticator
         self.clock = clock
@@ -104,7 +110,9 @@ class Medium:
         """
         data = seal(name, body, self.authenticator, namespace)
         if len(data) > limit:
-            raise StoreError(f"{name}: {len(data)} bytes are more than the {limit} that readers accept")
+            raise StoreError(
+                f"{name}: {len(data)} bytes are more than the {limit} that readers accept"
+            )
         return BlobInfo(name, len(data), self.put(name, [data]))
 
     def whole(self, name: str, limit: int) -> bytearray:
@@ -130,21 +138,24 @@ class Medium:
         del whole[length:]
         return whole
 
-    def sealed(self, name: str, namespace: bytes, limit: int = MAX_SMALL_BYTES) -> bytes:
+    def sealed(
+        self, name: str, namespace: bytes, limit: int = MAX_SMALL_BYTES
+    ) -> bytes:
         """Return the body of a sealed object.
 
         :raises BlobMissingError: there is no such blob.
-        :raises CorruptPackError: it is damaged, too large, or not written with the key; ``NewerFormatError``: it was
-            written by a newer release.
+        :raises CorruptPackError: it is damaged, too large, or not written with the key;
+            ``NewerFormatError``: it was written by a newer release.
         """
         return unseal(name, self.whole(name, limit), self.authenticator, namespace)
 
     def listed(self, prefix: str, *, settled: bool = False) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.
 
-        :param settled: repeat the list until it shows all that the one before it has shown: a single one is no
-            snapshot, and may lack both a blob that was deleted meanwhile and the one that includes it. While blobs are
-            deleted all the time, return all that some lists in a row have shown: readers skip what is missing.
+        :param settled: repeat the list until it shows all that the one before it has shown: a
+            single one is no snapshot, and may lack both a blob that was deleted meanwhile and the
+            one that includes it. While blobs are deleted all the time, return all that some lists
+            in a row have shown: readers skip what is missing.
         """
         found = self._list(prefix)
         if not settled:

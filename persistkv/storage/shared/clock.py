@@ -14,8 +14,8 @@ class Clock:
     """The machine's clocks, random numbers and locks."""
 
     random: random.Random = random.SystemRandom()
-    """Source of jitter and of the random part of names. It must not repeat after a restored snapshot of the machine:
-    the default reads the operating system's source."""
+    """Source of jitter and of the random part of names. It must not repeat after a restored
+    snapshot of the machine: the default reads the operating system's source."""
 
     def monotonic(self) -> float:
         """Return seconds since some moment; the clock never jumps."""
@@ -36,13 +36,14 @@ class Clock:
 class ServerTime:
     """The medium's clock, as its replies have shown it. Thread-safe.
 
-    Media round their times to a second. The estimate therefore moves backwards only by more than that: then the
-    medium's own clock did, or a reply was late.
+    Media round their times to a second. The estimate therefore moves backwards only by more than
+    that: then the medium's own clock did, or a reply was late.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: tuple[float, float] | None = None  # time of the newest reply, monotonic time of its arrival
+        # time of the newest reply, monotonic time of its arrival
+        self._seen: tuple[float, float] | None = None
 
     @property
     def known(self) -> bool:
@@ -50,7 +51,8 @@ class ServerTime:
         return self._seen is not None
 
     def learn(self, server_time: float) -> None:
-        """Record a time that the medium has reported in the reply to a call that has just returned."""
+        """Record a time that the medium has reported in the reply to a call that has just
+        returned."""
         estimate = self.now()
         if server_time < estimate <= server_time + ROUNDING_S:
             server_time = estimate

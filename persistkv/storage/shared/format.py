@@ -1,12 +1,13 @@
 """Objects of a shared store's index, and the names of all blobs. docs/shared.md specifies both.
 
-**The index is a set.** A *delta* lists what was added, used and removed. The content of a namespace is the union of the
-deltas of all its index objects, in any order, each applied any number of times: names of packs are unique, times merge
-by maximum, requests by their newest version. An object that *includes* others contains all that they contain.
+**The index is a set.** A *delta* lists what was added, used and removed. The content of a namespace
+is the union of the deltas of all its index objects, in any order, each applied any number of times:
+names of packs are unique, times merge by maximum, requests by their newest version. An object that
+*includes* others contains all that they contain.
 
-An index object is sealed: a magic number, the number of the format, the body, and a checksum of all of these and of the
-object's name. With a key, an authentication tag replaces the checksum. An object of a newer format is never included
-in another one, and never deleted.
+An index object is sealed: a magic number, the number of the format, the body, and a checksum of all
+of these and of the object's name. With a key, an authentication tag replaces the checksum. An
+object of a newer format is never included in another one, and never deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from persistkv.storage.format.pack import ID_BYTES
 FORMAT_VERSION = 1
 NONCE_BYTES = 16  # random bytes in each name: 128 bits
 NAME_BYTES = ID_BYTES + NONCE_BYTES  # of a pack's blob: pack id and nonce
-MAX_OBJECT_BYTES = 32 << 20  # 32 MiB: readers skip larger index objects, so writers write none
+# 32 MiB: readers skip larger index objects, so writers write none
+MAX_OBJECT_BYTES = 32 << 20
 MAX_SMALL_BYTES = 256 << 10  # 256 KiB: identities, policy, notes, statuses, ``latest``
 MAX_VERSION = 1 << 62
 LATEST_TIME = float(1 << 40)  # seconds since the epoch; far beyond any clock
@@ -48,15 +50,20 @@ class NewerFormatError(CorruptPackError):
     """The object was written by a newer release, in a format that this release does not read."""
 
     def __init__(self, version: int) -> None:
-        super().__init__("format", f"version {version}; this release reads {FORMAT_VERSION}")
+        super().__init__(
+            "format", f"version {version}; this release reads {FORMAT_VERSION}"
+        )
 
 
-class PackEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PackEntry(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
     """A pack that was added."""
 
     pack_id: bytes
     nonce: bytes
-    """Drawn when the pack was uploaded. Pack id and nonce are the name of its blob, which is never used again."""
+    """Drawn when the pack was uploaded. Pack id and nonce are the name of its blob, which is never
+    used again."""
     body: bytes
     """Authentication tags if there is a key, then the encoded table."""
     time: float
@@ -67,7 +74,9 @@ class PackEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return self.pack_id + self.nonce
 
 
-class ManifestEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ManifestEntry(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
     """A request that was written. The newest version of a request counts."""
 
     digest: bytes
@@ -109,7 +118,9 @@ class Use(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """Concatenated pack ids."""
 
 
-class Tombstone(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Tombstone(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
     """End of a pack for good: its name is never used again."""
 
     name: bytes
@@ -128,26 +139,39 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     includes: Sequence[str] = ()
     """Names of index objects whose whole content this one contains, together with ``parts``."""
     parts: Sequence[str] = ()
-    """Names of index objects that belong to the same base. Each is an object of its own. Readers must read it, unless
-    they have read everything in ``includes``."""
+    """Names of index objects that belong to the same base. Each is an object of its own. Readers
+    must read it, unless they have read everything in ``includes``."""
 
     @property
     def is_empty(self) -> bool:
         """Whether it changes nothing."""
-        content = (self.packs, self.uses, self.removed, self.manifests, self.dropped, self.pins)
+        content = (
+            self.packs,
+            self.uses,
+            self.removed,
+            self.manifests,
+            self.dropped,
+            self.pins,
+        )
         return not any(content)
 
     def clamped(self, latest: float) -> Delta:
-        """Return the delta with all times limited to that of the object that carries it. A writer with a wrong clock
-        can then not make its packs older or younger than they are.
+        """Return the delta with all times limited to that of the object that carries it. A writer
+        with a wrong clock can then not make its packs older or younger than they are.
         """
         replace = msgspec.structs.replace
         return Delta(
             [replace(entry, time=min(entry.time, latest)) for entry in self.packs],
             [replace(use, time=min(use.time, latest)) for use in self.uses],
-            [replace(tombstone, time=min(tombstone.time, latest)) for tombstone in self.removed],
+            [
+                replace(tombstone, time=min(tombstone.time, latest))
+                for tombstone in self.removed
+            ],
             [replace(entry, time=min(entry.time, latest)) for entry in self.manifests],
-            [replace(dropped, time=min(dropped.time, latest)) for dropped in self.dropped],
+            [
+                replace(dropped, time=min(dropped.time, latest))
+                for dropped in self.dropped
+            ],
             self.pins,
             self.includes,
             self.parts,
@@ -168,7 +192,8 @@ class Latest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def union(deltas: Iterable[Delta], includes: Sequence[str]) -> Delta:
-    """Return a delta that contains the content of several, and includes the objects with these names."""
+    """Return a delta that contains the content of several, and includes the objects with these
+    names."""
     packs: list[PackEntry] = []
     uses: list[Use] = []
     removed: list[Tombstone] = []
@@ -185,17 +210,22 @@ def union(deltas: Iterable[Delta], includes: Sequence[str]) -> Delta:
     return Delta(packs, uses, removed, manifests, dropped, pins, includes)
 
 
-def seal(name: str, body: bytes, authenticator: Authenticator, namespace: bytes) -> bytes:
+def seal(
+    name: str, body: bytes, authenticator: Authenticator, namespace: bytes
+) -> bytes:
     """Return the bytes of the object ``name``."""
     content = _HEADER.pack(_MAGIC, FORMAT_VERSION) + body
     signed = b"".join(authenticator.signed(namespace, name, [content]))
     return signed if authenticator.key_id else content + _checksum(name, content)
 
 
-def unseal(name: str, data: Buffer, authenticator: Authenticator, namespace: bytes) -> bytes:
+def unseal(
+    name: str, data: Buffer, authenticator: Authenticator, namespace: bytes
+) -> bytes:
     """Return the body of the object ``name``.
 
-    :raises CorruptPackError: it is damaged, belongs under another name, or was not written with the key.
+    :raises CorruptPackError: it is damaged, belongs under another name, or was not written with the
+        key.
     :raises NewerFormatError: it was written by a newer release.
     """
     view = memoryview(data)
@@ -246,7 +276,9 @@ def decode_latest(body: bytes) -> Latest:
 
 def split_ids(joined: bytes) -> list[bytes]:
     """Return the pack ids in their concatenation."""
-    return [joined[start : start + ID_BYTES] for start in range(0, len(joined), ID_BYTES)]
+    return [
+        joined[start : start + ID_BYTES] for start in range(0, len(joined), ID_BYTES)
+    ]
 
 
 def _checksum(name: str, content: bytes) -> bytes:
@@ -282,8 +314,13 @@ def _check_manifest(manifest: ManifestEntry) -> None:
     _check_time(manifest.time)
     _check_ids("manifest", manifest.packs)
     _check_length("keys", manifest.keys, NONCE_BYTES)
-    if not 0 <= manifest.offset <= MAX_VERSION or not 0 <= manifest.length <= MAX_OBJECT_BYTES:
-        raise CorruptPackError("manifest", f"keys of {manifest.length} bytes at {manifest.offset}")
+    if (
+        not 0 <= manifest.offset <= MAX_VERSION
+        or not 0 <= manifest.length <= MAX_OBJECT_BYTES
+    ):
+        raise CorruptPackError(
+            "manifest", f"keys of {manifest.length} bytes at {manifest.offset}"
+        )
 
 
 def _check_ids(field: str, joined: bytes) -> None:
@@ -315,7 +352,8 @@ class IndexName(NamedTuple):
     """Parts of the name of an object in ``index/``."""
 
     level: int
-    """1 for a segment that includes only commits; more than the level of every object that it includes."""
+    """1 for a segment that includes only commits; more than the level of every object that it
+    includes."""
     time: float
     """Of its writing, on the medium's clock: seconds since the epoch."""
 
@@ -328,7 +366,11 @@ class IndexName(NamedTuple):
 @lru_cache(maxsize=4096)  # each look at ``latest`` asks for the same names
 def _parse_index(name: str) -> IndexName | None:
     found = _INDEX.fullmatch(name)
-    return None if found is None else IndexName(int(found[1], 16), int(found[2], 16) / 1000)
+    return (
+        None
+        if found is None
+        else IndexName(int(found[1], 16), int(found[2], 16) / 1000)
+    )
 
 
 class Names:
@@ -359,7 +401,8 @@ class Names:
         return f"{self.keys}{nonce.hex()}"
 
     def keys_nonce(self, blob: str) -> bytes | None:
-        """Return the nonce in the name of a blob with the keys of requests; None: it is no such name."""
+        """Return the nonce in the name of a blob with the keys of requests; None: it is no such
+        name."""
         found = _HEX.fullmatch(blob.removeprefix(self.keys))
         return None if found is None else bytes.fromhex(found[0])
 
@@ -375,16 +418,21 @@ class Names:
         return _parse_index(blob.removeprefix(self.index))
 
     def is_commit(self, blob: str) -> bool:
-        return blob.startswith(self.inbox) and _HEX.fullmatch(blob[len(self.inbox) :]) is not None
+        return (
+            blob.startswith(self.inbox)
+            and _HEX.fullmatch(blob[len(self.inbox) :]) is not None
+        )
 
     def is_object(self, blob: str) -> bool:
         """Return whether a name is that of a commit or of an object in ``index/``."""
-        return self.is_commit(blob) or (blob.startswith(self.index) and self.index_name(blob) is not None)
+        return self.is_commit(blob) or (
+            blob.startswith(self.index) and self.index_name(blob) is not None
+        )
 
 
 class StoreNames:
-    """Names of the blobs that belong to no namespace's index. Stores with different keys share a medium, but nothing
-    else: what one of them writes is junk to the others.
+    """Names of the blobs that belong to no namespace's index. Stores with different keys share a
+    medium, but nothing else: what one of them writes is junk to the others.
 
     :param key_id: ``Authenticator.key_id``; empty without a key.
     """
@@ -409,4 +457,5 @@ class StoreNames:
         return f"{self._notes}{namespace.hex()}/{name.lower()}"
 
 
-NO_NAMESPACE = bytes(ID_BYTES)  # of blobs that belong to no namespace, in authentication tags
+# of blobs that belong to no namespace, in authentication tags
+NO_NAMESPACE = bytes(ID_BYTES)

@@ -1,12 +1,14 @@
 """Commits of one handle to one namespace.
 
-1. Packs are uploaded in parallel, together with one blob that holds the keys of the requests. Nothing names them yet.
+1. Packs are uploaded in parallel, together with one blob that holds the keys of the requests.
+   Nothing names them yet.
 2. One object in the inbox describes the whole commit. Its durable write is the commit.
 3. The writer applies it to its replica at once. A merge shows it to other engines.
 
-A commit is acknowledged only if, after its last request, less than 12 hours have passed since its first, on the
-medium's clock: a sweep deletes blobs that nothing names after 24 hours. If the outcome of a request stays unknown, the
-commit is not acknowledged; it may appear all the same, under names that no other commit has.
+A commit is acknowledged only if, after its last request, less than 12 hours have passed since its
+first, on the medium's clock: a sweep deletes blobs that nothing names after 24 hours. If the
+outcome of a request stays unknown, the commit is not acknowledged; it may appear all the same,
+under names that no other commit has.
 """
 
 from __future__ import annotations
@@ -40,13 +42,15 @@ from persistkv.storage.shared.packs import PackBlobs, Upload
 from persistkv.storage.shared.replica import Plan, Replica
 
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours
-_MOST_BODY_BYTES = MAX_OBJECT_BYTES // 4  # of a commit: a merge writes several into one object
+# of a commit: a merge writes several into one object
+_MOST_BODY_BYTES = MAX_OBJECT_BYTES // 4
 
 
 class Inbox:
     """Writer of commits, see the top of this file. Only one thread at a time may commit.
 
-    :param touch_s: time after which the next use publishes the waiting uses in a commit of their own.
+    :param touch_s: time after which the next use publishes the waiting uses in a commit of their
+        own.
     """
 
     def __init__(
@@ -89,7 +93,8 @@ class Inbox:
         began = self._medium.time.now() or LATEST_TIME
         started = self._clock.monotonic()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
-        self._check_age(self._clock.monotonic() - started)  # the packs may be gone: it does not even name them
+        # the packs may be gone: it does not even name them
+        self._check_age(self._clock.monotonic() - started)
         delta = self._delta(batch, plan, upload, used)
         before, after = self._publish(delta, min(began, upload.first))
         self._merger.delete_packs_later(removals.packs)
@@ -105,16 +110,23 @@ class Inbox:
     ) -> Delta:
         """Return the content of a commit."""
         now = self._medium.time.now() or LATEST_TIME
-        added = [PackEntry(entry.pack_id, entry.nonce, entry.body, now) for entry in upload.entries]
+        added = [
+            PackEntry(entry.pack_id, entry.nonce, entry.body, now)
+            for entry in upload.entries
+        ]
         named = [pack_id for write in batch.manifests for pack_id in write.packs]
         uses: list[Use] = []
         if used or named:
             uses.append(Use(now, b"".join(dict.fromkeys([*used, *named]))))
         removed = self._merger.tombstones(plan.removals)
         digests = [self._digest(write) for write in batch.manifests]
-        versions = self._replica.versions([*digests, *(digest for digest, _ in plan.pins)])
+        versions = self._replica.versions(
+            [*digests, *(digest for digest, _ in plan.pins)]
+        )
         manifests: list[ManifestEntry] = []
-        for write, digest, place in zip(batch.manifests, digests, upload.places, strict=True):
+        for write, digest, place in zip(
+            batch.manifests, digests, upload.places, strict=True
+        ):
             versions[digest] += 1
             manifests.append(
                 ManifestEntry(
@@ -139,20 +151,27 @@ class Inbox:
         return manifest_row(self._replica.namespace, write.manifest.id)[ID_BYTES:]
 
     def _publish(self, delta: Delta, first: float) -> tuple[bytes, bytes]:
-        """Write a commit to the inbox, with the waiting uses, and apply it; return the cursors before and after.
+        """Write a commit to the inbox, with the waiting uses, and apply it; return the cursors
+        before and after.
 
-        :param first: time of the first request, on the medium's clock, or later than any if there was none.
+        :param first: time of the first request, on the medium's clock, or later than any if there
+            was none.
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
         uses, lost = dict(self._uses), dict(self._lost)
         waiting = Delta(
-            uses=[Use(time, b"".join(ids)) for time, ids in groupby(uses, key=uses.__getitem__)],
+            uses=[
+                Use(time, b"".join(ids))
+                for time, ids in groupby(uses, key=uses.__getitem__)
+            ],
             removed=[Tombstone(name, time) for name, time in lost.items()],
         )
         delta = union([delta, waiting], ())
         body = encode_delta(delta)
         if len(body) > _MOST_BODY_BYTES:
-            raise StoreError(f"a commit with {len(body)} bytes of key tables: commit fewer packs at once")
+            raise StoreError(
+                f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
+            )
         name = self._names.new_commit(self._clock.random)
         publishing = self._reader.publishing
         publishing.add(name)
@@ -190,13 +209,14 @@ class Inbox:
             self.write_uses()
 
     def write_uses(self) -> None:
-        """Publish waiting uses and tombstones in a commit of their own. If it fails, they keep waiting."""
+        """Publish waiting uses and tombstones in a commit of their own. If it fails, they keep
+        waiting."""
         if self._uses or self._lost:
             self._publish(Delta(), LATEST_TIME)
 
     def lose(self, name: bytes) -> None:
-        """Remove a pack whose blob is missing: now from the replica, with the next commit from the index. Any thread
-        may call this.
+        """Remove a pack whose blob is missing: now from the replica, with the next commit from the
+        index. Any thread may call this.
         """
         now = self._medium.time.now() or LATEST_TIME
         self._lost[name] = now

@@ -1,11 +1,14 @@
 """Reading of one namespace's index into the replica.
 
-1. An object is read unless the replica contains it: because it was read, or because an object that was read includes
-   it.
-2. An object that is missing is included elsewhere: the lists are read again. One that two lists in a row show and that
-   is missing both times is damage: it is skipped, reported, and tried again after a minute.
-3. Opening reads the inbox first, then the index: a commit that is merged meanwhile appears in the index.
-4. Objects that cannot be read cost only themselves. They are never included in others, and never deleted.
+1. An object is read unless the replica contains it: because it was read, or because an object that
+   was read includes it.
+2. An object that is missing is included elsewhere: the lists are read again. One that two lists in
+   a row show and that is missing both times is damage: it is skipped, reported, and tried again
+   after a minute.
+3. Opening reads the inbox first, then the index: a commit that is merged meanwhile appears in the
+   index.
+4. Objects that cannot be read cost only themselves. They are never included in others, and never
+   deleted.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ logger = logging.getLogger(__name__)
 _TRIES = 4  # reads of the lists, if objects that they show are missing
 _RETRY_S = 60.0  # until an object that could not be read is tried again
 _FORGET_S = 3600.0  # until the name of an object is forgotten that no list shows
-_FORGET_COMMIT_S = 600.0  # until that of an included commit is: its object was deleted at once
+# until that of an included commit is: its object was deleted at once
+_FORGET_COMMIT_S = 600.0
 _MOST_AT_ONCE_BYTES = 96 << 20  # 96 MiB: of objects that are read at the same time
 _KNOWN_NAMES = 64  # recent objects of the index, for ``latest``
 
@@ -64,12 +68,16 @@ class IndexReader:
         self.listed: dict[str, BlobInfo] = {}
         """Objects of the index that the last list has shown, by name."""
         self.publishing: set[str] = set()
-        """Commits that this handle is writing: it applies them itself, so that its cursor covers them."""
+        """Commits that this handle is writing: it applies them itself, so that its cursor covers
+        them."""
         self.recent: list[BlobInfo] = []
         """Objects of the index that were read or written recently, newest last."""
         self._gone: set[str] = set()
-        """Missing objects that ``latest`` names: an old version of it may name objects that were deleted long ago."""
-        self._shown_at: dict[str, float] = dict.fromkeys(replica.contained, self._clock.monotonic())
+        """Missing objects that ``latest`` names: an old version of it may name objects that were
+        deleted long ago."""
+        self._shown_at: dict[str, float] = dict.fromkeys(
+            replica.contained, self._clock.monotonic()
+        )
 
     def open(self) -> list[BlobInfo]:
         """Read the whole index; return the list of the inbox.
@@ -78,17 +86,22 @@ class IndexReader:
         """
         return self._read(with_inbox=True, settled=True)
 
-    def refresh(self, *, with_inbox: bool = False, settled: bool = False) -> list[BlobInfo]:
+    def refresh(
+        self, *, with_inbox: bool = False, settled: bool = False
+    ) -> list[BlobInfo]:
         """Read what is new. Errors are as in ``open``."""
         return self._read(with_inbox=with_inbox, settled=settled)
 
     def follow(self) -> Latest | None:
-        """Read the objects that ``latest`` names; return it, or None if there is none that can be read.
+        """Read the objects that ``latest`` names; return it, or None if there is none that can be
+        read.
 
         Objects that are missing were included in others meanwhile: then the index is listed.
         """
         try:
-            latest = decode_latest(self._medium.sealed(self._names.latest, self._replica.namespace))
+            latest = decode_latest(
+                self._medium.sealed(self._names.latest, self._replica.namespace)
+            )
         except (BlobMissingError, CorruptPackError):
             return None
         new: list[BlobInfo] = []
@@ -102,7 +115,9 @@ class IndexReader:
         self._gone.update(missing)
         return latest
 
-    def read_objects(self, infos: Iterable[BlobInfo], *, is_inbox: bool = False) -> list[str]:
+    def read_objects(
+        self, infos: Iterable[BlobInfo], *, is_inbox: bool = False
+    ) -> list[str]:
         """Read objects into the replica, unless it contains them; return the names of missing ones.
 
         :param is_inbox: they are commits: their times are limited to those of their objects.
@@ -121,7 +136,9 @@ class IndexReader:
                 elif isinstance(delta, Unreadable):
                     self._report(info.name, delta)
                 else:
-                    objects.append((info.name, delta.clamped(info.time) if is_inbox else delta))
+                    objects.append(
+                        (info.name, delta.clamped(info.time) if is_inbox else delta)
+                    )
             self.apply(objects)
             read = {name for name, _ in objects}
             self.remember([info for info in some if info.name in read])
@@ -130,8 +147,9 @@ class IndexReader:
         return missing
 
     def _of_one_level(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
-        """Return the first objects, up to a change of the level: after the last object of a base, its parts may not be
-        needed. Several are in memory together only up to ``_MOST_AT_ONCE_BYTES``.
+        """Return the first objects, up to a change of the level: after the last object of a base,
+        its parts may not be needed. Several are in memory together only up to
+        ``_MOST_AT_ONCE_BYTES``.
         """
         first = self._level(infos[0].name)
         found: list[BlobInfo] = []
@@ -153,10 +171,11 @@ class IndexReader:
         return found is not None and found.is_base
 
     def _in_order(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
-        """Return objects in the order of reading. The newest first: it includes others, which need not be read then.
+        """Return objects in the order of reading. The newest first: it includes others, which need
+        not be read then.
 
-        A reader that lacks only a few segments reads them before a base that includes them: then it need not read the
-        parts of the base, which are the whole index.
+        A reader that lacks only a few segments reads them before a base that includes them: then it
+        need not read the parts of the base, which are the whole index.
         """
         newest_first = sorted(infos, key=lambda info: info.name, reverse=True)
         segments: list[BlobInfo] = []
@@ -168,14 +187,15 @@ class IndexReader:
         return segments + bases
 
     def fetch_commit(self, info: BlobInfo) -> Delta | None:
-        """Return the content of a commit, with its times limited to that of its object; None if it is missing or
-        cannot be read. Any thread may call this.
+        """Return the content of a commit, with its times limited to that of its object; None if it
+        is missing or cannot be read. Any thread may call this.
         """
         found = self.fetch(info)
         return None if found is None else found.clamped(info.time)
 
     def fetch(self, info: BlobInfo) -> Delta | None:
-        """Return the content of an object; None if it is missing or cannot be read. Any thread may call this."""
+        """Return the content of an object; None if it is missing or cannot be read. Any thread may
+        call this."""
         found = self._fetch(info)
         if isinstance(found, Unreadable):
             self._report(info.name, found)
@@ -200,7 +220,9 @@ class IndexReader:
 
     def remember(self, infos: Iterable[BlobInfo]) -> None:
         """Record objects of the index that were read or written, for ``latest``."""
-        self.recent += [info for info in infos if self._names.index_name(info.name) is not None]
+        self.recent += [
+            info for info in infos if self._names.index_name(info.name) is not None
+        ]
         del self.recent[:-_KNOWN_NAMES]
 
     def _read(self, *, with_inbox: bool, settled: bool) -> list[BlobInfo]:
@@ -224,19 +246,27 @@ class IndexReader:
         return inbox
 
     def note_shown(self, commits: Iterable[BlobInfo]) -> None:
-        """Remember that a list of the inbox has shown commits: while it does, contained ones are not forgotten."""
+        """Remember that a list of the inbox has shown commits: while it does, contained ones are
+        not forgotten."""
         shown = [info.name for info in commits if info.name in self._replica.contained]
         self._shown_at.update(dict.fromkeys(shown, self._clock.monotonic()))
 
     def _check_includers(self) -> None:
-        """Find objects whose includer has vanished, deleted by an operator or a rule of the bucket: they count as not
-        included, and the next merge includes them again.
+        """Find objects whose includer has vanished, deleted by an operator or a rule of the bucket:
+        they count as not included, and the next merge includes them again.
         """
         included = [name for name in self.listed if self._replica.contained.get(name)]
-        self._replica.mark_not_included([name for name in included if self._replica.includers[name] not in self.listed])
+        self._replica.mark_not_included(
+            [
+                name
+                for name in included
+                if self._replica.includers[name] not in self.listed
+            ]
+        )
 
     def _is_new(self, name: str) -> bool:
-        """Return whether an object is to be read: it is part of the index, not contained, and not known to be bad."""
+        """Return whether an object is to be read: it is part of the index, not contained, and not
+        known to be bad."""
         if name in self._replica.contained or name in self.publishing:
             return False
         if not self._names.is_object(name):
@@ -252,7 +282,8 @@ class IndexReader:
             return decode_delta(body)
         except BlobMissingError:
             return None
-        except RefusedError as error:  # one object: without the right to read any, the store does not open
+        except RefusedError as error:
+            # one object: without the right to read any, the store does not open
             return self._unreadable(str(error))
         except NewerFormatError as error:
             return self._unreadable(str(error))._replace(is_newer=True)
@@ -264,16 +295,21 @@ class IndexReader:
 
     def _report(self, name: str, bad: Unreadable) -> None:
         if name not in self.unreadable:
-            logger.warning("%s does not read (%s): what it alone names is missed", name, bad.reason)
+            logger.warning(
+                "%s does not read (%s): what it alone names is missed", name, bad.reason
+            )
         self.unreadable[name] = bad
 
     def _note_list(self, infos: Sequence[BlobInfo]) -> None:
         """Remember a list of the index, and forget names that no list has shown for a while."""
         now = self._clock.monotonic()
-        self.listed = {info.name: info for info in infos if self._names.is_object(info.name)}
+        self.listed = {
+            info.name: info for info in infos if self._names.is_object(info.name)
+        }
         self._shown_at.update(dict.fromkeys(self.listed, now))
         old: list[str] = []
-        for name in list(self._replica.contained):  # a copy: another thread may commit meanwhile
+        # a copy: another thread may commit meanwhile
+        for name in list(self._replica.contained):
             after_s = _FORGET_COMMIT_S if self._names.is_commit(name) else _FORGET_S
             if now - self._shown_at.setdefault(name, now) > after_s:
                 old.append(name)
@@ -284,7 +320,8 @@ class IndexReader:
         self._forget_unreadable(infos, is_inbox=False)
 
     def _forget_unreadable(self, infos: Iterable[BlobInfo], *, is_inbox: bool) -> None:
-        """Forget objects that could not be read and that a list of the inbox, or of the index, does not show."""
+        """Forget objects that could not be read and that a list of the inbox, or of the index, does
+        not show."""
         listed = {info.name for info in infos}
         for name in list(self.unreadable):
             if self._names.is_commit(name) == is_inbox and name not in listed:

@@ -1,16 +1,20 @@
-"""Merging of one namespace's index: segments, bases, evictions, and the deletion of included objects.
+"""Merging of one namespace's index: segments, bases, evictions, and the deletion of included
+objects.
 
-1. A *segment* includes commits: their contents and names, and the evictions that they require. Then the commits are
-   deleted. An object may be deleted whenever a durable object includes it, now or after any pause.
-2. A segment also includes older segments that are not larger than its own content (``_older_segments``). So the
-   segments that no other one includes are few, and each byte is written again only when the segment that contains it
-   doubles.
-3. A *base* includes all objects of the index that its writer has read. What is included in a base or a segment is
-   deleted ten minutes later: a slow reader must be able to finish.
-4. Any engine may merge at any time, and two may merge the same commits: that only costs requests. Who does is a matter
-   of cost (``Turns``).
-5. The work of one merge is bounded in commits, bytes and evictions. The next merge follows at once if any are left.
-6. The blobs of removed packs are deleted an hour after their tombstone: engines may still read them.
+1. A *segment* includes commits: their contents and names, and the evictions that they require. Then
+   the commits are deleted. An object may be deleted whenever a durable object includes it, now or
+   after any pause.
+2. A segment also includes older segments that are not larger than its own content
+   (``_older_segments``). So the segments that no other one includes are few, and each byte is
+   written again only when the segment that contains it doubles.
+3. A *base* includes all objects of the index that its writer has read. What is included in a base
+   or a segment is deleted ten minutes later: a slow reader must be able to finish.
+4. Any engine may merge at any time, and two may merge the same commits: that only costs requests.
+   Who does is a matter of cost (``Turns``).
+5. The work of one merge is bounded in commits, bytes and evictions. The next merge follows at once
+   if any are left.
+6. The blobs of removed packs are deleted an hour after their tombstone: engines may still read
+   them.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ MOST_COMMITS = 1000  # per merge
 _MOST_BYTES = 8 << 20  # 8 MiB of commits per merge
 _MOST_EVICTED = 4096  # packs and requests per merge
 _MOST_SEGMENT_BYTES = 24 << 20  # 24 MiB: of a segment that includes older ones
-_KEPT_BYTES = 64 << 10  # 64 KiB: smaller own segments stay in memory, so that the next one need not read them
+# 64 KiB: smaller own segments stay in memory, so that the next one need not read them
+_KEPT_BYTES = 64 << 10
 _PART_BYTES = 28 << 20  # 28 MiB: of a base
 _LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
 _MOST_SEGMENTS = 64  # that nothing includes: a new reader reads all of them
@@ -59,18 +64,25 @@ _INCLUDED_S = 600.0  # until included objects of the index are deleted
 _TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
 _OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a base
-_REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0  # after a deletion that failed: until the next one
-_ANNOUNCED_S = 15.0  # after a segment was written: as long as it is checked that ``latest`` names it
-_MOST_CARRIED = 10_000  # names that are included already and that a segment or base includes again: about 1 MB
+# after a deletion that failed: until the next one
+_REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0
+# after a segment was written: as long as it is checked that ``latest`` names it
+_ANNOUNCED_S = 15.0
+# names that are included already and that a segment or base includes again: about 1 MB
+_MOST_CARRIED = 10_000
 _MOST_DUE = 10_000  # deletions that wait; the sweep does the rest
 
-AGAIN_S = 2.5  # after a merge: until the same engine merges again. Readers look for it then
+# after a merge: until the same engine merges again. Readers look for it then
+AGAIN_S = 2.5
 MERGE_S = 0.3  # usual time of a merge
-_QUIET_S = 3.5  # after a merge: until the same engine merges again, if its last two lists were empty
+# after a merge: until the same engine merges again, if its last two lists were empty
+_QUIET_S = 3.5
 _ALONE_S = 10.0  # the same, if it has found only its own commits for a while
-_COMPANY_S = 60.0  # after a commit of another engine was found: until this one counts as alone
+# after a commit of another engine was found: until this one counts as alone
+_COMPANY_S = 60.0
 _FAILED_S = 1.0  # doubled for each merge that failed: pause after it
-# Longer than a pause and the time until others have seen the merge, or engines merge what is merged already.
+# Longer than a pause and the time until others have seen the merge, or engines merge what is merged
+# already.
 _WAIT_S, _JITTER_S = 3.5, 1.0  # until an engine merges its own commits
 _OLD_S = 10.0  # age of a commit that anybody may merge
 _LONGEST_PAUSE_S = 60.0  # between merges that fail
@@ -84,7 +96,8 @@ class Limits(NamedTuple):
     """Bytes that this namespace may take; None: no bound."""
     ttl_s: float | None
     horizon: float = -math.inf
-    """Content that was last used before this time is evicted: the store as a whole exceeds its capacity."""
+    """Content that was last used before this time is evicted: the store as a whole exceeds its
+    capacity."""
 
 
 class Turns:
@@ -116,7 +129,8 @@ class Turns:
         self._old_at = math.inf
 
     def ended(self, *, found: bool, others: bool, left: bool) -> None:
-        """Record whether the merge has found commits in the inbox, also those of others, and whether it left some."""
+        """Record whether the merge has found commits in the inbox, also those of others, and
+        whether it left some."""
         self._failures = 0
         if others:
             self._company_at = self._merged_at
@@ -129,8 +143,8 @@ class Turns:
         self._is_last = is_own
 
     def look_soon(self, now: float) -> None:
-        """Record that old commits may wait, or that content may exceed the limits. A thousand engines may notice it at
-        once: each looks again after a random pause.
+        """Record that old commits may wait, or that content may exceed the limits. A thousand
+        engines may notice it at once: each looks again after a random pause.
         """
         if self._old_at == math.inf:
             self._old_at = now + _OLD_S * self._random()
@@ -138,13 +152,17 @@ class Turns:
     def due_at(self, now: float, oldest_own: float | None) -> float:
         """Return when to merge next; infinity: not before something happens.
 
-        :param oldest_own: when the oldest own commit was acknowledged that no segment includes; None: there is none.
+        :param oldest_own: when the oldest own commit was acknowledged that no segment includes;
+            None: there is none.
         """
         due = self._old_at
         if self._left:
             due = min(due, self._merged_at)
         if oldest_own is not None:
-            due = min(due, max(oldest_own + _WAIT_S + self._jitter_s, self._merged_at + AGAIN_S))
+            due = min(
+                due,
+                max(oldest_own + _WAIT_S + self._jitter_s, self._merged_at + AGAIN_S),
+            )
         if self._is_last and now - self._committed_at < _ACTIVE_S:
             due = min(due, self._merged_at + self._regular_pause_s(now))
         if self._failures:
@@ -153,8 +171,8 @@ class Turns:
         return due
 
     def _regular_pause_s(self, now: float) -> float:
-        """Return the seconds between merges of the engine that merges for all. Alone, it merges its own commits when
-        they have waited, and others that begin to commit merge theirs.
+        """Return the seconds between merges of the engine that merges for all. Alone, it merges its
+        own commits when they have waited, and others that begin to commit merge theirs.
         """
         if now - self._company_at > _COMPANY_S:
             return _ALONE_S
@@ -164,7 +182,9 @@ class Turns:
 class Merger:
     """Merges the index of one namespace. Only one thread at a time may call its methods."""
 
-    def __init__(self, medium: Medium, names: Names, replica: Replica, reader: IndexReader) -> None:
+    def __init__(
+        self, medium: Medium, names: Names, replica: Replica, reader: IndexReader
+    ) -> None:
         self._medium = medium
         self._names = names
         self._replica = replica
@@ -174,7 +194,8 @@ class Merger:
         """Random name of this handle in ``latest``."""
         self.turns = Turns(self._clock.random.random)
         self.own: dict[str, tuple[float, Delta]] = {}
-        """Own commits that no segment includes: name → monotonic time of the acknowledgement, content."""
+        """Own commits that no segment includes: name → monotonic time of the acknowledgement,
+        content."""
         self.backlog = 0
         """Commits that the last list of the inbox has shown."""
         self.last_writer = b""
@@ -184,7 +205,8 @@ class Merger:
         self._kept: dict[str, Delta] = {}
         """Small segments that this handle has written, and that nothing includes, by name."""
         self._base_wanted_at = math.inf
-        self._delete_from = -math.inf  # monotonic time until which deletions are not tried: they have failed
+        # monotonic time until which deletions are not tried: they have failed
+        self._delete_from = -math.inf
         self._delete_pause_s = _REFUSED_S
         self._due: list[tuple[float, list[str]]] = []
         """Heap of (monotonic time, blobs to delete). Commits of another thread add to it."""
@@ -212,23 +234,25 @@ class Merger:
         self.delete_due()
 
     def _oldest_own(self) -> float | None:
-        """Return when the oldest own commit was acknowledged that no segment includes; None: there is none."""
+        """Return when the oldest own commit was acknowledged that no segment includes; None: there
+        is none."""
         for name in list(self.own):
             if self._replica.contained.get(name):
                 self.own.pop(name, None)
         return min((time for time, _ in list(self.own.values())), default=None)
 
     def _forget_own(self, listed: set[str], began: float) -> None:
-        """Forget own commits that a list lacks which began after they were acknowledged: they were included elsewhere.
-        A suspended engine may never read the segment that includes them, only a base that includes the segment.
+        """Forget own commits that a list lacks which began after they were acknowledged: they were
+        included elsewhere. A suspended engine may never read the segment that includes them, only a
+        base that includes the segment.
         """
         for name, (acknowledged, _) in list(self.own.items()):
             if acknowledged < began and name not in listed:
                 self.own.pop(name, None)
 
     def followed(self, latest: Latest | None) -> None:
-        """Record what ``latest`` says. Write it again if it lacks an own segment: of two engines that merge at once,
-        one replaces what the other has written.
+        """Record what ``latest`` says. Write it again if it lacks an own segment: of two engines
+        that merge at once, one replaces what the other has written.
 
         :raises StoreError: the medium failed.
         """
@@ -240,7 +264,8 @@ class Merger:
         self._plan_base()
 
     def _is_missing_in(self, latest: Latest) -> bool:
-        """Return whether ``latest`` lacks an object that this handle has written recently, and none includes."""
+        """Return whether ``latest`` lacks an object that this handle has written recently, and none
+        includes."""
         now = self._clock.monotonic()
         while self._written and now - self._written[0][0] > _ANNOUNCED_S:
             self._written.popleft()
@@ -267,7 +292,9 @@ class Merger:
         commits = [info for info in listed if self._names.is_commit(info.name)]
         self._reader.note_shown(commits)
         self._forget_own({info.name for info in commits}, began)
-        included = [info.name for info in commits if self._replica.contained.get(info.name)]
+        included = [
+            info.name for info in commits if self._replica.contained.get(info.name)
+        ]
         todo = [info for info in commits if self._is_new(info.name)]
         self.backlog = len(todo)
         some = _bounded(todo)
@@ -276,7 +303,9 @@ class Merger:
         older: dict[str, Delta] = {}
         if deltas:
             # The next segment contains the commits and their names.
-            older = self._older_segments(sum(info.size + len(info.name) for info in some))
+            older = self._older_segments(
+                sum(info.size + len(info.name) for info in some)
+            )
         planned = self._clock.monotonic()
         removals = self._plan_eviction(limits)
         contents = [*deltas.values(), self.tombstones(removals), *older.values()]
@@ -287,7 +316,9 @@ class Merger:
             self._announce()
         self._delete([*included, *deltas])
         is_full = len(removals.packs) + len(removals.manifests) >= _MOST_EVICTED
-        self.turns.ended(found=bool(deltas), others=others, left=is_full or len(todo) > len(some))
+        self.turns.ended(
+            found=bool(deltas), others=others, left=is_full or len(todo) > len(some)
+        )
         self._plan_base()
 
     def _is_new(self, name: str) -> bool:
@@ -296,8 +327,8 @@ class Merger:
         return not is_included and not is_waiting
 
     def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
-        """Return the content of commits by name, and add it to the replica. Those that are missing or unreadable are
-        left out.
+        """Return the content of commits by name, and add it to the replica. Those that are missing
+        or unreadable are left out.
         """
         found: dict[str, Delta] = {}
         others: list[BlobInfo] = []
@@ -307,7 +338,9 @@ class Merger:
                 others.append(info)
             else:
                 found[info.name] = own[1].clamped(info.time)
-        for info, delta in self._medium.maintenance.each(self._reader.fetch_commit, others):
+        for info, delta in self._medium.maintenance.each(
+            self._reader.fetch_commit, others
+        ):
             if delta is not None:
                 found[info.name] = delta
         new = [item for item in found.items() if item[0] not in self._replica.contained]
@@ -315,15 +348,21 @@ class Merger:
         return found
 
     def _older_segments(self, num_bytes: int) -> dict[str, Delta]:
-        """Return the older segments that the next one includes: name → content, as it is in memory or on the medium.
+        """Return the older segments that the next one includes: name → content, as it is in memory
+        or on the medium.
 
-        The smallest first, until one is larger by the power of two than all content so far. So those that stay are of
-        different powers of two, and a segment that is included at least doubles.
+        The smallest first, until one is larger by the power of two than all content so far. So
+        those that stay are of different powers of two, and a segment that is included at least
+        doubles.
 
         :param num_bytes: of the commits that the next one includes.
         """
         _, segments = self._base_and_segments()
-        self._kept = {info.name: self._kept[info.name] for info in segments if info.name in self._kept}
+        self._kept = {
+            info.name: self._kept[info.name]
+            for info in segments
+            if info.name in self._kept
+        }
         chosen: list[BlobInfo] = []
         for info in sorted(segments, key=lambda info: info.size):
             is_larger = info.size.bit_length() > num_bytes.bit_length()
@@ -341,11 +380,16 @@ class Merger:
         return found
 
     def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
-        """Return the names of the objects of the index that these include and that are not deleted yet: whoever reads
-        the next segment need not read them. While deletions are refused, there are many: then only the
-        newest ones.
+        """Return the names of the objects of the index that these include and that are not deleted
+        yet: whoever reads the next segment need not read them. While deletions are refused, there
+        are many: then only the newest ones.
         """
-        names = dict.fromkeys(name for delta in deltas for name in delta.includes if name in self._reader.listed)
+        names = dict.fromkeys(
+            name
+            for delta in deltas
+            for name in delta.includes
+            if name in self._reader.listed
+        )
         return sorted(names)[-_MOST_CARRIED:]
 
     def _segment(self, info: BlobInfo) -> Delta | None:
@@ -357,7 +401,9 @@ class Merger:
         if limits.capacity is not None:
             excess = max(0, self._replica.disk_bytes() - limits.capacity)
         now = self._expiry_time()
-        return self._replica.plan_eviction(now, limits.ttl_s, excess, limits.horizon, _MOST_EVICTED)
+        return self._replica.plan_eviction(
+            now, limits.ttl_s, excess, limits.horizon, _MOST_EVICTED
+        )
 
     def _expiry_time(self) -> float:
         """Return the medium's time if the machine's clock confirms it; else 0: nothing expires."""
@@ -369,8 +415,14 @@ class Merger:
         """Return a delta that removes packs and requests."""
         now = self._medium.time.now() or LATEST_TIME
         versions = self._replica.versions(removals.manifests)
-        dropped = [Dropped(digest, version, now) for digest, version in versions.items() if version]
-        return Delta(removed=[Tombstone(name, now) for name in removals.packs], dropped=dropped)
+        dropped = [
+            Dropped(digest, version, now)
+            for digest, version in versions.items()
+            if version
+        ]
+        return Delta(
+            removed=[Tombstone(name, now) for name in removals.packs], dropped=dropped
+        )
 
     def _publish(self, segment: Delta, began: float, planned: float) -> None:
         """Write a segment. The replica has its content already, except for the evictions.
@@ -382,9 +434,13 @@ class Merger:
         body = encode_delta(segment)
         now = self._clock.monotonic()
         if now - began > _STALE_S or now - planned > _EVICTION_STALE_S:
-            raise StoreError(f"{self._names.base}: the process was paused; the merge is begun anew")
+            raise StoreError(
+                f"{self._names.base}: the process was paused; the merge is begun anew"
+            )
         written = self._medium.put_sealed(name, body, self._replica.namespace)
-        news = Delta(removed=segment.removed, dropped=segment.dropped, includes=segment.includes)
+        news = Delta(
+            removed=segment.removed, dropped=segment.dropped, includes=segment.includes
+        )
         self._reader.apply([(name, news)])
         self._note_written(written)
         if written.size <= _KEPT_BYTES:
@@ -400,28 +456,37 @@ class Merger:
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
             is_included = self._replica.contained.get(info.name, True)
-            if not is_included or info.name in self._reader.listed:  # else it was deleted
+            # else it was deleted
+            if not is_included or info.name in self._reader.listed:
                 recent.append((info.name, info.size))
         latest = Latest(self.writer, time, recent, self.backlog)
-        self._medium.put_sealed(self._names.latest, encode_latest(latest), self._replica.namespace)
+        self._medium.put_sealed(
+            self._names.latest, encode_latest(latest), self._replica.namespace
+        )
         self.last_writer = self.writer
 
     # Bases
 
     def _plan_base(self) -> None:
-        """Plan a base if the segments that nothing includes are large against the last base, or many."""
+        """Plan a base if the segments that nothing includes are large against the last base, or
+        many."""
         base, segments = self._base_and_segments()
         total = sum(info.size for info in segments)
-        is_wanted = len(segments) >= 2 and (len(segments) > _MOST_SEGMENTS or total > max(_LEAST_BASE_BYTES, base // 4))
+        is_wanted = len(segments) >= 2 and (
+            len(segments) > _MOST_SEGMENTS or total > max(_LEAST_BASE_BYTES, base // 4)
+        )
         if not is_wanted:
             self._base_wanted_at = math.inf
         elif self._base_wanted_at == math.inf:
             is_turn = self.last_writer == self.writer
-            pause_s = 0.0 if is_turn else _OTHERS_BASE_S * (1 + self._clock.random.random())
+            pause_s = (
+                0.0 if is_turn else _OTHERS_BASE_S * (1 + self._clock.random.random())
+            )
             self._base_wanted_at = self._clock.monotonic() + pause_s
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
-        """Return the bytes of the last base, and the segments; of both only what is listed and not included."""
+        """Return the bytes of the last base, and the segments; of both only what is listed and not
+        included."""
         base = 0
         segments: list[BlobInfo] = []
         for name, info in self._reader.listed.items():
@@ -437,7 +502,8 @@ class Merger:
     def write_base(self) -> None:
         """Write a base: an object that includes all listed objects of the index that were read.
 
-        :raises StoreError: the medium failed; the index is as before, perhaps with some parts of the base more.
+        :raises StoreError: the medium failed; the index is as before, perhaps with some parts of
+            the base more.
         """
         began = self._clock.monotonic()
         self._base_wanted_at = math.inf
@@ -460,7 +526,8 @@ class Merger:
         self._announce()
 
     def _to_include(self) -> list[str]:
-        """Return the listed objects that were read: all that nothing includes, and others up to a bound."""
+        """Return the listed objects that were read: all that nothing includes, and others up to a
+        bound."""
         read = [name for name in self._reader.listed if name in self._replica.contained]
         new = [name for name in read if not self._replica.contained[name]]
         included = [name for name in read if self._replica.contained[name]]
@@ -470,7 +537,9 @@ class Merger:
         name = self._names.new_index(level, self._medium.time.now(), self._clock.random)
         body = encode_delta(part)
         if self._clock.monotonic() - began > _STALE_S:
-            raise StoreError(f"{self._names.base}: a base took more than an hour; it is begun anew")
+            raise StoreError(
+                f"{self._names.base}: a base took more than an hour; it is begun anew"
+            )
         written = self._medium.put_sealed(name, body, self._replica.namespace)
         self._reader.apply([(name, Delta(includes=part.includes))])
         self._note_written(written)
@@ -484,7 +553,8 @@ class Merger:
     # Deletions
 
     def delete_later(self, blobs: list[str], after_s: float) -> None:
-        """Delete blobs after a while. Any thread may call this. The sweep deletes packs that this handle does not."""
+        """Delete blobs after a while. Any thread may call this. The sweep deletes packs that this
+        handle does not."""
         if blobs and len(self._due) < _MOST_DUE:
             heappush(self._due, (self._clock.monotonic() + after_s, blobs))
 
@@ -493,8 +563,8 @@ class Merger:
         self.delete_later([self._names.pack(name) for name in names], _TOMBSTONE_S)
 
     def delete_included(self) -> None:
-        """Delete each listed object of the index whose includer is listed, too, and ten minutes old by the medium's
-        clock. Only the last merger does so.
+        """Delete each listed object of the index whose includer is listed, too, and ten minutes old
+        by the medium's clock. Only the last merger does so.
         """
         if self.last_writer != self.writer:
             return
@@ -516,7 +586,8 @@ class Merger:
         self._delete(blobs)
 
     def _delete(self, blobs: list[str]) -> None:
-        """Delete blobs that nothing needs. Failed deletions are left to later merges and to the sweep."""
+        """Delete blobs that nothing needs. Failed deletions are left to later merges and to the
+        sweep."""
         now = self._clock.monotonic()
         if not blobs or now < self._delete_from:
             return
@@ -531,7 +602,8 @@ class Merger:
 
 
 def _bounded(infos: Sequence[BlobInfo]) -> list[BlobInfo]:
-    """Return the first of the commits, in random order of their names, up to the bounds of one merge."""
+    """Return the first of the commits, in random order of their names, up to the bounds of one
+    merge."""
     found: list[BlobInfo] = []
     length = 0
     for info in infos[:MOST_COMMITS]:

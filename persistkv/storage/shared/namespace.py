@@ -1,4 +1,5 @@
-"""One namespace of a shared store, as one handle uses it: its replica, its commits and its background work."""
+"""One namespace of a shared store, as one handle uses it: its replica, its commits and its
+background work."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ _RETRY_S = 5.0  # after a failure
 
 
 class SharedNamespace:
-    """A namespace that a handle has opened. Any thread may read; one thread at a time may commit, another one steps.
+    """A namespace that a handle has opened. Any thread may read; one thread at a time may commit,
+    another one steps.
 
     :param folder: of the replica.
     :param is_writable: whether this handle commits and merges.
@@ -66,7 +68,15 @@ class SharedNamespace:
         self.reader = IndexReader(medium, names, self.replica)
         self.merger = Merger(medium, names, self.replica, self.reader)
         self.packs = PackBlobs(medium, names, self.replica, self._lose)
-        self._inbox = Inbox(medium, names, self.replica, self.packs, self.reader, self.merger, options.touch_s)
+        self._inbox = Inbox(
+            medium,
+            names,
+            self.replica,
+            self.packs,
+            self.reader,
+            self.merger,
+            options.touch_s,
+        )
         self._sweeper = Sweeper(medium, names, self.replica)
         self._lock = self._clock.lock()
         self.is_open = False
@@ -84,7 +94,10 @@ class SharedNamespace:
         self._sweep_at = now + _SWEEP_CHECK_S * self._clock.random.random()
 
     def _lose(self, name: bytes) -> None:
-        logger.warning("a pack of %s is missing on the medium: its blocks are misses", self.id.hex())
+        logger.warning(
+            "a pack of %s is missing on the medium: its blocks are misses",
+            self.id.hex(),
+        )
         self._inbox.lose(name)
 
     def use(self) -> None:
@@ -102,7 +115,8 @@ class SharedNamespace:
 
         :raises StoreError: the medium failed; ``is_open`` stays False.
         """
-        if not self.is_open:  # a step may hold the lock for long, and each commit passes here
+        # a step may hold the lock for long, and each commit passes here
+        if not self.is_open:
             self._open()
 
     def _open(self) -> None:
@@ -164,7 +178,9 @@ class SharedNamespace:
                 self._update_limits(policy, now)
             self.merger.step(self._limits)
             if now >= self._sweep_at:
-                self._sweep_at = now + _SWEEP_CHECK_S * self._clock.random.uniform(0.5, 1.5)
+                self._sweep_at = now + _SWEEP_CHECK_S * self._clock.random.uniform(
+                    0.5, 1.5
+                )
                 if self._sweeper.is_due():
                     self._sweeper.sweep()
 
@@ -176,7 +192,11 @@ class SharedNamespace:
             try:
                 self._board.exchange(self.replica)
             except StoreError as error:  # merges go on with what is known
-                logger.warning("%s: the totals of the store were not exchanged (%s)", self.id.hex(), error)
+                logger.warning(
+                    "%s: the totals of the store were not exchanged (%s)",
+                    self.id.hex(),
+                    error,
+                )
         self._limits = self._board.limits(policy, self.id)
         self.merger.check_limits(self._limits)
 
@@ -195,8 +215,8 @@ class SharedNamespace:
         if now >= self._follow_at:
             self._look(now, is_idle=is_idle)
         elif self._is_writable and self.merger.is_merge_due():
-            # Commits that others have merged meanwhile need not be merged again. If the medium fails, so does
-            # the merge, which is then repeated after a pause.
+            # Commits that others have merged meanwhile need not be merged again. If the medium
+            # fails, so does the merge, which is then repeated after a pause.
             with suppress(StoreError):
                 self._look(now, is_idle=is_idle)
 
@@ -210,18 +230,21 @@ class SharedNamespace:
         self.merger.followed(latest)
         self._is_merged_regularly = latest is not None and self._is_merging(latest)
         if latest is not None:
-            self._follow_at = max(self._follow_at, now + self._until_next_merge(latest.time))
+            self._follow_at = max(
+                self._follow_at, now + self._until_next_merge(latest.time)
+            )
 
     def _until_next_merge(self, merged: float) -> float:
-        """Return the seconds until a merge is expected after one that was announced at this time on the medium's clock;
-        0: it is not known. Until then, nothing new is announced.
+        """Return the seconds until a merge is expected after one that was announced at this time on
+        the medium's clock; 0: it is not known. Until then, nothing new is announced.
         """
         pause_s = AGAIN_S + MERGE_S
         rest_s = merged + pause_s - self._medium.time.now()
         return rest_s if 0 < rest_s <= pause_s else 0.0
 
     def _is_merging(self, latest: Latest) -> bool:
-        """Return whether another engine merges the commits of all: nobody else needs to look for old ones."""
+        """Return whether another engine merges the commits of all: nobody else needs to look for
+        old ones."""
         age_s = self._medium.time.now() - latest.time
         is_other = latest.writer != self.merger.writer
         return is_other and 0 <= age_s < _REGULAR_S
@@ -232,8 +255,11 @@ class SharedNamespace:
             self.open()
             return self._sweeper.sweep()
 
-    def rebuild(self, progress: Callable[[int, int], None]) -> tuple[list[FoundPack], Counter[str]]:
-        """Name packs again that the index does not name; return them, and the number of skipped blobs by reason.
+    def rebuild(
+        self, progress: Callable[[int, int], None]
+    ) -> tuple[list[FoundPack], Counter[str]]:
+        """Name packs again that the index does not name; return them, and the number of skipped
+        blobs by reason.
 
         :raises StoreError: the medium failed; packs that were named before stay.
         """
@@ -262,8 +288,8 @@ class SharedNamespace:
         self._folder.close(self.replica, keep=False)
 
     def close(self) -> None:
-        """Publish waiting uses, and release the replica. Failures are only logged. Own commits that are not merged stay
-        in the inbox.
+        """Publish waiting uses, and release the replica. Failures are only logged. Own commits that
+        are not merged stay in the inbox.
         """
         is_clean = self.is_open
         try:

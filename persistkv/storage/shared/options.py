@@ -22,17 +22,17 @@ _MAY_BE_ZERO = ("refresh", "touch")
 
 
 class SharedOptions(msgspec.Struct, frozen=True):
-    """Options of an opened store. docs/shared.md describes them. Durations (``…_s``) are in seconds, the capacity is in
-    bytes.
+    """Options of an opened store. docs/shared.md describes them. Durations (``…_s``) are in
+    seconds, the capacity is in bytes.
     """
 
     read_only: bool = False
     refresh_s: float = msgspec.field(default=1.0, name="refresh")
-    """Seconds between two looks at the commits of other engines. 0: the store is also searched at every commit and
-    every query of changes, requests or totals."""
+    """Seconds between two looks at the commits of other engines. 0: the store is also searched at
+    every commit and every query of changes, requests or totals."""
     touch_s: float = msgspec.field(default=600.0, name="touch")
-    """After this time, the next use publishes the waiting uses in a commit of their own; so does the closing of the
-    store."""
+    """After this time, the next use publishes the waiting uses in a commit of their own; so does
+    the closing of the store."""
     capacity: int | None = None
     ttl_s: float | None = msgspec.field(default=None, name="ttl")
     status_s: float | None = msgspec.field(default=None, name="status")
@@ -41,11 +41,14 @@ class SharedOptions(msgspec.Struct, frozen=True):
     """The key in it has at least 32 bytes; surrounding white space is ignored."""
     key_env: str | None = None
     cache: str | bool | None = None
-    """Directory of the replicas of the index; False: a temporary directory; None: ``~/.cache/persistkv``."""
+    """Directory of the replicas of the index; False: a temporary directory; None:
+    ``~/.cache/persistkv``."""
 
     def __post_init__(self) -> None:
         if self.key_file is not None and self.key_env is not None:
-            raise ConfigurationError("key_env", self.key_env, "a file or a variable, not both")
+            raise ConfigurationError(
+                "key_env", self.key_env, "a file or a variable, not both"
+            )
 
     @property
     def policy(self) -> Policy:
@@ -53,7 +56,8 @@ class SharedOptions(msgspec.Struct, frozen=True):
         return Policy(self.capacity, self.ttl_s)
 
     def secret(self) -> bytes:
-        """Return the key that authenticates the store; empty: no authentication. Errors do not reveal it."""
+        """Return the key that authenticates the store; empty: no authentication. Errors do not
+        reveal it."""
         if self.key_file is not None:
             name, value = "key_file", self.key_file
             try:
@@ -66,13 +70,16 @@ class SharedOptions(msgspec.Struct, frozen=True):
         else:
             return b""
         if len(found) < _SECRET_BYTES:
-            expected = f"{_SECRET_BYTES} bytes or more there, such as openssl rand -hex 32 prints; found {len(found)}"
+            expected = (
+                f"{_SECRET_BYTES} bytes or more there, such as openssl rand -hex 32 "
+                f"prints; found {len(found)}"
+            )
             raise ConfigurationError(name, value, expected)
         return found
 
     def cache_directory(self) -> Path | None:
-        """Return the directory of the replicas; None: use a temporary one. One that other hosts may write is not used,
-        because replicas are LMDB environments: this is logged.
+        """Return the directory of the replicas; None: use a temporary one. One that other hosts may
+        write is not used, because replicas are LMDB environments: this is logged.
         """
         directory = self._wanted_cache()
         if directory is None:
@@ -84,7 +91,8 @@ class SharedOptions(msgspec.Struct, frozen=True):
         if kind is None:
             return directory
         text = (
-            "%s is on a network file system (%s), where LMDB does not work: the index of the shared store is read into "
+            "%s is on a network file system (%s), where LMDB does not work: the index of the "
+            "shared store is read into "
             "a temporary directory at each start; name a local directory with the option cache=PATH"
         )
         logger.warning(text, directory, kind)
@@ -102,11 +110,15 @@ class SharedOptions(msgspec.Struct, frozen=True):
         return Path(parent).absolute() / "persistkv" / "shared"
 
 
-SHARED_NAMES = frozenset(field.encode_name for field in msgspec.structs.fields(SharedOptions))
+SHARED_NAMES = frozenset(
+    field.encode_name for field in msgspec.structs.fields(SharedOptions)
+)
 """Names of the options in a URL."""
 
 
-def parse_shared(options: Mapping[str, str], where: str) -> tuple[SharedOptions, dict[str, str]]:
+def parse_shared(
+    options: Mapping[str, str], where: str
+) -> tuple[SharedOptions, dict[str, str]]:
     """Return the options of the store, and the others, which are those of its medium.
 
     :param where: scheme of the URL, for errors.
@@ -121,7 +133,9 @@ def parse_shared(options: Mapping[str, str], where: str) -> tuple[SharedOptions,
             values[name] = parse_size(value, name=f"{where} option capacity")
         elif name in _DURATIONS:
             is_zero = name in _MAY_BE_ZERO and value == "0s"
-            values[name] = 0.0 if is_zero else parse_duration(value, name=f"{where} option {name}")
+            values[name] = (
+                0.0 if is_zero else parse_duration(value, name=f"{where} option {name}")
+            )
         else:
             values[name] = value
     return convert_options(SharedOptions, values, where=where), rest

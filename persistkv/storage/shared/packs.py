@@ -1,7 +1,7 @@
 """Packs and keys of requests in blobs: upload and reads.
 
-Adjacent ranges of a pack are read with one call, and calls run in parallel. With a key, only frames with a valid
-authentication tag are returned.
+Adjacent ranges of a pack are read with one call, and calls run in parallel. With a key, only frames
+with a valid authentication tag are returned.
 """
 
 from __future__ import annotations
@@ -25,19 +25,27 @@ from persistkv.storage.format.manifest import (
 from persistkv.storage.format.pack import Frame
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.shared.calls import Medium
-from persistkv.storage.shared.format import LATEST_TIME, MAX_OBJECT_BYTES, NONCE_BYTES, Names, PackEntry
+from persistkv.storage.shared.format import (
+    LATEST_TIME,
+    MAX_OBJECT_BYTES,
+    NONCE_BYTES,
+    Names,
+    PackEntry,
+)
 from persistkv.storage.shared.replica import KeysPlace, PackBlob, Replica
 
-_BYTES_PER_S = 500e6  # of a fast medium: the bytes of a gap take less time than another call
-_MOST_BLOBS = 4  # of one pack that a read tries: engines that store it at the same time make several
+# of a fast medium: the bytes of a gap take less time than another call
+_BYTES_PER_S = 500e6
+# of one pack that a read tries: engines that store it at the same time make several
+_MOST_BLOBS = 4
 _MOST_GAP_BYTES = 256 << 10  # 256 KiB
 
 Take = Callable[[int, memoryview], None]
 
 
 class UploadBudget:
-    """Limit on the memory of encoded packs during uploads, in bytes. A pack that is larger reserves all of the limit; a
-    pack that is uploaded from its existing memory reserves none.
+    """Limit on the memory of encoded packs during uploads, in bytes. A pack that is larger reserves
+    all of the limit; a pack that is uploaded from its existing memory reserves none.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -46,7 +54,8 @@ class UploadBudget:
 
     @contextmanager
     def reserved(self, pack: NewPack) -> Iterator[None]:
-        """Reserve memory for a pack while the ``with`` block runs; wait until enough memory is free."""
+        """Reserve memory for a pack while the ``with`` block runs; wait until enough memory is
+        free."""
         length = min(pack.raw_length, self._all) if pack.encodes else 0
         with self._changed:
             self._changed.wait_for(lambda: length <= self._free)
@@ -76,18 +85,28 @@ class PackBlobs:
     :param on_missing: called with the name (pack id and nonce) of a pack whose blob is missing.
     """
 
-    def __init__(self, medium: Medium, names: Names, replica: Replica, on_missing: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        medium: Medium,
+        names: Names,
+        replica: Replica,
+        on_missing: Callable[[bytes], None],
+    ) -> None:
         self._medium = medium
         self._names = names
         self._replica = replica
         self._on_missing = on_missing
-        self._gap_bytes = min(_MOST_GAP_BYTES, int(medium.blobs.latency_s * _BYTES_PER_S))
+        self._gap_bytes = min(
+            _MOST_GAP_BYTES, int(medium.blobs.latency_s * _BYTES_PER_S)
+        )
 
     # Uploads
 
-    def upload(self, packs: Sequence[NewPack], writes: Sequence[ManifestWrite], memory: int) -> Upload:
-        """Upload packs, and one blob with the keys of requests. Nothing names them yet: after a failure, the sweep
-        deletes them.
+    def upload(
+        self, packs: Sequence[NewPack], writes: Sequence[ManifestWrite], memory: int
+    ) -> Upload:
+        """Upload packs, and one blob with the keys of requests. Nothing names them yet: after a
+        failure, the sweep deletes them.
 
         :param memory: maximum bytes of encoded packs.
         """
@@ -119,15 +138,20 @@ class PackBlobs:
     def _signed_keys(self, write: ManifestWrite) -> list[Buffer]:
         encoded = encode_manifest_keys(write.keys)
         name = _keys_of(write.manifest.id)
-        return self._medium.authenticator.signed(self._replica.namespace, name, [encoded])
+        return self._medium.authenticator.signed(
+            self._replica.namespace, name, [encoded]
+        )
 
     def _upload_pack(self, pack: NewPack) -> tuple[float, PackEntry]:
         payload: list[Buffer] = list(pack.stream())
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
         tags = self._medium.authenticator.pack_tags(pack.table, payload)
         body = tags + pack.table.encode()
-        # The table behind the payload describes the pack, so that a rebuild can find it without the index.
-        time = self._medium.put(self._names.pack(pack.pack_id + nonce), [*payload, body])
+        # The table behind the payload describes the pack, so that a rebuild can find it without the
+        # index.
+        time = self._medium.put(
+            self._names.pack(pack.pack_id + nonce), [*payload, body]
+        )
         return time, PackEntry(pack.pack_id, nonce, body, time)
 
     # Reads
@@ -143,37 +167,52 @@ class PackBlobs:
         return filled
 
     def _fetch(self, run: _Range, filled: list[bool]) -> None:
-        """Read a range, and mark those of its spans whose bytes arrived; with a key, those of authentic frames."""
+        """Read a range, and mark those of its spans whose bytes arrived; with a key, those of
+        authentic frames."""
         authenticator = self._medium.authenticator
         frames = run.widen() if authenticator.key_id else []
         if not self._fill(run, None):
             return
         is_ours = authenticator.frame_check(run.held.table, run.held.tags)
-        places = [(frame.offset - run.start, frame.stored_length) for _, frame in frames]
+        places = [
+            (frame.offset - run.start, frame.stored_length) for _, frame in frames
+        ]
         forged: list[Frame] = []
-        for (number, frame), stored in zip(frames, slices(run.buffers, places), strict=True):
+        for (number, frame), stored in zip(
+            frames, slices(run.buffers, places), strict=True
+        ):
             if not is_ours(number, stored):
                 forged.append(frame)
         for index, start, end in run.spans:
-            touched = [frame for frame in forged if frame.offset < end and start < _end(frame)]
+            touched = [
+                frame for frame in forged if frame.offset < end and start < _end(frame)
+            ]
             filled[index] = not touched
 
     def _have_other_blobs(self, ranges: Sequence[_Range]) -> bool:
-        """Return whether a pack was read from a blob that turned out to be missing, and another blob holds it."""
+        """Return whether a pack was read from a blob that turned out to be missing, and another
+        blob holds it."""
         before = {run.pack_id: run.held.nonce for run in ranges}
         now = self._replica.blobs(before)
         return any(blob.nonce != before[pack_id] for pack_id, blob in now.items())
 
-    def read_frames(self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take) -> None:
+    def read_frames(
+        self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take
+    ) -> None:
         """See ``Backend.read_frames``."""
-        spans = [ReadSpan(pack_id, frame.offset, [buffer[: frame.stored_length]]) for frame in frames]
-        gap = memoryview(bytearray(max(1, self._gap_bytes)))  # receives the bytes of all gaps
+        spans = [
+            ReadSpan(pack_id, frame.offset, [buffer[: frame.stored_length]])
+            for frame in frames
+        ]
+        # receives the bytes of all gaps
+        gap = memoryview(bytearray(max(1, self._gap_bytes)))
         for run in self._ranges(spans, [False] * len(spans), gap):
             if not self._fill(run, self._checked(run, frames, take)):
                 return
 
     def _checked(self, run: _Range, frames: Sequence[Frame], take: Take) -> Take:
-        """Return a function of the index of a full buffer, which passes authentic frames to ``take``."""
+        """Return a function of the index of a full buffer, which passes authentic frames to
+        ``take``."""
         offsets = [frame.offset for frame in run.held.table.frames]
         is_ours = self._medium.authenticator.frame_check(run.held.table, run.held.tags)
 
@@ -191,12 +230,15 @@ class PackBlobs:
         name = run.pack_id + run.held.nonce
         length = run.end - run.start
         try:
-            done = self._medium.blobs.read(self._names.pack(name), run.start, length, _followed(run.buffers, take))
+            done = self._medium.blobs.read(
+                self._names.pack(name), run.start, length, _followed(run.buffers, take)
+            )
             if done == length:
                 return True
         except BlobMissingError:
             done = -1
-        # In a directory that is not mounted at present, every blob is missing. A blob that is too short was changed.
+        # In a directory that is not mounted at present, every blob is missing. A blob that is too
+        # short was changed.
         is_lost = self._medium.exists(self._medium.names.policy) and (
             done >= 0 or not self._medium.exists(self._names.pack(name))
         )
@@ -204,19 +246,29 @@ class PackBlobs:
             self._on_missing(name)
         return False
 
-    def _ranges(self, spans: Sequence[ReadSpan], filled: list[bool], gap: memoryview | None) -> list[_Range]:
-        """Group spans into calls; mark empty spans as filled; skip spans of missing packs or beyond the payload.
+    def _ranges(
+        self, spans: Sequence[ReadSpan], filled: list[bool], gap: memoryview | None
+    ) -> list[_Range]:
+        """Group spans into calls; mark empty spans as filled; skip spans of missing packs or beyond
+        the payload.
 
         :param gap: memory for the bytes between two spans; None: new memory for each gap.
         """
         ranges: list[_Range] = []
         held = self._replica.blobs({span.pack_id for span in spans})
-        order = sorted(range(len(spans)), key=lambda index: (spans[index].pack_id, spans[index].offset))
+        order = sorted(
+            range(len(spans)),
+            key=lambda index: (spans[index].pack_id, spans[index].offset),
+        )
         for index in order:
             span = spans[index]
             length = sum(buffer.nbytes for buffer in span.buffers)
             blob = held.get(span.pack_id)
-            if filled[index] or blob is None or span.offset + length > blob.table.payload_length:
+            if (
+                filled[index]
+                or blob is None
+                or span.offset + length > blob.table.payload_length
+            ):
                 continue
             if not length:
                 filled[index] = True
@@ -242,23 +294,29 @@ class PackBlobs:
             if done < place.length:
                 return None
             name = _keys_of(manifest_id)
-            opened = self._medium.authenticator.opened(self._replica.namespace, name, buffer)
+            opened = self._medium.authenticator.opened(
+                self._replica.namespace, name, buffer
+            )
             return decode_manifest_keys(opened)
         except (CorruptPackError, BlobMissingError):
             return None
 
 
 class _Range:
-    """One read of bytes ``start`` to ``end`` (exclusive) of a pack's blob. The range is empty at first."""
+    """One read of bytes ``start`` to ``end`` (exclusive) of a pack's blob. The range is empty at
+    first."""
 
-    def __init__(self, pack_id: bytes, held: PackBlob, start: int, gap: memoryview | None) -> None:
+    def __init__(
+        self, pack_id: bytes, held: PackBlob, start: int, gap: memoryview | None
+    ) -> None:
         self.pack_id = pack_id
         self.held = held
         self.start = self.end = start
         self._gap = gap
         self.buffers: list[memoryview] = []
         self.spans: list[tuple[int, int, int]] = []
-        """(index among the requested spans, offset of the first byte in the payload, offset after the last byte)."""
+        """(index among the requested spans, offset of the first byte in the payload, offset after
+        the last byte)."""
         self.first_buffers: dict[int, int] = {}
         """Index of a span's first buffer → index of the span."""
 
@@ -267,7 +325,8 @@ class _Range:
         return span.pack_id == self.pack_id and 0 <= span.offset - self.end <= gap_bytes
 
     def add(self, index: int, span: ReadSpan, length: int) -> None:
-        """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous span and it."""
+        """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
+        span and it."""
         self._skip(span.offset - self.end)
         self.first_buffers[len(self.buffers)] = index
         self.buffers += [buffer.cast("B") for buffer in span.buffers]
@@ -276,16 +335,24 @@ class _Range:
 
     def _skip(self, length: int) -> None:
         if length > 0:
-            new = memoryview(bytearray(length)) if self._gap is None else self._gap[:length]
+            new = (
+                memoryview(bytearray(length))
+                if self._gap is None
+                else self._gap[:length]
+            )
             self.buffers.append(new)
             self.end += length
 
     def widen(self) -> list[tuple[int, Frame]]:
-        """Extend the range to whole frames, to verify their tags; return (index in pack, frame) of each."""
+        """Extend the range to whole frames, to verify their tags; return (index in pack, frame) of
+        each."""
         table = self.held.table.frames
         offsets = [frame.offset for frame in table]
         first = bisect_right(offsets, self.start) - 1
-        frames = [(number, table[number]) for number in range(first, bisect_left(offsets, self.end))]
+        frames = [
+            (number, table[number])
+            for number in range(first, bisect_left(offsets, self.end))
+        ]
         before = self.start - frames[0][1].offset
         if before:
             self.buffers.insert(0, memoryview(bytearray(before)))
@@ -295,7 +362,8 @@ class _Range:
 
 
 def _followed(buffers: Sequence[memoryview], take: Take | None) -> Iterator[memoryview]:
-    """Yield buffers that are not empty; pass each to ``take`` when it is full, which the next step shows."""
+    """Yield buffers that are not empty; pass each to ``take`` when it is full, which the next step
+    shows."""
     for number, buffer in enumerate(buffers):
         if len(buffer):
             yield buffer

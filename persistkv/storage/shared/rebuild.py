@@ -1,7 +1,8 @@
 """Finds packs that the index does not name, by their own tables, and names them again.
 
-Index objects may be lost: deleted by an operator, or damaged. Each pack's blob ends with its table, which says what it
-contains. Packs that have a tombstone stay deleted. Requests, labels and pins are lost with the index objects.
+Index objects may be lost: deleted by an operator, or damaged. Each pack's blob ends with its table,
+which says what it contains. Packs that have a tombstone stay deleted. Requests, labels and pins are
+lost with the index objects.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ class Rebuilder:
     :param progress: called with the bytes of the blobs that were examined, and with all of them.
     """
 
-    def __init__(self, medium: Medium, names: Names, replica: Replica, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        medium: Medium,
+        names: Names,
+        replica: Replica,
+        progress: Callable[[int, int], None],
+    ) -> None:
         self._medium = medium
         self._names = names
         self._replica = replica
@@ -84,7 +91,9 @@ class Rebuilder:
             self.skipped["deleted packs"] += 1
         total = sum(info.size for info in names.values())
         done = 0
-        for info, body in self._medium.maintenance.each(self._tail, list(names.values())):
+        for info, body in self._medium.maintenance.each(
+            self._tail, list(names.values())
+        ):
             done += info.size
             self._progress(done, total)
             name = self._names.pack_name(info.name)
@@ -92,14 +101,18 @@ class Rebuilder:
                 self.skipped["blobs without a readable table"] += 1
                 continue
             table = PackTable.parse(body)
-            if (table.namespace, table.pack_id) != (self._replica.namespace, name[:-NONCE_BYTES]):
+            if (table.namespace, table.pack_id) != (
+                self._replica.namespace,
+                name[:-NONCE_BYTES],
+            ):
                 self.skipped["packs of another place"] += 1
                 continue
             entry = PackEntry(table.pack_id, name[-NONCE_BYTES:], body, info.time)
             yield FoundPack(entry, table, info.size)
 
     def _tail(self, info: BlobInfo) -> bytes | None:
-        """Return what follows the payload of a pack: tags, and the encoded table; None: they do not read."""
+        """Return what follows the payload of a pack: tags, and the encoded table; None: they do not
+        read."""
         length = min(info.size, _TAIL_BYTES)
         try:
             tail = self._read(info, length)
@@ -110,14 +123,20 @@ class Rebuilder:
             following = info.size - payload
             if not 0 < following <= MAX_OBJECT_BYTES:
                 return None
-            return self._read(info, following) if following > len(tail) else tail[-following:]
+            return (
+                self._read(info, following)
+                if following > len(tail)
+                else tail[-following:]
+            )
         except (CorruptPackError, BlobMissingError):
             return None
 
     def _read(self, info: BlobInfo, length: int) -> bytes:
         buffer = bytearray(length)
         with memoryview(buffer) as view:
-            done = self._medium.blobs.read(info.name, info.size - length, length, iter([view]))
+            done = self._medium.blobs.read(
+                info.name, info.size - length, length, iter([view])
+            )
         return bytes(buffer[:done])
 
     def _commit(self, entries: Sequence[PackEntry]) -> None:

@@ -1,12 +1,16 @@
-"""Replica of one namespace's index: the catalogue that a handle searches, in a private LMDB environment.
+"""Replica of one namespace's index: the catalogue that a handle searches, in a private LMDB
+environment.
 
-1. ``apply`` adds the content of index objects. It commutes and is idempotent: the same objects in any order, each any
-   number of times, give the same catalogue.
-2. A pack can have several blobs, if engines have stored it at the same time. The catalogue shows the one with the
-   smallest nonce; the others replace it when it ends. A tombstone ends one blob for good.
-3. Of a request, the newest version counts. A deletion covers all versions up to its own, and their pins.
+1. ``apply`` adds the content of index objects. It commutes and is idempotent: the same objects in
+   any order, each any number of times, give the same catalogue.
+2. A pack can have several blobs, if engines have stored it at the same time. The catalogue shows
+   the one with the smallest nonce; the others replace it when it ends. A tombstone ends one blob
+   for good.
+3. Of a request, the newest version counts. A deletion covers all versions up to its own, and their
+   pins.
 4. Uses and tombstones of unknown packs are kept: the pack may arrive later.
-5. A replica is private to its process, and not synced. It is kept for the next process only after a clean end.
+5. A replica is private to its process, and not synced. It is kept for the next process only after a
+   clean end.
 """
 
 from __future__ import annotations
@@ -55,9 +59,18 @@ from persistkv.storage.catalog.rows import (
     pack_table,
     read_state,
 )
-from persistkv.storage.catalog.transaction import LOG_ENTRIES, CatalogTransaction, kept_names
+from persistkv.storage.catalog.transaction import (
+    LOG_ENTRIES,
+    CatalogTransaction,
+    kept_names,
+)
 from persistkv.storage.format.manifest import decode_manifest
-from persistkv.storage.format.pack import ID_BYTES, PackTable, encoded_length, table_head
+from persistkv.storage.format.pack import (
+    ID_BYTES,
+    PackTable,
+    encoded_length,
+    table_head,
+)
 from persistkv.storage.format.pack_writer import NewPack, PackCopy
 from persistkv.storage.shared.format import (
     NONCE_BYTES,
@@ -73,37 +86,45 @@ from persistkv.storage.shared.format import Use as UseEntry
 
 logger = logging.getLogger(__name__)
 
-# Tables in addition to the catalogue's. A *name* is pack id and nonce; a *digest* is that of a request's id.
-BLOBS = "blobs"  # name → ``_BLOB``, tags, table. The table is left out for the blob that the catalogue shows
+# Tables in addition to the catalogue's. A *name* is pack id and nonce; a *digest* is that of a
+# request's id. name → ``_BLOB``, tags, table. The table is left out for the blob that the catalogue
+# shows
+BLOBS = "blobs"
 TOMBSTONES = "tombstones"  # name → time
 EARLY = "early"  # pack id → time of the last use of a pack that is not held
 VERSIONS = "versions"  # digest → ``_Version``
-CONTAINED = "contained"  # name of an index object → 1 and the name of an object that includes it, or 0
+# name of an index object → 1 and the name of an object that includes it, or 0
+CONTAINED = "contained"
 _TABLES = (*TABLES, BLOBS, TOMBSTONES, EARLY, VERSIONS, CONTAINED)
 
 _BLOB = struct.Struct("<QI")  # bytes that the blob counts for, bytes of the tags
 _TIME = struct.Struct("<d")
 _BYTES = struct.Struct("<q")
 _VERSION = struct.Struct("<Q16sQQ?d")
-_KEYS = struct.Struct("<16sQQQ")  # nonce of the blob with the keys, offset, length, bytes that the request counts for
+# nonce of the blob with the keys, offset, length, bytes that the request counts for
+_KEYS = struct.Struct("<16sQQQ")
 _BYTES_ROW = b"bytes"
 _KIND_ROW = b"kind"
 _KIND = b"persistkv replica 1"
 
-_MOST_REQUEST_BYTES = 160  # of a request in an index object, without its head and its packs
+# of a request in an index object, without its head and its packs
+_MOST_REQUEST_BYTES = 160
 _OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects
 MAP_BYTES = 1 << 40  # 1 TiB of address space
 _LEAST_MAP_BYTES = 1 << 30  # 1 GiB
 _READERS = 126
-_CLOSE_S = 5.0  # wait of ``close`` for transactions, which take milliseconds except that of a base
+# wait of ``close`` for transactions, which take milliseconds except that of a base
+_CLOSE_S = 5.0
 _MOST_REPLICAS = 64  # per namespace and machine
 
 
 class _Version(NamedTuple):
-    """What is known of a request: the newest version that was written, deleted and pinned; 0: none."""
+    """What is known of a request: the newest version that was written, deleted and pinned; 0:
+    none."""
 
     written: int = 0
-    head: bytes = bytes(16)  # digest of the written content: of two equal versions, the greater one counts
+    # digest of the written content: of two equal versions, the greater one counts
+    head: bytes = bytes(16)
     dropped: int = 0
     pin: int = 0
     pinned: bool = False
@@ -158,7 +179,8 @@ class Plan(NamedTuple):
     missing: list[NewPack]
     removals: Removals
     pins: list[tuple[bytes, bool]]
-    """(digest, pinned) of the requests that the batch pins or unpins, without those that are not held."""
+    """(digest, pinned) of the requests that the batch pins or unpins, without those that are not
+    held."""
 
 
 class Replica:
@@ -169,26 +191,34 @@ class Replica:
     :raises StoreError: the directory cannot be used.
     """
 
-    def __init__(self, directory: Path, namespace: bytes, map_bytes: int = MAP_BYTES) -> None:
+    def __init__(
+        self, directory: Path, namespace: bytes, map_bytes: int = MAP_BYTES
+    ) -> None:
         self.namespace = namespace
         self._directory = directory
         self._closed = False
         self._running = 0  # transactions
         self._changed = threading.Condition()
-        """Guards ``_closed`` and ``_running``: rows are views of a memory map, which closing removes."""
+        """Guards ``_closed`` and ``_running``: rows are views of a memory map, which closing
+        removes."""
         try:
             self._env = _open(directory, map_bytes)
             with self._env.begin(write=True) as txn:
-                self._databases = {name: self._env.open_db(name.encode(), txn=txn) for name in _TABLES}
+                self._databases = {
+                    name: self._env.open_db(name.encode(), txn=txn) for name in _TABLES
+                }
         except (lmdb.Error, OSError) as error:
-            raise StoreError(f"{directory}: the replica of the index failed ({error})") from None
+            raise StoreError(
+                f"{directory}: the replica of the index failed ({error})"
+            ) from None
         self.catalogue = Catalogue(self.rows, self.disk_bytes)
         """Queries of what the replica shows."""
         self._prepare()
         self.includers: dict[str, str] = {}
         """Included objects of the index → the object that includes them and was applied last."""
         self.contained = self._read_contained()
-        """Names of the index objects whose content the replica contains → whether another one includes them."""
+        """Names of the index objects whose content the replica contains → whether another one
+        includes them."""
 
     def _prepare(self) -> None:
         with self.rows() as rows:
@@ -213,7 +243,8 @@ class Replica:
 
     @contextmanager
     def rows(self, *, write: bool = False, abort: bool = False) -> Iterator[TableRows]:
-        """Run a transaction, which is committed at the end of the ``with`` block, and rolled back if it raises.
+        """Run a transaction, which is committed at the end of the ``with`` block, and rolled back
+        if it raises.
 
         :param abort: roll it back in any case: the changes are only a plan.
         :raises StoreError: the replica is closed, or failed.
@@ -234,14 +265,17 @@ class Replica:
             else:
                 txn.commit()
         except lmdb.Error as error:
-            raise StoreError(f"{self._directory}: the replica failed ({error})") from None
+            raise StoreError(
+                f"{self._directory}: the replica failed ({error})"
+            ) from None
         finally:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
 
     def disk_bytes(self) -> int:
-        """Return the bytes that the namespace takes on the medium: packs, and estimates of the rest."""
+        """Return the bytes that the namespace takes on the medium: packs, and estimates of the
+        rest."""
         with self.rows() as rows:
             return _read_bytes(rows)
 
@@ -263,7 +297,9 @@ class Replica:
                 name = _shown(rows, pack_id)
                 if table is None or name is None:
                     continue
-                found[pack_id] = PackBlob(name[ID_BYTES:], table, _blob_row(rows, name).tags)
+                found[pack_id] = PackBlob(
+                    name[ID_BYTES:], table, _blob_row(rows, name).tags
+                )
         return found
 
     def live_names(self, names: Iterable[bytes]) -> set[bytes]:
@@ -274,7 +310,11 @@ class Replica:
     def held(self, pack_ids: Iterable[bytes]) -> list[bytes]:
         """Return those of the packs that are held, in order."""
         with self.rows() as rows:
-            return [pack_id for pack_id in pack_ids if rows.get(PACKS, self.namespace + pack_id) is not None]
+            return [
+                pack_id
+                for pack_id in pack_ids
+                if rows.get(PACKS, self.namespace + pack_id) is not None
+            ]
 
     def ended_names(self, names: Iterable[bytes]) -> set[bytes]:
         """Return those of the names that have a tombstone."""
@@ -293,7 +333,10 @@ class Replica:
     def keys_nonces(self) -> set[bytes]:
         """Return the nonces of the blobs with the keys of held requests."""
         with self.rows() as rows:
-            return {bytes(row[:NONCE_BYTES]) for _, row in rows.starting_with(MANIFEST_KEYS, self.namespace)}
+            return {
+                bytes(row[:NONCE_BYTES])
+                for _, row in rows.starting_with(MANIFEST_KEYS, self.namespace)
+            }
 
     def versions(self, digests: Iterable[bytes]) -> dict[bytes, int]:
         """Return the newest version of each request; 0 for unknown ones."""
@@ -301,9 +344,10 @@ class Replica:
             return {digest: _read_version(rows, digest).newest for digest in digests}
 
     def ages(self, points: int) -> list[tuple[float, int]]:
-        """Return (time, bytes of the packs that were last used at this time or earlier), ascending, in at most
-        ``points`` steps. Pinned packs do not count; the others count with their average size, so that only the keys of
-        the eviction order are read: this takes about a second for a million packs.
+        """Return (time, bytes of the packs that were last used at this time or earlier), ascending,
+        in at most ``points`` steps. Pinned packs do not count; the others count with their average
+        size, so that only the keys of the eviction order are read: this takes about a second for a
+        million packs.
         """
         moments: list[int] = []
         with self.rows() as rows:
@@ -313,12 +357,18 @@ class Replica:
                 if kind == PACK:
                     moments.append(moment)
             total = _read_bytes(rows)
-        moments.sort()  # those of low priority come first in the order, whatever their age
+        # those of low priority come first in the order, whatever their age
+        moments.sort()
         steps = min(points, len(moments))
         ages: list[tuple[float, int]] = []
         for number in range(1, steps + 1):
             last = len(moments) * number // steps
-            ages.append((TimedOrder.time_of(moments[last - 1]), total * last // max(1, state.packs)))
+            ages.append(
+                (
+                    TimedOrder.time_of(moments[last - 1]),
+                    total * last // max(1, state.packs),
+                )
+            )
         return ages
 
     # Plans
@@ -328,10 +378,14 @@ class Replica:
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
             keep = kept_names(self.namespace, batch)
-            transaction = CatalogTransaction(rows, None, self.namespace, keep, order=order)
+            transaction = CatalogTransaction(
+                rows, None, self.namespace, keep, order=order
+            )
             cursor = transaction.cursor
             if batch.deletions or batch.bad:
-                transaction.remove(CommitBatch(deletions=batch.deletions, bad=batch.bad))
+                transaction.remove(
+                    CommitBatch(deletions=batch.deletions, bad=batch.bad)
+                )
             missing: dict[bytes, NewPack] = {}
             for pack in transaction.missing(batch.packs):
                 missing.setdefault(pack.pack_id, pack)
@@ -342,19 +396,24 @@ class Replica:
                 if manifest_id in written or rows.get(MANIFESTS, row) is not None:
                     pins.append((row[ID_BYTES:], pinned))
             removals = _removals(rows, transaction)
-            for pack_id in missing:  # if it has blobs, its row is damaged: the new blob replaces them
+            # if it has blobs, its row is damaged: the new blob replaces them
+            for pack_id in missing:
                 names = _names_of(rows, pack_id)
                 removals.packs += [name for name in names if name not in removals.packs]
         return Plan(cursor, list(missing.values()), removals, pins)
 
-    def plan_eviction(self, now: float, ttl_s: float | None, excess: int, horizon: float, at_most: int) -> Removals:
+    def plan_eviction(
+        self, now: float, ttl_s: float | None, excess: int, horizon: float, at_most: int
+    ) -> Removals:
         """Return expired content, and content to evict; change nothing.
 
         :param now: present time on the medium's clock; 0: nothing expires.
-        :param ttl_s: content expires this many seconds after its last use; None: requests by their own ttl only.
+        :param ttl_s: content expires this many seconds after its last use; None: requests by their
+            own ttl only.
         :param excess: bytes to free, least recently used content first.
         :param horizon: also evict everything that was last used before this time.
-        :param at_most: maximum number of packs and requests that expire, and of those that are evicted.
+        :param at_most: maximum number of packs and requests that expire, and of those that are
+            evicted.
         """
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
@@ -390,7 +449,11 @@ class Replica:
 
     def _put_includers(self, rows: TableRows, includers: Mapping[str, str]) -> None:
         for name, includer in includers.items():
-            rows.put(CONTAINED, name.encode(), b"\1" + includer.encode() if includer else b"\0")
+            rows.put(
+                CONTAINED,
+                name.encode(),
+                b"\1" + includer.encode() if includer else b"\0",
+            )
 
     def _note_includers(self, includers: Mapping[str, str]) -> None:
         for name, includer in includers.items():
@@ -407,7 +470,8 @@ class Replica:
             self.apply([(name, Delta()) for name in new])
 
     def mark_not_included(self, names: Sequence[str]) -> None:
-        """Record that no object of the index includes these ones any more, whose content the replica contains."""
+        """Record that no object of the index includes these ones any more, whose content the
+        replica contains."""
         if not names:
             return
         includers = dict.fromkeys(names, "")
@@ -424,10 +488,15 @@ class Replica:
                 self.includers.pop(name, None)
 
     def purge(self, before: float) -> None:
-        """Forget tombstones, deleted requests and uses of unknown packs that are older than ``before``."""
+        """Forget tombstones, deleted requests and uses of unknown packs that are older than
+        ``before``."""
         with self.rows(write=True) as rows:
             for table in (TOMBSTONES, EARLY):
-                old = [bytes(key) for key, row in rows.range(table, b"") if _TIME.unpack(row)[0] < before]
+                old = [
+                    bytes(key)
+                    for key, row in rows.range(table, b"")
+                    if _TIME.unpack(row)[0] < before
+                ]
                 for key in old:
                     rows.delete(table, key)
             for digest, version in list(_versions(rows)):
@@ -437,8 +506,8 @@ class Replica:
     # Bases
 
     def dump(self, part_bytes: int) -> Iterator[Delta]:
-        """Iterate over the whole content, in deltas of at most ``part_bytes`` each; at least one. A delta with a single
-        pack, or with a request of up to 8 MiB, may be larger.
+        """Iterate over the whole content, in deltas of at most ``part_bytes`` each; at least one. A
+        delta with a single pack, or with a request of up to 8 MiB, may be larger.
         """
         part = _Part()
         with self.rows() as rows:
@@ -466,11 +535,12 @@ class Replica:
         yield part.take()
 
     def close(self, *, keep: bool = False) -> None:
-        """Close the environment when the transactions of other threads have ended. Later transactions raise.
+        """Close the environment when the transactions of other threads have ended. Later
+        transactions raise.
 
         :param keep: complete the files, so that a later handle can use them.
-        :raises StoreError: the files are not complete; or a thread did not end its transaction, and the environment
-            stays open until the process ends.
+        :raises StoreError: the files are not complete; or a thread did not end its transaction, and
+            the environment stays open until the process ends.
         """
         with self._changed:
             if self._closed:
@@ -482,7 +552,9 @@ class Replica:
             if keep:
                 self._env.sync(True)
         except lmdb.Error as error:
-            raise StoreError(f"{self._directory}: the replica failed ({error})") from None
+            raise StoreError(
+                f"{self._directory}: the replica failed ({error})"
+            ) from None
         finally:
             self._env.close()
 
@@ -555,27 +627,41 @@ class _Application:
 
     def _add_pack(self, entry: PackEntry) -> None:
         rows, name = self._rows, entry.name
-        is_known = rows.get(TOMBSTONES, name) is not None or rows.get(BLOBS, name) is not None
+        is_known = (
+            rows.get(TOMBSTONES, name) is not None or rows.get(BLOBS, name) is not None
+        )
         if not is_known:
             self._add_blob(entry)
         self._use(entry.pack_id, entry.time)
 
     def _add_many(self, entries: Sequence[PackEntry]) -> list[PackEntry]:
-        """Add the packs of which nothing is known, at a tenth of the time that each would take; return the others.
+        """Add the packs of which nothing is known, at a tenth of the time that each would take;
+        return the others.
 
-        They are not logged: the log is too short for them, so readers of changes get the whole catalogue.
+        They are not logged: the log is too short for them, so readers of changes get the whole
+        catalogue.
         """
         entries = sorted(entries, key=lambda entry: entry.name)
         known = self._known_ids(entries[0].pack_id, entries[-1].pack_id)
-        known.update(entry.pack_id for entry, following in pairwise(entries) if entry.pack_id == following.pack_id)
+        known.update(
+            entry.pack_id
+            for entry, following in pairwise(entries)
+            if entry.pack_id == following.pack_id
+        )
         namespace, order = self._namespace, self._order
         state = read_state(self._rows, namespace)
-        rows: dict[str, list[tuple[bytes, bytes]]] = {name: [] for name in (PACKS, BLOBS, USES, ORDER)}
+        rows: dict[str, list[tuple[bytes, bytes]]] = {
+            name: [] for name in (PACKS, BLOBS, USES, ORDER)
+        }
         others: list[PackEntry] = []
         for entry in entries:
             head = table_head(entry.body)
             place = None if head is None else (head.namespace, head.pack_id)
-            if head is None or place != (namespace, entry.pack_id) or entry.pack_id in known:
+            if (
+                head is None
+                or place != (namespace, entry.pack_id)
+                or entry.pack_id in known
+            ):
                 others.append(entry)
                 continue
             key = namespace + entry.pack_id
@@ -588,8 +674,12 @@ class _Application:
             self._grown += counted
             order.set_time(entry.time)
             use = Use(order.moment, entry.time, head.depth, 0, 0)
-            rows[PACKS].append((key, SEQUENCE.pack(state.sequence) + entry.body[head.start :]))
-            rows[BLOBS].append((entry.name, _BlobRow(counted, entry.body[: head.start], b"").encode()))
+            rows[PACKS].append(
+                (key, SEQUENCE.pack(state.sequence) + entry.body[head.start :])
+            )
+            rows[BLOBS].append(
+                (entry.name, _BlobRow(counted, entry.body[: head.start], b"").encode())
+            )
             rows[USES].append((key, use.encode()))
             rows[ORDER].append((use.order_key(key), b""))
         for table, items in rows.items():
@@ -599,9 +689,15 @@ class _Application:
         return others
 
     def _known_ids(self, first: bytes, last: bytes) -> set[bytes]:
-        """Return the ids of the packs from ``first`` to ``last`` of which the replica knows anything."""
+        """Return the ids of the packs from ``first`` to ``last`` of which the replica knows
+        anything."""
         known: set[bytes] = set()
-        for table, prefix in ((BLOBS, b""), (TOMBSTONES, b""), (EARLY, b""), (LINKS, self._namespace)):
+        for table, prefix in (
+            (BLOBS, b""),
+            (TOMBSTONES, b""),
+            (EARLY, b""),
+            (LINKS, self._namespace),
+        ):
             for key, _ in self._rows.range(table, prefix + first):
                 pack_id = bytes(key[len(prefix) : len(prefix) + ID_BYTES])
                 if pack_id > last or bytes(key[: len(prefix)]) != prefix:
@@ -613,10 +709,16 @@ class _Application:
         try:
             table = PackTable.parse(entry.body)
         except CorruptPackError as error:
-            logger.warning("a pack in the index of %s is unreadable (%s)", self._namespace.hex(), error)
+            logger.warning(
+                "a pack in the index of %s is unreadable (%s)",
+                self._namespace.hex(),
+                error,
+            )
             return
         if (table.namespace, table.pack_id) != (self._namespace, entry.pack_id):
-            logger.warning("the index of %s names a pack of another place", self._namespace.hex())
+            logger.warning(
+                "the index of %s names a pack of another place", self._namespace.hex()
+            )
             return
         length = encoded_length(table.codec, table.frame_count, table.keys)
         tags, encoded = entry.body[:-length], entry.body[-length:]
@@ -689,21 +791,33 @@ class _Application:
 
     def _write_request(self, entry: ManifestEntry) -> None:
         rows = self._rows
-        for pack_id in split_ids(entry.packs):  # also of an old version: uses do not depend on the order
+        # also of an old version: uses do not depend on the order
+        for pack_id in split_ids(entry.packs):
             self._use(pack_id, entry.time)
         before = _read_version(rows, entry.digest)
-        content = (entry.head, entry.packs, entry.keys, _KEYS.pack(entry.keys, entry.offset, entry.length, 0))
+        content = (
+            entry.head,
+            entry.packs,
+            entry.keys,
+            _KEYS.pack(entry.keys, entry.offset, entry.length, 0),
+        )
         head = blake2b(b"".join(content), digest_size=16).digest()
         if (entry.version, head) <= (before.written, before.head):
             return
         try:
             manifest = decode_manifest(entry.head)
         except CorruptPackError as error:
-            logger.warning("a request in the index of %s is unreadable (%s)", self._namespace.hex(), error)
+            logger.warning(
+                "a request in the index of %s is unreadable (%s)",
+                self._namespace.hex(),
+                error,
+            )
             return
         row = manifest_row(self._namespace, manifest.id)
         if row[ID_BYTES:] != entry.digest:
-            logger.warning("the index of %s names a request by another id", self._namespace.hex())
+            logger.warning(
+                "the index of %s names a request by another id", self._namespace.hex()
+            )
             return
         time = max(before.time, entry.time)
         now = before._replace(written=entry.version, head=head, time=time)
@@ -712,9 +826,15 @@ class _Application:
             return
         self._forget_bytes(row)
         self._order.set_time(entry.time)
-        self._catalogue.add(CommitBatch(manifests=[ManifestWrite(manifest, (), split_ids(entry.packs))]))
+        self._catalogue.add(
+            CommitBatch(manifests=[ManifestWrite(manifest, (), split_ids(entry.packs))])
+        )
         counted = len(entry.head) + len(entry.packs) + entry.length + _OVERHEAD_BYTES
-        rows.put(MANIFEST_KEYS, row, _KEYS.pack(entry.keys, entry.offset, entry.length, counted))
+        rows.put(
+            MANIFEST_KEYS,
+            row,
+            _KEYS.pack(entry.keys, entry.offset, entry.length, counted),
+        )
         self._grown += counted
         self._catalogue.pin(row, now.is_pinned)
 
@@ -722,7 +842,9 @@ class _Application:
         before = _read_version(self._rows, dropped.digest)
         if dropped.version <= before.dropped:
             return
-        now = before._replace(dropped=dropped.version, time=max(before.time, dropped.time))
+        now = before._replace(
+            dropped=dropped.version, time=max(before.time, dropped.time)
+        )
         _write_version(self._rows, dropped.digest, now)
         row = self._namespace + dropped.digest
         if before.is_alive and not now.is_alive:
@@ -772,7 +894,9 @@ class _Part:
         self._dropped: list[Dropped] = []
         self._pins: list[Pin] = []
 
-    def add_request(self, rows: TableRows, namespace: bytes, digest: bytes, version: _Version) -> None:
+    def add_request(
+        self, rows: TableRows, namespace: bytes, digest: bytes, version: _Version
+    ) -> None:
         row = namespace + digest
         self.length += _MOST_REQUEST_BYTES
         if version.dropped:
@@ -799,7 +923,14 @@ class _Part:
 
     def take(self) -> Delta:
         """Return the collected content, and begin the next part."""
-        delta = Delta(self.packs, self.uses, self.removed, self._manifests, self._dropped, self._pins)
+        delta = Delta(
+            self.packs,
+            self.uses,
+            self.removed,
+            self._manifests,
+            self._dropped,
+            self._pins,
+        )
         self.__init__()  # type: ignore[misc]
         return delta
 
@@ -809,9 +940,14 @@ def _dumped_packs(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
     for name, value in rows.range(BLOBS, b""):
         pack_id, nonce = bytes(name[:ID_BYTES]), bytes(name[ID_BYTES:])
         row = _decode_blob_row(bytes(value))
-        encoded = row.table or bytes(rows.get(PACKS, namespace + pack_id) or b"")[SEQUENCE.size :]
+        encoded = (
+            row.table
+            or bytes(rows.get(PACKS, namespace + pack_id) or b"")[SEQUENCE.size :]
+        )
         use = Use.decode(rows.get(USES, namespace + pack_id))
-        yield PackEntry(pack_id, nonce, row.tags + encoded, 0.0 if use is None else use.time)
+        yield PackEntry(
+            pack_id, nonce, row.tags + encoded, 0.0 if use is None else use.time
+        )
 
 
 def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
@@ -829,7 +965,8 @@ def _names_of(rows: TableRows, pack_id: bytes) -> list[bytes]:
 
 
 def _shown(rows: TableRows, pack_id: bytes) -> bytes | None:
-    """Return the name of the blob that the catalogue shows for a pack: the smallest; None: there is none."""
+    """Return the name of the blob that the catalogue shows for a pack: the smallest; None: there is
+    none."""
     name = rows.first(BLOBS, pack_id)
     return name if name is not None and name.startswith(pack_id) else None
 
@@ -865,7 +1002,8 @@ def _read_bytes(rows: TableRows) -> int:
 
 
 def _open(directory: Path, size: int) -> lmdb.Environment:
-    """Open the environment with the largest map that the address space allows, of ``size`` bytes at most."""
+    """Open the environment with the largest map that the address space allows, of ``size`` bytes at
+    most."""
     while True:
         try:
             return lmdb.open(
@@ -883,7 +1021,8 @@ def _open(directory: Path, size: int) -> lmdb.Environment:
 
 
 class ReplicaFolder:
-    """Directory of a namespace's replicas on this machine: one for each process that has the store open.
+    """Directory of a namespace's replicas on this machine: one for each process that has the store
+    open.
 
     :param root: directory for all stores; None: a temporary directory that ends with this object.
     :param parts: parts of the path below ``root`` that identify the namespace.
@@ -912,7 +1051,9 @@ class ReplicaFolder:
             clean.unlink(missing_ok=True)
         except OSError as error:
             self._release()
-            raise StoreError(f"{self._folder}: the replica of the index failed ({error})") from None
+            raise StoreError(
+                f"{self._folder}: the replica of the index failed ({error})"
+            ) from None
         return self._opened(namespace)
 
     def _opened(self, namespace: bytes) -> Replica:
@@ -930,7 +1071,9 @@ class ReplicaFolder:
             if keep and self._temporary is None:
                 (self.path / "clean").touch()
         except (StoreError, OSError) as error:
-            logger.warning("%s: the replica of the index is not kept (%s)", self.path, error)
+            logger.warning(
+                "%s: the replica of the index is not kept (%s)", self.path, error
+            )
         self._release()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -938,7 +1081,11 @@ class ReplicaFolder:
     def _acquire(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for number in range(_MOST_REPLICAS):
-            lock = os.open(self._folder / f"{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(
+                self._folder / f"{number}.lock",
+                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
+                0o600,
+            )
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -1,10 +1,11 @@
-"""Deletion of blobs that nothing names: uploads of commits that failed, and packs whose deletion failed.
+"""Deletion of blobs that nothing names: uploads of commits that failed, and packs whose deletion
+failed.
 
-1. A blob is deleted only if it is older than 24 hours on the medium's clock, and two readings of the whole index, begun
-   after it was listed, do not name it. Each reading lists the inbox before the index, and begins from nothing: the
-   replica is not trusted.
-2. If any object of the index is missing, unreadable or of a newer release, nothing is deleted: it may name the blob. An
-   object that was damaged for seven days counts as junk.
+1. A blob is deleted only if it is older than 24 hours on the medium's clock, and two readings of
+   the whole index, begun after it was listed, do not name it. Each reading lists the inbox before
+   the index, and begins from nothing: the replica is not trusted.
+2. If any object of the index is missing, unreadable or of a newer release, nothing is deleted: it
+   may name the blob. An object that was damaged for seven days counts as junk.
 3. One sweep a day is enough for all engines: a blob records when one began.
 """
 
@@ -54,7 +55,9 @@ class Sweeper:
         """
         namespace = self._replica.namespace
         try:
-            (started,) = _STARTED.unpack(self._medium.sealed(self._names.swept, namespace))
+            (started,) = _STARTED.unpack(
+                self._medium.sealed(self._names.swept, namespace)
+            )
         except (BlobMissingError, CorruptPackError, struct.error):
             return True
         now = self._medium.time.now()
@@ -66,7 +69,9 @@ class Sweeper:
         :raises StoreError: the medium failed; a later sweep deletes the rest.
         """
         body = _STARTED.pack(self._medium.time.now())
-        now = self._medium.put_sealed(self._names.swept, body, self._replica.namespace).time
+        now = self._medium.put_sealed(
+            self._names.swept, body, self._replica.namespace
+        ).time
         old = self._old_blobs(now)
         if not old:
             return 0
@@ -80,7 +85,8 @@ class Sweeper:
         return len(old)
 
     def _old_blobs(self, now: float) -> set[str]:
-        """Return the blobs of packs and keys that are old enough, and that the replica does not hold."""
+        """Return the blobs of packs and keys that are old enough, and that the replica does not
+        hold."""
         packs: dict[bytes, str] = {}
         for info in self._medium.listed(self._names.packs):
             name = self._names.pack_name(info.name)
@@ -107,7 +113,9 @@ class Sweeper:
         for delta in self._all_deltas(now):
             named.update(self._names.pack(entry.name) for entry in delta.packs)
             named.update(self._names.keys_blob(entry.keys) for entry in delta.manifests)
-            ended.update(self._names.pack(tombstone.name) for tombstone in delta.removed)
+            ended.update(
+                self._names.pack(tombstone.name) for tombstone in delta.removed
+            )
             named &= blobs
             ended &= blobs
         return named - ended
@@ -137,7 +145,8 @@ class Sweeper:
         raise _BlockedError("listed objects of the index are missing")
 
     def _fetch(self, info: BlobInfo) -> Delta | str | None:
-        """Return the content of an object; None if it is missing; the reason if it cannot be read."""
+        """Return the content of an object; None if it is missing; the reason if it cannot be
+        read."""
         if info.size > MAX_OBJECT_BYTES:
             return f"{info.name} has {info.size} bytes"
         try:
@@ -146,6 +155,8 @@ class Sweeper:
         except BlobMissingError:
             return None
         except NewerFormatError as error:
-            raise _BlockedError(f"{info.name} is of a newer release ({error})") from None
+            raise _BlockedError(
+                f"{info.name} is of a newer release ({error})"
+            ) from None
         except CorruptPackError as error:
             return f"{info.name} does not read ({error})"

@@ -1,10 +1,11 @@
 """Capacity of a store with several namespaces.
 
-Each engine that merges publishes, once a minute, how many bytes of its namespace were last used before which time. From
-these *totals* of all namespaces follows a horizon: if everything that was last used before it were evicted, the store
-would fit its capacity. Each namespace evicts what is older. Totals that are not up to date do no harm: the next ones
-correct them. A namespace that no engine uses is evicted by the engine that finds its totals oldest. A namespace without
-content has no totals.
+Each engine that merges publishes, once a minute, how many bytes of its namespace were last used
+before which time. From these *totals* of all namespaces follows a horizon: if everything that was
+last used before it were evicted, the store would fit its capacity. Each namespace evicts what is
+older. Totals that are not up to date do no harm: the next ones correct them. A namespace that no
+engine uses is evicted by the engine that finds its totals oldest. A namespace without content has
+no totals.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.merge import Limits
 from persistkv.storage.shared.replica import Replica
 
-TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0  # between two totals of an engine in use, and of an idle one
+# between two totals of an engine in use, and of an idle one
+TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0
 _ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
 _POINTS = 64
 _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
 _DIGITS = re.compile("[0-9a-f]{32}")  # id of a namespace in the name of its totals
-_PER_MINUTE = 1000  # names in a list of S3: of more totals, a part of the minutes reads the list
+# names in a list of S3: of more totals, a part of the minutes reads the list
+_PER_MINUTE = 1000
 
 
 class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -52,8 +55,8 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class TotalsBoard:
-    """The totals of all namespaces of one store and key: content under another key can be neither read nor evicted.
-    Only one thread at a time may use it.
+    """The totals of all namespaces of one store and key: content under another key can be neither
+    read nor evicted. Only one thread at a time may use it.
     """
 
     def __init__(self, medium: Medium) -> None:
@@ -62,12 +65,14 @@ class TotalsBoard:
         self._clock = medium.clock
         self._others: dict[bytes, tuple[float, Totals]] = {}
         self._junk: dict[bytes, float] = {}
-        """Totals that cannot be read → the time of their blob: they are read again only if they are replaced."""
+        """Totals that cannot be read → the time of their blob: they are read again only if they are
+        replaced."""
         self._own: dict[bytes, Totals] = {}  # as they were published last
         self._read_at = -math.inf  # monotonic time of the next list
 
     def exchange(self, replica: Replica) -> None:
-        """Write the totals of a namespace, and read those of all others. Of more than 1,000, not at each call.
+        """Write the totals of a namespace, and read those of all others. Of more than 1,000, not at
+        each call.
 
         :raises StoreError: the medium or the replica failed; the totals before are kept.
         """
@@ -112,7 +117,9 @@ class TotalsBoard:
                 junk[namespace] = info.time
             else:
                 changed.append((namespace, info))
-        for (namespace, info), read in self._medium.maintenance.each(self._fetch, changed):
+        for (namespace, info), read in self._medium.maintenance.each(
+            self._fetch, changed
+        ):
             if read is None:
                 junk[namespace] = info.time
             else:
@@ -130,8 +137,8 @@ class TotalsBoard:
     def limits(self, policy: Policy, namespace: bytes) -> Limits:
         """Return what merges of a namespace enforce until the next exchange.
 
-        The namespaces share the free space equally. A part of the capacity is kept free, so that a growing namespace
-        evicts the oldest content of the store, and not only its own.
+        The namespaces share the free space equally. A part of the capacity is kept free, so that a
+        growing namespace evicts the oldest content of the store, and not only its own.
         """
         if policy.capacity is None:
             return Limits(None, policy.ttl_s)
@@ -142,16 +149,21 @@ class TotalsBoard:
             return Limits(policy.capacity, policy.ttl_s)
         everything = [mine, *others.values()]
         horizon = _horizon(everything, policy.capacity)
-        free = policy.capacity - sum(totals.newer_than(horizon) for totals in everything)
+        free = policy.capacity - sum(
+            totals.newer_than(horizon) for totals in everything
+        )
         share = max(0, free) // len(everything)
         return Limits(mine.newer_than(horizon) + share, policy.ttl_s, horizon)
 
     def abandoned(self, policy: Policy) -> bytes | None:
-        """Return a namespace that no engine uses, and that has content to evict or to expire; None: there is none."""
+        """Return a namespace that no engine uses, and that has content to evict or to expire; None:
+        there is none."""
         now = self._medium.time.now()
         horizon = -math.inf
         if policy.capacity is not None:
-            horizon = _horizon([totals for _, totals in self._others.values()], policy.capacity)
+            horizon = _horizon(
+                [totals for _, totals in self._others.values()], policy.capacity
+            )
         if policy.ttl_s is not None:
             horizon = max(horizon, now - policy.ttl_s)
         for name, (written, totals) in self._others.items():
@@ -161,8 +173,13 @@ class TotalsBoard:
 
 
 def _horizon(all_totals: Sequence[Totals], capacity: int) -> float:
-    """Return the time before which content is evicted, to leave a part of the capacity free; minus infinity: none."""
-    excess = sum(totals.num_bytes for totals in all_totals) - capacity + capacity // _FREE_SHARE
+    """Return the time before which content is evicted, to leave a part of the capacity free; minus
+    infinity: none."""
+    excess = (
+        sum(totals.num_bytes for totals in all_totals)
+        - capacity
+        + capacity // _FREE_SHARE
+    )
     if excess <= 0:
         return -math.inf
     grown: list[tuple[float, int]] = []

@@ -1,6 +1,7 @@
 """Conformance suite of media, as one test class.
 
-A medium's tests subclass it. They define how a handle is opened, and a way around the code under test:
+A medium's tests subclass it. They define how a handle is opened, and a way around the code under
+test:
 
     class TestMyBlobs(BlobsConformance):
         @pytest.fixture
@@ -36,7 +37,8 @@ _PATIENCE_S = 60
 _ROUNDING_S = 1.0  # times may be rounded down to a second
 
 _ORDER = ("a-b", "a-b-c/d", "a-c/x", "a/b", "a/c-d", "a/c/e", "a0", "a1/x", "ab")
-"""Names in ascending order: as in ASCII, ``-`` comes before ``/``, and both before digits and letters."""
+"""Names in ascending order: as in ASCII, ``-`` comes before ``/``, and both before digits and
+letters."""
 
 _INVALID = (
     "",
@@ -77,7 +79,8 @@ class RawBlobs(ABC):
 
 
 class BlobsConformance:
-    """Tests of the contract in ``persistkv.storage.blobs``; subclasses override ``opener`` and ``raw``."""
+    """Tests of the contract in ``persistkv.storage.blobs``; subclasses override ``opener`` and
+    ``raw``."""
 
     crosses_processes: ClassVar[bool] = True
     """Whether other processes can open the medium. ``opener`` must be picklable then."""
@@ -87,12 +90,16 @@ class BlobsConformance:
     @pytest.fixture
     def opener(self) -> Callable[[], Blobs]:
         """Return a function that opens a handle of the test's medium. The suite closes handles."""
-        raise NotImplementedError("a subclass of BlobsConformance overrides the fixture opener")
+        raise NotImplementedError(
+            "a subclass of BlobsConformance overrides the fixture opener"
+        )
 
     @pytest.fixture
     def raw(self) -> RawBlobs:
         """Access to the test's medium without the code under test."""
-        raise NotImplementedError("a subclass of BlobsConformance overrides the fixture raw")
+        raise NotImplementedError(
+            "a subclass of BlobsConformance overrides the fixture raw"
+        )
 
     @pytest.fixture
     def blobs(self, opener: Callable[[], Blobs]) -> Iterator[Blobs]:
@@ -103,19 +110,31 @@ class BlobsConformance:
     # put
 
     def test_put_stores_concatenated_pieces(self, blobs: Blobs, raw: RawBlobs) -> None:
-        pieces = (b"one", bytearray(b"two"), memoryview(b"three"), b"", memoryview(bytearray(b"four")))
+        pieces = (
+            b"one",
+            bytearray(b"two"),
+            memoryview(b"three"),
+            b"",
+            memoryview(bytearray(b"four")),
+        )
         blobs.put("a/b-1", pieces)
         assert raw.get("a/b-1") == b"onetwothreefour"
         assert list(raw.names()) == ["a/b-1"]
 
-    @pytest.mark.parametrize("pieces", [[], [b""], [b"", b""]], ids=["none", "empty", "two-empty"])
-    def test_put_empty_blob_exists(self, blobs: Blobs, raw: RawBlobs, pieces: list[bytes]) -> None:
+    @pytest.mark.parametrize(
+        "pieces", [[], [b""], [b"", b""]], ids=["none", "empty", "two-empty"]
+    )
+    def test_put_empty_blob_exists(
+        self, blobs: Blobs, raw: RawBlobs, pieces: list[bytes]
+    ) -> None:
         blobs.put("empty", pieces)
         assert raw.get("empty") == b""
         assert _read(blobs, "empty", 0, 10) == b""
         assert [(info.name, info.size) for info in blobs.list("")] == [("empty", 0)]
 
-    def test_put_many_small_pieces_stores_all(self, blobs: Blobs, raw: RawBlobs) -> None:
+    def test_put_many_small_pieces_stores_all(
+        self, blobs: Blobs, raw: RawBlobs
+    ) -> None:
         pieces = [number.to_bytes(3, "little") for number in range(5000)]
         blobs.put("many", pieces)
         assert raw.get("many") == b"".join(pieces)
@@ -148,7 +167,9 @@ class BlobsConformance:
         assert not list(raw.names())
 
     @pytest.mark.parametrize("name", _INVALID, ids=repr)
-    def test_methods_invalid_name_raises_value_error(self, blobs: Blobs, raw: RawBlobs, name: str) -> None:
+    def test_methods_invalid_name_raises_value_error(
+        self, blobs: Blobs, raw: RawBlobs, name: str
+    ) -> None:
         with pytest.raises(ValueError, match="name"):
             blobs.put(name, [b"data"])
         with pytest.raises(ValueError, match="name"):
@@ -159,11 +180,15 @@ class BlobsConformance:
         assert list(raw.names()) == ["valid"]
 
     @pytest.mark.parametrize("prefix", ["a", "/", "a//", "/a/", "A/", "../", "a/b"])
-    def test_list_invalid_prefix_raises_value_error(self, blobs: Blobs, prefix: str) -> None:
+    def test_list_invalid_prefix_raises_value_error(
+        self, blobs: Blobs, prefix: str
+    ) -> None:
         with pytest.raises(ValueError, match="prefix"):
             list(blobs.list(prefix))
 
-    def test_put_is_visible_to_another_handle(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+    def test_put_is_visible_to_another_handle(
+        self, blobs: Blobs, opener: Callable[[], Blobs]
+    ) -> None:
         with closing(opener()) as other:
             with pytest.raises(BlobMissingError):
                 _read(other, "a/b", 0, 1)
@@ -180,7 +205,9 @@ class BlobsConformance:
             with pytest.raises(BlobMissingError):
                 _read(blobs, "a/b", 0, 1)
 
-    def test_put_is_visible_to_another_process(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+    def test_put_is_visible_to_another_process(
+        self, blobs: Blobs, opener: Callable[[], Blobs]
+    ) -> None:
         if not self.crosses_processes:
             pytest.skip("the medium belongs to one process")
         blobs.put("a/from-here", [b"here"])
@@ -191,9 +218,14 @@ class BlobsConformance:
         process.join(_PATIENCE_S)
         assert process.exitcode == 0
         assert _read(blobs, "a/from-there", 0, 10) == b"here"
-        assert [info.name for info in blobs.list("a/")] == ["a/from-here", "a/from-there"]
+        assert [info.name for info in blobs.list("a/")] == [
+            "a/from-here",
+            "a/from-there",
+        ]
 
-    def test_put_remains_after_close(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+    def test_put_remains_after_close(
+        self, blobs: Blobs, opener: Callable[[], Blobs]
+    ) -> None:
         blobs.put("a", [b"data"])
         blobs.close()
         with closing(opener()) as other:
@@ -213,7 +245,10 @@ class BlobsConformance:
             writing = writer.submit(replace)
             writing.add_done_callback(lambda _: ended.set())
             while not ended.is_set():
-                assert _read(blobs, "latest", 0, 256 * _KIB + 10, step=32 * _KIB) in versions
+                assert (
+                    _read(blobs, "latest", 0, 256 * _KIB + 10, step=32 * _KIB)
+                    in versions
+                )
                 sizes = {info.size for info in blobs.list("")}
                 assert sizes <= {len(version) for version in versions}
             writing.result()
@@ -237,26 +272,39 @@ class BlobsConformance:
 
     # read
 
-    @pytest.mark.parametrize(("offset", "length"), [(0, 10), (0, 1000), (1, 1), (990, 10), (3, 500)])
-    def test_read_range_returns_its_bytes(self, blobs: Blobs, offset: int, length: int) -> None:
+    @pytest.mark.parametrize(
+        ("offset", "length"), [(0, 10), (0, 1000), (1, 1), (990, 10), (3, 500)]
+    )
+    def test_read_range_returns_its_bytes(
+        self, blobs: Blobs, offset: int, length: int
+    ) -> None:
         content = bytes(number % 251 for number in range(1000))
         blobs.put("a/b", [content])
         assert _read(blobs, "a/b", offset, length) == content[offset : offset + length]
-        assert _read(blobs, "a/b", offset, length, step=7) == content[offset : offset + length]
+        assert (
+            _read(blobs, "a/b", offset, length, step=7)
+            == content[offset : offset + length]
+        )
 
     @pytest.mark.parametrize("offset", [0, 4, 9])
-    def test_read_beyond_end_returns_fewer_bytes(self, blobs: Blobs, offset: int) -> None:
+    def test_read_beyond_end_returns_fewer_bytes(
+        self, blobs: Blobs, offset: int
+    ) -> None:
         blobs.put("a", [b"0123456789"])
         assert _read(blobs, "a", offset, 100, step=3) == b"0123456789"[offset:]
 
     @pytest.mark.parametrize("offset", [10, 11, 1 << 40])
-    def test_read_at_or_after_end_returns_no_bytes(self, blobs: Blobs, offset: int) -> None:
+    def test_read_at_or_after_end_returns_no_bytes(
+        self, blobs: Blobs, offset: int
+    ) -> None:
         blobs.put("a", [b"0123456789"])
         buffer = bytearray(b"untouched")
         assert blobs.read("a", offset, len(buffer), [memoryview(buffer)]) == 0
         assert buffer == b"untouched"
 
-    def test_read_large_blob_fills_all_buffers(self, blobs: Blobs, raw: RawBlobs) -> None:
+    def test_read_large_blob_fills_all_buffers(
+        self, blobs: Blobs, raw: RawBlobs
+    ) -> None:
         content = bytes(range(256)) * (33 * 4 * _KIB)
         raw.put("large", content)
         found = bytearray(len(content) - 1)
@@ -279,10 +327,15 @@ class BlobsConformance:
                 end += length
             exhausted = True
 
-        assert blobs.read("a", 5, 1 + 164 * _KIB + 4106, buffers()) == 1 + 100 * _KIB + 4096 + 64 * _KIB + 10
+        assert (
+            blobs.read("a", 5, 1 + 164 * _KIB + 4106, buffers())
+            == 1 + 100 * _KIB + 4096 + 64 * _KIB + 10
+        )
         assert exhausted
 
-    def test_read_short_blob_takes_no_buffer_after_partial_one(self, blobs: Blobs) -> None:
+    def test_read_short_blob_takes_no_buffer_after_partial_one(
+        self, blobs: Blobs
+    ) -> None:
         blobs.put("a", [b"0123456789"])
         buffers = [bytearray(4) for _ in range(5)]
         taken = []
@@ -320,7 +373,9 @@ class BlobsConformance:
         for name in _ORDER:
             blobs.put(name, [b"data"])
         blobs.delete(["a/b", "a-b"])
-        assert sorted(raw.names()) == [name for name in _ORDER if name not in ("a/b", "a-b")]
+        assert sorted(raw.names()) == [
+            name for name in _ORDER if name not in ("a/b", "a-b")
+        ]
         with pytest.raises(BlobMissingError):
             _read(blobs, "a/b", 0, 1)
 
@@ -361,19 +416,25 @@ class BlobsConformance:
         assert all(isinstance(info, BlobInfo) for info in listed)
 
     @pytest.mark.parametrize("prefix", ["a/", "a/c/", "a-c/", "b/", "a/b/", "a0/"])
-    def test_list_prefix_selects_names(self, blobs: Blobs, raw: RawBlobs, prefix: str) -> None:
+    def test_list_prefix_selects_names(
+        self, blobs: Blobs, raw: RawBlobs, prefix: str
+    ) -> None:
         for name in _ORDER:
             raw.put(name, b"data")
         expected = [name for name in _ORDER if name.startswith(prefix)]
         assert [info.name for info in blobs.list(prefix)] == expected
 
     @pytest.mark.parametrize("prefix", ["", "a/", "a-b-c/"])
-    def test_list_after_excludes_smaller_and_equal_names(self, blobs: Blobs, raw: RawBlobs, prefix: str) -> None:
+    def test_list_after_excludes_smaller_and_equal_names(
+        self, blobs: Blobs, raw: RawBlobs, prefix: str
+    ) -> None:
         for name in _ORDER:
             raw.put(name, b"data")
         others = ("0", "a", "a-b-c", "a-b-c/", "a/", "a/bb", "a/c", "a/c/", "a/d", "zz")
         for after in (*_ORDER, *others):
-            expected = [name for name in _ORDER if name.startswith(prefix) and name > after]
+            expected = [
+                name for name in _ORDER if name.startswith(prefix) and name > after
+            ]
             assert [info.name for info in blobs.list(prefix, after)] == expected, after
 
     def test_list_many_names_is_complete(self, blobs: Blobs, raw: RawBlobs) -> None:
@@ -383,9 +444,13 @@ class BlobsConformance:
         names.sort()
         assert [info.name for info in blobs.list("")] == names
         middle = names[len(names) // 2]
-        assert [info.name for info in blobs.list("packs/", middle)] == names[len(names) // 2 + 1 :]
+        assert [info.name for info in blobs.list("packs/", middle)] == names[
+            len(names) // 2 + 1 :
+        ]
 
-    def test_list_during_changes_includes_durable_blobs(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+    def test_list_during_changes_includes_durable_blobs(
+        self, blobs: Blobs, opener: Callable[[], Blobs]
+    ) -> None:
         durable = {f"{number % 3}/{number}" for number in range(120)}
         for name in durable:
             blobs.put(name, [b"data"])
@@ -397,7 +462,9 @@ class BlobsConformance:
                 while not ended.is_set():
                     name = f"{number % 3}/{thread}-{number}"
                     other.put(name, [b"data"])
-                    assert name in {info.name for info in other.list(name.partition("/")[0] + "/")}
+                    assert name in {
+                        info.name for info in other.list(name.partition("/")[0] + "/")
+                    }
                     other.delete([name])
                     number += 1
 
@@ -413,7 +480,9 @@ class BlobsConformance:
             for changer in changing:
                 changer.result(_PATIENCE_S)
 
-    def test_list_blob_deleted_during_iteration_continues(self, blobs: Blobs, raw: RawBlobs) -> None:
+    def test_list_blob_deleted_during_iteration_continues(
+        self, blobs: Blobs, raw: RawBlobs
+    ) -> None:
         names = [f"{number % 3}/{number:02}" for number in range(30)]
         for name in names:
             raw.put(name, b"data")
@@ -470,7 +539,9 @@ def _read(blobs: Blobs, name: str, offset: int, length: int, step: int = 0) -> b
     found = bytearray(length)
     view = memoryview(found)
     step = step or length
-    count = blobs.read(name, offset, length, (view[at : at + step] for at in range(0, length, step)))
+    count = blobs.read(
+        name, offset, length, (view[at : at + step] for at in range(0, length, step))
+    )
     return bytes(found[:count])
 
 

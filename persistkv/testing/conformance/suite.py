@@ -22,7 +22,8 @@ class RawKind(Enum):
     PAYLOAD = "payload"
     """Frames of a pack with their padding; the name is the pack id."""
     TABLE = "table"
-    """Catalogue row of a pack, with all data that the driver adds to the table; the name is the pack id."""
+    """Catalogue row of a pack, with all data that the driver adds to the table; the name is the
+    pack id."""
     MANIFEST = "manifest"
     """Head of a manifest; the name is the manifest's id in UTF-8."""
     MANIFEST_KEYS = "manifest keys"
@@ -30,7 +31,8 @@ class RawKind(Enum):
 
 
 class RawStore(ABC):
-    """Access to a store's bytes through the medium's own client, without the driver; also while the store is open."""
+    """Access to a store's bytes through the medium's own client, without the driver; also while the
+    store is open."""
 
     @abstractmethod
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
@@ -50,14 +52,15 @@ class RawStore(ABC):
 class BackendSuite:
     """Base class of the conformance tests, with their fixtures.
 
-    A driver's test class overrides ``driver``, ``url``, ``raw``, and the fixtures for options that the driver supports.
+    A driver's test class overrides ``driver``, ``url``, ``raw``, and the fixtures for options that
+    the driver supports.
     """
 
     driver: ClassVar[type[Backend]]
     """The driver under test."""
     ends_namespaces: ClassVar[bool] = True
-    """Whether a namespace without content takes no room, is not listed, and can be opened read-only. False for drivers
-    that keep each namespace from its first opening on."""
+    """Whether a namespace without content takes no room, is not listed, and can be opened
+    read-only. False for drivers that keep each namespace from its first opening on."""
 
     @pytest.fixture
     def url(self) -> str:
@@ -66,7 +69,8 @@ class BackendSuite:
 
     @pytest.fixture
     def small_url(self) -> str | None:
-        """URL of another store, with a capacity of 4 MiB; None if the driver does not support a capacity."""
+        """URL of another store, with a capacity of 4 MiB; None if the driver does not support a
+        capacity."""
         return None
 
     @pytest.fixture
@@ -95,8 +99,8 @@ class BackendSuite:
         return small.open_namespace(sample_identity()).id
 
     def opened(self, url: str | None) -> Iterator[Backend]:
-        """Open a store for writing; after the test, which must not close it, check its totals and close it. Skip the
-        test if ``url`` is None.
+        """Open a store for writing; after the test, which must not close it, check its totals and
+        close it. Skip the test if ``url`` is None.
         """
         if url is None:
             pytest.skip("the driver does not support this option")
@@ -122,7 +126,12 @@ class BackendSuite:
 
 def sample_identity(number: int = 0) -> Identity:
     """Return a made-up identity of a model; different numbers give different identities."""
-    return Identity.of({"weights": f"sha256:{number:064x}", "config": {"rope_theta": 1e4, "größe": [1, None, True]}})
+    return Identity.of(
+        {
+            "weights": f"sha256:{number:064x}",
+            "config": {"rope_theta": 1e4, "größe": [1, None, True]},
+        }
+    )
 
 
 def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | None:
@@ -138,7 +147,8 @@ def tables(backend: Backend, namespace: bytes) -> dict[bytes, PackTable]:
 
 
 def check_totals(backend: Backend) -> BackendStats:
-    """Assert that ``backend.stats()`` equals a count of all packs and manifests; return the stats."""
+    """Assert that ``backend.stats()`` equals a count of all packs and manifests; return the
+    stats."""
     names = [namespace.id for namespace in backend.namespaces()]
     found = [table for name in names for table in tables(backend, name).values()]
     stats = backend.stats()

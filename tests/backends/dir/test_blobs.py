@@ -1,4 +1,5 @@
-"""What only the medium in a directory has: files, modes, links, writers that die, and errors of the file system."""
+"""What only the medium in a directory has: files, modes, links, writers that die, and errors of the
+file system."""
 
 from __future__ import annotations
 
@@ -160,7 +161,9 @@ def test_links_are_not_followed(root: Path, tmp_path: Path, blobs: DirBlobs) -> 
     assert read(blobs, "a/link") == b"replaced"
 
 
-def test_root_behind_a_link_is_used(root: Path, tmp_path: Path, blobs: DirBlobs) -> None:
+def test_root_behind_a_link_is_used(
+    root: Path, tmp_path: Path, blobs: DirBlobs
+) -> None:
     blobs.put("a", [b"data"])
     link = tmp_path / "link"
     link.symlink_to(root)
@@ -169,7 +172,9 @@ def test_root_behind_a_link_is_used(root: Path, tmp_path: Path, blobs: DirBlobs)
 
 
 @pytest.mark.timeout(30)
-def test_files_that_are_no_regular_ones_do_not_exist(root: Path, blobs: DirBlobs) -> None:
+def test_files_that_are_no_regular_ones_do_not_exist(
+    root: Path, blobs: DirBlobs
+) -> None:
     blobs.put("a/b", [b"data"])
     os.mkfifo(root / "a/fifo")
     (root / "a/directory").mkdir()
@@ -185,7 +190,15 @@ def test_files_that_are_no_regular_ones_do_not_exist(root: Path, blobs: DirBlobs
 
 def test_other_files_are_not_listed(root: Path, blobs: DirBlobs) -> None:
     blobs.put("a/b", [b"data"])
-    for name in ("README", ".hidden", "b.txt", "ä", ".nfs0000000000000001", "b~", "x" * 210):
+    for name in (
+        "README",
+        ".hidden",
+        "b.txt",
+        "ä",
+        ".nfs0000000000000001",
+        "b~",
+        "x" * 210,
+    ):
         (root / "a" / name).write_bytes(b"junk")
     (root / "lost+found").mkdir()
     (root / "Upper").mkdir()
@@ -259,8 +272,12 @@ def test_temporary_file_is_kept_without_servers_time(
     left = temporary_of(root, blobs, monkeypatch)
     old = time.time() - DAY_S - 60
     os.utime(left, (old, old))
-    monkeypatch.setattr(time, "time", lambda: old + 1e9)  # the local clock does not count
-    with closing(DirBlobs(root, read_only=True)) as reader, closing(DirBlobs(root)) as fresh:
+    # the local clock does not count
+    monkeypatch.setattr(time, "time", lambda: old + 1e9)
+    with (
+        closing(DirBlobs(root, read_only=True)) as reader,
+        closing(DirBlobs(root)) as fresh,
+    ):
         assert names_of(reader) == []
         assert names_of(fresh) == []
     assert left.exists()
@@ -343,7 +360,9 @@ while status != 0:
 
 @pytest.mark.parametrize("kind", ["first", "replaced"])
 @pytest.mark.parametrize("when", ["before", "within", "after"])
-def test_writer_killed_in_each_step_leaves_whole_blobs(tmp_path: Path, when: str, kind: str) -> None:
+def test_writer_killed_in_each_step_leaves_whole_blobs(
+    tmp_path: Path, when: str, kind: str
+) -> None:
     done = run(DIE_IN_EACH_STEP, tmp_path, when, kind)
     assert done.returncode == 0, done.stderr
     steps = done.stdout.split()
@@ -362,7 +381,8 @@ def test_writer_killed_in_each_step_leaves_whole_blobs(tmp_path: Path, when: str
             assert read(blobs, "a/latest") == b"newest"
     before = old if kind == "replaced" else None
     assert set(results) == {before, new}
-    assert results == sorted(results, key=lambda found: found == new)  # new once it is renamed
+    # new once it is renamed
+    assert results == sorted(results, key=lambda found: found == new)
 
 
 KILLED_WRITER = """
@@ -380,7 +400,11 @@ for number in range(1_000_000):
 def test_writer_killed_at_any_time_keeps_acknowledged_blobs(tmp_path: Path) -> None:
     for attempt in range(3):
         root = tmp_path / str(attempt)
-        process = subprocess.Popen([sys.executable, "-c", KILLED_WRITER, str(root)], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED_WRITER, str(root)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert process.stdout is not None
         acknowledged = [process.stdout.readline() for _ in range(5)]
         time.sleep(0.05 * attempt)
@@ -395,7 +419,9 @@ def test_writer_killed_at_any_time_keeps_acknowledged_blobs(tmp_path: Path) -> N
                 assert f"{int(line) % 3}/{int(line)}" in listed
             for name in listed:
                 number = int(name.partition("/")[2])
-                assert read(blobs, name, 200_000) == number.to_bytes(8, "little") * 20_000
+                assert (
+                    read(blobs, name, 200_000) == number.to_bytes(8, "little") * 20_000
+                )
 
 
 # Durability
@@ -407,7 +433,10 @@ def test_put_syncs_file_then_directory_after_rename(
     steps = recorded_steps(monkeypatch)
     blobs.put("a/b", [b"data"])
     synced = [os.path.relpath(path, root) for step, path in steps if step == "fsync"]
-    assert [os.path.basename(path).startswith(".") for path in synced[-2:]] == [True, False]
+    assert [os.path.basename(path).startswith(".") for path in synced[-2:]] == [
+        True,
+        False,
+    ]
     assert synced[-1] == "a"
     assert [step for step, _ in steps][-3:] == ["fsync", "rename", "fsync"]
     # the entries of new directories are durable before the blob is
@@ -446,7 +475,9 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return steps
 
 
-def test_put_paused_before_rename_returns_time_of_rename(blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_paused_before_rename_returns_time_of_rename(
+    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rename = os.rename
 
     def pause_and_rename(source: str, target: str, **descriptors: int) -> None:
@@ -516,7 +547,9 @@ def test_put_error_of_file_system_is_translated(
     assert hidden_files(root) == []
 
 
-def test_put_failed_sync_of_directory_is_unknown_outcome(blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_failed_sync_of_directory_is_unknown_outcome(
+    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blobs.put("a/b", [b"old"])
     calls = iter([os.fsync, raising(OSError(errno.ENOSPC, "full"))])
     with monkeypatch.context() as patched:
@@ -564,7 +597,9 @@ def test_forbidden_file_and_directory_are_refused(root: Path) -> None:
         if setpriv is None:
             pytest.skip("root may read everything, and setpriv is not installed")
         command = [setpriv, "--bounding-set=-all", "--inh-caps=-all", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
     *refused, listed, unreadable = done.stdout.splitlines()
@@ -576,7 +611,9 @@ def test_forbidden_file_and_directory_are_refused(root: Path) -> None:
     assert listed == "['a/b']"  # c/d was deleted
 
 
-def test_delete_failed_file_does_not_keep_others(root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_failed_file_does_not_keep_others(
+    root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a/1", "a/2", "b/1"):
         blobs.put(name, [b"data"])
     unlink = os.unlink
@@ -608,7 +645,9 @@ def stale_once(monkeypatch: pytest.MonkeyPatch, when: Callable[[int], bool]) -> 
     monkeypatch.setattr(os, "preadv", fail_once)
 
 
-def test_read_stale_file_is_opened_again(blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_stale_file_is_opened_again(
+    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blobs.put("a/b", [b"0123456789"])
     stale_once(monkeypatch, lambda offset: offset == 0)
     assert read(blobs, "a/b") == b"0123456789"
@@ -618,7 +657,9 @@ def test_read_stale_file_is_opened_again(blobs: DirBlobs, monkeypatch: pytest.Mo
     assert b"".join(parts) == b"01234567"
 
 
-def test_read_deleted_stale_file_is_missing(blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_deleted_stale_file_is_missing(
+    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blobs.put("a/b", [b"0123456789"])
 
     def buffers() -> Iterator[memoryview]:
@@ -631,7 +672,9 @@ def test_read_deleted_stale_file_is_missing(blobs: DirBlobs, monkeypatch: pytest
         blobs.read("a/b", 0, 8, buffers())
 
 
-def test_read_replaced_stale_file_never_mixes_blobs(blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_replaced_stale_file_never_mixes_blobs(
+    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blobs.put("a/b", [b"0123456789"])
 
     def buffers() -> Iterator[memoryview]:
@@ -645,7 +688,9 @@ def test_read_replaced_stale_file_never_mixes_blobs(blobs: DirBlobs, monkeypatch
     assert read(blobs, "a/b") == b"abcdefghij"
 
 
-def test_read_closes_files_after_errors(blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_closes_files_after_errors(
+    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blobs.put("a/b", [b"0123456789"])
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -676,7 +721,9 @@ def test_list_entry_that_becomes_another_kind_is_skipped(
     assert [info.name for info in listed] == ["d"]
 
 
-def test_list_includes_every_durable_blob_while_others_replace(root: Path, blobs: DirBlobs) -> None:
+def test_list_includes_every_durable_blob_while_others_replace(
+    root: Path, blobs: DirBlobs
+) -> None:
     durable = [f"a/{number:04}" for number in range(500)]
     for name in durable:
         blobs.put(name, [b"data"])
@@ -693,17 +740,23 @@ def test_list_includes_every_durable_blob_while_others_replace(root: Path, blobs
     try:
         for _ in range(30):
             listed = names_of(blobs, "a/")
-            assert [name for name in listed if not name.startswith("a/other")] == durable
+            assert [
+                name for name in listed if not name.startswith("a/other")
+            ] == durable
     finally:
         ended.set()
         thread.join()
 
 
-def test_limits_of_open_files_do_not_depend_on_size_of_listing(root: Path, blobs: DirBlobs) -> None:
+def test_limits_of_open_files_do_not_depend_on_size_of_listing(
+    root: Path, blobs: DirBlobs
+) -> None:
     for number in range(300):
         blobs.put(f"{number}/a", [b"data"])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard)
+    )
     try:
         assert len(names_of(blobs)) == 300
     finally:

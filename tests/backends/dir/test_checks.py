@@ -30,20 +30,35 @@ def mount(monkeypatch: pytest.MonkeyPatch, path: Path, kind: str) -> None:
     """Let a directory be on a file system of this type."""
     device = path.stat().st_dev
     table = path / "mountinfo"
-    table.write_text(f"36 27 {os.major(device)}:{os.minor(device)} / /mnt rw - {kind} server:/export rw\n")
+    table.write_text(
+        f"36 27 {os.major(device)}:{os.minor(device)} / /mnt rw - {kind} server:/export rw\n"
+    )
     monkeypatch.setattr(mounts, "MOUNTS", table)
 
 
 def test_check_intact_directory_is_ok_and_leaves_nothing(root: Path) -> None:
     found = examine(root)
-    assert {"list", "missing object", "put", "read", "delete", "medium's clock", "directory"} <= found.keys()
-    assert {check.level for name, check in found.items() if name != "file system"} == {Level.OK}
+    assert {
+        "list",
+        "missing object",
+        "put",
+        "read",
+        "delete",
+        "medium's clock",
+        "directory",
+    } <= found.keys()
+    assert {check.level for name, check in found.items() if name != "file system"} == {
+        Level.OK
+    }
     assert list(root.iterdir()) == []
 
 
 def test_check_absent_directory_is_not_created(tmp_path: Path) -> None:
     found = examine(tmp_path / "absent" / "kv")
-    assert (found["directory"].level, "creates it" in found["directory"].todo) == (Level.NOTE, True)
+    assert (found["directory"].level, "creates it" in found["directory"].todo) == (
+        Level.NOTE,
+        True,
+    )
     assert "put" not in found
     assert list(tmp_path.iterdir()) == []
 
@@ -65,7 +80,12 @@ def test_check_read_only_writes_nothing(root: Path) -> None:
     ],
 )
 def test_check_file_system_says_whether_other_hosts_can_see_it(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, level: Level, part: str
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    level: Level,
+    part: str,
 ) -> None:
     mount(monkeypatch, tmp_path, kind)
     found = examine(root)["file system"]
@@ -76,13 +96,20 @@ def test_check_file_system_says_whether_other_hosts_can_see_it(
 
 def test_check_mount_point_is_warning() -> None:
     found = examine(Path("/dev/shm"), "?read_only=yes")["mount point"]
-    assert (found.level, found.todo) == (Level.WARNING, "name a directory in it, such as /dev/shm/kv")
+    assert (found.level, found.todo) == (
+        Level.WARNING,
+        "name a directory in it, such as /dev/shm/kv",
+    )
 
 
 def test_check_directory_that_others_can_write_is_warning(root: Path) -> None:
     root.chmod(0o777)
     found = examine(root)["directory"]
-    assert (found.level, "mode 0777" in found.found, found.todo) == (Level.WARNING, True, f"chmod go-w {root}")
+    assert (found.level, "mode 0777" in found.found, found.todo) == (
+        Level.WARNING,
+        True,
+        f"chmod go-w {root}",
+    )
 
 
 def test_check_directory_of_another_user_is_warning(root: Path) -> None:
@@ -100,7 +127,9 @@ def test_check_file_in_place_of_directory_is_problem(tmp_path: Path) -> None:
     assert (found["directory"].level, "list" in found) == (Level.PROBLEM, False)
 
 
-def test_check_file_system_without_fsync_of_directories_is_problem(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_file_system_without_fsync_of_directories_is_problem(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As some FUSE file systems. The failure is simulated."""
     fsync = os.fsync
 

@@ -1,7 +1,8 @@
-"""The medium in a directory against the conformance suite of media: on a local disk, and on mounts of a shared one.
+"""The medium in a directory against the conformance suite of media: on a local disk, and on mounts
+of a shared one.
 
-``PERSISTKV_SHARED_MOUNTS`` names two mounts of one file system, ``/mnt/one:/mnt/two``, as two machines would have them
-(``tests/servers/test-cephfs.sh``).
+``PERSISTKV_SHARED_MOUNTS`` names two mounts of one file system, ``/mnt/one:/mnt/two``, as two
+machines would have them (``tests/servers/test-cephfs.sh``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from persistkv.testing import BlobsConformance
 from persistkv.testing.conformance.blobs import RawBlobs
 from persistkv_dir import DirBlobs
 
-MOUNTS = [Path(path) for path in os.environ.get("PERSISTKV_SHARED_MOUNTS", "").split(":") if path]
+MOUNTS = [
+    Path(path)
+    for path in os.environ.get("PERSISTKV_SHARED_MOUNTS", "").split(":")
+    if path
+]
 
 
 class RawDirectory(RawBlobs):
@@ -65,7 +70,8 @@ class Alternating:
 
 
 class TestDirBlobsOnTwoMounts(BlobsConformance):
-    """The handle of a test is on the first mount, another one and the raw files are on the second."""
+    """The handle of a test is on the first mount, another one and the raw files are on the
+    second."""
 
     __test__ = len(MOUNTS) == 2
 

@@ -42,11 +42,16 @@ def identity() -> Identity:
 
 @pytest.fixture
 def open_store(path: Path, placement: str) -> Iterator[Opener]:
-    """Open the store at ``path`` or ``location``, with the test's placement. Close the open backends after the test."""
+    """Open the store at ``path`` or ``location``, with the test's placement. Close the open
+    backends after the test."""
     opened: list[LmdbBackend] = []
 
-    def open_store(options: str = "", *, location: object = None, read_only: bool = False) -> LmdbBackend:
-        options = f"{options}&placement={placement}" if options else f"?placement={placement}"
+    def open_store(
+        options: str = "", *, location: object = None, read_only: bool = False
+    ) -> LmdbBackend:
+        options = (
+            f"{options}&placement={placement}" if options else f"?placement={placement}"
+        )
         url = StoreUrl.parse(f"lmdb://{location or path}{options}")
         opened.append(LmdbBackend.open(url, read_only=read_only))
         return opened[-1]

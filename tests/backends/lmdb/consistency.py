@@ -1,4 +1,5 @@
-"""Consistency of a store's catalogue and segment files, as the tests check it after each disturbance."""
+"""Consistency of a store's catalogue and segment files, as the tests check it after each
+disturbance."""
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ from persistkv_lmdb.layout import EXTENTS, PIECES, tail_pages
 
 
 def find_faults(backend: LmdbBackend) -> list[str]:
-    """Compare extents with files, rows with each other and totals with a recount of the whole catalogue.
+    """Compare extents with files, rows with each other and totals with a recount of the whole
+    catalogue.
 
     :returns: one line per fault, caused by damage or by a defect of the driver.
     """
     lengths = backend.environment.files.lengths()
     with backend.environment.transaction() as transaction:
         try:
-            segments, holes = Allocator(transaction).segments(), list(Allocator(transaction).holes())
+            segments, holes = (
+                Allocator(transaction).segments(),
+                list(Allocator(transaction).holes()),
+            )
             found = [
                 *space_faults(transaction),
                 *_pack_faults(transaction),
@@ -45,13 +50,19 @@ def find_faults(backend: LmdbBackend) -> list[str]:
     for segment, pages in segments.items():
         pages -= pages_of(hole for hole in holes if hole.segment == segment)
         if lengths.get(segment, 0) < pages * PAGE_BYTES:
-            found.append(f"segment {segment} has {pages} pages, its file {lengths.get(segment, 0)} bytes")
+            found.append(
+                f"segment {segment} has {pages} pages, its file {lengths.get(segment, 0)} bytes"
+            )
     return found
 
 
 def _pack_faults(transaction: TableRows) -> Iterator[str]:
-    """Yield a line per pack without exactly one payload of its length, and per payload without a pack."""
-    extents = {bytes(key): pages_of(decode_extents(row)) for key, row in transaction.starting_with(EXTENTS, b"")}
+    """Yield a line per pack without exactly one payload of its length, and per payload without a
+    pack."""
+    extents = {
+        bytes(key): pages_of(decode_extents(row))
+        for key, row in transaction.starting_with(EXTENTS, b"")
+    }
     pieces: Counter[bytes] = Counter()
     for key, row in transaction.starting_with(PIECES, b""):
         pieces[bytes(key[:-4])] += len(row)
@@ -61,7 +72,9 @@ def _pack_faults(transaction: TableRows) -> Iterator[str]:
         if table is not None and pages:
             pages -= tail_pages(len(table.encode()))
         lengths = [length for length in (PAGE_BYTES * pages, inline) if length]
-        if table is not None and lengths != ([table.payload_length] if table.payload_length else []):
+        if table is not None and lengths != (
+            [table.payload_length] if table.payload_length else []
+        ):
             yield f"pack {name.hex()} of {table.payload_length} bytes has payloads of {lengths}"
     for name in {*extents, *pieces}:
         yield f"a payload belongs to {name.hex()}, which is no pack"
@@ -69,7 +82,10 @@ def _pack_faults(transaction: TableRows) -> Iterator[str]:
 
 def _total_faults(transaction: TableRows) -> Iterator[str]:
     """Yield a line per namespace whose recorded totals differ from a recount of its rows."""
-    states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
+    states = {
+        bytes(key): NamespaceState.decode(row)
+        for key, row in transaction.starting_with(STATES, b"")
+    }
     for name, counted in recount(transaction, states, Counter()).items():
         if counted != states[name]:
             yield f"namespace {name.hex()}: {states[name]}; counted: {counted}"
@@ -77,7 +93,9 @@ def _total_faults(transaction: TableRows) -> Iterator[str]:
 
 def _namespace_faults(transaction: TableRows) -> Iterator[str]:
     """Yield a line per namespace that has rows but no content, or content but no totals."""
-    with_content = _namespaces_in(transaction, PACKS) | _namespaces_in(transaction, MANIFESTS)
+    with_content = _namespaces_in(transaction, PACKS) | _namespaces_in(
+        transaction, MANIFESTS
+    )
     for table in (NAMESPACES, STATES, LOG):
         for name in _namespaces_in(transaction, table) - with_content:
             yield f"namespace {name.hex()} has no content, but rows of {table}"

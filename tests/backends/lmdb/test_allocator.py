@@ -1,4 +1,5 @@
-"""The allocator, compared with a model that records the owner of each page; files that grow, shrink and fail."""
+"""The allocator, compared with a model that records the owner of each page; files that grow, shrink
+and fail."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import lmdb
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError, StoreFullError
@@ -40,7 +47,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         self.directory = tempfile.TemporaryDirectory()
-        self.env = lmdb.open(self.directory.name, map_size=64 << 20, max_dbs=32, sync=False)
+        self.env = lmdb.open(
+            self.directory.name, map_size=64 << 20, max_dbs=32, sync=False
+        )
         self.db = {name: self.env.open_db(name.encode()) for name in DATABASES}
         self.pages: dict[tuple[int, int], int] = {}
         self.held: set[int] = set()
@@ -87,7 +96,12 @@ class AllocatorMachine(RuleBasedStateMachine):
 
         filled = self.change(work)
         if filled is not None:
-            self.pages.update(dict.fromkeys([(filled.segment, page) for page in range(filled.page, filled.end)], FREE))
+            self.pages.update(
+                dict.fromkeys(
+                    [(filled.segment, page) for page in range(filled.page, filled.end)],
+                    FREE,
+                )
+            )
 
     @rule(pages=st.integers(1, 30))
     def take_first(self, pages: int) -> None:
@@ -101,7 +115,11 @@ class AllocatorMachine(RuleBasedStateMachine):
             return taken
 
         taken = self.change(work)
-        places = [(extent.segment, extent.page + page) for extent in taken for page in range(extent.pages)]
+        places = [
+            (extent.segment, extent.page + page)
+            for extent in taken
+            for page in range(extent.pages)
+        ]
         assert sorted(places) == free[:pages]
 
     @rule(pages=st.integers(1, 30), keep=st.booleans())
@@ -122,7 +140,11 @@ class AllocatorMachine(RuleBasedStateMachine):
 
         taken, single = self.change(work)
         assert len(taken) == 1 or not single
-        places = [(extent.segment, extent.page + page) for extent in taken for page in range(extent.pages)]
+        places = [
+            (extent.segment, extent.page + page)
+            for extent in taken
+            for page in range(extent.pages)
+        ]
         assert len(places) == len(set(places)) == pages
         assert all(self.pages[place] == FREE for place in places)
         if keep:
@@ -132,7 +154,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 30), writer=st.integers(0, 3))
     def reserve(self, pages: int, writer: int) -> None:
         """A writer that reserves has nothing reserved: it releases that first."""
-        if writer in self.reserved or pages > sum(owner == FREE for owner in self.pages.values()):
+        if writer in self.reserved or pages > sum(
+            owner == FREE for owner in self.pages.values()
+        ):
             return
 
         def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
@@ -141,14 +165,19 @@ class AllocatorMachine(RuleBasedStateMachine):
             return taken
 
         taken = self.change(work)
-        self.reserved[writer] = {(extent.segment, page) for extent in taken for page in range(extent.page, extent.end)}
+        self.reserved[writer] = {
+            (extent.segment, page)
+            for extent in taken
+            for page in range(extent.page, extent.end)
+        }
         assert len(self.reserved[writer]) == pages
         assert all(self.pages[place] == FREE for place in self.reserved[writer])
         self.pages.update(dict.fromkeys(self.reserved[writer], RESERVED))
 
     @rule(writer=st.integers(0, 3), data=st.data())
     def publish_reserved(self, writer: int, data: st.DataObject) -> None:
-        """Packs take the first pages of a reservation, one after the other. The rest becomes free."""
+        """Packs take the first pages of a reservation, one after the other. The rest becomes
+        free."""
         if writer not in self.reserved:
             return
         sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
@@ -161,7 +190,9 @@ class AllocatorMachine(RuleBasedStateMachine):
                     place, rest = split(rest, size)
                     assert pages_of(place) == size
                     packs.append(place)
-            left = without(reserved, [extent for place in reversed(packs) for extent in place])
+            left = without(
+                reserved, [extent for place in reversed(packs) for extent in place]
+            )
             assert left == rest
             for number, place in enumerate(packs):
                 space.publish((self.number + 1 + number).to_bytes(32, "big"), place)
@@ -197,7 +228,10 @@ class AllocatorMachine(RuleBasedStateMachine):
 
         self.change(work)
         self.held.remove(number)
-        self.pages = {page: FREE if owner == number else owner for page, owner in self.pages.items()}
+        self.pages = {
+            page: FREE if owner == number else owner
+            for page, owner in self.pages.items()
+        }
 
     @invariant()
     def equals_model(self) -> None:
@@ -209,13 +243,23 @@ class AllocatorMachine(RuleBasedStateMachine):
             owners: dict[tuple[int, int], int] = {}
             found = [(FREE, extent) for extent in space.free_extents()]
             assert sorted(extent for _, extent in found) == sorted(space.free_sizes())
-            assert len({(e.segment, e.page) for _, e in found} & {(e.segment, e.end) for _, e in found}) == 0
+            assert (
+                len(
+                    {(e.segment, e.page) for _, e in found}
+                    & {(e.segment, e.end) for _, e in found}
+                )
+                == 0
+            )
             assert set(space.writers()) == set(self.reserved)
             found += [(HOLE, extent) for extent in space.holes()]
             for writer in self.reserved:
                 found += [(RESERVED, extent) for extent in space.reserved_by(writer)]
             for number in self.held:
-                found += [(number, extent) for extent in read_extents(transaction, number.to_bytes(32, "big")) or ()]
+                found += [
+                    (number, extent)
+                    for extent in read_extents(transaction, number.to_bytes(32, "big"))
+                    or ()
+                ]
             for owner, extent in found:
                 for page in range(extent.page, extent.end):
                     assert owners.setdefault((extent.segment, page), owner) == owner
@@ -233,7 +277,11 @@ class AllocatorMachine(RuleBasedStateMachine):
 def test_allocator_random_operations_match_model() -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     limits = settings(
-        max_examples=40, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=checks
+        max_examples=40,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=checks,
     )
     run_state_machine_as_test(AllocatorMachine, settings=limits)
 
@@ -259,7 +307,9 @@ def reader(path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", READER, str(path)]
-        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        running.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        )
         assert stdout_of(running[-1]).readline() == b"began\n"
         return running[-1]
 
@@ -273,16 +323,21 @@ def fill(backend: LmdbBackend, namespace: bytes, first: int = 0) -> list[bytes]:
     """Commit packs of 256 KiB until one is evicted. Return the ids of all packs."""
     written: list[bytes] = []
     while True:
-        pack = sample_pack(namespace, first + len(written), blocks=4, block_bytes=1 << 16)
+        pack = sample_pack(
+            namespace, first + len(written), blocks=4, block_bytes=1 << 16
+        )
         written.append(pack.pack_id)
         if backend.commit(namespace, CommitBatch([pack])).evicted:
             return written
 
 
 def test_commit_stopped_reader_pins_catalogue_raises_full_and_keeps_packs(
-    open_store: Opener, identity: Identity, reader: Callable[[], subprocess.Popen[bytes]]
+    open_store: Opener,
+    identity: Identity,
+    reader: Callable[[], subprocess.Popen[bytes]],
 ) -> None:
-    """Evicted extents are reused at once. Pages of the catalogue that the reader sees are not: at last none is free."""
+    """Evicted extents are reused at once. Pages of the catalogue that the reader sees are not: at
+    last none is free."""
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     fill(backend, namespace)
@@ -290,7 +345,12 @@ def test_commit_stopped_reader_pins_catalogue_raises_full_and_keeps_packs(
     refused: list[str] = []
     for seed in range(1000, 1400):
         try:
-            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=4, block_bytes=1 << 16)]))
+            backend.commit(
+                namespace,
+                CommitBatch(
+                    [sample_pack(namespace, seed, blocks=4, block_bytes=1 << 16)]
+                ),
+            )
         except StoreFullError as error:
             refused.append(str(error))
         assert backend.stats().disk_bytes <= 16 << 20
@@ -327,7 +387,9 @@ def test_read_deleted_segment_misses_and_commit_recreates_it(
     assert find_faults(again) == []
 
 
-def test_read_truncated_segment_misses(backend: LmdbBackend, namespace: bytes, path: Path) -> None:
+def test_read_truncated_segment_misses(
+    backend: LmdbBackend, namespace: bytes, path: Path
+) -> None:
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
     with open(path / "segments" / "00000000.seg", "r+b") as file:
@@ -336,7 +398,9 @@ def test_read_truncated_segment_misses(backend: LmdbBackend, namespace: bytes, p
     assert len(find_faults(backend)) == 1
 
 
-def test_commit_segment_longer_than_recorded_truncates_it(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_commit_segment_longer_than_recorded_truncates_it(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -368,14 +432,26 @@ def test_read_pack_in_several_segments_returns_stored_bytes(
         assert len({extent.segment for extent in extents}) > 1
     payload = payload_of(large)
     assert read_pack(backend, namespace, large.table) == payload
-    for offset, length in ((0, 1), (4095, 300_000), (len(payload) - 5, 5), (1 << 20, 2 << 20)):
-        buffers = [memoryview(bytearray(length // 3)), memoryview(bytearray(length - length // 3))]
-        assert backend.read(namespace, [ReadSpan(large.pack_id, offset, buffers)]) == [True]
+    for offset, length in (
+        (0, 1),
+        (4095, 300_000),
+        (len(payload) - 5, 5),
+        (1 << 20, 2 << 20),
+    ):
+        buffers = [
+            memoryview(bytearray(length // 3)),
+            memoryview(bytearray(length - length // 3)),
+        ]
+        assert backend.read(namespace, [ReadSpan(large.pack_id, offset, buffers)]) == [
+            True
+        ]
         assert b"".join(buffers) == payload[offset : offset + length]
     assert find_faults(backend) == []
 
 
-def test_read_damaged_extent_row_misses(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_read_damaged_extent_row_misses(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed) for seed in range(3)]
@@ -392,18 +468,24 @@ def test_read_damaged_extent_row_misses(open_store: Opener, path: Path, identity
 
 
 def segment_bytes(path: Path) -> int:
-    return sum(512 * file.stat().st_blocks for file in (path / "segments").glob("*.seg"))
+    return sum(
+        512 * file.stat().st_blocks for file in (path / "segments").glob("*.seg")
+    )
 
 
 def test_commit_after_aborted_transaction_truncates_grown_segments(
     open_store: Opener, path: Path, identity: Identity
 ) -> None:
-    """Without the truncation, the catalogue could be granted space that the segment files still occupy."""
+    """Without the truncation, the catalogue could be granted space that the segment files still
+    occupy."""
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     before = segment_bytes(path)
-    with suppress(ZeroDivisionError), backend.environment.transaction(write=True) as transaction:
+    with (
+        suppress(ZeroDivisionError),
+        backend.environment.transaction(write=True) as transaction,
+    ):
         backend.environment.payloads(transaction).take((16 << 20) // PAGE_BYTES)
         raise ZeroDivisionError
     assert segment_bytes(path) >= before + (16 << 20)
@@ -430,7 +512,9 @@ def test_commit_after_killed_writer_truncates_grown_segments(
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     before = segment_bytes(path)
-    subprocess.run([sys.executable, "-c", GROW_AND_BE_KILLED, f"lmdb://{path}"], check=False)
+    subprocess.run(
+        [sys.executable, "-c", GROW_AND_BE_KILLED, f"lmdb://{path}"], check=False
+    )
     assert segment_bytes(path) >= before + (16 << 20)
     backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
     assert segment_bytes(path) == before
@@ -440,11 +524,15 @@ def test_commit_after_killed_writer_truncates_grown_segments(
 def test_commit_large_capacity_allocates_little_more_than_payload(
     open_store: Opener, path: Path, identity: Identity
 ) -> None:
-    """This holds for any capacity: files grow by 1/16 of their length, and a pack gets exactly its bytes."""
+    """This holds for any capacity: files grow by 1/16 of their length, and a pack gets exactly its
+    bytes."""
     backend = open_store("?capacity=64GiB")
     namespace = backend.open_namespace(identity).id
     for seed in range(24):
-        backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16)]))
+        backend.commit(
+            namespace,
+            CommitBatch([sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16)]),
+        )
         assert segment_bytes(path) < (seed + 1) * (17 << 16) + (2 << 20)
     assert find_faults(backend) == []
 
@@ -452,9 +540,14 @@ def test_commit_large_capacity_allocates_little_more_than_payload(
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync", "posix_fallocate"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_commit_one_failed_disk_call_keeps_stored_packs(
-    backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+    backend: LmdbBackend,
+    namespace: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int,
 ) -> None:
-    """A copy-on-write file system can report ENOSPC for allocated space. The driver treats it like a full disk."""
+    """A copy-on-write file system can report ENOSPC for allocated space. The driver treats it like
+    a full disk."""
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
     real = getattr(os, call)
@@ -481,9 +574,14 @@ def test_commit_one_failed_disk_call_keeps_stored_packs(
     assert find_faults(backend) == []
 
 
-def test_commit_stale_cursor_leaves_totals_consistent(backend: LmdbBackend, namespace: bytes) -> None:
+def test_commit_stale_cursor_leaves_totals_consistent(
+    backend: LmdbBackend, namespace: bytes
+) -> None:
     pack = sample_pack(namespace, 1)
     seen = backend.commit(namespace, CommitBatch([pack])).cursor
-    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))  # the next commit can reuse the freed pages
-    assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=seen)).stale
+    # the next commit can reuse the freed pages
+    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+    assert backend.commit(
+        namespace, CommitBatch([sample_pack(namespace, 2)], seen=seen)
+    ).stale
     assert find_faults(backend) == []

@@ -41,11 +41,20 @@ def second_attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def commit_many(backend: LmdbBackend, namespace: bytes, count: int, packs_per_commit: int = 1, **size: Any) -> int:
+def commit_many(
+    backend: LmdbBackend,
+    namespace: bytes,
+    count: int,
+    packs_per_commit: int = 1,
+    **size: Any,
+) -> int:
     """Commit ``count`` packs of one size. Return the maximum size on disk, in bytes."""
     most = 0
     for first in range(0, count, packs_per_commit):
-        packs = [sample_pack(namespace, seed, **size) for seed in range(first, first + packs_per_commit)]
+        packs = [
+            sample_pack(namespace, seed, **size)
+            for seed in range(first, first + packs_per_commit)
+        ]
         backend.commit(namespace, CommitBatch(packs))
         most = max(most, backend.stats().disk_bytes)
     return most
@@ -56,21 +65,26 @@ def test_commit_full_store_uses_most_of_capacity_for_payload(
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
-    assert commit_many(backend, namespace, 500, blocks=4, block_bytes=64 << 10) <= 64 * MIB
-    assert backend.stats().stored_bytes > 0.93 * 64 * MIB  # packs of 256 KiB, each with a trailer in a page of 4 KiB
+    assert (
+        commit_many(backend, namespace, 500, blocks=4, block_bytes=64 << 10) <= 64 * MIB
+    )
+    # packs of 256 KiB, each with a trailer in a page of 4 KiB
+    assert backend.stats().stored_bytes > 0.93 * 64 * MIB
     assert not second_attempts, "a commit of the usual size needed a second attempt"
 
 
 def test_commit_large_batches_of_small_packs_below_capacity_evict_nothing(
     open_store: Opener, identity: Identity, second_attempts: list[int]
 ) -> None:
-    """Each batch rewrites more catalogue pages than are left before the driver detects that the catalogue is full."""
+    """Each batch rewrites more catalogue pages than are left before the driver detects that the
+    catalogue is full."""
     backend = open_store("?capacity=1GiB")
     namespace = backend.open_namespace(identity).id
     packs_per_commit, batches = 800, 6
     for first in range(0, batches * packs_per_commit, packs_per_commit):
         packs = [
-            sample_pack(namespace, seed, blocks=20, block_bytes=512) for seed in range(first, first + packs_per_commit)
+            sample_pack(namespace, seed, blocks=20, block_bytes=512)
+            for seed in range(first, first + packs_per_commit)
         ]
         assert not backend.commit(namespace, CommitBatch(packs)).evicted
     assert backend.stats().packs == batches * packs_per_commit
@@ -87,12 +101,19 @@ def gc_disabled() -> Iterator[None]:
 
 @pytest.mark.parametrize(("blocks", "stored"), [(128, True), (512, False)])
 def test_commit_retried_or_rejected_releases_references_to_pack(
-    open_store: Opener, identity: Identity, second_attempts: list[int], gc_disabled: None, blocks: int, stored: bool
+    open_store: Opener,
+    identity: Identity,
+    second_attempts: list[int],
+    gc_disabled: None,
+    blocks: int,
+    stored: bool,
 ) -> None:
-    """The commit drops its references to the rows when it ends, without a run of the garbage collector."""
+    """The commit drops its references to the rows when it ends, without a run of the garbage
+    collector."""
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
-    commit_many(backend, namespace, 1500, 50, blocks=1, block_bytes=8 << 10)  # more than one transaction evicts
+    # more than one transaction evicts
+    commit_many(backend, namespace, 1500, 50, blocks=1, block_bytes=8 << 10)
     second_attempts.clear()
     pack = sample_pack(namespace, 1000, blocks=blocks, block_bytes=64 << 10)
     pack_id, alive = pack.pack_id, weakref.ref(pack)
@@ -105,15 +126,20 @@ def test_commit_retried_or_rejected_releases_references_to_pack(
 
 
 @pytest.mark.slow
-def test_commit_small_blocks_catalogue_and_payload_fit_capacity(open_store: Opener, identity: Identity) -> None:
+def test_commit_small_blocks_catalogue_and_payload_fit_capacity(
+    open_store: Opener, identity: Identity
+) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     assert commit_many(backend, namespace, 3000, 10, blocks=2) <= 16 * MIB
-    assert backend.stats().stored_bytes > 0.5 * 16 * MIB  # packs of 8 KiB take 12 KiB, with their trailers
+    # packs of 8 KiB take 12 KiB, with their trailers
+    assert backend.stats().stored_bytes > 0.5 * 16 * MIB
 
 
 @pytest.mark.slow
-def test_commit_blocks_become_small_catalogue_grows_within_capacity(open_store: Opener, identity: Identity) -> None:
+def test_commit_blocks_become_small_catalogue_grows_within_capacity(
+    open_store: Opener, identity: Identity
+) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     commit_many(backend, namespace, 8, blocks=64, block_bytes=64 << 10)

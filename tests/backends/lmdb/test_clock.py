@@ -31,7 +31,8 @@ class Machine:
         self.since_boot += seconds
 
     def reboot(self, *, off_s: float, error_s: float = 0.0) -> None:
-        """Simulate a machine that boots after ``off_s`` seconds with a wall clock that is wrong by ``error_s``."""
+        """Simulate a machine that boots after ``off_s`` seconds with a wall clock that is wrong by
+        ``error_s``."""
         self.wall += off_s + error_s
         self.since_boot = 10.0
 
@@ -60,7 +61,10 @@ def namespace(week: LmdbBackend, identity: Identity) -> bytes:
 
 def put(backend: LmdbBackend, namespace: bytes, seed: int) -> bytes:
     pack = sample_pack(namespace, seed)
-    backend.commit(namespace, CommitBatch([pack], [sample_manifest(f"r{seed}", seed, packs=[pack.pack_id])]))
+    backend.commit(
+        namespace,
+        CommitBatch([pack], [sample_manifest(f"r{seed}", seed, packs=[pack.pack_id])]),
+    )
     return pack.pack_id
 
 
@@ -71,14 +75,19 @@ def commit_empty(backend: LmdbBackend, namespace: bytes, count: int = 3) -> None
 
 
 def test_commit_wall_clock_jumps_ahead_expires_nothing(
-    week: LmdbBackend, namespace: bytes, machine: Machine, caplog: pytest.LogCaptureFixture
+    week: LmdbBackend,
+    namespace: bytes,
+    machine: Machine,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     packs = {put(week, namespace, seed) for seed in range(20)}
     machine.wall += 8 * DAY_S
     commit_empty(week, namespace)
     put(week, namespace, 50)
     assert packs < set(tables(week, namespace))
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert len(warnings) == 1
     assert "+691200 s" in warnings[0].getMessage()
 
@@ -155,7 +164,9 @@ def test_commit_wrong_boot_clock_is_corrected_expires_nothing_early(
     assert tables(week, namespace) == {}, "a day of downtime and six of uptime"
 
 
-def test_uses_after_clock_jump_return_wall_clock_times(week: LmdbBackend, namespace: bytes, machine: Machine) -> None:
+def test_uses_after_clock_jump_return_wall_clock_times(
+    week: LmdbBackend, namespace: bytes, machine: Machine
+) -> None:
     put(week, namespace, 1)
     machine.wall += 8 * DAY_S
     machine.advance(HOUR_S)

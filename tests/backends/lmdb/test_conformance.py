@@ -65,9 +65,22 @@ class RawLmdb(RawStore):
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
         self._run("put", kind, namespace, name, data)
 
-    def _run(self, action: str, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> bytes:
-        command = [sys.executable, "-c", RAW_CLIENT, str(self.path), action, kind.value, namespace.hex(), name.hex()]
-        return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True).stdout
+    def _run(
+        self, action: str, kind: RawKind, namespace: bytes, name: bytes, data: bytes
+    ) -> bytes:
+        command = [
+            sys.executable,
+            "-c",
+            RAW_CLIENT,
+            str(self.path),
+            action,
+            kind.value,
+            namespace.hex(),
+            name.hex(),
+        ]
+        return subprocess.run(
+            command, input=data, stdout=subprocess.PIPE, check=True
+        ).stdout
 
 
 class LmdbConformance(BackendConformance, CatalogueRules, EvictionRules):
@@ -85,7 +98,9 @@ class LmdbConformance(BackendConformance, CatalogueRules, EvictionRules):
 
     @pytest.fixture
     def ttl_url(self, tmp_path: Path) -> str:
-        return f"lmdb://{tmp_path}/aging?capacity=64MiB&ttl=1h&placement={self.placement}"
+        return (
+            f"lmdb://{tmp_path}/aging?capacity=64MiB&ttl=1h&placement={self.placement}"
+        )
 
     def open(self, url: str, *, read_only: bool = False) -> LmdbBackend:
         """Open a store whose ``close`` also checks that it is consistent."""

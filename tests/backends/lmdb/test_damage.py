@@ -1,4 +1,5 @@
-"""Inspection after unclean shutdowns, and damaged files. ``tests.crash.damage`` damages files at random."""
+"""Inspection after unclean shutdowns, and damaged files. ``tests.crash.damage`` damages files at
+random."""
 
 from __future__ import annotations
 
@@ -50,9 +51,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def run_killed_writer(path: Path, namespace: bytes, *, commits: int = 0, where: str = "idle") -> None:
+def run_killed_writer(
+    path: Path, namespace: bytes, *, commits: int = 0, where: str = "idle"
+) -> None:
     """Run a process that opens the store for writing and is killed."""
-    command = [sys.executable, "-c", KILLED_WRITER, f"lmdb://{path}", namespace.hex(), str(commits), where]
+    command = [
+        sys.executable,
+        "-c",
+        KILLED_WRITER,
+        f"lmdb://{path}",
+        namespace.hex(),
+        str(commits),
+        where,
+    ]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
@@ -63,7 +74,9 @@ def quarantined_copies(path: Path) -> list[Path]:
 def damage_root_page(path: Path) -> None:
     """Damage the root page of the main database."""
     data = bytearray((path / "data.mdb").read_bytes())
-    newest = max((0, 4096), key=lambda meta: data[meta + 16 + 24 + 2 * 48 + 8 : meta + 160][::-1])
+    newest = max(
+        (0, 4096), key=lambda meta: data[meta + 16 + 24 + 2 * 48 + 8 : meta + 160][::-1]
+    )
     (root,) = struct.unpack_from("<Q", data, newest + 16 + 24 + 48 + 40)
     data[root * 4096 + 10] ^= 0xFF
     (path / "data.mdb").write_bytes(data)
@@ -88,12 +101,16 @@ def filled(open_store: Opener, path: Path, identity: Identity) -> bytes:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
-    backend.commit(namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
+    backend.commit(
+        namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])])
+    )
     backend.close()
     return namespace
 
 
-def test_open_after_clean_close_skips_inspection(open_store: Opener, filled: bytes, inspections: list[Finding]) -> None:
+def test_open_after_clean_close_skips_inspection(
+    open_store: Opener, filled: bytes, inspections: list[Finding]
+) -> None:
     for _ in range(3):
         open_store().close()
     assert inspections == []
@@ -113,7 +130,11 @@ def test_open_after_killed_writer_inspects_once_and_keeps_content(
 
 
 def test_open_damaged_after_kill_quarantines_and_warns(
-    open_store: Opener, path: Path, filled: bytes, identity: Identity, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    identity: Identity,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run_killed_writer(path, filled)
     damage_root_page(path)
@@ -127,7 +148,11 @@ def test_open_damaged_after_kill_quarantines_and_warns(
     (copy,) = quarantined_copies(path)
     assert (copy / "data.mdb").read_bytes() == before
     assert not copy.stat().st_mode & 0o077
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    (warning,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
     assert str(copy) in warning
     assert f"{path} is damaged" in warning
 
@@ -144,7 +169,8 @@ def test_open_damaged_after_clean_close_quarantines(
 
 
 def test_end_with_killed_parent_ends_inspecting_process() -> None:
-    """Without this, each host process that is killed while it opens a large store would leave an inspection running."""
+    """Without this, each host process that is killed while it opens a large store would leave an
+    inspection running."""
     inspecting = """
 import os, time
 from persistkv_lmdb.fsck import end_with
@@ -152,13 +178,19 @@ end_with(os.getppid())
 print("inspecting", flush=True)
 time.sleep(600)
 """
-    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    with subprocess.Popen([sys.executable, "-c", parent, inspecting], stdout=subprocess.PIPE) as process:
+    parent = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent, inspecting], stdout=subprocess.PIPE
+    ) as process:
         assert stdout_of(process).readline() == b"inspecting\n"
         process.kill()
         ended, _, _ = select.select([stdout_of(process)], [], [], 60)
         assert ended
-        assert stdout_of(process).read() == b"", "the inspecting process is still running"
+        assert stdout_of(process).read() == b"", (
+            "the inspecting process is still running"
+        )
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
@@ -180,7 +212,12 @@ for read_only in (True, False):
     except CorruptStoreError as error:
         print("refused")
 """
-    done = subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"lmdb://{path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.split() == ["refused", "0"], done.stderr
     assert done.returncode == 0
     assert len(quarantined_copies(path)) == 1
@@ -239,7 +276,9 @@ sys.stdin.read()
 backend.close()
 """
     command = [sys.executable, "-c", holds, f"lmdb://{path}"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         assert stdout_of(other).readline() == b"open\n"
         run_killed_writer(path, filled)
         backend = open_store()
@@ -253,7 +292,11 @@ backend.close()
 
 
 def test_open_busy_store_leaves_guard_unclean_and_next_open_inspects(
-    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding], monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    inspections: list[Finding],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_killed_writer(path, filled)
     monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.2)
@@ -266,8 +309,11 @@ def test_open_busy_store_leaves_guard_unclean_and_next_open_inspects(
     assert len(inspections) == 1
 
 
-def test_open_after_many_killed_writers_keeps_content(open_store: Opener, path: Path, filled: bytes) -> None:
-    """A writer that is killed repeatedly, for example at its memory limit, does not damage the store."""
+def test_open_after_many_killed_writers_keeps_content(
+    open_store: Opener, path: Path, filled: bytes
+) -> None:
+    """A writer that is killed repeatedly, for example at its memory limit, does not damage the
+    store."""
     for _ in range(7):
         run_killed_writer(path, filled, where="writing")
     backend = open_store()
@@ -276,7 +322,9 @@ def test_open_after_many_killed_writers_keeps_content(open_store: Opener, path: 
     assert not quarantined_copies(path)
 
 
-def test_open_after_kills_during_open_keeps_content(open_store: Opener, path: Path, filled: bytes) -> None:
+def test_open_after_kills_during_open_keeps_content(
+    open_store: Opener, path: Path, filled: bytes
+) -> None:
     killed_while_opening = """
 import os, signal, sys
 from persistkv.config import StoreUrl
@@ -286,14 +334,20 @@ environment.create_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
     for _ in range(4):
-        subprocess.run([sys.executable, "-c", killed_while_opening, f"lmdb://{path}"], check=False)
+        subprocess.run(
+            [sys.executable, "-c", killed_while_opening, f"lmdb://{path}"], check=False
+        )
     assert len(tables(open_store(), filled)) == 1
     assert not quarantined_copies(path)
 
 
 @pytest.mark.parametrize("content", [b"open", b"???", b"clean x", b"\xff" * 40])
 def test_open_unreadable_guard_inspects_store(
-    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding], content: bytes
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    inspections: list[Finding],
+    content: bytes,
 ) -> None:
     (path / "guard").write_bytes(content)
     assert len(tables(open_store(), filled)) == 1
@@ -331,8 +385,14 @@ def test_inspect_child_cannot_start_returns_unknown_and_keeps_store(
 @pytest.mark.parametrize(
     ("program", "finding"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", (Verdict.DAMAGED, "SIGBUS")),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", (Verdict.UNKNOWN, "-9")),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGBUS)",
+            (Verdict.DAMAGED, "SIGBUS"),
+        ),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            (Verdict.UNKNOWN, "-9"),
+        ),
         ("import time; time.sleep(600)", (Verdict.UNKNOWN, "did not end")),
         ("while True: pass", (Verdict.DAMAGED, "SIGXCPU")),
         ("raise MemoryError", (Verdict.UNKNOWN, "exit code 1")),
@@ -340,7 +400,11 @@ def test_inspect_child_cannot_start_returns_unknown_and_keeps_store(
     ],
 )
 def test_inspect_child_exit_determines_verdict(
-    path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch, program: str, finding: tuple[Verdict, str]
+    path: Path,
+    filled: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    finding: tuple[Verdict, str],
 ) -> None:
     monkeypatch.setattr(fsck, "PROGRAM", program)
     if "sleep" in program or "while" in program:
@@ -358,8 +422,12 @@ from persistkv_lmdb import fsck
 os._exit = lambda code: sys.exit("torch" in sys.modules)
 fsck.main({str(path)!r}, os.getppid())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "1 packs in 1 namespaces\n"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1 packs in 1 namespaces\n"), (
+        done.stderr
+    )
 
 
 def change_rows(path: Path, database: bytes, row: bytes) -> None:
@@ -384,9 +452,16 @@ def change_rows(path: Path, database: bytes, row: bytes) -> None:
     ],
 )
 def test_open_unreadable_row_quarantines_only_for_namespace_state(
-    open_store: Opener, path: Path, filled: bytes, identity: Identity, database: bytes, row: bytes, verdict: Verdict
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    identity: Identity,
+    database: bytes,
+    row: bytes,
+    verdict: Verdict,
 ) -> None:
-    """If the bad row only describes content whose loss is a cache miss, the store is kept and accepts new content."""
+    """If the bad row only describes content whose loss is a cache miss, the store is kept and
+    accepts new content."""
     change_rows(path, database, row)
     assert inspect(path).verdict is verdict
     before = open_store()
@@ -397,14 +472,22 @@ def test_open_unreadable_row_quarantines_only_for_namespace_state(
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
     payload = payload_of(pack)
-    backend.commit(namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
+    backend.commit(
+        namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])])
+    )
     assert read_pack(backend, namespace, pack.table) == payload
     backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
     assert tables(backend, namespace) == {}
 
 
 @pytest.mark.parametrize(
-    "row", [b"", bytes(15), b"\xff" * 16, struct.pack("<Qddd16sdd", 1, float("nan"), 0, 0, b"", 0, 0)]
+    "row",
+    [
+        b"",
+        bytes(15),
+        b"\xff" * 16,
+        struct.pack("<Qddd16sdd", 1, float("nan"), 0, 0, b"", 0, 0),
+    ],
 )
 def test_commit_unreadable_clock_raises_and_next_open_quarantines(
     open_store: Opener, path: Path, filled: bytes, row: bytes
@@ -419,7 +502,9 @@ def test_commit_unreadable_clock_raises_and_next_open_quarantines(
 
 
 @pytest.mark.parametrize("row", [b"", bytes(8), b"\xff" * 8])
-def test_open_invalid_recorded_capacity_uses_default(open_store: Opener, path: Path, filled: bytes, row: bytes) -> None:
+def test_open_invalid_recorded_capacity_uses_default(
+    open_store: Opener, path: Path, filled: bytes, row: bytes
+) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(b"capacity", row, db=env.open_db(b"meta", txn=txn))
     backend = open_store()
@@ -427,7 +512,9 @@ def test_open_invalid_recorded_capacity_uses_default(open_store: Opener, path: P
     assert len(tables(backend, filled)) == 1
 
 
-def test_open_unreadable_placement_raises_then_quarantines(open_store: Opener, path: Path, filled: bytes) -> None:
+def test_open_unreadable_placement_raises_then_quarantines(
+    open_store: Opener, path: Path, filled: bytes
+) -> None:
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         txn.put(b"placement", b"extentz", db=env.open_db(b"meta", txn=txn))
     with pytest.raises(CorruptStoreError, match="placement"):
@@ -441,7 +528,8 @@ def test_open_unreadable_placement_raises_then_quarantines(open_store: Opener, p
 def test_open_damaged_format_row_or_missing_database_quarantines(
     open_store: Opener, path: Path, filled: bytes, database: bytes, ended: bool
 ) -> None:
-    """The guard shows that this was a store. Rejected as another program's directory, it could not be opened again."""
+    """The guard shows that this was a store. Rejected as another program's directory, it could not
+    be opened again."""
     if ended == "killed":
         run_killed_writer(path, filled)
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
@@ -460,7 +548,9 @@ def test_open_newer_format_raises_and_never_quarantines(
     if ended == "killed":
         run_killed_writer(path, filled)
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
-        txn.put(b"format", b"PKVLMDB1" + b"\x03\0\0\0", db=env.open_db(b"meta", txn=txn))
+        txn.put(
+            b"format", b"PKVLMDB1" + b"\x03\0\0\0", db=env.open_db(b"meta", txn=txn)
+        )
     for _ in range(2):
         with pytest.raises(CorruptStoreError, match="format is 3"):
             open_store()

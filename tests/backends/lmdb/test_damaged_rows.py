@@ -27,7 +27,9 @@ def advance_clocks(monkeypatch: pytest.MonkeyPatch) -> AdvanceClocks:
 
     def advance_clocks(seconds: float) -> None:
         monkeypatch.setattr(time, "time", lambda: wall() + seconds)
-        monkeypatch.setattr(time, "clock_gettime", lambda clock: elapsed(clock) + seconds)
+        monkeypatch.setattr(
+            time, "clock_gettime", lambda clock: elapsed(clock) + seconds
+        )
 
     return advance_clocks
 
@@ -43,7 +45,8 @@ def backend(open_store: Opener) -> LmdbBackend:
 
 
 def content(rows: TableRows, table: str) -> list[tuple[bytes, bytes]]:
-    """Return copies of all rows of a table: the buffers of a transaction end with its next change."""
+    """Return copies of all rows of a table: the buffers of a transaction end with its next
+    change."""
     return [(bytes(key), bytes(value)) for key, value in rows.range(table, b"")]
 
 
@@ -72,12 +75,21 @@ def test_expiry_use_in_future_does_not_delay_other_packs(
     assert set(tables(backend, namespace)) == {packs[0].pack_id}
 
 
-@pytest.mark.parametrize(("table", "listed"), [("packs", "uses"), ("manifests", "chains")])
+@pytest.mark.parametrize(
+    ("table", "listed"), [("packs", "uses"), ("manifests", "chains")]
+)
 def test_expiry_dangling_rows_are_deleted_and_delay_no_other_pack(
-    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str, listed: str
+    backend: LmdbBackend,
+    namespace: bytes,
+    advance_clocks: AdvanceClocks,
+    table: str,
+    listed: str,
 ) -> None:
     gone = small_packs(namespace, range(150))
-    manifests = [sample_manifest(f"r{seed}", packs=[pack.pack_id]) for seed, pack in enumerate(gone)]
+    manifests = [
+        sample_manifest(f"r{seed}", packs=[pack.pack_id])
+        for seed, pack in enumerate(gone)
+    ]
     backend.commit(namespace, CommitBatch(gone, manifests))
     with backend.rows(write=True) as rows:
         for key, _ in content(rows, table):
@@ -98,7 +110,10 @@ def test_expiry_damaged_row_does_not_delay_other_requests(
     backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str
 ) -> None:
     packs = small_packs(namespace, range(3))
-    manifests = [sample_manifest(f"r{seed}", packs=[pack.pack_id], ttl_s=60.0) for seed, pack in enumerate(packs)]
+    manifests = [
+        sample_manifest(f"r{seed}", packs=[pack.pack_id], ttl_s=60.0)
+        for seed, pack in enumerate(packs)
+    ]
     backend.commit(namespace, CommitBatch(packs, manifests))
     with backend.rows(write=True) as rows:
         ((key, row), *_) = content(rows, table)
@@ -127,7 +142,8 @@ def test_commit_pack_without_use_row_restores_row_and_pack_expires(
 def test_commit_touch_at_moment_of_failed_commit_delays_expiry(
     backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks
 ) -> None:
-    """A failed commit may have recorded a use durably; the next transaction then has the same moment number."""
+    """A failed commit may have recorded a use durably; the next transaction then has the same
+    moment number."""
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
     with backend.rows(write=True) as rows:

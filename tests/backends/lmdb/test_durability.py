@@ -114,12 +114,17 @@ def test_commit_after_killed_writer_syncs_its_pages_once(
 
 
 def test_open_or_close_after_killed_writer_syncs_its_pages(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, synced: list[str]
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    synced: list[str],
 ) -> None:
     kill_writer_in_commit(path)
     code = "import sys; from persistkv.storage import open_backend; open_backend(sys.argv[1])"
     assert (path / "writer.lock").read_bytes() == b"+"
-    subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)  # in a second process
+    # in a second process
+    subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)
     assert (path / "writer.lock").read_bytes() == b"-"
     kill_writer_in_commit(path)
     synced.clear()
@@ -133,8 +138,8 @@ def test_open_or_close_after_killed_writer_syncs_its_pages(
 def lossy_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], set[int]]:
     """Simulate a kernel that failed to write pages of ``data.mdb`` that a killed process left.
 
-    Return the pending errors, one per failing fsync, and the numbers of the meta pages that are not durable. A lost
-    page becomes durable only if it is rewritten before the next successful fsync.
+    Return the pending errors, one per failing fsync, and the numbers of the meta pages that are not
+    durable. A lost page becomes durable only if it is rewritten before the next successful fsync.
     """
     errors: list[bool] = []
     written: list[int] = []
@@ -153,7 +158,9 @@ def lossy_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], set[int]]:
     def write(fd: int, content: bytes, offset: int) -> int:
         done = pwrite(fd, content, offset)
         if os.readlink(f"/proc/self/fd/{fd}").endswith("data.mdb"):
-            written.extend(range(offset // mmap.PAGESIZE, (offset + done) // mmap.PAGESIZE))
+            written.extend(
+                range(offset // mmap.PAGESIZE, (offset + done) // mmap.PAGESIZE)
+            )
         return done
 
     monkeypatch.setattr(os, "fsync", sync)
@@ -162,9 +169,14 @@ def lossy_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], set[int]]:
 
 
 def test_commit_failed_sync_after_killed_writer_rewrites_meta_pages(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, lossy_disk: tuple[list[bool], set[int]]
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    lossy_disk: tuple[list[bool], set[int]],
 ) -> None:
-    """After EIO the kernel marks the lost pages as clean: a second fsync would succeed without writing them."""
+    """After EIO the kernel marks the lost pages as clean: a second fsync would succeed without
+    writing them."""
     errors, lost = lossy_disk
     held = sample_pack(namespace, 3)
     backend.commit(namespace, CommitBatch([held]))
@@ -183,9 +195,14 @@ def test_commit_failed_sync_after_killed_writer_rewrites_meta_pages(
 
 
 def test_open_failing_sync_raises_unavailable_and_later_succeeds(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, lossy_disk: tuple[list[bool], set[int]]
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    lossy_disk: tuple[list[bool], set[int]],
 ) -> None:
-    """The last writer was killed before its commit was durable. A failing disk is no reason to discard the store."""
+    """The last writer was killed before its commit was durable. A failing disk is no reason to
+    discard the store."""
     errors, lost = lossy_disk
     backend.close()
     kill_writer_in_commit(path)
@@ -227,7 +244,11 @@ def forge_meta_page(backend: LmdbBackend, handle: Handle, ahead: int = 1) -> int
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_transaction_meta_page_ahead_of_lock_file_is_adopted(
-    handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path, ahead: int
+    handles: list[Handle],
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    ahead: int,
 ) -> None:
     """The meta page is in the file, and LMDB's lock file still names the transaction before it."""
     shared = backend.environment
@@ -251,7 +272,8 @@ def test_commit_disk_fails_before_newer_snapshot_is_durable_raises(
     lossy_disk: tuple[list[bool], set[int]],
     times: int,
 ) -> None:
-    """The disk fails ``times`` times. The kernel then marks the pages as clean, and LMDB would not write them again."""
+    """The disk fails ``times`` times. The kernel then marks the pages as clean, and LMDB would not
+    write them again."""
     shared = backend.environment
     errors, lost = lossy_disk
     held = sample_pack(namespace, 1)
@@ -273,7 +295,11 @@ def test_commit_disk_fails_before_newer_snapshot_is_durable_raises(
 
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_read_panicked_handle_failed_reopen_is_retried_by_next_read(
-    handles: list[Handle], backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch, times: int
+    handles: list[Handle],
+    backend: LmdbBackend,
+    namespace: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
 ) -> None:
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
@@ -297,7 +323,11 @@ def test_read_panicked_handle_failed_reopen_is_retried_by_next_read(
 
 
 def test_read_panicked_handle_succeeds_without_sync(
-    handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path, lossy_disk: tuple[list[bool], set[int]]
+    handles: list[Handle],
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    lossy_disk: tuple[list[bool], set[int]],
 ) -> None:
     """LMDB's handle is unusable after its last write failed, and is reopened."""
     errors, _ = lossy_disk
@@ -311,7 +341,11 @@ def test_read_panicked_handle_succeeds_without_sync(
 
 
 def test_commit_failed_payload_sync_raises_and_retry_rewrites_payload(
-    backend: LmdbBackend, namespace: bytes, path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    placement: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if placement == "inline":
         pytest.skip("LMDB syncs inline payloads itself")
@@ -358,7 +392,8 @@ def test_commit_failed_directory_sync_raises_and_next_commit_syncs_it(
     with pytest.raises(StoreError):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())
-    backend.close()  # the reopened store cannot tell whether the name was synced, like another process
+    # the reopened store cannot tell whether the name was synced, like another process
+    backend.close()
     again = open_store()
     again.open_namespace(IDENTITY)
     again.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -386,11 +421,15 @@ def test_commit_failing_guard_write_succeeds(
 def test_open_new_store_failed_directory_sync_removes_created_files(
     open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LMDB's only handle of this process is closed, and files are removed whose names a power loss could remove."""
+    """LMDB's only handle of this process is closed, and files are removed whose names a power loss
+    could remove."""
     fsync = os.fsync
 
     def fail_after_data_file(fd: int) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}") == str(path) and (path / "data.mdb").exists():
+        if (
+            os.readlink(f"/proc/self/fd/{fd}") == str(path)
+            and (path / "data.mdb").exists()
+        ):
             raise_eio()
         fsync(fd)
 
@@ -399,7 +438,8 @@ def test_open_new_store_failed_directory_sync_removes_created_files(
         with pytest.raises(StoreUnavailableError, match="Input/output error") as caught:
             open_store()
     assert not (path / "data.mdb").exists()
-    backend = open_store()  # while the error and the objects that it references are alive
+    # while the error and the objects that it references are alive
+    backend = open_store()
     assert caught.value.__traceback__ is not None
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -407,7 +447,11 @@ def test_open_new_store_failed_directory_sync_removes_created_files(
 
 
 def test_commit_full_disk_without_segment_directory_refuses_only_packs(
-    open_store: Opener, path: Path, identity: Identity, placement: str, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    placement: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if placement == "inline":
         pytest.skip("an inline store has no segments")

@@ -26,12 +26,18 @@ from tests.backends.lmdb.conftest import Opener
 
 def read_all(backend: LmdbBackend, namespace: bytes, pack: PackWriter) -> bytes:
     buffer = bytearray(len(payload_of(pack)))
-    assert backend.read(namespace, [ReadSpan(pack.pack_id, 0, [memoryview(buffer)])]) == [True]
+    assert backend.read(
+        namespace, [ReadSpan(pack.pack_id, 0, [memoryview(buffer)])]
+    ) == [True]
     return bytes(buffer)
 
 
 def run(code: str, *arguments: object) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -53,7 +59,9 @@ def test_open_different_paths_to_one_store_share_environment(
     lmdb.open(str(path)).close()  # succeeds only if this process has closed the store
 
 
-def test_open_for_writing_with_open_reader_shares_environment(open_store: Opener, identity: Identity) -> None:
+def test_open_for_writing_with_open_reader_shares_environment(
+    open_store: Opener, identity: Identity
+) -> None:
     open_store().close()
     reader = open_store(read_only=True)
     writer = open_store()
@@ -68,9 +76,13 @@ def test_open_for_writing_with_open_reader_shares_environment(open_store: Opener
 
 
 def test_open_for_writing_blocks_reads_while_files_are_reopened(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Opening for writing closes the descriptors. A number held by a reader could then refer to another file."""
+    """Opening for writing closes the descriptors. A number held by a reader could then refer to
+    another file."""
     backend.close()
     reader = open_store(read_only=True)
     shared = reader.environment
@@ -105,7 +117,9 @@ def test_read_after_failed_open_for_writing_succeeds(
     monkeypatch.setattr(environment, "create_databases", refuse_writing)
     with pytest.raises(CorruptStoreError, match="refused"):
         open_store()
-    assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(closed_pack)
+    assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(
+        closed_pack
+    )
 
 
 def test_open_store_deleted_under_open_handle_creates_new_store(
@@ -120,7 +134,8 @@ def test_open_store_deleted_under_open_handle_creates_new_store(
     assert list(new.namespaces()) == []
     assert tables(old, namespace) == {}  # the old handle continues in the new store
     new.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
-    assert new.changes(namespace, cursor).reset  # the new store does not accept a cursor of the deleted one
+    # the new store does not accept a cursor of the deleted one
+    assert new.changes(namespace, cursor).reset
     old.commit(namespace, CommitBatch([pack]))
     assert read_all(new, namespace, pack) == payload_of(pack)
 
@@ -191,10 +206,17 @@ print(backend.stats().packs)
 
 
 def test_fork_child_use_raises_and_parent_continues(path: Path) -> None:
-    assert run(FORK, f"lmdb://{path}") == ["StoreError", "StoreUnavailableError", "0", "2"]
+    assert run(FORK, f"lmdb://{path}") == [
+        "StoreError",
+        "StoreUnavailableError",
+        "0",
+        "2",
+    ]
 
 
-def test_remap_during_reads_returns_stored_bytes(open_store: Opener, identity: Identity) -> None:
+def test_remap_during_reads_returns_stored_bytes(
+    open_store: Opener, identity: Identity
+) -> None:
     """Unmapping memory during a read would kill the process."""
     backend = open_store("?capacity=8MiB")
     namespace = backend.open_namespace(identity).id
@@ -233,7 +255,9 @@ def test_set_policy_many_readers_is_not_starved(backend: LmdbBackend) -> None:
     threads = [threading.Thread(target=read) for _ in range(8)]
     for thread in threads:
         thread.start()
-    changing = threading.Thread(target=backend.set_policy, args=(replace(backend.policy(), capacity=32 << 20),))
+    changing = threading.Thread(
+        target=backend.set_policy, args=(replace(backend.policy(), capacity=32 << 20),)
+    )
     changing.start()
     changing.join(60)
     starved = changing.is_alive()
@@ -243,7 +267,9 @@ def test_set_policy_many_readers_is_not_starved(backend: LmdbBackend) -> None:
     assert not starved
 
 
-def test_open_and_close_in_many_threads_keeps_all_commits(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_open_and_close_in_many_threads_keeps_all_commits(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     namespace = open_store().open_namespace(identity).id
     failures = []
 
@@ -251,7 +277,10 @@ def test_open_and_close_in_many_threads_keeps_all_commits(open_store: Opener, pa
         try:
             for step in range(10):
                 backend = open_store()
-                backend.commit(namespace, CommitBatch([sample_pack(namespace, 100 * number + step)]))
+                backend.commit(
+                    namespace,
+                    CommitBatch([sample_pack(namespace, 100 * number + step)]),
+                )
                 backend.close()
         except StoreError as error:
             failures.append(error)
@@ -290,12 +319,19 @@ print(backend.stats().packs, backend.stats().requests)
 """
 
 
-def test_commit_full_disk_raises_store_full_and_keeps_content(tmp_path: Path, placement: str) -> None:
+def test_commit_full_disk_raises_store_full_and_keeps_content(
+    tmp_path: Path, placement: str
+) -> None:
     mounted = 'mount -t tmpfs -o size=4m tmpfs "$1" && exec "$2" -c "$3" "$1" "$4"'
     command = ["unshare", "-rm", "sh", "-c", mounted, "sh", str(tmp_path)]
-    if not shutil.which("unshare") or subprocess.run([*command, "true", ""], capture_output=True).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*command, "true", ""], capture_output=True).returncode
+    ):
         pytest.skip("cannot mount a tmpfs here")
-    done = subprocess.run([*command, sys.executable, FULL_DISK, placement], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, sys.executable, FULL_DISK, placement], capture_output=True, text=True
+    )
     assert done.stdout.split() == ["full", "full", "full", "2", "0"], done.stderr
 
 
@@ -336,14 +372,27 @@ print(evicted > 50, sum(held) / len(held) > 10, backend.stats().disk_bytes <= be
 def test_commit_full_disk_evicts_for_new_packs(tmp_path: Path, placement: str) -> None:
     mounted = 'mount -t tmpfs -o size=8m tmpfs "$1" && exec "$2" -c "$3" "$1" disk "$4"'
     command = ["unshare", "-rm", "sh", "-c", mounted, "sh", str(tmp_path)]
-    if not shutil.which("unshare") or subprocess.run([*command, "true", ""], capture_output=True).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*command, "true", ""], capture_output=True).returncode
+    ):
         pytest.skip("cannot mount a tmpfs here")
-    done = subprocess.run([*command, sys.executable, FULL_STORE_CANNOT_GROW, placement], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, sys.executable, FULL_STORE_CANNOT_GROW, placement],
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split() == ["True", "True", "True"], done.stderr
 
 
-def test_commit_file_size_limit_evicts_for_new_packs(tmp_path: Path, placement: str) -> None:
-    assert run(FULL_STORE_CANNOT_GROW, tmp_path, "limit", placement) == ["True", "True", "True"]
+def test_commit_file_size_limit_evicts_for_new_packs(
+    tmp_path: Path, placement: str
+) -> None:
+    assert run(FULL_STORE_CANNOT_GROW, tmp_path, "limit", placement) == [
+        "True",
+        "True",
+        "True",
+    ]
 
 
 DELETES_SHARED = """
@@ -374,16 +423,26 @@ print(backend.stats().requests, find_faults(backend))
 
 @pytest.mark.parametrize("batch", ["delete", "replace"])
 @pytest.mark.parametrize("requests", [500, 3000])
-def test_commit_full_disk_deletes_shared_pack(tmp_path: Path, placement: str, requests: int, batch: str) -> None:
-    assert run(DELETES_SHARED, tmp_path, placement, requests, batch) == ["True", "0", "[]"]
+def test_commit_full_disk_deletes_shared_pack(
+    tmp_path: Path, placement: str, requests: int, batch: str
+) -> None:
+    assert run(DELETES_SHARED, tmp_path, placement, requests, batch) == [
+        "True",
+        "0",
+        "[]",
+    ]
 
 
 def test_reads_hold_no_snapshot_and_freed_pages_are_reused(
     backend: LmdbBackend, namespace: bytes, open_store: Opener
 ) -> None:
-    """A read transaction that stays open would prevent the reuse of freed pages, and the file would grow."""
+    """A read transaction that stays open would prevent the reuse of freed pages, and the file would
+    grow."""
     reader = open_store(read_only=True)
-    backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(5)]))
+    backend.commit(
+        namespace,
+        CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(5)]),
+    )
     iterators = []
     pack = sample_pack(namespace, 0, blocks=16, block_bytes=1 << 16)
     for _ in range(15):
@@ -397,7 +456,9 @@ def test_reads_hold_no_snapshot_and_freed_pages_are_reused(
     assert backend.stats().disk_bytes < 6 << 20
 
 
-def test_open_after_killed_reader_clears_its_slot(open_store: Opener, path: Path) -> None:
+def test_open_after_killed_reader_clears_its_slot(
+    open_store: Opener, path: Path
+) -> None:
     open_store().close()
     code = """
 import lmdb, os, sys
@@ -409,11 +470,15 @@ os.kill(os.getpid(), 9)
     subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     backend = open_store()
     assert backend.stats().packs == 0
-    code = "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).reader_check())"
+    code = (
+        "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).reader_check())"
+    )
     assert run(code, path) == ["0"]  # opening the store has cleared the slot already
 
 
-def test_read_float16_buffer_receives_stored_bytes(backend: LmdbBackend, namespace: bytes) -> None:
+def test_read_float16_buffer_receives_stored_bytes(
+    backend: LmdbBackend, namespace: bytes
+) -> None:
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
     rows = np.zeros(pack.raw_length // 2, np.float16)
@@ -432,4 +497,7 @@ def test_open_lmdb_out_of_memory_raises_unavailable(
     monkeypatch.setattr(lmdb, "open", fail)
     with pytest.raises(StoreUnavailableError, match=f"{path}: Cannot allocate memory"):
         open_store()
-    assert {entry.name: entry.stat().st_size for entry in path.iterdir()} == {"guard": 0, "writer.lock": 0}
+    assert {entry.name: entry.stat().st_size for entry in path.iterdir()} == {
+        "guard": 0,
+        "writer.lock": 0,
+    }

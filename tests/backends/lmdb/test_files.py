@@ -1,4 +1,5 @@
-"""A directory prepared by another user: links and FIFOs in it are never followed, and never block."""
+"""A directory prepared by another user: links and FIFOs in it are never followed, and never
+block."""
 
 from __future__ import annotations
 
@@ -51,7 +52,12 @@ def link(path: Path, target: Path) -> None:
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "guard", "writer.lock"])
 def test_open_linked_file_is_refused(
-    open_store: Opener, path: Path, closed_pack: PackWriter, victim: Path, name: str, read_only: bool
+    open_store: Opener,
+    path: Path,
+    closed_pack: PackWriter,
+    victim: Path,
+    name: str,
+    read_only: bool,
 ) -> None:
     link(path / name, victim)
     with pytest.raises(StoreUnavailableError, match=f"{name} is a symbolic link"):
@@ -81,26 +87,34 @@ def test_commit_linked_segment_raises_and_leaves_target_unchanged(
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "guard", "writer.lock"])
-def test_open_fifo_is_refused_at_once(open_store: Opener, path: Path, closed_pack: PackWriter, name: str) -> None:
+def test_open_fifo_is_refused_at_once(
+    open_store: Opener, path: Path, closed_pack: PackWriter, name: str
+) -> None:
     (path / name).unlink()
     os.mkfifo(path / name)
     with pytest.raises(StoreUnavailableError, match=f"{name} is no regular file"):
         open_store()
 
 
-def test_statuses_fifo_is_skipped(open_store: Opener, path: Path, closed_pack: PackWriter) -> None:
+def test_statuses_fifo_is_skipped(
+    open_store: Opener, path: Path, closed_pack: PackWriter
+) -> None:
     backend = open_store()
     backend.publish_status("engine", b"row")
     os.mkfifo(path / "status" / "pipe.json")
     (path / "status" / "linked.json").symlink_to("/etc/passwd")
     found = []
-    reader = threading.Thread(target=lambda: found.append(backend.statuses()), daemon=True)
+    reader = threading.Thread(
+        target=lambda: found.append(backend.statuses()), daemon=True
+    )
     reader.start()
     reader.join(20)
     assert found == [{"engine": b"row"}]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give files to another user"
+)
 def test_open_directory_of_other_user_is_refused_for_writing(
     open_store: Opener, path: Path, closed_pack: PackWriter
 ) -> None:
@@ -110,15 +124,28 @@ def test_open_directory_of_other_user_is_refused_for_writing(
     assert len(tables(open_store(read_only=True), closed_pack.namespace)) == 1
 
 
-@pytest.mark.parametrize("command", [["stat"], ["verify"], ["top", "--count", "1"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command",
+    [["stat"], ["verify"], ["top", "--count", "1"]],
+    ids=lambda command: command[0],
+)
 def test_command_fifo_in_status_directory_does_not_block(
     path: Path, closed_pack: PackWriter, command: list[str]
 ) -> None:
     (path / "status").mkdir(exist_ok=True)
     os.mkfifo(path / "status" / "pipe.json")
     name, *options = command
-    started = [sys.executable, "-m", "persistkv_tools", name, f"lmdb://{path}", *options]
-    with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    started = [
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        name,
+        f"lmdb://{path}",
+        *options,
+    ]
+    with subprocess.Popen(
+        started, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         try:
             process.communicate(timeout=60)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,5 @@
-"""A failure to open after LMDB has opened its environment leaves nothing open, even while the error is referenced."""
+"""A failure to open after LMDB has opened its environment leaves nothing open, even while the error
+is referenced."""
 
 from __future__ import annotations
 
@@ -43,22 +44,29 @@ def failing_write(name: str, number: int) -> Failing:
             patch.setattr(os, "pwrite", counting)
             yield
         assert len(seen) >= number
-        assert all(data == before for data in seen[number:])  # later writes only restore the previous content
+        # later writes only restore the previous content
+        assert all(data == before for data in seen[number:])
 
     return failing
 
 
 @contextmanager
-def failing_write_to_empty_guard(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Empty the guard, so that opening writes it after LMDB's environment is open, and make this write fail."""
+def failing_write_to_empty_guard(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Empty the guard, so that opening writes it after LMDB's environment is open, and make this
+    write fail."""
     (path / "guard").write_bytes(b"")
     with failing_write("guard", 1)(path, monkeypatch):
         yield
 
 
 @contextmanager
-def guard_locked_by_closing_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hold a lock on the guard, as a process that closes the store does, so that opening waits for it."""
+def guard_locked_by_closing_process(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Hold a lock on the guard, as a process that closes the store does, so that opening waits for
+    it."""
     path.mkdir(exist_ok=True)
     with (path / "guard").open("a+") as other, monkeypatch.context() as patch:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -67,15 +75,19 @@ def guard_locked_by_closing_process(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 FAILURES: dict[str, Failure] = {
-    "guard write": (failing_write("guard", 1), StoreUnavailableError),  # the write that records the store as open
+    # the write that records the store as open
+    "guard write": (failing_write("guard", 1), StoreUnavailableError),
     "lock mark write": (failing_write("writer.lock", 1), StoreError),
     "closing process": (guard_locked_by_closing_process, StoreBusyError),
 }
-FAILURES_OF_EXISTING_STORE = FAILURES | {"empty guard write": (failing_write_to_empty_guard, StoreUnavailableError)}
+FAILURES_OF_EXISTING_STORE = FAILURES | {
+    "empty guard write": (failing_write_to_empty_guard, StoreUnavailableError)
+}
 
 
 def open_descriptors(path: Path) -> list[tuple[str, int]]:
-    """Return names and access modes of this process's descriptors of files in the store, with repetitions."""
+    """Return names and access modes of this process's descriptors of files in the store, with
+    repetitions."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -83,7 +95,9 @@ def open_descriptors(path: Path) -> list[tuple[str, int]]:
         except FileNotFoundError:  # the descriptor of the directory listing itself
             continue
         if link.is_relative_to(path):
-            found.append((link.name, fcntl.fcntl(int(entry.name), fcntl.F_GETFL) & os.O_ACCMODE))
+            found.append(
+                (link.name, fcntl.fcntl(int(entry.name), fcntl.F_GETFL) & os.O_ACCMODE)
+            )
     return sorted(found)
 
 
@@ -109,7 +123,11 @@ def open_after_failure(
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 def test_open_new_store_after_failed_open_succeeds(
-    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, failure: Failure
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Failure,
 ) -> None:
     backend = open_after_failure(open_store, failure, path, monkeypatch)
     namespace = backend.open_namespace(identity).id
@@ -117,26 +135,46 @@ def test_open_new_store_after_failed_open_succeeds(
     assert len(tables(backend, namespace)) == 1
 
 
-@pytest.mark.parametrize("failure", FAILURES_OF_EXISTING_STORE.values(), ids=FAILURES_OF_EXISTING_STORE)
+@pytest.mark.parametrize(
+    "failure", FAILURES_OF_EXISTING_STORE.values(), ids=FAILURES_OF_EXISTING_STORE
+)
 def test_open_existing_store_after_failed_open_succeeds(
-    open_store: Opener, path: Path, closed_pack: PackWriter, monkeypatch: pytest.MonkeyPatch, failure: Failure
+    open_store: Opener,
+    path: Path,
+    closed_pack: PackWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Failure,
 ) -> None:
     backend = open_after_failure(open_store, failure, path, monkeypatch)
-    backend.commit(closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)]))
-    assert read_pack(backend, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
+    backend.commit(
+        closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)])
+    )
+    assert read_pack(backend, closed_pack.namespace, closed_pack.table) == payload_of(
+        closed_pack
+    )
 
 
-@pytest.mark.parametrize("failure", FAILURES_OF_EXISTING_STORE.values(), ids=FAILURES_OF_EXISTING_STORE)
+@pytest.mark.parametrize(
+    "failure", FAILURES_OF_EXISTING_STORE.values(), ids=FAILURES_OF_EXISTING_STORE
+)
 def test_open_for_writing_with_open_reader_after_failed_open_succeeds(
-    open_store: Opener, path: Path, closed_pack: PackWriter, monkeypatch: pytest.MonkeyPatch, failure: Failure
+    open_store: Opener,
+    path: Path,
+    closed_pack: PackWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Failure,
 ) -> None:
     """The writer shares the reader's environment, which stays open."""
     with closing(open_store(read_only=True)) as reader:
         before = open_descriptors(path)
         caught = fail_to_open(open_store, failure, path, monkeypatch)
         assert open_descriptors(path) == before
-        assert read_pack(reader, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
+        assert read_pack(
+            reader, closed_pack.namespace, closed_pack.table
+        ) == payload_of(closed_pack)
         backend = open_store()
         assert caught.value.__traceback__ is not None
-        backend.commit(closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)]))
+        backend.commit(
+            closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)])
+        )
         assert len(tables(reader, closed_pack.namespace)) == 2

@@ -25,7 +25,9 @@ def pattern(length: int) -> bytes:
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[lmdb.Environment]:
-    with closing(lmdb.open(str(tmp_path), map_size=64 << 20, max_dbs=1, sync=False)) as env:
+    with closing(
+        lmdb.open(str(tmp_path), map_size=64 << 20, max_dbs=1, sync=False)
+    ) as env:
         env.open_db(PIECES.encode())
         yield env
 
@@ -50,7 +52,15 @@ def write(rows: TableRows, name: bytes, stream: Iterable[Buffer]) -> None:
 
 lengths = st.one_of(
     st.integers(0, 5000),
-    st.sampled_from([PIECE_BYTES, PIECE_BYTES - 1, PIECE_BYTES + 1, 2 * PIECE_BYTES, 3 * PIECE_BYTES + 7]),
+    st.sampled_from(
+        [
+            PIECE_BYTES,
+            PIECE_BYTES - 1,
+            PIECE_BYTES + 1,
+            2 * PIECE_BYTES,
+            3 * PIECE_BYTES + 7,
+        ]
+    ),
 )
 
 
@@ -62,23 +72,36 @@ def test_inline_payloads_any_stream_cut_reads_back_any_span(
     payload = pattern(sum(cuts))
     ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]
     with transaction(env) as rows:
-        write(rows, NAME, [payload[end - length : end] for end, length in zip(ends, cuts, strict=True)])
+        write(
+            rows,
+            NAME,
+            [
+                payload[end - length : end]
+                for end, length in zip(ends, cuts, strict=True)
+            ],
+        )
         held = stored(rows)
         assert b"".join(value for _, value in held) == payload
-        assert [key for key, _ in held] == [NAME + index.to_bytes(4, "big") for index in range(len(held))]
+        assert [key for key, _ in held] == [
+            NAME + index.to_bytes(4, "big") for index in range(len(held))
+        ]
         assert all(len(value) == PIECE_BYTES for _, value in held[:-1])
 
         offset = data.draw(st.integers(0, len(payload)))
         length = data.draw(st.integers(0, len(payload) - offset))
         middle = data.draw(st.integers(0, length))
         buffers = [bytearray(middle), bytearray(length - middle)]
-        assert read_pieces(rows, NAME, offset, [memoryview(buffer) for buffer in buffers])
+        assert read_pieces(
+            rows, NAME, offset, [memoryview(buffer) for buffer in buffers]
+        )
         assert b"".join(buffers) == payload[offset : offset + length]
         beyond = memoryview(bytearray(len(payload) - offset + 1))
         assert not read_pieces(rows, NAME, offset, [beyond])
 
 
-def test_inline_payloads_write_reused_buffer_stores_each_content(env: lmdb.Environment) -> None:
+def test_inline_payloads_write_reused_buffer_stores_each_content(
+    env: lmdb.Environment,
+) -> None:
     part = bytearray(pattern(PIECE_BYTES))
 
     def stream() -> Iterator[memoryview]:

@@ -1,4 +1,5 @@
-"""Jobs that several threads read in parts: a failing part does not affect the blocks of the other parts."""
+"""Jobs that several threads read in parts: a failing part does not affect the blocks of the other
+parts."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ def placement() -> str:
 
 def rows_of(seed: int) -> Rows:
     memory = memoryview(mmap.mmap(-1, 2 * BLOCKS * BLOCK))
-    np.frombuffer(memory, np.uint8)[: BLOCKS * BLOCK] = np.random.default_rng(seed).integers(
-        0, 256, BLOCKS * BLOCK, dtype=np.uint8
-    )
+    np.frombuffer(memory, np.uint8)[: BLOCKS * BLOCK] = np.random.default_rng(
+        seed
+    ).integers(0, 256, BLOCKS * BLOCK, dtype=np.uint8)
     return Rows(memory, RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
 
 
@@ -49,18 +50,29 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 def block_keys(first: int, count: int) -> list[bytes]:
-    return [number.to_bytes(32, "big") + bytes(4) for number in range(first, first + count)]
+    return [
+        number.to_bytes(32, "big") + bytes(4) for number in range(first, first + count)
+    ]
 
 
 @pytest.fixture
-def open_store_with_rows(open_store: Opener, identity: Identity) -> Iterator[Callable[..., Store]]:
+def open_store_with_rows(
+    open_store: Opener, identity: Identity
+) -> Iterator[Callable[..., Store]]:
     """Open a store with rows: stores read from the first half, loads write to the second half."""
     opened = []
 
     def open_store_with_rows(seed: int = 1, **options: Any) -> Store:
         executor = Executor(2, lambda: None)
         backend = open_store("?capacity=256MiB")
-        store = Store(backend, identity, rows_of(seed), StoreOptions(**options), url="lmdb:", executor=executor)
+        store = Store(
+            backend,
+            identity,
+            rows_of(seed),
+            StoreOptions(**options),
+            url="lmdb:",
+            executor=executor,
+        )
         opened.append(store)
         return store
 
@@ -71,7 +83,8 @@ def open_store_with_rows(open_store: Opener, identity: Identity) -> Iterator[Cal
 
 
 def loaded(store: Store, wanted: Sequence[int]) -> list[bytes | None]:
-    """Load blocks by number. Return their bytes in the order of ``wanted``, with None for a miss."""
+    """Load blocks by number. Return their bytes in the order of ``wanted``, with None for a
+    miss."""
     order = random.Random(len(wanted)).sample(range(BLOCKS, 2 * BLOCKS), len(wanted))
     store.rows.array[BLOCKS:] = 0
     failed = set(store.read([block_keys(number, 1)[0] for number in wanted], order))
@@ -88,7 +101,12 @@ def test_read_random_jobs_returns_stored_blocks(
     store = open_store_with_rows(codec=codec)
     store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # compressible content for the codecs
     for first in (0, BLOCKS // 2):
-        store.put(f"r{first}", block_keys(first, BLOCKS // 2), range(first, first + BLOCKS // 2), None)
+        store.put(
+            f"r{first}",
+            block_keys(first, BLOCKS // 2),
+            range(first, first + BLOCKS // 2),
+            None,
+        )
     store.flush()
     held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
     rng = random.Random(3)
@@ -102,12 +120,20 @@ def test_read_random_jobs_returns_stored_blocks(
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_read_bad_frame_misses_its_blocks_only(open_store_with_rows: Callable[..., Store], path: Path) -> None:
-    """Two packs in one job, one with a flipped byte: its other frames and all frames of the other pack are served."""
+def test_read_bad_frame_misses_its_blocks_only(
+    open_store_with_rows: Callable[..., Store], path: Path
+) -> None:
+    """Two packs in one job, one with a flipped byte: its other frames and all frames of the other
+    pack are served."""
     store = open_store_with_rows()
     half = BLOCKS // 2
     for first in (0, half):
-        store.put(f"r{first}", block_keys(first, half), range(first, first + half), range(half))
+        store.put(
+            f"r{first}",
+            block_keys(first, half),
+            range(first, first + half),
+            range(half),
+        )
         store.flush()
     held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
     with open(path / "segments" / "00000000.seg", "r+b") as file:
@@ -133,14 +159,18 @@ def test_read_pack_overwritten_meanwhile_misses_and_counts_no_damage(
     caplog: pytest.LogCaptureFixture,
     path: Path,
 ) -> None:
-    """After the extents of a pack are looked up and before they are read, another engine evicts and overwrites it."""
+    """After the extents of a pack are looked up and before they are read, another engine evicts and
+    overwrites it."""
     store = open_store_with_rows()
     store.put("r", block_keys(0, BLOCKS), range(BLOCKS), range(BLOCKS))
     store.flush()
     drop_from_page_cache(path)
     other = open_store()
     before = [table.pack_id for table in other.changes(store.namespace, None).added]
-    new = [sample_pack(store.namespace, seed, blocks=BLOCKS // 4, block_bytes=BLOCK) for seed in range(8)]
+    new = [
+        sample_pack(store.namespace, seed, blocks=BLOCKS // 4, block_bytes=BLOCK)
+        for seed in range(8)
+    ]
     preadv, overwritten, overwriting = os.preadv, list[bool](), threading.Lock()
 
     def overwrite_first(*arguments: Any) -> int:
@@ -148,7 +178,8 @@ def test_read_pack_overwritten_meanwhile_misses_and_counts_no_damage(
             if not overwritten:
                 overwritten.append(True)
                 other.commit(store.namespace, CommitBatch(deletions=before))
-                other.commit(store.namespace, CommitBatch(new[:4]))  # in what was reserved for it
+                # in what was reserved for it
+                other.commit(store.namespace, CommitBatch(new[:4]))
                 other.commit(store.namespace, CommitBatch(new[4:]))
         return preadv(*arguments)
 
@@ -164,7 +195,9 @@ def test_read_pack_overwritten_meanwhile_misses_and_counts_no_damage(
 
 
 def test_read_one_failing_disk_call_misses_its_blocks_only(
-    open_store_with_rows: Callable[..., Store], path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store_with_rows: Callable[..., Store],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = open_store_with_rows()
     store.put("r", block_keys(0, BLOCKS), range(BLOCKS), range(BLOCKS))
@@ -183,19 +216,27 @@ def test_read_one_failing_disk_call_misses_its_blocks_only(
         patch.setattr(os, "preadv", fails_once)
         found = loaded(store, range(BLOCKS))
     assert 0 < found.count(None) < BLOCKS
-    assert all(block in (None, stored) for block, stored in zip(found, held, strict=True))
+    assert all(
+        block in (None, stored) for block, stored in zip(found, held, strict=True)
+    )
     assert store.counters.verification_failures == 0
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_close_executor_during_read_waits_for_read(open_store_with_rows: Callable[..., Store]) -> None:
-    """No caller waits for the job's outcome. Closing waits for the reads, so no thread writes to the rows later."""
+def test_close_executor_during_read_waits_for_read(
+    open_store_with_rows: Callable[..., Store],
+) -> None:
+    """No caller waits for the job's outcome. Closing waits for the reads, so no thread writes to
+    the rows later."""
     store = open_store_with_rows()
     store.put("r", block_keys(0, BLOCKS), range(BLOCKS), None)
     store.flush()
-    store.catalogue.executor.close()  # the executor of the stores above, which is no longer needed
+    # the executor of the stores above, which is no longer needed
+    store.catalogue.executor.close()
     ending = store.catalogue.executor = Executor(2, lambda: None)
-    store.begin_read(block_keys(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None)
+    store.begin_read(
+        block_keys(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None
+    )
     ending.close()
     assert np.array_equal(store.rows.array[BLOCKS:], store.rows.array[:BLOCKS])
     store.catalogue.executor = Executor(2, lambda: None)

@@ -1,4 +1,5 @@
-"""Namespaces begin with their first content and end with their last: identities that were used once cost nothing."""
+"""Namespaces begin with their first content and end with their last: identities that were used once
+cost nothing."""
 
 from __future__ import annotations
 
@@ -36,11 +37,15 @@ def use_once(backend: LmdbBackend, number: int) -> None:
     """Store a request under an identity, and delete it."""
     namespace = backend.open_namespace(identity_of(number)).id
     pack = sample_pack(namespace, number)
-    backend.commit(namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
+    backend.commit(
+        namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])])
+    )
     backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
 
 
-def test_identities_used_once_leave_store_as_empty_as_before(open_store: Opener) -> None:
+def test_identities_used_once_leave_store_as_empty_as_before(
+    open_store: Opener,
+) -> None:
     backend = open_store("?capacity=32MiB")
     use_once(backend, 0)
     empty = used_bytes(backend)
@@ -55,7 +60,9 @@ def test_identities_used_once_leave_store_as_empty_as_before(open_store: Opener)
     assert find_faults(backend) == []
 
 
-def test_open_namespace_many_identities_without_content_writes_nothing(open_store: Opener) -> None:
+def test_open_namespace_many_identities_without_content_writes_nothing(
+    open_store: Opener,
+) -> None:
     backend = open_store("?capacity=32MiB")
     with backend.environment.transaction() as transaction:
         before = transaction.txn.id()
@@ -70,11 +77,14 @@ def test_identities_with_content_evict_those_before(open_store: Opener) -> None:
     for number in range(IDENTITIES):
         namespace = backend.open_namespace(identity_of(number)).id
         pack = sample_pack(namespace, number)
-        backend.commit(namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
+        backend.commit(
+            namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])])
+        )
     held = [space.identity for space in backend.namespaces()]
     assert 1 < len(held) < IDENTITIES
     assert {identity.digest for identity in held} == {
-        identity_of(number).digest for number in range(IDENTITIES - len(held), IDENTITIES)
+        identity_of(number).digest
+        for number in range(IDENTITIES - len(held), IDENTITIES)
     }
     check_totals(backend)
     assert find_faults(backend) == []
@@ -86,7 +96,9 @@ def test_commit_large_identity_in_full_store_evicts_for_it(open_store: Opener) -
     seed = 0
     while not backend.commit(usual, CommitBatch([sample_pack(usual, seed)])).evicted:
         seed += 1
-    large = Identity.of({"weights": "sha256:1", "config": {"names": ["x" * 100] * 1500}})
+    large = Identity.of(
+        {"weights": "sha256:1", "config": {"names": ["x" * 100] * 1500}}
+    )
     namespace = backend.open_namespace(large).id
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
@@ -111,8 +123,13 @@ backend.close()
 
 
 def delete_elsewhere(path: Path, namespace: bytes) -> None:
-    """Delete all packs of a namespace in another process, which has not opened it, as ``persistkv prune`` does."""
-    subprocess.run([sys.executable, "-c", OTHER, f"lmdb://{path}", namespace.hex()], check=True, timeout=120)
+    """Delete all packs of a namespace in another process, which has not opened it, as ``persistkv
+    prune`` does."""
+    subprocess.run(
+        [sys.executable, "-c", OTHER, f"lmdb://{path}", namespace.hex()],
+        check=True,
+        timeout=120,
+    )
 
 
 def test_commit_to_namespace_ended_by_other_process_begins_it_again(
@@ -122,7 +139,12 @@ def test_commit_to_namespace_ended_by_other_process_begins_it_again(
     cursor = backend.commit(namespace, CommitBatch([old, needed])).cursor
     delete_elsewhere(path, namespace)
     assert read_pack(backend, namespace, old.table) is None
-    stale = CommitBatch([new], [sample_manifest("r", packs=[needed.pack_id])], seen=cursor, needs=[needed.pack_id])
+    stale = CommitBatch(
+        [new],
+        [sample_manifest("r", packs=[needed.pack_id])],
+        seen=cursor,
+        needs=[needed.pack_id],
+    )
     assert backend.commit(namespace, stale).stale
     gone = backend.changes(namespace, cursor)
     assert (gone.reset, list(gone.added)) == (True, [])
@@ -136,7 +158,9 @@ def test_commit_to_namespace_ended_by_other_process_begins_it_again(
     assert find_faults(backend) == []
 
 
-def test_namespace_ended_loses_its_files(backend: LmdbBackend, namespace: bytes, path: Path) -> None:
+def test_namespace_ended_loses_its_files(
+    backend: LmdbBackend, namespace: bytes, path: Path
+) -> None:
     def files() -> list[str]:
         return [file.name for file in path.rglob(f"*{namespace.hex()}*")]
 
@@ -154,17 +178,28 @@ def test_namespace_ended_loses_its_files(backend: LmdbBackend, namespace: bytes,
         assert begun == [f"{namespace.hex()}.identity"], "a rebuild needs it"
 
 
-def test_set_policy_lower_capacity_ends_namespaces_without_content(open_store: Opener) -> None:
+def test_set_policy_lower_capacity_ends_namespaces_without_content(
+    open_store: Opener,
+) -> None:
     backend = open_store("?capacity=64MiB")
     for number in range(40):
         namespace = backend.open_namespace(identity_of(number)).id
-        backend.commit(namespace, CommitBatch([sample_pack(namespace, number, blocks=16, block_bytes=1 << 16)]))
+        backend.commit(
+            namespace,
+            CommitBatch(
+                [sample_pack(namespace, number, blocks=16, block_bytes=1 << 16)]
+            ),
+        )
         backend.index_file(namespace).write_bytes(b"saved")
     backend.set_policy(replace(backend.policy(), capacity=4 << 20))
     held = {space.id for space in backend.namespaces()}
     for number in range(40):
         namespace = identity_of(number).digest
-        assert (namespace in held) == bool(tables(backend, namespace)) == backend.index_file(namespace).exists()
+        assert (
+            (namespace in held)
+            == bool(tables(backend, namespace))
+            == backend.index_file(namespace).exists()
+        )
     assert len(held) < 40
     assert find_faults(backend) == []
 

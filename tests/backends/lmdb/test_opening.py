@@ -14,7 +14,11 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from persistkv.errors import ConfigurationError, CorruptStoreError, StoreUnavailableError
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreUnavailableError,
+)
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_pack
@@ -47,22 +51,30 @@ def is_one_line(caught: pytest.ExceptionInfo[Exception]) -> bool:
     return "\n" not in str(caught.value)
 
 
-def test_open_new_store_creates_private_files_and_directories(open_store: Opener, tmp_path: Path) -> None:
+def test_open_new_store_creates_private_files_and_directories(
+    open_store: Opener, tmp_path: Path
+) -> None:
     old = os.umask(0)
     try:
         open_store(location=tmp_path / "made" / "here" / "store")
     finally:
         os.umask(old)
     store = tmp_path / "made" / "here" / "store"
-    assert [mode(directory) for directory in (store.parent.parent, store.parent, store)] == [0o700] * 3
-    assert {entry.name: mode(entry) for entry in store.iterdir()} == dict.fromkeys(FILES, 0o600)
+    assert [
+        mode(directory) for directory in (store.parent.parent, store.parent, store)
+    ] == [0o700] * 3
+    assert {entry.name: mode(entry) for entry in store.iterdir()} == dict.fromkeys(
+        FILES, 0o600
+    )
 
 
 def test_open_relative_path_raises_with_suggested_absolute_url(
     open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match=f"lmdb:///rel/store .* lmdb://{tmp_path}/rel/store"):
+    with pytest.raises(
+        ConfigurationError, match=f"lmdb:///rel/store .* lmdb://{tmp_path}/rel/store"
+    ):
         open_store(location="rel/store")
     assert not list(tmp_path.iterdir())
 
@@ -73,26 +85,34 @@ def test_open_directory_with_other_files_raises_and_creates_nothing(
 ) -> None:
     path.mkdir()
     (path / "notes.txt").touch()
-    with pytest.raises(StoreUnavailableError, match=r"other files \(notes.txt\) and no store") as caught:
+    with pytest.raises(
+        StoreUnavailableError, match=r"other files \(notes.txt\) and no store"
+    ) as caught:
         open_store(read_only=read_only)
     assert is_one_line(caught)
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
 
 
-def test_open_directory_with_lost_and_found_creates_store(open_store: Opener, path: Path) -> None:
+def test_open_directory_with_lost_and_found_creates_store(
+    open_store: Opener, path: Path
+) -> None:
     (path / "lost+found").mkdir(parents=True)
     open_store()
     assert (path / "data.mdb").exists()
 
 
-def test_open_store_with_files_added_later_succeeds(open_store: Opener, path: Path) -> None:
+def test_open_store_with_files_added_later_succeeds(
+    open_store: Opener, path: Path
+) -> None:
     open_store().close()
     (path / "notes.txt").touch()
     open_store()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_open_path_is_or_is_below_file_raises(open_store: Opener, path: Path, read_only: bool) -> None:
+def test_open_path_is_or_is_below_file_raises(
+    open_store: Opener, path: Path, read_only: bool
+) -> None:
     path.write_text("mine")
     with pytest.raises(StoreUnavailableError, match="is a file") as caught:
         open_store(read_only=read_only)
@@ -103,7 +123,9 @@ def test_open_path_is_or_is_below_file_raises(open_store: Opener, path: Path, re
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_open_read_only_without_store_raises_and_creates_nothing(open_store: Opener, path: Path, made: bool) -> None:
+def test_open_read_only_without_store_raises_and_creates_nothing(
+    open_store: Opener, path: Path, made: bool
+) -> None:
     if made:
         path.mkdir()
     with pytest.raises(StoreUnavailableError, match=r"No such file|no store"):
@@ -121,7 +143,8 @@ def shared_directory() -> Iterator[Path]:
 
 
 def open_as_ordinary_user(path: Path, *flags: str) -> str:
-    """Open the store as an ordinary user and return the output. Root drops its privileges, as it passes every check."""
+    """Open the store as an ordinary user and return the output. Root drops its privileges, as it
+    passes every check."""
     command = [sys.executable, "-c", AS_ORDINARY_USER, f"lmdb://{path}", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -149,11 +172,19 @@ def test_open_store_with_unwritable_files_raises_permission_denied(
     assert open_as_ordinary_user(store, *flags) == f"{store}: Permission denied\n"
 
 
-def test_open_directory_cannot_be_created_raises_permission_denied(shared_directory: Path) -> None:
+def test_open_directory_cannot_be_created_raises_permission_denied(
+    shared_directory: Path,
+) -> None:
     if not os.getuid():
-        assert open_as_ordinary_user(shared_directory / "new") == f"{shared_directory}/new: Permission denied\n"
+        assert (
+            open_as_ordinary_user(shared_directory / "new")
+            == f"{shared_directory}/new: Permission denied\n"
+        )
     shared_directory.chmod(0o555)
-    assert open_as_ordinary_user(shared_directory / "new") == f"{shared_directory}/new: Permission denied\n"
+    assert (
+        open_as_ordinary_user(shared_directory / "new")
+        == f"{shared_directory}/new: Permission denied\n"
+    )
     assert not (shared_directory / "new").exists()
 
 
@@ -163,7 +194,11 @@ def test_open_foreign_environment_raises_and_leaves_it_unchanged(
     open_store: Opener, path: Path, database: bytes | None, read_only: bool
 ) -> None:
     with lmdb.open(str(path), max_dbs=2) as env, env.begin(write=True) as txn:
-        txn.put(b"key", b"value", db=None if database is None else env.open_db(database, txn=txn))
+        txn.put(
+            b"key",
+            b"value",
+            db=None if database is None else env.open_db(database, txn=txn),
+        )
     before = (path / "data.mdb").read_bytes()
     with pytest.raises(CorruptStoreError, match="something else") as caught:
         open_store(read_only=read_only)
@@ -193,7 +228,9 @@ def test_open_data_file_not_lmdb_raises_and_leaves_it_unchanged(
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_open_newer_format_raises_and_leaves_it_unchanged(open_store: Opener, path: Path, read_only: bool) -> None:
+def test_open_newer_format_raises_and_leaves_it_unchanged(
+    open_store: Opener, path: Path, read_only: bool
+) -> None:
     open_store().close()
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         meta = env.open_db(b"meta", txn=txn)
@@ -206,7 +243,9 @@ def test_open_newer_format_raises_and_leaves_it_unchanged(open_store: Opener, pa
     assert (path / "data.mdb").read_bytes() == before
 
 
-def test_open_interrupted_creation_completes_it(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_open_interrupted_creation_completes_it(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     lmdb.open(str(path)).close()  # an environment without rows
     backend = open_store()
     namespace = backend.open_namespace(identity).id
@@ -231,7 +270,9 @@ def test_open_new_store_full_disk_removes_data_file(
     assert list(open_store().namespaces()) == []
 
 
-def test_changes_damaged_namespace_state_raises(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_changes_damaged_namespace_state_raises(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     backend.close()
@@ -243,7 +284,13 @@ def test_changes_damaged_namespace_state_raises(open_store: Opener, path: Path, 
 
 
 @pytest.mark.parametrize(
-    "row", [b"", bytes(8) + b'{"weights":"other"}', bytes(8) + b"\xff", bytes(8) + b'{"a":' + b"[" * 100_000]
+    "row",
+    [
+        b"",
+        bytes(8) + b'{"weights":"other"}',
+        bytes(8) + b"\xff",
+        bytes(8) + b'{"a":' + b"[" * 100_000,
+    ],
 )
 def test_open_namespace_damaged_row_rewrites_it_and_keeps_packs(
     open_store: Opener, path: Path, identity: Identity, row: bytes
@@ -261,7 +308,9 @@ def test_open_namespace_damaged_row_rewrites_it_and_keeps_packs(
     assert list(backend.changes(namespace, None).added) == [pack.table]
 
 
-def test_changes_table_under_other_pack_id_is_omitted(open_store: Opener, path: Path, identity: Identity) -> None:
+def test_changes_table_under_other_pack_id_is_omitted(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed) for seed in range(2)]

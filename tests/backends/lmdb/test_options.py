@@ -22,8 +22,13 @@ from tests.backends.lmdb.conftest import Opener
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("capacity", ["-5", "0", "1023KiB", "65TiB", "lots", "", "1e9", "inf", "9" * 400 + "GiB"])
-def test_open_invalid_capacity_raises_and_creates_nothing(open_store: Opener, path: Path, capacity: str) -> None:
+@pytest.mark.parametrize(
+    "capacity",
+    ["-5", "0", "1023KiB", "65TiB", "lots", "", "1e9", "inf", "9" * 400 + "GiB"],
+)
+def test_open_invalid_capacity_raises_and_creates_nothing(
+    open_store: Opener, path: Path, capacity: str
+) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option capacity") as caught:
         open_store(f"?capacity={capacity}")
     assert caught.value.value == capacity
@@ -37,7 +42,9 @@ def test_open_path_with_nul_raises(open_store: Opener) -> None:
 
 
 @pytest.mark.parametrize("query", ["", "?capacity=3GiB"])
-def test_new_policy_equals_policy_of_created_store(open_store: Opener, path: Path, query: str) -> None:
+def test_new_policy_equals_policy_of_created_store(
+    open_store: Opener, path: Path, query: str
+) -> None:
     expected = LmdbBackend.new_policy(StoreUrl.parse(f"lmdb://{path}{query}"))
     assert not path.exists()
     assert open_store(query).policy().capacity == expected.capacity
@@ -45,7 +52,11 @@ def test_new_policy_equals_policy_of_created_store(open_store: Opener, path: Pat
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the texts of the warnings so far."""
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
 
 
 def test_open_new_store_records_its_policy(open_store: Opener, placement: str) -> None:
@@ -62,23 +73,37 @@ def test_open_new_store_without_options_records_defaults(path: Path) -> None:
         assert backend.policy() == Policy(10 * GIB, None, "extents")
 
 
-@pytest.mark.parametrize("option", ["capacity=2MiB", "capacity=40GiB", "ttl=1d", "capacity=2MiB&ttl=1d"])
+@pytest.mark.parametrize(
+    "option", ["capacity=2MiB", "capacity=40GiB", "ttl=1d", "capacity=2MiB&ttl=1d"]
+)
 def test_open_existing_store_other_policy_keeps_recorded_and_warns(
-    open_store: Opener, caplog: pytest.LogCaptureFixture, identity: Identity, option: str
+    open_store: Opener,
+    caplog: pytest.LogCaptureFixture,
+    identity: Identity,
+    option: str,
 ) -> None:
     first = open_store("?capacity=64MiB&ttl=7d")
     namespace = first.open_namespace(identity).id
-    packs = [sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16) for seed in range(12)]
+    packs = [
+        sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16)
+        for seed in range(12)
+    ]
     for pack in packs:
         first.commit(namespace, CommitBatch([pack]))
     first.close()
     second = open_store(f"?{option}")
     assert (second.policy().capacity, second.policy().ttl_s) == (64 << 20, 7 * 86_400)
-    assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 40)])).evicted
+    assert not second.commit(
+        namespace, CommitBatch([sample_pack(namespace, 40)])
+    ).evicted
     (warning,) = warnings_in(caplog)
     assert "persistkv set" in warning
     assert ("(recorded: 67108864 bytes)" in warning) == ("capacity" in option)
-    assert ("ttl=86400" in warning) == ("(recorded: 604800.0 s)" in warning) == ("ttl" in option)
+    assert (
+        ("ttl=86400" in warning)
+        == ("(recorded: 604800.0 s)" in warning)
+        == ("ttl" in option)
+    )
 
 
 def test_open_existing_store_other_placement_keeps_recorded_and_warns(
@@ -86,13 +111,17 @@ def test_open_existing_store_other_placement_keeps_recorded_and_warns(
 ) -> None:
     other = {"inline": "extents", "extents": "inline"}[placement]
     LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={placement}")).close()
-    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}"))) as backend:
+    with closing(
+        LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}"))
+    ) as backend:
         assert backend.policy().placement == placement
     (warning,) = warnings_in(caplog)
     assert f"placement={other} (recorded: {placement})" in warning
 
 
-def test_open_recorded_policy_logs_no_warning(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_open_recorded_policy_logs_no_warning(
+    open_store: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
     open_store("?capacity=64MiB&ttl=7d").close()
     open_store("?capacity=65536KiB&ttl=168h")
     open_store("?capacity=1MiB", read_only=True)
@@ -109,9 +138,18 @@ def test_set_policy_applies_to_open_handles_of_the_process(open_store: Opener) -
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("capacity", None), ("capacity", 0), ("capacity", 1 << 19), ("capacity", 65 << 40), ("ttl_s", 0.0), ("ttl_s", -1)],
+    [
+        ("capacity", None),
+        ("capacity", 0),
+        ("capacity", 1 << 19),
+        ("capacity", 65 << 40),
+        ("ttl_s", 0.0),
+        ("ttl_s", -1),
+    ],
 )
-def test_set_policy_out_of_range_changes_nothing(open_store: Opener, field: str, value: Any) -> None:
+def test_set_policy_out_of_range_changes_nothing(
+    open_store: Opener, field: str, value: Any
+) -> None:
     backend = open_store("?capacity=8MiB&ttl=1h")
     before = backend.policy()
     with pytest.raises(ConfigurationError, match=field.removesuffix("_s")):
@@ -119,7 +157,9 @@ def test_set_policy_out_of_range_changes_nothing(open_store: Opener, field: str,
     assert backend.policy() == before
 
 
-def test_set_policy_other_placement_is_refused(open_store: Opener, placement: str) -> None:
+def test_set_policy_other_placement_is_refused(
+    open_store: Opener, placement: str
+) -> None:
     backend = open_store()
     other = {"inline": "extents", "extents": "inline"}[placement]
     with pytest.raises(ConfigurationError, match="push"):
@@ -134,10 +174,15 @@ def test_set_policy_read_only_is_refused(open_store: Opener) -> None:
         reader.set_policy(replace(reader.policy(), capacity=16 << 20))
 
 
-def test_set_policy_lower_capacity_evicts_oldest_at_once(open_store: Opener, identity: Identity) -> None:
+def test_set_policy_lower_capacity_evicts_oldest_at_once(
+    open_store: Opener, identity: Identity
+) -> None:
     backend = open_store("?capacity=32MiB")
     namespace = backend.open_namespace(identity).id
-    packs = [sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16) for seed in range(12)]
+    packs = [
+        sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16)
+        for seed in range(12)
+    ]
     for pack in packs:
         backend.commit(namespace, CommitBatch([pack]))
     held = backend.stats().disk_bytes
@@ -146,14 +191,19 @@ def test_set_policy_lower_capacity_evicts_oldest_at_once(open_store: Opener, ide
     kept = [table.pack_id for table in backend.changes(namespace, None).added]
     assert kept == [pack.pack_id for pack in packs[len(packs) - len(kept) :]]
     assert 2 <= len(kept) <= 3
-    assert not backend.commit(namespace, CommitBatch(packs[11:])).evicted  # already stored: nothing to write
+    # already stored: nothing to write
+    assert not backend.commit(namespace, CommitBatch(packs[11:])).evicted
     fresh = sample_pack(namespace, 40, blocks=16, block_bytes=1 << 16)
     backend.commit(namespace, CommitBatch([fresh]))
-    assert fresh.pack_id in {table.pack_id for table in backend.changes(namespace, None).added}
+    assert fresh.pack_id in {
+        table.pack_id for table in backend.changes(namespace, None).added
+    }
     assert backend.stats().disk_bytes <= held + (1 << 20)
 
 
-def test_set_policy_higher_capacity_admits_large_pack_at_once(open_store: Opener, identity: Identity) -> None:
+def test_set_policy_higher_capacity_admits_large_pack_at_once(
+    open_store: Opener, identity: Identity
+) -> None:
     small = open_store("?capacity=2MiB")
     namespace = small.open_namespace(identity).id
     pack = sample_pack(namespace, 1, blocks=64, block_bytes=1 << 16)
@@ -164,7 +214,9 @@ def test_set_policy_higher_capacity_admits_large_pack_at_once(open_store: Opener
     assert small.stats().stored_bytes == len(payload_of(pack))
 
 
-def test_commit_full_store_keeps_disk_bytes_within_capacity(open_store: Opener, identity: Identity) -> None:
+def test_commit_full_store_keeps_disk_bytes_within_capacity(
+    open_store: Opener, identity: Identity
+) -> None:
     backend = open_store("?capacity=12MiB")
     namespace = backend.open_namespace(identity).id
     evicted = 0
@@ -176,8 +228,12 @@ def test_commit_full_store_keeps_disk_bytes_within_capacity(open_store: Opener, 
     assert backend.stats().stored_bytes > 8 << 20
 
 
-@pytest.mark.parametrize("ttl", ["", "7", "-1d", "0s", "d", "1w", "1e3s", "inf", "9" * 400 + "d"])
-def test_open_invalid_ttl_raises_and_creates_nothing(open_store: Opener, path: Path, ttl: str) -> None:
+@pytest.mark.parametrize(
+    "ttl", ["", "7", "-1d", "0s", "d", "1w", "1e3s", "inf", "9" * 400 + "d"]
+)
+def test_open_invalid_ttl_raises_and_creates_nothing(
+    open_store: Opener, path: Path, ttl: str
+) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option ttl") as caught:
         open_store(f"?ttl={ttl}")
     assert caught.value.value == ttl
@@ -185,7 +241,9 @@ def test_open_invalid_ttl_raises_and_creates_nothing(open_store: Opener, path: P
 
 
 @pytest.mark.parametrize("value", ["", "tape", "INLINE"])
-def test_open_invalid_placement_raises_and_creates_nothing(path: Path, value: str) -> None:
+def test_open_invalid_placement_raises_and_creates_nothing(
+    path: Path, value: str
+) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option placement"):
         LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={value}"))
     assert not path.exists()

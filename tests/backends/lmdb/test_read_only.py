@@ -1,4 +1,5 @@
-"""Stores that are opened for reading: the option ``read_only``, and read-only file systems, as in an image."""
+"""Stores that are opened for reading: the option ``read_only``, and read-only file systems, as in
+an image."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def files_of(path: Path) -> dict[str, tuple[int, int, bytes]]:
     for file in sorted(path.rglob("*")):
         if file.is_file():
             status = file.stat()
-            found[str(file.relative_to(path))] = status.st_size, status.st_mtime_ns, file.read_bytes()
+            found[str(file.relative_to(path))] = (
+                status.st_size,
+                status.st_mtime_ns,
+                file.read_bytes(),
+            )
     return found
 
 
@@ -63,7 +68,10 @@ def test_read_only_option_loads_and_drops_without_writing(
         hosted.finish(client, job_id)
     stats = client.stats(90).host
     assert stats is not None
-    assert (stats.counters.dropped_blocks, stats.counters.dropped_bytes) == (8, 8 * BLOCK)
+    assert (stats.counters.dropped_blocks, stats.counters.dropped_bytes) == (
+        8,
+        8 * BLOCK,
+    )
     assert caplog.text.count("open for reading only") == 1
     assert client.close()
     after = files_of(path)
@@ -72,9 +80,14 @@ def test_read_only_option_loads_and_drops_without_writing(
     assert after == before
 
 
-def test_read_only_option_other_identity_misses_and_drops(hosted: Hosted, path: Path) -> None:  # noqa: F811
+def test_read_only_option_other_identity_misses_and_drops(
+    hosted: Hosted,  # noqa: F811
+    path: Path,
+) -> None:
     keys = fill(hosted, f"lmdb://{path}", 8)
-    client = hosted.connect(f"lmdb://{path}?read_only=yes", identity={"weights": "other"})
+    client = hosted.connect(
+        f"lmdb://{path}?read_only=yes", identity={"weights": "other"}
+    )
     client.open()
     assert client.table.prefix(keys) == 0
     client.submit_load(1, keys, range(8, 16))
@@ -87,7 +100,9 @@ def test_read_only_option_other_identity_misses_and_drops(hosted: Hosted, path: 
     assert client.close()
 
 
-def test_read_only_option_rejects_writes(open_store: Opener, identity: Identity) -> None:
+def test_read_only_option_rejects_writes(
+    open_store: Opener, identity: Identity
+) -> None:
     writer = open_store()
     namespace = writer.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
@@ -100,7 +115,9 @@ def test_read_only_option_rejects_writes(open_store: Opener, identity: Identity)
     assert reader.tables(namespace, [pack.pack_id]) == [pack.table]
 
 
-MOUNT = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && exec "$2" -c "$3" "$1"'
+MOUNT = (
+    'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && exec "$2" -c "$3" "$1"'
+)
 ENGINE = """
 import logging, os, sys
 from persistkv.config import GroupLayout, RowLayout
@@ -130,7 +147,12 @@ assert client.stats(90).host.counters.dropped_blocks == 4
 os.pwrite(1, os.pread(fd, 8 * STRIDE, 0), 0)
 assert client.close()
 """
-CAN_MOUNT = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+CAN_MOUNT = (
+    subprocess.run(
+        ["unshare", "--mount", "true"], capture_output=True, check=False
+    ).returncode
+    == 0
+)
 
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="mounts need privileges")
@@ -144,9 +166,26 @@ def test_open_on_read_only_file_system_loads_and_drops_with_one_line_each(
     fill(hosted, f"lmdb://{path}?placement={placement}", 8)
     before = files_of(path)
     loaded = tmp_path / "loaded"
-    command: list[Any] = ["unshare", "--mount", "sh", "-c", MOUNT, "sh", path, sys.executable, ENGINE]
+    command: list[Any] = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        MOUNT,
+        "sh",
+        path,
+        sys.executable,
+        ENGINE,
+    ]
     with loaded.open("wb") as output:
-        engine = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+        engine = subprocess.run(
+            command,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert engine.returncode == 0, engine.stderr
     assert loaded.read_bytes() == hosted.array[:8].tobytes()
     assert engine.stderr.count("read-only file system") == 1
@@ -154,7 +193,9 @@ def test_open_on_read_only_file_system_loads_and_drops_with_one_line_each(
     assert files_of(path) == before
 
 
-def test_open_on_writable_file_system_writes(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_open_on_writable_file_system_writes(
+    open_store: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         backend: LmdbBackend = open_store()
     assert backend.capabilities.writable

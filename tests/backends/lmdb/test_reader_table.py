@@ -22,7 +22,8 @@ from tests.backends.lmdb.conftest import Opener, stdout_of
 IN_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
 
 pytestmark = pytest.mark.skipif(
-    subprocess.run([*IN_NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    subprocess.run([*IN_NAMESPACE, "true"], capture_output=True, check=False).returncode
+    != 0,
     reason="PID namespaces need privileges",
 )
 
@@ -62,7 +63,9 @@ except ProcessIdInUseError as error:
 def in_pid_namespace(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process with PID 1 in its own PID namespace, killed at the end of the block."""
     command = [*IN_NAMESPACE, sys.executable, "-c", program, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -85,7 +88,8 @@ def test_open_live_process_with_same_pid_raises_with_reason(
 def test_open_after_killed_reader_with_same_pid_clears_its_slot(
     path: Path, open_store: Opener, closed_pack: PackWriter, read_only: bool
 ) -> None:
-    """The slot of the killed reader would prevent the reuse of all pages that later commits free."""
+    """The slot of the killed reader would prevent the reuse of all pages that later commits
+    free."""
     backend = open_store()
     with in_pid_namespace(READ, str(path)) as reader:
         assert stdout_of(reader).readline() == "inside\n"
@@ -93,14 +97,18 @@ def test_open_after_killed_reader_with_same_pid_clears_its_slot(
         assert stdout_of(restarted).readline() == "1\n"
         before = backend.stats().disk_bytes
         for seed in range(60):
-            pack = sample_pack(closed_pack.namespace, 100 + seed, blocks=4, block_bytes=1 << 16)
+            pack = sample_pack(
+                closed_pack.namespace, 100 + seed, blocks=4, block_bytes=1 << 16
+            )
             backend.commit(pack.namespace, CommitBatch([pack]))
             backend.commit(pack.namespace, CommitBatch(deletions=[pack.pack_id]))
     assert set(tables(backend, closed_pack.namespace)) == {closed_pack.pack_id}
     assert backend.stats().disk_bytes < before + (8 << 20)
 
 
-def test_open_live_process_with_other_pid_succeeds(path: Path, closed_pack: PackWriter) -> None:
+def test_open_live_process_with_other_pid_succeeds(
+    path: Path, closed_pack: PackWriter
+) -> None:
     """Processes with another PID can still open the store."""
     with in_pid_namespace(HOLD, f"lmdb://{path}") as holder:
         assert stdout_of(holder).readline() == "open\n"
@@ -133,7 +141,9 @@ sys.stdin.read()
 """
 
 
-def test_command_pid_in_use_runs_in_child_with_other_pid(path: Path, closed_pack: PackWriter) -> None:
+def test_command_pid_in_use_runs_in_child_with_other_pid(
+    path: Path, closed_pack: PackWriter
+) -> None:
     """Commands run in a child process, which has PID 2 in a fresh container."""
     with in_pid_namespace(HOLD_PID_2, f"lmdb://{path}") as holder:
         assert stdout_of(holder).readline() == "open\n"

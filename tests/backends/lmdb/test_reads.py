@@ -63,14 +63,22 @@ def drop_from_page_cache(path: Path) -> None:
         os.close(fd)
 
 
-def stored(backend: LmdbBackend, identity: Identity, block_bytes: int) -> tuple[bytes, PackWriter, bytes]:
+def stored(
+    backend: LmdbBackend, identity: Identity, block_bytes: int
+) -> tuple[bytes, PackWriter, bytes]:
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1, blocks=20, block_bytes=block_bytes)
     backend.commit(namespace, CommitBatch([pack]))
     return namespace, pack, payload_of(pack)
 
 
-def read(backend: LmdbBackend, namespace: bytes, pack: PackWriter, buffers: list[memoryview], offset: int = 0) -> bool:
+def read(
+    backend: LmdbBackend,
+    namespace: bytes,
+    pack: PackWriter,
+    buffers: list[memoryview],
+    offset: int = 0,
+) -> bool:
     return backend.read(namespace, [ReadSpan(pack.pack_id, offset, buffers)])[0]
 
 
@@ -80,10 +88,18 @@ def test_read_any_buffer_alignment_returns_stored_bytes(
 ) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, block_bytes)
-    for offset, length in ((0, len(payload)), (PAGE, 2 * PAGE), (2 * PAGE, 100), (0, 5000)):
+    for offset, length in (
+        (0, len(payload)),
+        (PAGE, 2 * PAGE),
+        (2 * PAGE, 100),
+        (0, 5000),
+    ):
         room = memoryview(mmap.mmap(-1, len(payload) + PAGE))
         for start in (0, 8):  # page-aligned and unaligned buffers
-            buffers = [room[start : start + length // 2], room[start + length // 2 : start + length]]
+            buffers = [
+                room[start : start + length // 2],
+                room[start + length // 2 : start + length],
+            ]
             assert read(backend, namespace, pack, buffers, offset)
             assert room[start : start + length] == payload[offset : offset + length]
 
@@ -110,7 +126,11 @@ def test_read_reads_option_selects_direct_io_for_uncached_pages(
 
 
 def test_read_o_direct_unsupported_skips_page_cache_query(
-    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, calls: list[bool]
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[bool],
 ) -> None:
     real, asked = os.open, []
 
@@ -149,7 +169,10 @@ def test_read_segment_ends_within_page_misses_beyond_its_end(
 
 
 def test_open_invalid_reads_option_raises(open_store: Opener) -> None:
-    with pytest.raises(ConfigurationError, match="reads"), closing(open_store("?reads=fast")):
+    with (
+        pytest.raises(ConfigurationError, match="reads"),
+        closing(open_store("?reads=fast")),
+    ):
         pass
 
 
@@ -189,7 +212,11 @@ def test_tables_damaged_row_raises_store_error(
 
 @pytest.mark.parametrize("fault", ["cannot be opened", "is lost"])
 def test_open_namespace_bad_segment_file_succeeds_and_defers_to_read(
-    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, fault: str
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
 ) -> None:
     first = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(first, identity, PAGE)

@@ -42,7 +42,9 @@ def store(open_store: Opener) -> LmdbBackend:
 
 
 def rebuild(path: Path, options: str = "") -> Rebuilt:
-    found = LmdbBackend.rebuild(StoreUrl.parse(f"lmdb://{path}{options}"), lambda done, total: None)
+    found = LmdbBackend.rebuild(
+        StoreUrl.parse(f"lmdb://{path}{options}"), lambda done, total: None
+    )
     assert found is not None
     return found
 
@@ -52,7 +54,9 @@ def add(backend: LmdbBackend, *packs: NewPack) -> None:
         backend.commit(pack.namespace, CommitBatch([pack]))
 
 
-def add_samples(backend: LmdbBackend, count: int, *, first: int = 0, identity: Identity = IDENTITY) -> list[PackWriter]:
+def add_samples(
+    backend: LmdbBackend, count: int, *, first: int = 0, identity: Identity = IDENTITY
+) -> list[PackWriter]:
     """Store packs of four blocks, eight packs per commit; return them."""
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed) for seed in range(first, first + count)]
@@ -67,7 +71,9 @@ def held(backend: LmdbBackend, packs: list[PackWriter]) -> list[PackWriter]:
     for pack in packs:
         payload = payload_of(pack)
         buffer = bytearray(len(payload))
-        if backend.read(pack.namespace, [ReadSpan(pack.pack_id, 0, [memoryview(buffer)])]) == [True]:
+        if backend.read(
+            pack.namespace, [ReadSpan(pack.pack_id, 0, [memoryview(buffer)])]
+        ) == [True]:
             assert bytes(buffer) == payload
             assert backend.tables(pack.namespace, [pack.pack_id]) == [pack.table]
             found.append(pack)
@@ -103,7 +109,9 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([before[0] ^ 1]))
 
 
-def test_rebuild_lost_catalogue_finds_all_packs(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_lost_catalogue_finds_all_packs(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 40)
     lose_catalogue(store, path)
 
@@ -118,7 +126,9 @@ def test_rebuild_lost_catalogue_finds_all_packs(store: LmdbBackend, path: Path, 
     assert [namespace.identity for namespace in again.namespaces()] == [IDENTITY]
 
 
-def test_rebuild_of_two_namespaces_finds_packs_of_both(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_of_two_namespaces_finds_packs_of_both(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = [*add_samples(store, 5), *add_samples(store, 5, identity=OTHER)]
     lose_catalogue(store, path)
 
@@ -128,7 +138,9 @@ def test_rebuild_of_two_namespaces_finds_packs_of_both(store: LmdbBackend, path:
     assert find_faults(again) == []
 
 
-def test_rebuild_without_an_identity_skips_its_packs(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_without_an_identity_skips_its_packs(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 5)
     lost = add_samples(store, 3, identity=OTHER)
     lose_catalogue(store, path)
@@ -141,7 +153,9 @@ def test_rebuild_without_an_identity_skips_its_packs(store: LmdbBackend, path: P
     assert held(again, [*packs, *lost]) == packs
 
 
-def test_rebuilt_store_accepts_commits_and_evicts(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuilt_store_accepts_commits_and_evicts(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     add_samples(store, 100)
     lose_catalogue(store, path)
     rebuild(path, "?capacity=4MiB")
@@ -155,13 +169,17 @@ def test_rebuilt_store_accepts_commits_and_evicts(store: LmdbBackend, path: Path
     assert find_faults(again) == []
 
 
-def test_rebuild_without_capacity_records_one_that_fits(store: LmdbBackend, path: Path) -> None:
+def test_rebuild_without_capacity_records_one_that_fits(
+    store: LmdbBackend, path: Path
+) -> None:
     add_samples(store, 5)
     lose_catalogue(store, path)
     assert rebuild(path).capacity == 10 << 30
 
 
-def test_rebuilt_order_evicts_deep_packs_first(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuilt_order_evicts_deep_packs_first(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     namespace = store.open_namespace(IDENTITY).id
     deep = sample_pack(namespace, 1, blocks=64, depth=1000)
     shallow = sample_pack(namespace, 2, blocks=64)
@@ -178,7 +196,9 @@ def test_rebuilt_order_evicts_deep_packs_first(store: LmdbBackend, path: Path, o
     assert held(again, [deep, shallow]) == [shallow]
 
 
-def test_rebuild_damaged_catalogue_keeps_it(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_damaged_catalogue_keeps_it(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 20)
     store.close()
     size = (path / "data.mdb").stat().st_size
@@ -192,15 +212,22 @@ def test_rebuild_damaged_catalogue_keeps_it(store: LmdbBackend, path: Path, open
     assert held(open_store(), packs) == packs
 
 
-def test_rebuild_intact_catalogue_changes_nothing(store: LmdbBackend, path: Path) -> None:
+def test_rebuild_intact_catalogue_changes_nothing(
+    store: LmdbBackend, path: Path
+) -> None:
     add_samples(store, 3)
     store.close()
     before = (path / "data.mdb").read_bytes()
-    assert LmdbBackend.rebuild(StoreUrl.parse(f"lmdb://{path}"), lambda done, total: None) is None
+    assert (
+        LmdbBackend.rebuild(StoreUrl.parse(f"lmdb://{path}"), lambda done, total: None)
+        is None
+    )
     assert (path / "data.mdb").read_bytes() == before
 
 
-def test_rebuild_of_renamed_files_makes_a_store_there(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_of_renamed_files_makes_a_store_there(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 20)
     store.close()
     (path / "data.mdb").write_bytes(os.urandom((path / "data.mdb").stat().st_size))
@@ -220,7 +247,12 @@ def test_rebuild_pack_repaired_by_one_commit_is_found(
     (pack,) = add_samples(store, 1)
     again = sample_pack(pack.namespace, 0)
     gone = [pack.pack_id]
-    store.commit(pack.namespace, CommitBatch([again], bad=gone) if is_bad else CommitBatch([again], deletions=gone))
+    store.commit(
+        pack.namespace,
+        CommitBatch([again], bad=gone)
+        if is_bad
+        else CommitBatch([again], deletions=gone),
+    )
     store.close()
     (path / "data.mdb").unlink()
     assert rebuild(path).packs == 1
@@ -238,7 +270,9 @@ def test_rebuild_after_a_lost_list_of_erasures_keeps_later_deletions(
         (path / name).unlink()
     rebuild(path)
     backend = open_store()
-    backend.commit(kept.namespace, CommitBatch(deletions=[kept.pack_id, deleted.pack_id]))
+    backend.commit(
+        kept.namespace, CommitBatch(deletions=[kept.pack_id, deleted.pack_id])
+    )
     backend.close()
     (path / "data.mdb").unlink()
     rebuild(path)
@@ -247,7 +281,11 @@ def test_rebuild_after_a_lost_list_of_erasures_keeps_later_deletions(
 
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_open_lost_catalogue_keeps_the_packs_for_a_rebuild(
-    store: LmdbBackend, path: Path, open_store: Opener, caplog: pytest.LogCaptureFixture, is_empty: bool
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
+    caplog: pytest.LogCaptureFixture,
+    is_empty: bool,
 ) -> None:
     packs = add_samples(store, 10)
     store.close()
@@ -259,7 +297,11 @@ def test_open_lost_catalogue_keeps_the_packs_for_a_rebuild(
     add_samples(fresh, 20, first=50)
     fresh.close()
     (damaged,) = path.glob("damaged-*")
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (warning,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING"
+    ]
     assert "data.mdb is missing or empty" in warning
     assert f"persistkv rebuild lmdb://{damaged}" in warning
     assert rebuild(damaged).packs == 10
@@ -300,7 +342,9 @@ def test_rebuild_without_packs_changes_nothing(store: LmdbBackend, path: Path) -
 # Deleted and evicted packs
 
 
-def test_rebuild_deleted_packs_stay_deleted(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_deleted_packs_stay_deleted(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 8)
     deleted, bad = packs[2].pack_id, packs[5].pack_id
     store.commit(packs[0].namespace, CommitBatch(deletions=[deleted], bad=[bad]))
@@ -309,20 +353,30 @@ def test_rebuild_deleted_packs_stay_deleted(store: LmdbBackend, path: Path, open
     found = rebuild(path)
 
     assert (found.packs, found.skipped) == (6, {"deleted": 2})
-    assert held(open_store(), packs) == [pack for pack in packs if pack.pack_id not in (deleted, bad)]
+    assert held(open_store(), packs) == [
+        pack for pack in packs if pack.pack_id not in (deleted, bad)
+    ]
 
 
-def test_rebuild_packs_deleted_with_a_request_stay_deleted(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_packs_deleted_with_a_request_stay_deleted(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 8)
     ids = [pack.pack_id for pack in packs]
-    store.commit(packs[0].namespace, CommitBatch(manifests=[sample_manifest("request", packs=ids)]))
-    store.commit(packs[0].namespace, CommitBatch(deletions=[ids[4]]))  # and the packs after it
+    store.commit(
+        packs[0].namespace,
+        CommitBatch(manifests=[sample_manifest("request", packs=ids)]),
+    )
+    # and the packs after it
+    store.commit(packs[0].namespace, CommitBatch(deletions=[ids[4]]))
     lose_catalogue(store, path)
     assert rebuild(path).packs == 4
     assert held(open_store(), packs) == packs[:4]
 
 
-def test_rebuild_pack_evicted_then_stored_then_deleted_stays_deleted(open_store: Opener, path: Path) -> None:
+def test_rebuild_pack_evicted_then_stored_then_deleted_stays_deleted(
+    open_store: Opener, path: Path
+) -> None:
     store = open_store("?capacity=16MiB")
     namespace = store.open_namespace(IDENTITY).id
     pack = sample_pack(namespace, 1)
@@ -337,7 +391,8 @@ def test_rebuild_pack_evicted_then_stored_then_deleted_stays_deleted(open_store:
     add(store, pack)
     store.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
     lose_catalogue(store, path)
-    overwrite(path, first.page * PAGE_BYTES, evicted)  # as if nothing had been stored there since
+    # as if nothing had been stored there since
+    overwrite(path, first.page * PAGE_BYTES, evicted)
 
     found = rebuild(path)
 
@@ -365,7 +420,9 @@ def test_rebuild_namespace_that_ended_and_began_again_is_found(
 ) -> None:
     packs = add_samples(store, 3)
     identity = path / "segments" / f"{IDENTITY.digest.hex()}.identity"
-    store.commit(packs[0].namespace, CommitBatch(deletions=[pack.pack_id for pack in packs]))
+    store.commit(
+        packs[0].namespace, CommitBatch(deletions=[pack.pack_id for pack in packs])
+    )
     assert not identity.exists()
     later = add_samples(store, 2, first=100)
     lose_catalogue(store, path)
@@ -397,7 +454,9 @@ def test_rebuild_pack_with_a_flipped_bit_is_skipped(
     store: LmdbBackend, path: Path, open_store: Opener, at: str
 ) -> None:
     namespace = store.open_namespace(IDENTITY).id
-    packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000) for seed in range(4)]
+    packs = [
+        sample_pack(namespace, seed, blocks=3, block_bytes=5000) for seed in range(4)
+    ]
     add(store, *packs)
     extent = place(store, packs[1])
     lose_catalogue(store, path)
@@ -418,7 +477,9 @@ def test_rebuild_pack_with_a_flipped_bit_is_skipped(
     assert held(open_store(), packs) == [packs[0], *packs[2:]]
 
 
-def test_rebuild_truncated_segment_finds_the_packs_before(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_truncated_segment_finds_the_packs_before(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 40)
     cut = place(store, packs[20])
     before = [pack for pack in packs if place(store, pack).end <= cut.page]
@@ -433,7 +494,9 @@ def test_rebuild_truncated_segment_finds_the_packs_before(store: LmdbBackend, pa
     assert held(again, later) == later
 
 
-def test_rebuild_copy_of_a_pack_within_a_payload_is_skipped(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_copy_of_a_pack_within_a_payload_is_skipped(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     (inner,) = add_samples(store, 1)
     extent = place(store, inner)
     raw = (path / "segments" / "00000000.seg").read_bytes()
@@ -450,11 +513,15 @@ def test_rebuild_copy_of_a_pack_within_a_payload_is_skipped(store: LmdbBackend, 
     assert held(open_store(), [outer]) == [outer]
 
 
-def test_rebuild_pack_in_several_extents_is_counted(open_store: Opener, path: Path) -> None:
+def test_rebuild_pack_in_several_extents_is_counted(
+    open_store: Opener, path: Path
+) -> None:
     store = open_store("?capacity=4MiB")
     packs = add_samples(store, 200)
     there = held(store, packs)
-    store.commit(packs[0].namespace, CommitBatch(deletions=[pack.pack_id for pack in there[::2]]))
+    store.commit(
+        packs[0].namespace, CommitBatch(deletions=[pack.pack_id for pack in there[::2]])
+    )
     large = sample_pack(packs[0].namespace, 1000, blocks=128)
     add(store, large)
     assert len(places(store, large)) > 1
@@ -478,10 +545,14 @@ LmdbBackend.rebuild(StoreUrl.parse(sys.argv[1]), progress)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1])
-def test_rebuild_killed_can_be_repeated(store: LmdbBackend, path: Path, open_store: Opener, delay_s: float) -> None:
+def test_rebuild_killed_can_be_repeated(
+    store: LmdbBackend, path: Path, open_store: Opener, delay_s: float
+) -> None:
     packs = add_samples(store, 400)
     lose_catalogue(store, path)
-    child = subprocess.Popen([sys.executable, "-c", _REBUILD, f"lmdb://{path}"], stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _REBUILD, f"lmdb://{path}"], stdout=subprocess.PIPE
+    )
     assert child.stdout is not None
     child.stdout.readline()
     time.sleep(delay_s)
@@ -509,7 +580,9 @@ def test_rebuild_after_its_interruption_deletes_the_incomplete_catalogue(
     assert held(open_store(), packs) == packs
 
 
-def test_rebuild_of_a_copied_store_finds_all_packs(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_of_a_copied_store_finds_all_packs(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 20)
     store.close()
     copy = path.with_name("copy")
@@ -518,9 +591,13 @@ def test_rebuild_of_a_copied_store_finds_all_packs(store: LmdbBackend, path: Pat
     assert held(open_store(location=copy), packs) == packs
 
 
-def test_rebuild_two_thousand_packs_finds_their_blocks(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_two_thousand_packs_finds_their_blocks(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     namespace = store.open_namespace(IDENTITY).id
-    packs = [sample_pack(namespace, seed, blocks=2, block_bytes=1024) for seed in range(2000)]
+    packs = [
+        sample_pack(namespace, seed, blocks=2, block_bytes=1024) for seed in range(2000)
+    ]
     for start in range(0, 2000, 100):
         store.commit(namespace, CommitBatch(packs[start : start + 100]))
     lose_catalogue(store, path)
@@ -528,7 +605,9 @@ def test_rebuild_two_thousand_packs_finds_their_blocks(store: LmdbBackend, path:
     assert find_faults(open_store()) == []
 
 
-def test_rebuild_on_a_full_disk_leaves_the_store_as_it_was(store: LmdbBackend, path: Path, open_store: Opener) -> None:
+def test_rebuild_on_a_full_disk_leaves_the_store_as_it_was(
+    store: LmdbBackend, path: Path, open_store: Opener
+) -> None:
     packs = add_samples(store, 100)
     lose_catalogue(store, path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -549,11 +628,16 @@ def test_rebuild_on_a_full_disk_leaves_the_store_as_it_was(store: LmdbBackend, p
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_rebuild_hundred_thousand_packs_finds_their_blocks(open_store: Opener, path: Path) -> None:
+def test_rebuild_hundred_thousand_packs_finds_their_blocks(
+    open_store: Opener, path: Path
+) -> None:
     store = open_store("?capacity=4GiB")
     namespace = store.open_namespace(IDENTITY).id
     for start in range(0, 100_000, 500):
-        packs = [sample_pack(namespace, seed, blocks=2, block_bytes=1024) for seed in range(start, start + 500)]
+        packs = [
+            sample_pack(namespace, seed, blocks=2, block_bytes=1024)
+            for seed in range(start, start + 500)
+        ]
         store.commit(namespace, CommitBatch(packs))
     stored = store.stats().blocks
     lose_catalogue(store, path)

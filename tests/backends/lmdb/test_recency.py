@@ -61,9 +61,13 @@ def test_commit_with_evictions_advances_clock_by_one_moment(
     namespace = backend.open_namespace(identity).id
     kept = sample_pack(namespace, 1)
     evicted = len(backend.commit(namespace, CommitBatch([kept])).evicted)
-    for seed in range(2, 20):  # large and small packs alternate; a large one fills most of the store
+    # large and small packs alternate; a large one fills most of the store
+    for seed in range(2, 20):
         blocks = 28 if seed % 2 else 1
-        batch = CommitBatch([sample_pack(namespace, seed, blocks=blocks, block_bytes=80_000)], touches=[kept.pack_id])
+        batch = CommitBatch(
+            [sample_pack(namespace, seed, blocks=blocks, block_bytes=80_000)],
+            touches=[kept.pack_id],
+        )
         evicted += len(backend.commit(namespace, batch).evicted)
     assert evicted > 10
     backend.close()
@@ -71,12 +75,16 @@ def test_commit_with_evictions_advances_clock_by_one_moment(
     assert struct.unpack_from("<Q", clock) == (19,)
 
 
-def test_uses_touch_within_same_second_counts_as_reuse(open_store: Opener, identity: Identity) -> None:
+def test_uses_touch_within_same_second_counts_as_reuse(
+    open_store: Opener, identity: Identity
+) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
-    backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r", packs=[pack.pack_id])]))
+    backend.commit(
+        namespace, CommitBatch(manifests=[sample_manifest("r", packs=[pack.pack_id])])
+    )
     (use,) = backend.uses(namespace, ["r"])
     assert use is not None
     assert not use.reused, "only the request that stored the pack names it"

@@ -33,7 +33,9 @@ def test_erasures_of_a_new_store_cover_nothing(files: RecoveryFiles) -> None:
     assert not found.covers(name(1), 0)
 
 
-def test_erasure_covers_only_packs_of_its_name_that_were_written_before(files: RecoveryFiles) -> None:
+def test_erasure_covers_only_packs_of_its_name_that_were_written_before(
+    files: RecoveryFiles,
+) -> None:
     files.erase([name(1), name(2)], 1)
     files.erase([name(1)], 2)
     found = files.erasures()
@@ -45,7 +47,9 @@ def test_erasure_covers_only_packs_of_its_name_that_were_written_before(files: R
     assert not found.covers(name(3), 0)
 
 
-def test_erase_after_a_part_of_a_record_continues(files: RecoveryFiles, tmp_path: Path) -> None:
+def test_erase_after_a_part_of_a_record_continues(
+    files: RecoveryFiles, tmp_path: Path
+) -> None:
     files.erase([name(1)], 1)
     with (tmp_path / "segments" / "erased").open("ab") as file:
         file.write(b"part")
@@ -55,7 +59,9 @@ def test_erase_after_a_part_of_a_record_continues(files: RecoveryFiles, tmp_path
     assert found.covers(name(2), 1)
 
 
-def test_erasures_with_an_impossible_number_are_skipped(files: RecoveryFiles, tmp_path: Path) -> None:
+def test_erasures_with_an_impossible_number_are_skipped(
+    files: RecoveryFiles, tmp_path: Path
+) -> None:
     files.erase([name(1)], 1)
     with (tmp_path / "segments" / "erased").open("ab") as file:
         file.write(b"\xff" * 16)
@@ -65,7 +71,9 @@ def test_erasures_with_an_impossible_number_are_skipped(files: RecoveryFiles, tm
     assert not found.covers(name(2), 0)
 
 
-def test_erase_into_a_link_raises_and_leaves_its_target_unchanged(files: RecoveryFiles, tmp_path: Path) -> None:
+def test_erase_into_a_link_raises_and_leaves_its_target_unchanged(
+    files: RecoveryFiles, tmp_path: Path
+) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"content " * 100)
     (tmp_path / "segments" / "erased").symlink_to(victim)
@@ -75,7 +83,9 @@ def test_erase_into_a_link_raises_and_leaves_its_target_unchanged(files: Recover
     assert victim.read_bytes() == b"content " * 100
 
 
-def test_erase_and_erasures_of_a_fifo_raise_at_once(files: RecoveryFiles, tmp_path: Path) -> None:
+def test_erase_and_erasures_of_a_fifo_raise_at_once(
+    files: RecoveryFiles, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "segments" / "erased")
     with pytest.raises(StoreError, match="no regular file"):
         files.erase([name(1)], 1)
@@ -125,7 +135,9 @@ def test_erase_without_segments_does_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_describe_of_a_namespace_that_began_again_writes_its_identity(files: RecoveryFiles, tmp_path: Path) -> None:
+def test_describe_of_a_namespace_that_began_again_writes_its_identity(
+    files: RecoveryFiles, tmp_path: Path
+) -> None:
     namespace = bytes(range(16))
     path = tmp_path / "segments" / f"{namespace.hex()}.identity"
     files.describe(namespace, ROW, GENERATION)

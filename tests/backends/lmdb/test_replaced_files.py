@@ -1,6 +1,8 @@
-"""Files of a store that a user removes or replaces while engines have it open: they continue with those at the path.
+"""Files of a store that a user removes or replaces while engines have it open: they continue with
+those at the path.
 
-An acknowledged commit is in the store that a later opening finds, and no engine harms the store of another one.
+An acknowledged commit is in the store that a later opening finds, and no engine harms the store of
+another one.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def check_holds(backend: LmdbBackend, namespace: bytes, seeds: list[int]) -> Non
     check_totals(backend)
 
 
-def check_reopened(open_store: Opener, path: Path, namespace: bytes, seeds: list[int]) -> None:
+def check_reopened(
+    open_store: Opener, path: Path, namespace: bytes, seeds: list[int]
+) -> None:
     """Check what a new process finds at the path."""
     command = [sys.executable, "-m", "persistkv_tools", "verify", f"lmdb://{path}"]
     verified = subprocess.run(command, capture_output=True, text=True)
@@ -60,7 +64,12 @@ def check_reopened(open_store: Opener, path: Path, namespace: bytes, seeds: list
 
 @pytest.mark.parametrize("how", ["emptied", "removed", "moved"])
 def test_commit_directory_emptied_and_used_by_new_engine_keeps_its_blocks(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, start: Start, how: str
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    start: Start,
+    how: str,
 ) -> None:
     for seed in range(4):
         commit(backend, namespace, seed)
@@ -128,18 +137,29 @@ def test_read_emptied_directory_is_miss_and_changes_are_reset(
     assert read_pack(backend, namespace, old) is None
 
 
-def test_commit_seen_position_of_replaced_store_is_stale(path: Path, backend: LmdbBackend, namespace: bytes) -> None:
+def test_commit_seen_position_of_replaced_store_is_stale(
+    path: Path, backend: LmdbBackend, namespace: bytes
+) -> None:
     commit(backend, namespace, 1)
     cursor = backend.changes(namespace, None).cursor
     empty(path)
-    result = backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor))
+    result = backend.commit(
+        namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)
+    )
     assert result.stale
     assert tables(backend, namespace) == {}
 
 
-@pytest.mark.parametrize("name", ["lock.mdb", "writer.lock", "guard", "segments", "data.mdb"])
+@pytest.mark.parametrize(
+    "name", ["lock.mdb", "writer.lock", "guard", "segments", "data.mdb"]
+)
 def test_commit_file_removed_under_two_engines_loses_no_commit(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess, name: str
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    name: str,
 ) -> None:
     commit(backend, namespace, 1)
     assert other.request("commit 2") == "committed"
@@ -186,9 +206,16 @@ def test_commit_lock_file_removed_and_new_engine_used_it_keeps_all_commits(
     check_reopened(open_store, path, namespace, list(range(1, 11)))
 
 
-@pytest.mark.parametrize("how", ["emptied", "data.mdb", "lock.mdb", "segments", "moved"])
+@pytest.mark.parametrize(
+    "how", ["emptied", "data.mdb", "lock.mdb", "segments", "moved"]
+)
 def test_commit_files_removed_during_transaction_is_found_later_if_acknowledged(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess, how: str
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    how: str,
 ) -> None:
     commit(backend, namespace, 1)
     other.stop_in_transaction(2)
@@ -217,7 +244,11 @@ def test_commit_files_removed_during_transaction_is_found_later_if_acknowledged(
 
 
 def test_commit_other_store_moved_to_path_joins_it(
-    open_store: Opener, path: Path, tmp_path: Path, backend: LmdbBackend, namespace: bytes
+    open_store: Opener,
+    path: Path,
+    tmp_path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     another = open_store(location=tmp_path / "another")
     another.open_namespace(IDENTITY)
@@ -252,9 +283,14 @@ def test_transaction_directory_replaced_by_other_files_raises_and_leaves_them(
 
 
 def test_commit_segment_removed_and_created_again_after_writing_writes_again(
-    path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess, placement: str
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    placement: str,
 ) -> None:
-    """The other process has written its payload and not committed it, when another one notices the removal."""
+    """The other process has written its payload and not committed it, when another one notices the
+    removal."""
     if placement == "inline":
         pytest.skip("inline payloads have no segment files")
     commit(backend, namespace, 1)
@@ -268,7 +304,11 @@ def test_commit_segment_removed_and_created_again_after_writing_writes_again(
 
 
 def test_commit_segment_file_removed_is_not_written(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, placement: str
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    placement: str,
 ) -> None:
     if placement == "inline":
         pytest.skip("inline payloads have no segment files")

@@ -1,4 +1,5 @@
-"""Segment writes in threads end before their commit ends or tries again, whether it succeeds or fails."""
+"""Segment writes in threads end before their commit ends or tries again, whether it succeeds or
+fails."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class AlignedSource:
             self.memory[block * MIB : (block + 1) * MIB] = bytes([block + 1]) * MIB
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        return np.frombuffer(self.memory[start * MIB : stop * MIB], np.uint8).reshape(stop - start, MIB)
+        return np.frombuffer(self.memory[start * MIB : stop * MIB], np.uint8).reshape(
+            stop - start, MIB
+        )
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         if start >= self.last:
@@ -51,18 +54,33 @@ class AlignedSource:
         return [self.memory[start * MIB : stop * MIB]]
 
 
-def aligned_pack(namespace: bytes, on_last: Callable[[], None] = lambda: None) -> PackWriter:
-    return PackWriter(namespace, RawCodec(), [Segment(0, MIB, sample_keys(1, 12), AlignedSource(12, on_last))])
+def aligned_pack(
+    namespace: bytes, on_last: Callable[[], None] = lambda: None
+) -> PackWriter:
+    return PackWriter(
+        namespace,
+        RawCodec(),
+        [Segment(0, MIB, sample_keys(1, 12), AlignedSource(12, on_last))],
+    )
 
 
 def test_commit_disk_full_waits_for_segment_writes_before_evicting(
-    backend: LmdbBackend, namespace: bytes, placement: str, monkeypatch: pytest.MonkeyPatch
+    backend: LmdbBackend,
+    namespace: bytes,
+    placement: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of two writes finds the disk full. No transaction begins before the other write has ended."""
+    """One of two writes finds the disk full. No transaction begins before the other write has
+    ended."""
     if placement == "inline":
         pytest.skip("LMDB writes inline payloads itself")
     may_write, writes = threading.Event(), threading.Event()
-    calls, running, refused, begun = list[bool](), list[bool](), list[int](), list[int]()
+    calls, running, refused, begun = (
+        list[bool](),
+        list[bool](),
+        list[int](),
+        list[int](),
+    )
     pwritev, begin = os.pwritev, Room.__init__
 
     def write(*arguments: Any) -> Any:
@@ -96,9 +114,13 @@ def test_commit_disk_full_waits_for_segment_writes_before_evicting(
 
 
 def test_commit_failed_waits_for_its_segment_writes(
-    backend: LmdbBackend, namespace: bytes, placement: str, monkeypatch: pytest.MonkeyPatch
+    backend: LmdbBackend,
+    namespace: bytes,
+    placement: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next commit writes into the same extents, and the engine reuses the rows as soon as the commit has failed."""
+    """The next commit writes into the same extents, and the engine reuses the rows as soon as the
+    commit has failed."""
     if placement == "inline":
         pytest.skip("LMDB writes inline payloads itself")
     may_write, running, writes = threading.Event(), list[bool](), list[int]()
@@ -176,11 +198,17 @@ print(found == {stored(2).pack_id: payload_of(stored(2))})
 """
 
 
-def test_commit_interrupted_twice_keeps_commit_of_other_process(path: Path, placement: str) -> None:
+def test_commit_interrupted_twice_keeps_commit_of_other_process(
+    path: Path, placement: str
+) -> None:
     if placement == "inline":
         pytest.skip("LMDB writes inline payloads itself")
-    script = INTERRUPTED.replace('sys.argv[0], sys.argv[1], "other"', 'SCRIPT, sys.argv[1], "other"')
+    script = INTERRUPTED.replace(
+        'sys.argv[0], sys.argv[1], "other"', 'SCRIPT, sys.argv[1], "other"'
+    )
     script = f"SCRIPT = {script!r}\n{script}"
     command = [sys.executable, "-c", script, f"lmdb://{path}?capacity=64MiB"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout == "True\n"

@@ -1,4 +1,5 @@
-"""Two processes on one store: if one is killed or stopped in a transaction, or grows the map, the other continues."""
+"""Two processes on one store: if one is killed or stopped in a transaction, or grows the map, the
+other continues."""
 
 from __future__ import annotations
 
@@ -152,8 +153,16 @@ def start(path: Path, namespace: bytes) -> Iterator[Callable[..., OtherProcess]]
     started = []
 
     def start(options: Any = "") -> OtherProcess:
-        command = [sys.executable, "-uc", OTHER, f"lmdb://{path}{options}", namespace.hex()]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        command = [
+            sys.executable,
+            "-uc",
+            OTHER,
+            f"lmdb://{path}{options}",
+            namespace.hex(),
+        ]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
         started.append(process)
         return OtherProcess(process)
 
@@ -214,10 +223,14 @@ for turn in range(200):  # much work under the lock, little between
 """
 
 
-def test_commit_beside_busy_writer_gets_its_turn(backend: LmdbBackend, namespace: bytes, path: Path) -> None:
+def test_commit_beside_busy_writer_gets_its_turn(
+    backend: LmdbBackend, namespace: bytes, path: Path
+) -> None:
     commit(backend, namespace, 1)
     command = [sys.executable, "-c", HOLDER, str(path / files.WRITER_LOCK_FILE)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as holder:
         assert stdout_of(holder).readline() == b"held\n"
         waiter = threading.Thread(target=commit, args=(backend, namespace, 2))
         waiter.start()
@@ -308,7 +321,8 @@ def test_commit_writer_stopped_while_writing_payload_is_not_blocked(
     short_timeouts: None,
     end: signal.Signals,
 ) -> None:
-    """Others fill and evict the store meanwhile. What the stopped process writes is in nobody's way."""
+    """Others fill and evict the store meanwhile. What the stopped process writes is in nobody's
+    way."""
     if placement == "inline":
         pytest.skip("inline payloads are written in the transaction")
     other.stop_while_writing(2)
@@ -321,11 +335,16 @@ def test_commit_writer_stopped_while_writing_payload_is_not_blocked(
     if end == signal.SIGCONT:
         assert other.receive() == "committed"
         pack = sample_pack(namespace, 2)
-        assert read_pack(backend, namespace, tables(backend, namespace)[pack.pack_id]) == payload_of(pack)
+        assert read_pack(
+            backend, namespace, tables(backend, namespace)[pack.pack_id]
+        ) == payload_of(pack)
     else:
         other.process.wait(PATIENCE_S)
     for seed in sorted(range(60, 90)):
-        backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=32, block_bytes=1 << 16)]))
+        backend.commit(
+            namespace,
+            CommitBatch([sample_pack(namespace, seed, blocks=32, block_bytes=1 << 16)]),
+        )
     assert find_faults(backend) == []
     after = tables(backend, namespace)
     for pack_id, table in before.items():
@@ -334,7 +353,11 @@ def test_commit_writer_stopped_while_writing_payload_is_not_blocked(
 
 
 def test_commit_after_writer_killed_while_writing_releases_its_reservation(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, start: Callable[..., OtherProcess], placement: str
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    start: Callable[..., OtherProcess],
+    placement: str,
 ) -> None:
     if placement == "inline":
         pytest.skip("inline payloads reserve nothing")
@@ -365,9 +388,13 @@ def test_commit_writer_stopped_in_transaction_raises_busy_and_reads_work(
 ) -> None:
     held = commit(backend, namespace, 1)
     other.stop_in_transaction(2)
-    with pytest.raises(StoreBusyError, match=f"process {other.pid} has held its lock for writing for more than 0.5 s"):
+    with pytest.raises(
+        StoreBusyError,
+        match=f"process {other.pid} has held its lock for writing for more than 0.5 s",
+    ):
         commit(backend, namespace, 3)
-    with pytest.raises(StoreBusyError, match=r"more than 0\.2 s"):  # after one timeout, later waits are short
+    # after one timeout, later waits are short
+    with pytest.raises(StoreBusyError, match=r"more than 0\.2 s"):
         commit(backend, namespace, 3)
     for identity in ({"another": "one"}, {"weights": "abc"}):
         backend.open_namespace(Identity.of(identity))
@@ -404,7 +431,12 @@ def test_set_policy_writer_stopped_in_transaction_raises_busy(
 
 
 def test_open_for_writing_writer_stopped_in_transaction_raises_busy(
-    open_store: Opener, path: Path, namespace: bytes, backend: LmdbBackend, other: OtherProcess, short_timeouts: None
+    open_store: Opener,
+    path: Path,
+    namespace: bytes,
+    backend: LmdbBackend,
+    other: OtherProcess,
+    short_timeouts: None,
 ) -> None:
     backend.close()
     other.stop_in_transaction(2)
@@ -424,9 +456,13 @@ def test_open_for_writing_writer_stopped_in_transaction_raises_busy(
 
 
 def test_commit_map_growth_while_other_process_works_keeps_all_packs(
-    path: Path, backend: LmdbBackend, namespace: bytes, start: Callable[..., OtherProcess]
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    start: Callable[..., OtherProcess],
 ) -> None:
-    """The other process reads and writes all the time. One commit of this process fits only into the larger map."""
+    """The other process reads and writes all the time. One commit of this process fits only into
+    the larger map."""
     backend.set_policy(replace(backend.policy(), capacity=256 << 20))
     growing = start()
     assert growing.receive() == "open"
@@ -448,7 +484,9 @@ def test_commit_map_growth_while_other_process_works_keeps_all_packs(
     assert growing.request("commit 3000") == "committed"
     assert other.request("read 3000") == "right"
     for step, table in enumerate(tables_of_mine):
-        assert read_pack(backend, namespace, table) == payload_of(sample_pack(namespace, step))
+        assert read_pack(backend, namespace, table) == payload_of(
+            sample_pack(namespace, step)
+        )
 
 
 class WaitingPack:
@@ -468,10 +506,14 @@ class WaitingPack:
 
 
 @contextmanager
-def in_a_transaction(backend: LmdbBackend, namespace: bytes, seed: int) -> Iterator[None]:
+def in_a_transaction(
+    backend: LmdbBackend, namespace: bytes, seed: int
+) -> Iterator[None]:
     """Keep a thread of this process in a write transaction until the end of the block."""
     pack = WaitingPack(sample_pack(namespace, seed))
-    thread = threading.Thread(target=backend.commit, args=(namespace, CommitBatch([cast(PackWriter, pack)])))
+    thread = threading.Thread(
+        target=backend.commit, args=(namespace, CommitBatch([cast(PackWriter, pack)]))
+    )
     thread.start()
     assert pack.inside.wait(PATIENCE_S)
     try:
@@ -501,7 +543,8 @@ def test_open_slow_store_does_not_block_opening_other_stores(
     other: OtherProcess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One process is stopped in a transaction, and a thread here waits to open its store. Other stores open at once."""
+    """One process is stopped in a transaction, and a thread here waits to open its store. Other
+    stores open at once."""
     monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.5)
     location = tmp_path / "store"
     backend.close()
@@ -526,9 +569,12 @@ def test_open_slow_store_does_not_block_opening_other_stores(
         assert entered.wait(PATIENCE_S)
     try:
         elsewhere = open_store(location=tmp_path / "another")
-        commit(elsewhere, elsewhere.open_namespace(Identity.of({"another": "one"})).id, 1)
+        commit(
+            elsewhere, elsewhere.open_namespace(Identity.of({"another": "one"})).id, 1
+        )
         with pytest.raises(
-            StoreBusyError, match=r"another thread of this process has been opening it for more than 0\.5"
+            StoreBusyError,
+            match=r"another thread of this process has been opening it for more than 0\.5",
         ):
             open_store(location=location)
     finally:
@@ -558,9 +604,15 @@ def test_commit_deleted_lock_file_recreates_it_and_stays_serialized(
 
 
 def test_fork_of_killed_writer_holds_no_lock_guard_or_number(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess, placement: str
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    placement: str,
 ) -> None:
-    """A process forks during a write and is killed. Its live fork holds neither lock, so others can use the store."""
+    """A process forks during a write and is killed. Its live fork holds neither lock, so others can
+    use the store."""
     code = """
 import os, sys, time
 from persistkv.config import StoreUrl
@@ -581,7 +633,9 @@ with backend.environment.transaction(write=True):
 os._exit(0)
 """
     command = [sys.executable, "-uc", code, f"lmdb://{path}"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as forking:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as forking:
         said = {stdout_of(forking).readline().strip() for _ in range(2)}
         (child,) = (int(word) for word in said if word != b"forked")
         try:
@@ -590,7 +644,9 @@ os._exit(0)
             commit(backend, namespace, 1)
             if placement == "extents":
                 with backend.environment.transaction() as rows:
-                    assert Allocator(rows).writers() == [0], "the dead process's number is taken"
+                    assert Allocator(rows).writers() == [0], (
+                        "the dead process's number is taken"
+                    )
             assert other.request("commit 2") == "committed"
             backend.close()
             other.process.kill()
@@ -599,29 +655,54 @@ os._exit(0)
             again = open_store()
             assert len(tables(again, namespace)) == 2
             again.close()
-            assert (path / "guard").read_text().split()[0] == "clean"  # no other process holds it, including the fork
+            # no other process holds it, including the fork
+            assert (path / "guard").read_text().split()[0] == "clean"
         finally:
             os.kill(child, signal.SIGKILL)
 
 
 def active_readers(path: Path) -> list[str]:
-    """List the processes that hold a snapshot. A child process reads the list: LMDB opens a store once per process."""
+    """List the processes that hold a snapshot. A child process reads the list: LMDB opens a store
+    once per process."""
     code = "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).readers())"
-    listed = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     lines = listed.stdout.splitlines()[1:]
-    return [line.split()[0] for line in lines if len(line.split()) == 3 and line.split()[2] != "-"]
+    return [
+        line.split()[0]
+        for line in lines
+        if len(line.split()) == 3 and line.split()[2] != "-"
+    ]
 
 
-def test_ls_blocked_output_pipe_holds_no_snapshot(path: Path, backend: LmdbBackend, namespace: bytes) -> None:
+def test_ls_blocked_output_pipe_holds_no_snapshot(
+    path: Path, backend: LmdbBackend, namespace: bytes
+) -> None:
     """``persistkv ls | less`` with a full pipe: writers continue."""
-    writes = [sample_manifest(f"request {number:06} " + "x" * 200, number) for number in range(1500)]
+    writes = [
+        sample_manifest(f"request {number:06} " + "x" * 200, number)
+        for number in range(1500)
+    ]
     backend.commit(namespace, CommitBatch(manifests=writes))
-    command = [sys.executable, "-m", "persistkv_tools", "ls", f"lmdb://{path}", "--limit", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        "ls",
+        f"lmdb://{path}",
+        "--limit",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as listing:
         ready, _, _ = select.select([stdout_of(listing)], [], [], PATIENCE_S)
         assert ready
         deadline = time.monotonic() + PATIENCE_S
-        while active_readers(path):  # a snapshot that is held while the pipe is full would be held forever
+        # a snapshot that is held while the pipe is full would be held forever
+        while active_readers(path):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         commit(backend, namespace, 1)
@@ -631,7 +712,10 @@ def test_ls_blocked_output_pipe_holds_no_snapshot(path: Path, backend: LmdbBacke
 def test_manifests_and_namespaces_hold_no_snapshot_between_items(
     open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes
 ) -> None:
-    backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(600)]))
+    backend.commit(
+        namespace,
+        CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(600)]),
+    )
     reader = open_store(read_only=True)
     for iterator in (reader.manifests(namespace), reader.namespaces()):
         next(iter(iterator))
@@ -649,9 +733,15 @@ with env.begin():
     sys.stdin.readline()
 """
     command = [sys.executable, "-c", code, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reader:
         stdout_of(reader).readline()
         assert active_readers(path) == [str(reader.pid)]
         reader.kill()
-    subprocess.run([sys.executable, "-m", "persistkv_tools", "stat", f"lmdb://{path}"], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "persistkv_tools", "stat", f"lmdb://{path}"],
+        check=True,
+        capture_output=True,
+    )
     assert active_readers(path) == []

@@ -1,4 +1,5 @@
-"""Vectored I/O: streams in pieces of any length, more buffers than one call accepts, short transfers."""
+"""Vectored I/O: streams in pieces of any length, more buffers than one call accepts, short
+transfers."""
 
 from __future__ import annotations
 
@@ -11,13 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistkv_lmdb.segments import Bounce, after_bytes, front, read_all, starts_aligned, write_all
+from persistkv_lmdb.segments import (
+    Bounce,
+    after_bytes,
+    front,
+    read_all,
+    starts_aligned,
+    write_all,
+)
 
 PAGE = 4096
 
 
 def pattern(length: int, seed: int = 0) -> bytes:
-    return bytes((7 * position + position // 251 + seed) % 256 for position in range(length))
+    return bytes(
+        (7 * position + position // 251 + seed) % 256 for position in range(length)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +40,12 @@ def rows() -> memoryview:
 
 pieces = st.lists(
     st.one_of(
-        st.tuples(st.integers(0, 40), st.integers(1, 20)).map(lambda p: ("row", PAGE * p[0], PAGE * p[1])),
-        st.tuples(st.integers(0, 100_000), st.integers(0, 9000)).map(lambda p: ("row", *p)),
+        st.tuples(st.integers(0, 40), st.integers(1, 20)).map(
+            lambda p: ("row", PAGE * p[0], PAGE * p[1])
+        ),
+        st.tuples(st.integers(0, 100_000), st.integers(0, 9000)).map(
+            lambda p: ("row", *p)
+        ),
         st.integers(0, 5000).map(lambda length: ("bytes", 0, length)),
         st.integers(1, 30).map(lambda count: ("bytes", 0, PAGE * count)),
     ),
@@ -53,19 +67,28 @@ def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
     batch: int,
     first: int,
 ) -> None:
-    chunks = [rows[at : at + length] if kind == "row" else pattern(length, at) for kind, at, length in cut]
+    chunks = [
+        rows[at : at + length] if kind == "row" else pattern(length, at)
+        for kind, at, length in cut
+    ]
     written = bytearray()
     lent: list[
         list[memoryview]
-    ] = []  # batches that a pending write may still read: copied data must stay valid until ``settle``
+        # batches that a pending write may still read: copied data must stay valid until ``settle``
+    ] = []
 
     def settle() -> None:
         for buffers in lent:
             written.extend(b"".join(buffers))
         lent.clear()
 
-    for buffers in Bounce(settle, PAGE * first, PAGE * batch, PAGE * bounce).aligned(iter(chunks)):
-        assert all(len(buffer) and not len(buffer) % PAGE and starts_aligned(buffer) for buffer in buffers)
+    for buffers in Bounce(settle, PAGE * first, PAGE * batch, PAGE * bounce).aligned(
+        iter(chunks)
+    ):
+        assert all(
+            len(buffer) and not len(buffer) % PAGE and starts_aligned(buffer)
+            for buffer in buffers
+        )
         lent.append(buffers)
     settle()
     expected = b"".join(map(bytes, chunks))
@@ -76,7 +99,9 @@ def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
 def test_bounce_first_batch_is_small(pages: int) -> None:
     """The disk starts with it while the rest of the stream is gathered."""
     memory = memoryview(mmap.mmap(-1, 32 * PAGE))
-    stream = (memory[at : at + pages * PAGE] for at in range(0, 32 * PAGE, pages * PAGE))
+    stream = (
+        memory[at : at + pages * PAGE] for at in range(0, 32 * PAGE, pages * PAGE)
+    )
     lists = list(Bounce(lambda: None, 4 * PAGE, 32 * PAGE).aligned(stream))
     assert [sum(map(len, buffers)) // PAGE for buffers in lists] == [4, 28]
 
@@ -90,7 +115,9 @@ def test_bounce_aligned_pieces_are_not_copied(rows: memoryview) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(0, 50), max_size=8), data=st.data())
-def test_front_and_after_bytes_split_buffers_at_count(lengths: list[int], data: st.DataObject) -> None:
+def test_front_and_after_bytes_split_buffers_at_count(
+    lengths: list[int], data: st.DataObject
+) -> None:
     buffers = [memoryview(pattern(length, seed)) for seed, length in enumerate(lengths)]
     whole = b"".join(buffers)
     count = data.draw(st.integers(0, len(whole)))
@@ -102,7 +129,8 @@ def test_front_and_after_bytes_split_buffers_at_count(lengths: list[int], data: 
 def test_read_all_write_all_short_transfers_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Simulate a kernel that transfers at most ``most`` bytes per call, and accepts at most 1,024 buffers."""
+    """Simulate a kernel that transfers at most ``most`` bytes per call, and accepts at most 1,024
+    buffers."""
     calls = []
 
     def shortened(call: Callable[..., int]) -> Callable[..., int]:
@@ -120,14 +148,18 @@ def test_read_all_write_all_short_transfers_are_continued(
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     write_all(fd, views, 123)
     found = bytearray(len(payload))
-    assert read_all(fd, [memoryview(found)[at : at + 7] for at in range(0, len(found), 7)], 123)
+    assert read_all(
+        fd, [memoryview(found)[at : at + 7] for at in range(0, len(found), 7)], 123
+    )
     assert found == payload
     assert not read_all(fd, [memoryview(bytearray(len(payload) + 1))], 123)
     os.close(fd)
     assert len(calls) > 3
 
 
-def test_write_all_short_aligned_write_continues_at_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_all_short_aligned_write_continues_at_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offsets = []
     pwritev = os.pwritev
 

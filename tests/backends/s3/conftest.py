@@ -1,4 +1,5 @@
-"""S3 server for a test run: moto in this process, or the server that PERSISTKV_S3_ENDPOINT names (make test-ceph)."""
+"""S3 server for a test run: moto in this process, or the server that PERSISTKV_S3_ENDPOINT names
+(make test-ceph)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ from persistkv_s3.options import Place, S3Options, parse_url
 from tests.backends.s3.faults import FaultProxy
 from tests.storage.host.conftest import hosted  # noqa: F401
 
-ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
+ACCESS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "testsecret",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 
 
 @pytest.fixture(scope="session")
@@ -53,8 +58,11 @@ def proxy(endpoint: str) -> Iterator[FaultProxy]:
 
 @pytest.fixture(autouse=True)
 def credentials(tmp_path: Path) -> Iterator[None]:
-    """Credentials and a separate cache directory for each test, in the environment that child processes inherit."""
-    with mock.patch.dict(os.environ, {**ACCESS, "XDG_CACHE_HOME": str(tmp_path / "cache")}):
+    """Credentials and a separate cache directory for each test, in the environment that child
+    processes inherit."""
+    with mock.patch.dict(
+        os.environ, {**ACCESS, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ):
         yield
 
 
@@ -108,11 +116,16 @@ Opener = Callable[..., Handle]
 
 @pytest.fixture
 def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
-    """Open handles on one store, whose background work the test runs. Close the open handles after the test."""
+    """Open handles on one store, whose background work the test runs. Close the open handles after
+    the test."""
     opened: list[S3Backend] = []
 
     def open_store(
-        options: str = "refresh=0s", *, port: int | None = None, bucket: str = bucket, read_only: bool = False
+        options: str = "refresh=0s",
+        *,
+        port: int | None = None,
+        bucket: str = bucket,
+        read_only: bool = False,
     ) -> Handle:
         where = endpoint if port is None else f"http://127.0.0.1:{port}"
         url = StoreUrl.parse(f"s3://{bucket}/store?endpoint_url={where}&{options}")
@@ -120,7 +133,9 @@ def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
         place, parsed = parse_url(url, own)
         client = CountingClient(place, parsed)
         blobs = S3Blobs(place, parsed, client)
-        opened.append(S3Backend(blobs, shared, str(place), read_only=read_only, background=False))
+        opened.append(
+            S3Backend(blobs, shared, str(place), read_only=read_only, background=False)
+        )
         client.take()
         return Handle(opened[-1], client)
 

@@ -41,13 +41,20 @@ class FaultProxy:
 
     def __init__(self, upstream_port: int) -> None:
         self.port = free_ports()
-        command = [sys.executable, str(SERVERS / "faultproxy.py"), str(self.port), str(upstream_port)]
+        command = [
+            sys.executable,
+            str(SERVERS / "faultproxy.py"),
+            str(self.port),
+            str(upstream_port),
+        ]
         self._process = subprocess.Popen(command)
         wait_for_port(self.port + 1)
 
     def set(self, mode: str) -> None:
         """Set the fault mode (see ``tests/servers/faultproxy.py``), which cuts open connections."""
-        with socket.create_connection(("127.0.0.1", self.port + 1), timeout=_PATIENCE_S) as control:
+        with socket.create_connection(
+            ("127.0.0.1", self.port + 1), timeout=_PATIENCE_S
+        ) as control:
             control.sendall(f"{mode}\n".encode())
             control.recv(64)
 

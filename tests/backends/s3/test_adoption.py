@@ -11,7 +11,9 @@ from tests.storage.identity.releases import BLOCKS, Release, compute, identity, 
 PROMPTS = [prompt(number) for number in range(3)]
 
 
-@pytest.mark.parametrize("options", ["refresh=0s", "refresh=0s&key_env=PERSISTKV_TEST_KEY"])
+@pytest.mark.parametrize(
+    "options", ["refresh=0s", "refresh=0s&key_env=PERSISTKV_TEST_KEY"]
+)
 def test_canary_matching_kv_adopts_namespace_for_all_handles(
     open_store: Opener, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""``S3Blobs`` on a server, through a proxy that breaks connections, and against scripted answers."""
+"""``S3Blobs`` on a server, through a proxy that breaks connections, and against scripted
+answers."""
 
 from __future__ import annotations
 
@@ -70,7 +71,10 @@ class Script:
                 script.requests.append((self.command, self.path))
                 status, headers, body = script.answer(self.command, self.path)
                 self.send_response_only(status)
-                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                for name, value in {
+                    "Content-Length": str(len(body)),
+                    **headers,
+                }.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
@@ -99,10 +103,18 @@ def error_body(code: str) -> bytes:
     return f'<?xml version="1.0"?><Error><Code>{code}</Code></Error>'.encode()
 
 
-def read(blobs: S3Blobs, name: str, offset: int = 0, length: int = len(CONTENT), step: int = _MIB) -> bytes:
+def read(
+    blobs: S3Blobs,
+    name: str,
+    offset: int = 0,
+    length: int = len(CONTENT),
+    step: int = _MIB,
+) -> bytes:
     """Return up to ``length`` bytes of a blob, read into buffers of ``step`` bytes."""
     found = bytearray(length)
-    views = [memoryview(found)[start : start + step] for start in range(0, length, step)]
+    views = [
+        memoryview(found)[start : start + step] for start in range(0, length, step)
+    ]
     count = blobs.read(name, offset, length, views)
     return bytes(found[:count])
 
@@ -110,9 +122,14 @@ def read(blobs: S3Blobs, name: str, offset: int = 0, length: int = len(CONTENT),
 # put
 
 
-def test_put_writes_object_below_prefix(open_blobs: Opener, raw_client: Any, bucket: str) -> None:
+def test_put_writes_object_below_prefix(
+    open_blobs: Opener, raw_client: Any, bucket: str
+) -> None:
     open_blobs().put("packs/a-1", [b"one", memoryview(b"two")])
-    assert raw_client.get_object(Bucket=bucket, Key="store/packs/a-1")["Body"].read() == b"onetwo"
+    assert (
+        raw_client.get_object(Bucket=bucket, Key="store/packs/a-1")["Body"].read()
+        == b"onetwo"
+    )
 
 
 def test_put_sends_one_request_without_condition(open_blobs: Opener) -> None:
@@ -120,7 +137,11 @@ def test_put_sends_one_request_without_condition(open_blobs: Opener) -> None:
     blobs.put("a", [b"data"])
     blobs.put("a", [b"other"])
     assert [method for method, _ in blobs.client.sent] == ["PUT", "PUT"]
-    assert not [headers for _, headers in blobs.client.sent if {"If-Match", "If-None-Match"} & set(headers)]
+    assert not [
+        headers
+        for _, headers in blobs.client.sent
+        if {"If-Match", "If-None-Match"} & set(headers)
+    ]
     assert blobs.requests() == {"PUT": 2}
 
 
@@ -158,11 +179,16 @@ def test_put_answer_without_date_returns_local_time(script: Script) -> None:
 
 def test_put_answer_of_no_s3_server_raises_unavailable(script: Script) -> None:
     script.answer = lambda method, path: (200, {}, b"<html>please log in</html>")
-    with closing(Handle(f"{script.url}&deadline=1s")) as blobs, pytest.raises(UnavailableError, match="ETag"):
+    with (
+        closing(Handle(f"{script.url}&deadline=1s")) as blobs,
+        pytest.raises(UnavailableError, match="ETag"),
+    ):
         blobs.put("a", [b"data"])
 
 
-def test_put_lost_reply_is_repeated_with_same_bytes(open_blobs: Opener, proxy: FaultProxy) -> None:
+def test_put_lost_reply_is_repeated_with_same_bytes(
+    open_blobs: Opener, proxy: FaultProxy
+) -> None:
     blobs = open_blobs(port=proxy.port)
     proxy.set("lose_reply1")
     blobs.put("a", [CONTENT[:_MIB], CONTENT[_MIB:]])
@@ -170,8 +196,12 @@ def test_put_lost_reply_is_repeated_with_same_bytes(open_blobs: Opener, proxy: F
     assert read(open_blobs(), "a") == CONTENT
 
 
-@pytest.mark.parametrize("fault", ["lose_reply", "hang_reply", "hang", "rst", "s503 1000"])
-def test_put_lasting_fault_raises_unavailable_by_deadline(open_blobs: Opener, proxy: FaultProxy, fault: str) -> None:
+@pytest.mark.parametrize(
+    "fault", ["lose_reply", "hang_reply", "hang", "rst", "s503 1000"]
+)
+def test_put_lasting_fault_raises_unavailable_by_deadline(
+    open_blobs: Opener, proxy: FaultProxy, fault: str
+) -> None:
     blobs = open_blobs("deadline=3s", port=proxy.port)
     proxy.set(fault)
     begin = time.monotonic()
@@ -219,9 +249,12 @@ def test_read_takes_buffer_when_previous_is_full(open_blobs: Opener) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "step", "expected"), [(0, 3, 10), (0, 5, 10), (4, 100, 6), (9, 1, 1), (10, 4, 0), (1 << 40, 4, 0)]
+    ("offset", "step", "expected"),
+    [(0, 3, 10), (0, 5, 10), (4, 100, 6), (9, 1, 1), (10, 4, 0), (1 << 40, 4, 0)],
 )
-def test_read_short_blob_returns_count(open_blobs: Opener, offset: int, step: int, expected: int) -> None:
+def test_read_short_blob_returns_count(
+    open_blobs: Opener, offset: int, step: int, expected: int
+) -> None:
     blobs = open_blobs()
     blobs.put("a", [b"0123456789"])
     assert read(blobs, "a", offset, 100, step) == b"0123456789"[offset:]
@@ -245,14 +278,18 @@ def test_read_no_bytes_checks_that_blob_exists(open_blobs: Opener) -> None:
 
 
 @pytest.mark.parametrize("length", [9, 11])
-def test_read_length_unlike_buffers_raises_value_error(open_blobs: Opener, length: int) -> None:
+def test_read_length_unlike_buffers_raises_value_error(
+    open_blobs: Opener, length: int
+) -> None:
     blobs = open_blobs()
     blobs.put("a", [CONTENT])
     with pytest.raises(ValueError, match="buffers hold"):
         blobs.read("a", 0, length, [memoryview(bytearray(10))])
 
 
-def test_read_exception_of_iterable_passes_and_leaves_breaker_closed(open_blobs: Opener) -> None:
+def test_read_exception_of_iterable_passes_and_leaves_breaker_closed(
+    open_blobs: Opener,
+) -> None:
     blobs = open_blobs()
     blobs.put("a", [CONTENT])
 
@@ -267,7 +304,9 @@ def test_read_exception_of_iterable_passes_and_leaves_breaker_closed(open_blobs:
     assert read(blobs, "a") == CONTENT
 
 
-def test_read_reset_body_resumes_at_missing_bytes(open_blobs: Opener, proxy: FaultProxy) -> None:
+def test_read_reset_body_resumes_at_missing_bytes(
+    open_blobs: Opener, proxy: FaultProxy
+) -> None:
     blobs = open_blobs(port=proxy.port)
     blobs.put("a", [CONTENT])
     proxy.set("rst_after 1500000")
@@ -283,12 +322,19 @@ def test_read_reset_body_resumes_at_missing_bytes(open_blobs: Opener, proxy: Fau
 
     assert blobs.read("a", 0, len(CONTENT), buffers()) == len(CONTENT)
     assert taken == list(range(0, len(CONTENT), 500_000))
-    starts = [int(headers["Range"].split(b"=")[1].split(b"-")[0]) for _, headers in blobs.client.sent]
+    starts = [
+        int(headers["Range"].split(b"=")[1].split(b"-")[0])
+        for _, headers in blobs.client.sent
+    ]
     assert len(set(starts)) >= 2
-    assert starts == sorted(starts), "each attempt begins where the one before broke off"
+    assert starts == sorted(starts), (
+        "each attempt begins where the one before broke off"
+    )
 
 
-def test_read_reset_body_of_short_blob_returns_count(open_blobs: Opener, proxy: FaultProxy) -> None:
+def test_read_reset_body_of_short_blob_returns_count(
+    open_blobs: Opener, proxy: FaultProxy
+) -> None:
     blobs = open_blobs(port=proxy.port)
     blobs.put("a", [CONTENT])
     proxy.set("rst_after 1500000")
@@ -321,7 +367,9 @@ def test_read_blob_replaced_between_attempts_raises_instead_of_mixing(
     assert blobs.state() == "closed"
 
 
-def test_read_trickling_body_raises_by_deadline(open_blobs: Opener, proxy: FaultProxy) -> None:
+def test_read_trickling_body_raises_by_deadline(
+    open_blobs: Opener, proxy: FaultProxy
+) -> None:
     blobs = open_blobs("deadline=3s", port=proxy.port)
     open_blobs().put("a", [CONTENT])
     proxy.set("rate 100000")
@@ -338,7 +386,11 @@ def test_read_body_that_ends_early_is_repeated(script: Script) -> None:
     def answer(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         start = 0 if len(script.requests) == 1 else 40
         end = 40 if len(script.requests) == 1 else 100
-        headers = {"ETag": '"e"', "Content-Range": f"bytes {start}-99/1000", "Connection": "close"}
+        headers = {
+            "ETag": '"e"',
+            "Content-Range": f"bytes {start}-99/1000",
+            "Connection": "close",
+        }
         return 206, {**headers, "Content-Length": str(100 - start)}, CONTENT[start:end]
 
     script.answer = answer
@@ -350,15 +402,23 @@ def test_read_body_that_ends_early_is_repeated(script: Script) -> None:
 def test_read_answer_with_part_of_range_is_no_short_blob(script: Script) -> None:
     headers = {"ETag": '"e"', "Content-Range": "bytes 0-49/1000"}
     script.answer = lambda method, path: (206, headers, CONTENT[:50])
-    with closing(Handle(f"{script.url}&deadline=1s")) as blobs, pytest.raises(UnavailableError, match="0-49"):
+    with (
+        closing(Handle(f"{script.url}&deadline=1s")) as blobs,
+        pytest.raises(UnavailableError, match="0-49"),
+    ):
         read(blobs, "a", 0, 100)
 
 
 @pytest.mark.parametrize("offset", [0, 50])
-def test_read_server_without_ranges_raises_unavailable(script: Script, offset: int) -> None:
+def test_read_server_without_ranges_raises_unavailable(
+    script: Script, offset: int
+) -> None:
     """The answer could also be the page of a proxy."""
     script.answer = lambda method, path: (200, {"ETag": '"e"'}, CONTENT[:100])
-    with closing(Handle(f"{script.url}&deadline=1s")) as blobs, pytest.raises(UnavailableError, match="range"):
+    with (
+        closing(Handle(f"{script.url}&deadline=1s")) as blobs,
+        pytest.raises(UnavailableError, match="range"),
+    ):
         read(blobs, "a", offset, 200)
 
 
@@ -374,7 +434,9 @@ def test_read_missing_blobs_keep_breaker_closed(open_blobs: Opener) -> None:
 # delete
 
 
-def test_delete_sends_requests_of_1000_names(open_blobs: Opener, raw_client: Any, bucket: str) -> None:
+def test_delete_sends_requests_of_1000_names(
+    open_blobs: Opener, raw_client: Any, bucket: str
+) -> None:
     blobs = open_blobs("deadline=60s")
     names = [f"packs/{number:04}" for number in range(2001)]
     for name in (names[0], names[1500], names[2000]):
@@ -385,15 +447,24 @@ def test_delete_sends_requests_of_1000_names(open_blobs: Opener, raw_client: Any
     assert blobs.client.take() == {"POST": 2, "DELETE": 1}
     blobs.delete(names[-1:])
     blobs.delete([])
-    assert [entry["Key"] for entry in raw_client.list_objects_v2(Bucket=bucket)["Contents"]] == ["store/packs/other"]
+    assert [
+        entry["Key"] for entry in raw_client.list_objects_v2(Bucket=bucket)["Contents"]
+    ] == ["store/packs/other"]
 
 
 def test_delete_refused_key_raises_after_other_batches(script: Script) -> None:
     """The first batch has a locked object; the second one is deleted, too."""
     locked = "<Error><Key>store/5</Key><Code>AccessDenied</Code></Error>"
     missing = "<Error><Key>store/6</Key><Code>NoSuchKey</Code></Error>"
-    bodies = [f"<DeleteResult>{missing}{locked}</DeleteResult>", "<DeleteResult></DeleteResult>"]
-    script.answer = lambda method, path: (200, {}, bodies[len(script.requests) - 1].encode())
+    bodies = [
+        f"<DeleteResult>{missing}{locked}</DeleteResult>",
+        "<DeleteResult></DeleteResult>",
+    ]
+    script.answer = lambda method, path: (
+        200,
+        {},
+        bodies[len(script.requests) - 1].encode(),
+    )
     with closing(Handle(script.url)) as blobs:
         with pytest.raises(RefusedError, match="store/5: 0 AccessDenied"):
             blobs.delete([str(number) for number in range(1500)])
@@ -404,14 +475,19 @@ def test_delete_refused_key_raises_after_other_batches(script: Script) -> None:
 def test_delete_key_that_fails_is_repeated(script: Script) -> None:
     failed = "<Error><Key>store/5</Key><Code>InternalError</Code></Error>"
     bodies = [f"<DeleteResult>{failed}</DeleteResult>", "<DeleteResult></DeleteResult>"]
-    script.answer = lambda method, path: (200, {}, bodies[len(script.requests) - 1].encode())
+    script.answer = lambda method, path: (
+        200,
+        {},
+        bodies[len(script.requests) - 1].encode(),
+    )
     with closing(Handle(script.url)) as blobs:
         blobs.delete(["1", "5"])
     assert len(script.requests) == 2
 
 
 def test_delete_batch_refused_deletes_singly(script: Script) -> None:
-    """Ceph refuses requests with several keys unless the whole bucket may be deleted; one object is forbidden."""
+    """Ceph refuses requests with several keys unless the whole bucket may be deleted; one object is
+    forbidden."""
 
     def answer(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         if method == "POST" or path.endswith("/3"):
@@ -436,7 +512,9 @@ def test_delete_without_permission_stops_early(script: Script) -> None:
 # list
 
 
-def test_list_after_name_begins_there(open_blobs: Opener, raw_client: Any, bucket: str) -> None:
+def test_list_after_name_begins_there(
+    open_blobs: Opener, raw_client: Any, bucket: str
+) -> None:
     names = [f"index/{number:04}" for number in range(30)]
     for name in names:
         raw_client.put_object(Bucket=bucket, Key=f"store/{name}", Body=b"data")
@@ -449,19 +527,38 @@ def test_list_after_name_begins_there(open_blobs: Opener, raw_client: Any, bucke
     assert list(blobs.list("index/", "z")) == []
 
 
-def test_list_objects_without_name_are_skipped(open_blobs: Opener, raw_client: Any, bucket: str) -> None:
-    for key in ("store/a/b", "store/a/", "store/A", "store/a//b", "store/a.b", "store/é", "other/a", "store-a"):
+def test_list_objects_without_name_are_skipped(
+    open_blobs: Opener, raw_client: Any, bucket: str
+) -> None:
+    for key in (
+        "store/a/b",
+        "store/a/",
+        "store/A",
+        "store/a//b",
+        "store/a.b",
+        "store/é",
+        "other/a",
+        "store-a",
+    ):
         raw_client.put_object(Bucket=bucket, Key=key, Body=b"12345")
     [info] = open_blobs().list("")
     assert (info.name, info.size) == ("a/b", 5)
     assert abs(info.time - time.time()) < _SLACK_S
 
 
-@pytest.mark.parametrize("first", ["", "<ListBucketResult><Contents>", "<html>please log in</html>", "busy"])
+@pytest.mark.parametrize(
+    "first", ["", "<ListBucketResult><Contents>", "<html>please log in</html>", "busy"]
+)
 def test_list_garbled_answer_is_repeated(script: Script, first: str) -> None:
     entry = "<Contents><Key>store/a</Key><Size>3</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-    whole = f"<ListBucketResult><IsTruncated>false</IsTruncated>{entry}</ListBucketResult>"
-    script.answer = lambda method, path: (200, {}, (first if len(script.requests) == 1 else whole).encode())
+    whole = (
+        f"<ListBucketResult><IsTruncated>false</IsTruncated>{entry}</ListBucketResult>"
+    )
+    script.answer = lambda method, path: (
+        200,
+        {},
+        (first if len(script.requests) == 1 else whole).encode(),
+    )
     with closing(Handle(script.url)) as blobs:
         assert [info.name for info in blobs.list("")] == ["a"]
     assert len(script.requests) == 2
@@ -477,7 +574,9 @@ def test_list_fault_raises_unavailable(open_blobs: Opener, proxy: FaultProxy) ->
 # errors and the breaker
 
 
-def test_refused_writes_raise_and_keep_breaker_closed(open_blobs: Opener, proxy: FaultProxy) -> None:
+def test_refused_writes_raise_and_keep_breaker_closed(
+    open_blobs: Opener, proxy: FaultProxy
+) -> None:
     blobs = open_blobs(port=proxy.port)
     open_blobs().put("a", [b"data"])
     proxy.set("readonly")
@@ -492,9 +591,16 @@ def test_refused_writes_raise_and_keep_breaker_closed(open_blobs: Opener, proxy:
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [(403, "AccessDenied"), (403, "InvalidObjectState"), (400, "KMS.DisabledException"), (404, "NoSuchBucket")],
+    [
+        (403, "AccessDenied"),
+        (403, "InvalidObjectState"),
+        (400, "KMS.DisabledException"),
+        (404, "NoSuchBucket"),
+    ],
 )
-def test_refused_reads_keep_breaker_closed(script: Script, status: int, code: str) -> None:
+def test_refused_reads_keep_breaker_closed(
+    script: Script, status: int, code: str
+) -> None:
     script.answer = lambda method, path: (status, {}, error_body(code))
     with closing(Handle(script.url)) as blobs:
         for _ in range(30):
@@ -518,10 +624,16 @@ def test_failing_server_opens_breaker(script: Script, status: int) -> None:
         assert len(script.requests) == sent
 
 
-def test_deleted_bucket_raises_refused_instead_of_missing(open_blobs: Opener, raw_client: Any, bucket: str) -> None:
+def test_deleted_bucket_raises_refused_instead_of_missing(
+    open_blobs: Opener, raw_client: Any, bucket: str
+) -> None:
     blobs = open_blobs()
     raw_client.delete_bucket(Bucket=bucket)
-    for call in (lambda: read(blobs, "a"), lambda: blobs.put("a", [b"data"]), lambda: list(blobs.list(""))):
+    for call in (
+        lambda: read(blobs, "a"),
+        lambda: blobs.put("a", [b"data"]),
+        lambda: list(blobs.list("")),
+    ):
         with pytest.raises(RefusedError, match="NoSuchBucket"):
             call()
 
@@ -530,7 +642,9 @@ def test_calls_start_no_lasting_threads(open_blobs: Opener) -> None:
     blobs = open_blobs("connections=64")
     blobs.put("a", [b"data"])
     read(blobs, "a")
-    assert not [thread.name for thread in threading.enumerate() if "persistkv-s3" in thread.name]
+    assert not [
+        thread.name for thread in threading.enumerate() if "persistkv-s3" in thread.name
+    ]
     assert blobs.connections == 64
 
 

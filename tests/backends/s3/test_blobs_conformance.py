@@ -32,7 +32,9 @@ class RawBucket(RawBlobs):
         self._client.put_object(Bucket=self._bucket, Key=f"{_PREFIX}{name}", Body=data)
 
     def names(self) -> Sequence[str]:
-        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket)
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket
+        )
         entries = [entry for page in pages for entry in page.get("Contents", ())]
         return [entry["Key"].removeprefix(_PREFIX) for entry in entries]
 
@@ -46,7 +48,9 @@ class TestS3Blobs(BlobsConformance):
 
     @pytest.fixture
     def opener(self, endpoint: str, bucket: str) -> Callable[[], Blobs]:
-        return partial(open_blobs, f"s3://{bucket}/{_PREFIX}?endpoint_url={endpoint}&deadline=60s")
+        return partial(
+            open_blobs, f"s3://{bucket}/{_PREFIX}?endpoint_url={endpoint}&deadline=60s"
+        )
 
     @pytest.fixture
     def raw(self, raw_client: Any, bucket: str) -> RawBucket:

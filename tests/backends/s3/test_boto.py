@@ -1,4 +1,5 @@
-"""Accounts, proxies, encryption and warnings of the boto3 client, on requests that reach a server."""
+"""Accounts, proxies, encryption and warnings of the boto3 client, on requests that reach a
+server."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.backends.s3.conftest import Opener
 
 NAMESPACE = sample_identity().digest
 
-moto_only = pytest.mark.skipif("PERSISTKV_S3_ENDPOINT" in os.environ, reason="the server has no such service")
+moto_only = pytest.mark.skipif(
+    "PERSISTKV_S3_ENDPOINT" in os.environ, reason="the server has no such service"
+)
 
 
 def store_and_read(backend: S3Backend) -> None:
@@ -34,7 +37,11 @@ def store_and_read(backend: S3Backend) -> None:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
 
 
 def test_expected_bucket_owner_is_sent_with_every_request(open_store: Opener) -> None:
@@ -43,33 +50,53 @@ def test_expected_bucket_owner_is_sent_with_every_request(open_store: Opener) ->
     backend.publish_status("engine", b"row")
     backend.publish_status("engine", None)
     assert {"GET", "PUT", "DELETE"} <= {method for method, _ in client.sent}
-    assert {headers.get("x-amz-expected-bucket-owner") for _, headers in client.sent} == {b"012345678901"}
+    assert {
+        headers.get("x-amz-expected-bucket-owner") for _, headers in client.sent
+    } == {b"012345678901"}
 
 
 def test_expected_bucket_owner_unset_sends_no_header(open_store: Opener) -> None:
     backend, client = open_store()
     store_and_read(backend)
-    assert not [headers for _, headers in client.sent if "x-amz-expected-bucket-owner" in headers]
+    assert not [
+        headers
+        for _, headers in client.sent
+        if "x-amz-expected-bucket-owner" in headers
+    ]
 
 
 @moto_only
-def test_kms_options_encrypt_every_object_with_key(open_store: Opener, raw_client: Any, bucket: str) -> None:
-    backend, _ = open_store("refresh=0s&sse=aws:kms&sse_kms_key_id=my-key&sse_bucket_key=yes")
+def test_kms_options_encrypt_every_object_with_key(
+    open_store: Opener, raw_client: Any, bucket: str
+) -> None:
+    backend, _ = open_store(
+        "refresh=0s&sse=aws:kms&sse_kms_key_id=my-key&sse_bucket_key=yes"
+    )
     store_and_read(backend)
     for entry in raw_client.list_objects_v2(Bucket=bucket)["Contents"]:
         found = raw_client.head_object(Bucket=bucket, Key=entry["Key"])
-        assert (found["ServerSideEncryption"], found["SSEKMSKeyId"]) == ("aws:kms", "my-key")
+        assert (found["ServerSideEncryption"], found["SSEKMSKeyId"]) == (
+            "aws:kms",
+            "my-key",
+        )
         assert found["BucketKeyEnabled"]
 
 
 @pytest.mark.skipif(
-    "PERSISTKV_S3_ENDPOINT" in os.environ, reason="Ceph 16 ignores If-None-Match in buckets with versions: refused"
+    "PERSISTKV_S3_ENDPOINT" in os.environ,
+    reason="Ceph 16 ignores If-None-Match in buckets with versions: refused",
 )
 @pytest.mark.parametrize("status", ["Enabled", "Suspended"])
 def test_versioned_bucket_warns_only_while_versioning_enabled(
-    open_store: Opener, raw_client: Any, bucket: str, status: str, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    raw_client: Any,
+    bucket: str,
+    status: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    raw_client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": status})
+    raw_client.put_bucket_versioning(
+        Bucket=bucket, VersioningConfiguration={"Status": status}
+    )
     backend, _ = open_store()
     store_and_read(backend)
     found = [text for text in warnings(caplog) if "keeps old versions" in text]
@@ -77,7 +104,9 @@ def test_versioned_bucket_warns_only_while_versioning_enabled(
     assert all(bucket in text and "lifecycle rule" in text for text in found)
 
 
-def test_unversioned_bucket_logs_no_warning(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_unversioned_bucket_logs_no_warning(
+    open_store: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
     store_and_read(open_store().backend)
     assert not warnings(caplog)
 
@@ -96,24 +125,35 @@ def test_unversioned_bucket_logs_no_warning(open_store: Opener, caplog: pytest.L
 def test_boto_client_plain_http_beyond_loopback_warns(
     server: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    BotoClient(*parse_url(StoreUrl.parse(f"s3://bucket/p?endpoint_url={server}"))).close()
+    BotoClient(
+        *parse_url(StoreUrl.parse(f"s3://bucket/p?endpoint_url={server}"))
+    ).close()
     found = warnings(caplog)
-    assert [text for text in found if server in text and "not encrypted" in text] == found
+    assert [
+        text for text in found if server in text and "not encrypted" in text
+    ] == found
     assert bool(found) == warned
 
 
 @moto_only
-def test_http_proxy_variable_routes_every_request(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of the server does not resolve, so each request that succeeds came through the proxy."""
+def test_http_proxy_variable_routes_every_request(
+    endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the server does not resolve, so each request that succeeds came through the
+    proxy."""
     monkeypatch.setenv("HTTP_PROXY", endpoint)
     monkeypatch.setenv("NO_PROXY", "")
-    url = StoreUrl.parse(f"s3://{bucket}/store?endpoint_url=http://storage:9000&refresh=0s&cache=no")
+    url = StoreUrl.parse(
+        f"s3://{bucket}/store?endpoint_url=http://storage:9000&refresh=0s&cache=no"
+    )
     backend = S3Backend.open(url)
     store_and_read(backend)
     backend.close()
 
 
-def test_no_proxy_variable_bypasses_proxy(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_variable_bypasses_proxy(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     store_and_read(open_store().backend)
@@ -123,7 +163,8 @@ def test_no_proxy_variable_bypasses_proxy(open_store: Opener, monkeypatch: pytes
 def test_web_identity_token_signs_requests_with_session_token(
     open_store: Opener, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kubernetes mounts a token and names it in the environment; STS exchanges it for temporary credentials."""
+    """Kubernetes mounts a token and names it in the environment; STS exchanges it for temporary
+    credentials."""
     token = tmp_path / "token"
     token.write_text("token of the pod")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -22,7 +22,8 @@ Examine = Callable[..., dict[str, Check]]
 
 @pytest.fixture
 def examine(endpoint: str, bucket: str) -> Examine:
-    """Return a function that checks the bucket, and returns the outcomes by check. Of several, it returns the worst."""
+    """Return a function that checks the bucket, and returns the outcomes by check. Of several, it
+    returns the worst."""
 
     def examine(options: str = "", proxy: FaultProxy | None = None) -> dict[str, Check]:
         where = endpoint if proxy is None else f"http://127.0.0.1:{proxy.port}"
@@ -30,7 +31,9 @@ def examine(endpoint: str, bucket: str) -> Examine:
         found: dict[str, Check] = {}
         for check in S3Backend.check_medium(url):
             before = found.get(check.check)
-            if before is None or list(Level).index(before.level) < list(Level).index(check.level):
+            if before is None or list(Level).index(before.level) < list(Level).index(
+                check.level
+            ):
                 found[check.check] = check
         return found
 
@@ -39,13 +42,22 @@ def examine(endpoint: str, bucket: str) -> Examine:
 
 def left(raw_client: Any, bucket: str) -> list[str]:
     """Return the keys of all objects, old versions included."""
-    return [entry["Key"] for entry in raw_client.list_objects_v2(Bucket=bucket).get("Contents", ())]
+    return [
+        entry["Key"]
+        for entry in raw_client.list_objects_v2(Bucket=bucket).get("Contents", ())
+    ]
 
 
-def test_check_intact_bucket_is_ok_and_leaves_nothing(examine: Examine, raw_client: Any, bucket: str) -> None:
+def test_check_intact_bucket_is_ok_and_leaves_nothing(
+    examine: Examine, raw_client: Any, bucket: str
+) -> None:
     found = examine()
     calls = {"list", "missing object", "put", "read", "delete"}
-    assert calls | {"medium's clock", "throttling", "versioning", "lifecycle", "object lock"} == found.keys()
+    assert (
+        calls
+        | {"medium's clock", "throttling", "versioning", "lifecycle", "object lock"}
+        == found.keys()
+    )
     assert {check.level for check in found.values()} == {Level.OK}
     assert not any(check.todo for check in found.values())
     assert left(raw_client, bucket) == []
@@ -68,7 +80,12 @@ def test_check_read_only_writes_nothing(examine: Examine, proxy: FaultProxy) -> 
     ],
 )
 def test_check_refused_call_names_permission(
-    examine: Examine, proxy: FaultProxy, request_line: str, check: str, level: Level, remedy: str
+    examine: Examine,
+    proxy: FaultProxy,
+    request_line: str,
+    check: str,
+    level: Level,
+    remedy: str,
 ) -> None:
     proxy.set(f"forbid {request_line.replace(' ', '.')}")
     found = examine(proxy=proxy)
@@ -86,15 +103,21 @@ def test_check_refused_delete_names_the_object_that_is_left(
     assert key.removeprefix("team/kv/") in found
 
 
-def test_check_missing_object_that_is_refused_is_problem(examine: Examine, proxy: FaultProxy) -> None:
+def test_check_missing_object_that_is_refused_is_problem(
+    examine: Examine, proxy: FaultProxy
+) -> None:
     """As on S3 without s3:ListBucket: an engine would take each missing object for a refusal."""
     proxy.set("forbid ^GET.*/team/kv/probe-")
     found = examine("&read_only=yes", proxy)["missing object"]
     assert (found.level, "s3:ListBucket" in found.todo) == (Level.PROBLEM, True)
 
 
-@pytest.mark.parametrize(("mode", "relation"), [("date 31536000", "ahead of"), ("date -7200", "behind")])
-def test_check_wrong_clock_of_server_is_warning(examine: Examine, proxy: FaultProxy, mode: str, relation: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "relation"), [("date 31536000", "ahead of"), ("date -7200", "behind")]
+)
+def test_check_wrong_clock_of_server_is_warning(
+    examine: Examine, proxy: FaultProxy, mode: str, relation: str
+) -> None:
     proxy.set(mode)
     found = examine(proxy=proxy)["medium's clock"]
     assert found.level is Level.WARNING
@@ -102,7 +125,9 @@ def test_check_wrong_clock_of_server_is_warning(examine: Examine, proxy: FaultPr
     assert "NTP" in found.todo
 
 
-def test_check_throttled_requests_are_warning(examine: Examine, proxy: FaultProxy) -> None:
+def test_check_throttled_requests_are_warning(
+    examine: Examine, proxy: FaultProxy
+) -> None:
     proxy.set("s503 2")
     found = examine(proxy=proxy)
     assert found["throttling"].level is Level.WARNING
@@ -110,11 +135,16 @@ def test_check_throttled_requests_are_warning(examine: Examine, proxy: FaultProx
     assert found["put"].level is Level.OK
 
 
-def test_check_server_that_hangs_ends_after_one_call(examine: Examine, proxy: FaultProxy) -> None:
+def test_check_server_that_hangs_ends_after_one_call(
+    examine: Examine, proxy: FaultProxy
+) -> None:
     proxy.set("hang")
     found = examine("&deadline=1s", proxy)
     assert found.keys() == {"list"}
-    assert (found["list"].level, "network" in found["list"].todo) == (Level.PROBLEM, True)
+    assert (found["list"].level, "network" in found["list"].todo) == (
+        Level.PROBLEM,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +160,10 @@ def test_check_setting_without_permission_is_not_checked_and_no_error(
 ) -> None:
     proxy.set(f"forbid [?]{query}")
     found = examine(proxy=proxy)
-    assert (found[check].level, found[check].found) == (Level.NOTE, f"not checked: needs {permission}")
+    assert (found[check].level, found[check].found) == (
+        Level.NOTE,
+        f"not checked: needs {permission}",
+    )
     others = {other.level for name, other in found.items() if name != check}
     assert others == {Level.OK}
 
@@ -145,7 +178,9 @@ def expire_versions(raw_client: Any, bucket: str, prefix: str) -> None:
         "Filter": {"Prefix": prefix},
         "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
     }
-    raw_client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
+    raw_client.put_bucket_lifecycle_configuration(
+        Bucket=bucket, LifecycleConfiguration={"Rules": [rule]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +196,9 @@ def expire_versions(raw_client: Any, bucket: str, prefix: str) -> None:
 def test_check_versioning_is_warning_unless_rule_expires_old_versions(
     examine: Examine, raw_client: Any, bucket: str, prefix: str | None, level: Level
 ) -> None:
-    raw_client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    raw_client.put_bucket_versioning(
+        Bucket=bucket, VersioningConfiguration={"Status": "Enabled"}
+    )
     if prefix is not None:
         expire_versions(raw_client, bucket, prefix)
     found = examine()
@@ -170,7 +207,12 @@ def test_check_versioning_is_warning_unless_rule_expires_old_versions(
 
 
 def rule(prefix: str, **content: Any) -> dict[str, Any]:
-    return {"ID": "rule-1", "Status": "Enabled", "Filter": {"Prefix": prefix}, **content}
+    return {
+        "ID": "rule-1",
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        **content,
+    }
 
 
 ARCHIVE = {"Transitions": [{"Days": 30, "StorageClass": "GLACIER"}]}
@@ -198,9 +240,16 @@ TAGGED = {"And": {"Prefix": "team/", "Tags": [{"Key": "a", "Value": "b"}]}}
     ],
 )
 def test_check_lifecycle_rule_that_expires_or_moves_objects_is_found(
-    examine: Examine, raw_client: Any, bucket: str, found: dict[str, Any], level: Level, part: str
+    examine: Examine,
+    raw_client: Any,
+    bucket: str,
+    found: dict[str, Any],
+    level: Level,
+    part: str,
 ) -> None:
-    raw_client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [found]})
+    raw_client.put_bucket_lifecycle_configuration(
+        Bucket=bucket, LifecycleConfiguration={"Rules": [found]}
+    )
     outcome = examine()["lifecycle"]
     assert outcome.level is level
     assert part in outcome.found
@@ -223,11 +272,19 @@ def test_check_intelligent_tiering_with_archive_access_is_problem(
     endpoint: str, raw_client: Any, bucket: str, archives: bool
 ) -> None:
     moving = rule("", Transitions=[{"Days": 1, "StorageClass": "INTELLIGENT_TIERING"}])
-    raw_client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [moving]})
-    place, options = parse_url(StoreUrl.parse(f"s3://{bucket}/team/kv?endpoint_url={endpoint}"))
+    raw_client.put_bucket_lifecycle_configuration(
+        Bucket=bucket, LifecycleConfiguration={"Rules": [moving]}
+    )
+    place, options = parse_url(
+        StoreUrl.parse(f"s3://{bucket}/team/kv?endpoint_url={endpoint}")
+    )
     client = TieringClient(place, options)
     if archives:
-        tiers = {"Id": "cold", "Status": "Enabled", "Tierings": [{"Days": 90, "AccessTier": "ARCHIVE_ACCESS"}]}
+        tiers = {
+            "Id": "cold",
+            "Status": "Enabled",
+            "Tierings": [{"Days": 90, "AccessTier": "ARCHIVE_ACCESS"}],
+        }
         client.answer = {"IntelligentTieringConfigurationList": [tiers]}
     with closing(S3Blobs(place, options, client)) as blobs:
         found = {check.check: check for check in blobs.check(writes=False)}
@@ -235,7 +292,9 @@ def test_check_intelligent_tiering_with_archive_access_is_problem(
 
 
 @pytest.mark.parametrize("retains", [True, False])
-def test_check_object_lock_is_found(examine: Examine, raw_client: Any, bucket: str, retains: bool) -> None:
+def test_check_object_lock_is_found(
+    examine: Examine, raw_client: Any, bucket: str, retains: bool
+) -> None:
     raw_client.delete_bucket(Bucket=bucket)
     raw_client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
     if retains:
@@ -243,7 +302,9 @@ def test_check_object_lock_is_found(examine: Examine, raw_client: Any, bucket: s
             "ObjectLockEnabled": "Enabled",
             "Rule": {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 3}},
         }
-        raw_client.put_object_lock_configuration(Bucket=bucket, ObjectLockConfiguration=configuration)
+        raw_client.put_object_lock_configuration(
+            Bucket=bucket, ObjectLockConfiguration=configuration
+        )
     found = examine()["object lock"]
     assert found.level is (Level.WARNING if retains else Level.NOTE)
     assert ("3 days" in found.found) == retains

@@ -1,6 +1,7 @@
 """The S3 driver against the conformance suite and the rules of the catalogue.
 
-Slow on a simulated server, and the store is the same on each medium: the short run is that of ``test_sqlite_example``.
+Slow on a simulated server, and the store is the same on each medium: the short run is that of
+``test_sqlite_example``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class RawS3(RawStore):
             return
         key, start, stop = self._place(kind, namespace, name)
         whole = self._object(key)
-        self.client.put_object(Bucket=self.bucket, Key=key, Body=whole[:start] + data + whole[stop:])
+        self.client.put_object(
+            Bucket=self.bucket, Key=key, Body=whole[:start] + data + whole[stop:]
+        )
 
     def _replica(self, namespace: bytes) -> Replica:
         return self.backend._open(namespace).replica
@@ -55,15 +58,25 @@ class RawS3(RawStore):
     def _object(self, key: str) -> bytes:
         return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
 
-    def _place(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, int, int]:
+    def _place(
+        self, kind: RawKind, namespace: bytes, name: bytes
+    ) -> tuple[str, int, int]:
         replica = self._replica(namespace)
         names = Names(namespace, self.backend._medium.authenticator.key_id)
         if kind is RawKind.PAYLOAD:
             held = replica.blobs([name])[name]
-            return f"store/{names.pack(name + held.nonce)}", 0, held.table.payload_length
+            return (
+                f"store/{names.pack(name + held.nonce)}",
+                0,
+                held.table.payload_length,
+            )
         place = replica.keys_place(name.decode())
         assert place is not None
-        return f"store/{names.keys_blob(place.nonce)}", place.offset, place.offset + place.length
+        return (
+            f"store/{names.keys_blob(place.nonce)}",
+            place.offset,
+            place.offset + place.length,
+        )
 
 
 @pytest.mark.slow
@@ -91,17 +104,29 @@ class TestS3BackendWithKey(TestS3Backend):
     def test_read_damaged_payload_returns_raw_bytes_or_misses(
         self, backend: Backend, namespace: bytes, raw: RawStore
     ) -> None:
-        """Damaged frames are not returned, unlike in the test without a key: their tags do not match."""
+        """Damaged frames are not returned, unlike in the test without a key: their tags do not
+        match."""
         pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
         backend.commit(namespace, CommitBatch([pack]))
         payload, (first, second, *_) = payload_of(pack), pack.table.frames
         raw.flip(RawKind.PAYLOAD, namespace, pack.pack_id, second.offset + 1)
         buffers = [bytearray(100), bytearray(100)]
         offsets = (first.offset, second.offset + 60_000)
-        spans = [ReadSpan(pack.pack_id, at, [memoryview(buffer)]) for at, buffer in zip(offsets, buffers, strict=True)]
+        spans = [
+            ReadSpan(pack.pack_id, at, [memoryview(buffer)])
+            for at, buffer in zip(offsets, buffers, strict=True)
+        ]
         assert backend.read(namespace, spans) == [True, False]
         assert buffers[0] == payload[:100]
         came: list[int] = []
         into = memoryview(bytearray(1 << 20))
-        backend.read_frames(namespace, pack.pack_id, pack.table.frames, into, lambda number, _: came.append(number))
-        assert came == [number for number in range(len(pack.table.frames)) if number != 1]
+        backend.read_frames(
+            namespace,
+            pack.pack_id,
+            pack.table.frames,
+            into,
+            lambda number, _: came.append(number),
+        )
+        assert came == [
+            number for number in range(len(pack.table.frames)) if number != 1
+        ]

@@ -1,4 +1,5 @@
-"""Credentials whose source hangs, fails or renews them: no call waits past its deadline, and valid ones are used."""
+"""Credentials whose source hangs, fails or renews them: no call waits past its deadline, and valid
+ones are used."""
 
 from __future__ import annotations
 
@@ -56,23 +57,37 @@ def use_hung_sts(monkeypatch: pytest.MonkeyPatch, directory: Path, port: int) ->
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{port}")
 
 
-def use_hung_metadata_server(monkeypatch: pytest.MonkeyPatch, directory: Path, port: int) -> None:
+def use_hung_metadata_server(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, port: int
+) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{port}/")
     monkeypatch.setenv("AWS_METADATA_SERVICE_TIMEOUT", "60")
 
 
-def use_hung_container_server(monkeypatch: pytest.MonkeyPatch, directory: Path, port: int) -> None:
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{port}/credentials")
+def use_hung_container_server(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, port: int
+) -> None:
+    monkeypatch.setenv(
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{port}/credentials"
+    )
 
 
-def use_hung_program(monkeypatch: pytest.MonkeyPatch, directory: Path, port: int) -> None:
+def use_hung_program(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, port: int
+) -> None:
     program = f"{sys.executable} -c 'import time; time.sleep(20)'"
     (directory / "config").write_text(f"[default]\ncredential_process = {program}\n")
 
 
 @pytest.mark.parametrize(
-    "use_hung_source", [use_hung_sts, use_hung_metadata_server, use_hung_container_server, use_hung_program]
+    "use_hung_source",
+    [
+        use_hung_sts,
+        use_hung_metadata_server,
+        use_hung_container_server,
+        use_hung_program,
+    ],
 )
 @pytest.mark.usefixtures("no_credentials")
 def test_calls_hung_source_of_credentials_raise_by_deadline(
@@ -115,7 +130,9 @@ def test_calls_without_credentials_raise_refused(endpoint: str) -> None:
 
 
 @pytest.mark.usefixtures("bucket", "no_credentials")
-def test_credentials_that_appear_later_are_found(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_appear_later_are_found(
+    endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(open_blobs(endpoint, bucket)) as blobs:
         with pytest.raises(RefusedError):
             blobs.put("a", [b"data"])
@@ -174,7 +191,10 @@ def test_credentials_are_searched_once_for_many_threads(source: Source) -> None:
     credentials = DeferredCredentials(source.find)
     source.answers.clear()
     found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(access_key(credentials))) for _ in range(16)]
+    threads = [
+        threading.Thread(target=lambda: found.append(access_key(credentials)))
+        for _ in range(16)
+    ]
     for thread in threads:
         thread.start()
     source.answers.set()
@@ -227,7 +247,9 @@ def test_expiring_credentials_are_renewed_at_most_once_a_minute(source: Source) 
 
 
 @pytest.mark.usefixtures("no_pause")
-def test_expiring_credentials_are_used_while_source_fails(source: Source, caplog: pytest.LogCaptureFixture) -> None:
+def test_expiring_credentials_are_used_while_source_fails(
+    source: Source, caplog: pytest.LogCaptureFixture
+) -> None:
     credentials = DeferredCredentials(source.find)
     source.lifetime_s = 300
     assert access_key(credentials) == "id-1"
@@ -253,7 +275,9 @@ def test_expired_credentials_are_not_used(source: Source) -> None:
         other.ensure(Deadline(0.1), "test")
 
 
-def test_abandoned_search_is_replaced(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_search_is_replaced(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     credentials = DeferredCredentials(source.find)
     source.answers.clear()
     for _ in range(5):

@@ -1,4 +1,5 @@
-"""Network and server faults: no wrong bytes, no wait past the deadline, and recovery after each fault.
+"""Network and server faults: no wrong bytes, no wait past the deadline, and recovery after each
+fault.
 
 Each fault hits a commit and a read, through a proxy that really breaks the connection.
 """
@@ -17,7 +18,12 @@ from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
-from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
+from persistkv.testing.conformance.suite import (
+    check_totals,
+    read_pack,
+    sample_identity,
+    tables,
+)
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
@@ -26,7 +32,15 @@ pytestmark = pytest.mark.slow
 
 NAMESPACE = sample_identity().digest
 OPTIONS = "refresh=0s&deadline=5s&slow=1h"
-HARD = ["hang", "hang_reply", "lose_reply", "rst", "rst_after 100", "delay 60", "s503 100000"]
+HARD = [
+    "hang",
+    "hang_reply",
+    "lose_reply",
+    "rst",
+    "rst_after 100",
+    "delay 60",
+    "s503 100000",
+]
 SOFT = ["lose_reply1", "s503 2", "rate 4000000"]
 """Faults that an operation survives within its deadline."""
 
@@ -44,15 +58,21 @@ def wait_until_recovered(backend: Any) -> None:
             backend.changes(NAMESPACE, backend.changes(NAMESPACE, None).cursor)
             return
         except StoreError:
-            assert time.monotonic() < until, "the pack could not be stored after the server had recovered"
+            assert time.monotonic() < until, (
+                "the pack could not be stored after the server had recovered"
+            )
             time.sleep(0.1)
 
 
 @pytest.mark.parametrize("fault", HARD)
-def test_backend_lasting_fault_raises_in_time_then_recovers(open_store: Opener, proxy: FaultProxy, fault: str) -> None:
+def test_backend_lasting_fault_raises_in_time_then_recovers(
+    open_store: Opener, proxy: FaultProxy, fault: str
+) -> None:
     backend, _ = open_store(OPTIONS, port=proxy.port)
     backend.open_namespace(sample_identity())
-    held, lost = (sample_pack(NAMESPACE, seed, blocks=16, block_bytes=65_536) for seed in (1, 2))
+    held, lost = (
+        sample_pack(NAMESPACE, seed, blocks=16, block_bytes=65_536) for seed in (1, 2)
+    )
     backend.commit(NAMESPACE, CommitBatch([held], [sample_manifest("r1")]))
 
     proxy.set(fault)
@@ -62,7 +82,9 @@ def test_backend_lasting_fault_raises_in_time_then_recovers(open_store: Opener, 
     buffer = bytearray(held.table.payload_length)
     with pytest.raises(StoreError):
         backend.read(NAMESPACE, [ReadSpan(held.pack_id, 0, [memoryview(buffer)])])
-    assert time.monotonic() - begin < 60, "limit: two operations of 5 s, each extended by a socket timeout"
+    assert time.monotonic() - begin < 60, (
+        "limit: two operations of 5 s, each extended by a socket timeout"
+    )
 
     proxy.set("ok")
     wait_until_recovered(backend)
@@ -78,7 +100,9 @@ def test_backend_lasting_fault_raises_in_time_then_recovers(open_store: Opener, 
 
 
 @pytest.mark.parametrize("fault", SOFT)
-def test_backend_transient_fault_is_retried_without_error(open_store: Opener, proxy: FaultProxy, fault: str) -> None:
+def test_backend_transient_fault_is_retried_without_error(
+    open_store: Opener, proxy: FaultProxy, fault: str
+) -> None:
     backend, _ = open_store("refresh=0s", port=proxy.port)
     backend.open_namespace(sample_identity())
     backend.changes(NAMESPACE, None)
@@ -93,7 +117,9 @@ def test_backend_transient_fault_is_retried_without_error(open_store: Opener, pr
     assert check_totals(other).requests == 1
 
 
-def test_read_reset_connection_resumes_at_broken_offset(open_store: Opener, proxy: FaultProxy) -> None:
+def test_read_reset_connection_resumes_at_broken_offset(
+    open_store: Opener, proxy: FaultProxy
+) -> None:
     backend, client = open_store("refresh=1h", port=proxy.port)
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1, blocks=8, block_bytes=1 << 18)
@@ -101,10 +127,14 @@ def test_read_reset_connection_resumes_at_broken_offset(open_store: Opener, prox
     proxy.set("rst_after 900000")
     client.take()
     assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
-    assert client.take()["GET"] >= 3, "no attempt got more than 900 kB, and none began anew"
+    assert client.take()["GET"] >= 3, (
+        "no attempt got more than 900 kB, and none began anew"
+    )
 
 
-def test_read_trickling_body_raises_at_deadline(open_store: Opener, proxy: FaultProxy) -> None:
+def test_read_trickling_body_raises_at_deadline(
+    open_store: Opener, proxy: FaultProxy
+) -> None:
     backend, _ = open_store(OPTIONS, port=proxy.port)
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1, blocks=16, block_bytes=1 << 18)
@@ -119,7 +149,9 @@ def test_read_trickling_body_raises_at_deadline(open_store: Opener, proxy: Fault
     assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
 
 
-def test_breaker_open_fails_operations_without_delay(open_store: Opener, proxy: FaultProxy) -> None:
+def test_breaker_open_fails_operations_without_delay(
+    open_store: Opener, proxy: FaultProxy
+) -> None:
     backend, _ = open_store("refresh=1h&deadline=5s&slow=1h", port=proxy.port)
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
@@ -134,11 +166,15 @@ def test_breaker_open_fails_operations_without_delay(open_store: Opener, proxy: 
             backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 10 + seed)]))
         with pytest.raises(StoreError):
             read_pack(backend, NAMESPACE, pack.table)
-    assert time.monotonic() - begin < 60, "40 operations that try until their deadline take 200 s"
+    assert time.monotonic() - begin < 60, (
+        "40 operations that try until their deadline take 200 s"
+    )
     assert backend.breaker_state != "closed"
 
 
-def test_backend_deleted_bucket_raises_instead_of_missing(open_store: Opener, raw_client: Any, bucket: str) -> None:
+def test_backend_deleted_bucket_raises_instead_of_missing(
+    open_store: Opener, raw_client: Any, bucket: str
+) -> None:
     backend, _ = open_store("refresh=1h")
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
@@ -156,7 +192,10 @@ def test_backend_deleted_bucket_raises_instead_of_missing(open_store: Opener, ra
 
 @pytest.mark.parametrize("options", ["", "&read_only=yes"])
 def test_store_opened_during_outage_misses_until_server_recovers(
-    open_store: Opener, proxy: FaultProxy, options: str, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    proxy: FaultProxy,
+    options: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     writer, _ = open_store()
     writer.open_namespace(sample_identity())
@@ -166,7 +205,9 @@ def test_store_opened_during_outage_misses_until_server_recovers(
     with pytest.raises(StoreError):
         open_store("refresh=0s", port=proxy.port, read_only=True)
     backend, _ = open_store(f"refresh=0s{options}", port=proxy.port)
-    rows = Rows(memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
+    rows = Rows(
+        memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),))
+    )
     store = Store(backend, sample_identity(), rows, StoreOptions(), url="s3://test")
     assert "does not answer" in caplog.text
     key = theirs.segments[0].keys[0]
@@ -188,7 +229,9 @@ def test_store_opened_during_outage_misses_until_server_recovers(
         check_totals(fresh)
 
 
-def test_backend_opened_during_outage_creates_store_on_recovery(open_store: Opener, proxy: FaultProxy) -> None:
+def test_backend_opened_during_outage_creates_store_on_recovery(
+    open_store: Opener, proxy: FaultProxy
+) -> None:
     proxy.set("rst")
     backend, _ = open_store("refresh=0s", port=proxy.port)
     assert backend.open_namespace(sample_identity()).id == NAMESPACE
@@ -196,11 +239,15 @@ def test_backend_opened_during_outage_creates_store_on_recovery(open_store: Open
     proxy.set("ok")
     pack, until = sample_pack(NAMESPACE, 1), time.monotonic() + 60
     while pack.pack_id not in tables(backend, NAMESPACE):
-        assert time.monotonic() < until, "the pack could not be stored after the server had recovered"
+        assert time.monotonic() < until, (
+            "the pack could not be stored after the server had recovered"
+        )
         with suppress(StoreError):
             backend.commit(NAMESPACE, CommitBatch([pack]))
         time.sleep(0.1)
-    assert [table.pack_id for table in backend.changes(NAMESPACE, cursor).added] == [pack.pack_id]
+    assert [table.pack_id for table in backend.changes(NAMESPACE, cursor).added] == [
+        pack.pack_id
+    ]
     (fresh, _) = open_store()
     assert [namespace.id for namespace in fresh.namespaces()] == [NAMESPACE]
     assert read_pack(fresh, NAMESPACE, pack.table) == payload_of(pack)

@@ -1,4 +1,5 @@
-"""A server that is killed with -9 during writes and restarted. This needs a dedicated server: make test-ceph."""
+"""A server that is killed with -9 during writes and restarted. This needs a dedicated server: make
+test-ceph."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
-from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
+from persistkv.testing.conformance.suite import (
+    check_totals,
+    read_pack,
+    sample_identity,
+    tables,
+)
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import SERVERS, wait_for_port
@@ -20,20 +26,34 @@ from tests.backends.s3.faults import SERVERS, wait_for_port
 NAMESPACE = sample_identity().digest
 CEPH = os.environ.get("PERSISTKV_S3_CEPH")
 
-pytestmark = pytest.mark.skipif(CEPH is None, reason="PERSISTKV_S3_CEPH names no server that may be killed")
+pytestmark = pytest.mark.skipif(
+    CEPH is None, reason="PERSISTKV_S3_CEPH names no server that may be killed"
+)
 
 
 def ceph(action: str) -> None:
-    log = subprocess.DEVNULL  # a pipe would never reach its end, because the daemons inherit it
-    subprocess.run(["bash", str(SERVERS / "ceph.sh"), action], stdout=log, stderr=log, check=True, timeout=120)
+    # a pipe would never reach its end, because the daemons inherit it
+    log = subprocess.DEVNULL
+    subprocess.run(
+        ["bash", str(SERVERS / "ceph.sh"), action],
+        stdout=log,
+        stderr=log,
+        check=True,
+        timeout=120,
+    )
 
 
 def batch(number: int) -> CommitBatch:
-    packs = [sample_pack(NAMESPACE, 10 * number + part, blocks=8, block_bytes=1 << 18) for part in range(2)]
+    packs = [
+        sample_pack(NAMESPACE, 10 * number + part, blocks=8, block_bytes=1 << 18)
+        for part in range(2)
+    ]
     return CommitBatch(packs, [sample_manifest(f"r{number}", number)])
 
 
-def test_acknowledged_commits_survive_killed_server(open_store: Opener, endpoint: str) -> None:
+def test_acknowledged_commits_survive_killed_server(
+    open_store: Opener, endpoint: str
+) -> None:
     backend, _ = open_store("refresh=0s&deadline=5s&slow=1h")
     backend.open_namespace(sample_identity())
     durable: list[int] = []

@@ -30,7 +30,11 @@ def parse(url: str) -> Any:
 
 def test_default_options_use_https_and_no_boto_retries() -> None:
     place, options = parse("s3://bucket/some/prefix/")
-    assert (place.bucket, place.prefix, str(place)) == ("bucket", "some/prefix/", "s3://bucket/some/prefix")
+    assert (place.bucket, place.prefix, str(place)) == (
+        "bucket",
+        "some/prefix/",
+        "s3://bucket/some/prefix",
+    )
     assert parse("s3://bucket")[0].prefix == ""
     client, _ = make_client(options)
     config = client.meta.config
@@ -46,13 +50,22 @@ def test_default_options_use_https_and_no_boto_retries() -> None:
     [
         ("endpoint_url=http://127.0.0.1:1", True, "path"),
         ("endpoint_url=https://127.0.0.1:1", False, "path"),
-        ("endpoint_url=http://127.0.0.1:1&unsigned_payload=yes&path_style=no", False, "auto"),
+        (
+            "endpoint_url=http://127.0.0.1:1&unsigned_payload=yes&path_style=no",
+            False,
+            "auto",
+        ),
         ("unsigned_payload=no", True, "auto"),
     ],
 )
-def test_client_signs_payload_over_plain_http_unless_option_set(options: str, signed: bool, style: str) -> None:
+def test_client_signs_payload_over_plain_http_unless_option_set(
+    options: str, signed: bool, style: str
+) -> None:
     client, _ = make_client(parse(f"s3://bucket/p?{options}")[1])
-    assert client.meta.config.s3 == {"payload_signing_enabled": signed, "addressing_style": style}
+    assert client.meta.config.s3 == {
+        "payload_signing_enabled": signed,
+        "addressing_style": style,
+    }
     client.close()
 
 
@@ -85,7 +98,15 @@ def test_parse_invalid_option_raises_and_names_it(options: str, field: str) -> N
 
 
 @pytest.mark.parametrize(
-    "option", ["refresh=2", "touch=x", "read_only=maybe", "capacity=much", "key_env=A&key_file=b", "typo=1"]
+    "option",
+    [
+        "refresh=2",
+        "touch=x",
+        "read_only=maybe",
+        "capacity=much",
+        "key_env=A&key_file=b",
+        "typo=1",
+    ],
 )
 def test_new_policy_invalid_option_raises_and_names_it(option: str) -> None:
     field = option.partition("=")[0]
@@ -94,14 +115,25 @@ def test_new_policy_invalid_option_raises_and_names_it(option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "location", ["ab", "UPPER/x", "b..d/x", "bucket/a//b", "bucket/../x", "bucket/ä", "bucket/" + "x" * 300]
+    "location",
+    [
+        "ab",
+        "UPPER/x",
+        "b..d/x",
+        "bucket/a//b",
+        "bucket/../x",
+        "bucket/ä",
+        "bucket/" + "x" * 300,
+    ],
 )
 def test_parse_invalid_bucket_or_prefix_raises(location: str) -> None:
     with pytest.raises(ConfigurationError, match="url"):
         parse(f"s3://{location}")
 
 
-def test_client_endpoint_from_environment_enables_payload_signing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_endpoint_from_environment_enables_payload_signing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     client, _ = make_client(parse("s3://bucket/p")[1])
     assert client.meta.config.s3["payload_signing_enabled"]
@@ -126,7 +158,9 @@ def test_parse_endpoint_with_credentials_raises_without_showing_them() -> None:
         "s3://bucket/p?endpoint_url=https://user:hunter2@host:port",
     ],
 )
-def test_parse_url_with_secret_raises_without_showing_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_url_with_secret_raises_without_showing_it(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse(url)
     assert "hunter2" not in str(caught.value) + repr(caught.value)
@@ -137,15 +171,26 @@ def test_parse_url_with_secret_raises_without_showing_it(url: str, capsys: pytes
 
 
 def test_backend_credentials_are_absent_from_errors_repr_and_log(
-    open_store: Opener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend, client = open_store()
     namespace = backend.open_namespace(sample_identity()).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     with pytest.raises(StoreUnavailableError) as caught:
         open_store(bucket="no-such-bucket-anywhere")
-    said = [str(caught.value), repr(caught.value), repr(backend), repr(client), repr(vars(backend)), caplog.text]
-    assert not [text for text in said if "testsecret" in text or "Authorization" in text]
+    said = [
+        str(caught.value),
+        repr(caught.value),
+        repr(backend),
+        repr(client),
+        repr(vars(backend)),
+        caplog.text,
+    ]
+    assert not [
+        text for text in said if "testsecret" in text or "Authorization" in text
+    ]
     assert caught.value.__cause__ is None
     assert "NoSuchBucket" in str(caught.value)
 
@@ -166,14 +211,23 @@ def test_unreachable_server_errors_name_endpoint_and_cause(
     with pytest.raises(StoreUnavailableError) as refused:
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     backend.close()
-    for text in (str(caught.value), capsys.readouterr().err, caplog.text, str(refused.value)):
+    for text in (
+        str(caught.value),
+        capsys.readouterr().err,
+        caplog.text,
+        str(refused.value),
+    ):
         assert server in text
         assert "ECONNREFUSED" in text
         assert "connection refused" in text.lower()
 
 
-@pytest.mark.skipif("PERSISTKV_S3_ENDPOINT" not in os.environ, reason="moto accepts any secret")
-def test_open_wrong_secret_raises_403(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    "PERSISTKV_S3_ENDPOINT" not in os.environ, reason="moto accepts any secret"
+)
+def test_open_wrong_secret_raises_403(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(StoreUnavailableError, match="403"):
         open_store()
@@ -193,17 +247,32 @@ def test_open_without_credentials_raises(
 def test_cli_without_boto3_prints_package_to_install() -> None:
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('boto3', 'botocore'))); "
-        "from persistkv_tools.cli import main; sys.argv = ['persistkv', 'ls', 's3://bucket/prefix']; main()"
+        "from persistkv_tools.cli import main; sys.argv = ['persistkv', 'ls', "
+        "'s3://bucket/prefix']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode != 0
     assert "persistkv[s3]" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_import_driver_does_not_import_boto3() -> None:
-    program = "import sys, persistkv, persistkv_s3, persistkv_tools.cli; sys.exit('boto3' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    program = (
+        "import sys, persistkv, persistkv_s3, persistkv_tools.cli; sys.exit('boto3' in "
+        "sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], timeout=60, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_open_with_other_policy_keeps_recorded_policy_and_warns(
@@ -213,7 +282,11 @@ def test_open_with_other_policy_keeps_recorded_policy_and_warns(
     assert first.policy() == Policy(10 << 30, 604_800.0)
     second, _ = open_store("capacity=40MiB")
     assert second.policy() == Policy(10 << 30, 604_800.0)
-    (notice,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    (notice,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
     assert "capacity=41943040 bytes (recorded: 10737418240 bytes)" in notice
 
 
@@ -227,7 +300,9 @@ def test_set_policy_applies_to_other_handles(open_store: Opener) -> None:
     assert two.policy() == Policy(20 << 30, None)
 
 
-def test_make_client_missing_profile_raises_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_client_missing_profile_raises_configuration_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nonexistent")
     with pytest.raises(ConfigurationError, match="nonexistent"):
         make_client(parse("s3://bucket/p")[1])

@@ -25,8 +25,19 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.policy import Policy
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
-from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
-from persistkv.testing.samples import payload_of, sample_blocks, sample_keys, sample_manifest, sample_pack
+from persistkv.testing.conformance.suite import (
+    check_totals,
+    read_pack,
+    sample_identity,
+    tables,
+)
+from persistkv.testing.samples import (
+    payload_of,
+    sample_blocks,
+    sample_keys,
+    sample_manifest,
+    sample_pack,
+)
 from persistkv_s3 import S3Backend
 from persistkv_s3.blobs import S3Blobs
 from persistkv_s3.client.boto import BotoClient
@@ -53,7 +64,9 @@ def fill(backend: S3Backend) -> list[bytes]:
     """Store one pack of four blocks and its request. Return the keys of the blocks."""
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
-    backend.commit(NAMESPACE, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
+    backend.commit(
+        NAMESPACE, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])])
+    )
     return list(pack.segments[0].keys)
 
 
@@ -74,10 +87,14 @@ def read_everything(reader: S3Backend) -> None:
     assert reader.breaker_state == "closed"
 
 
-def test_read_only_handle_sends_only_get_and_head(open_store: Opener, proxy: FaultProxy) -> None:
+def test_read_only_handle_sends_only_get_and_head(
+    open_store: Opener, proxy: FaultProxy
+) -> None:
     fill(open_store().backend)
     with pytest.raises(StoreError, match="403"):
-        open_store(port=proxy.port).backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+        open_store(port=proxy.port).backend.commit(
+            NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)])
+        )
     reader, client = open_store(port=proxy.port, read_only=True)
     read_everything(reader)
     assert set(client.take()) <= {"GET", "HEAD"}
@@ -102,11 +119,17 @@ def test_inspect_commands_need_only_read_permissions(
     assert ends[0] == ends[1], "what may be written makes no difference"
 
 
-def test_read_only_engine_promotes_and_writes_nothing(open_store: Opener, proxy: FaultProxy) -> None:
+def test_read_only_engine_promotes_and_writes_nothing(
+    open_store: Opener, proxy: FaultProxy
+) -> None:
     keys = fill(open_store().backend)
     backend, client = open_store("refresh=0s&read_only=yes", port=proxy.port)
-    rows = Rows(memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
-    store = Store(backend, sample_identity(), rows, StoreOptions(refresh_s=0.0), url="s3://test")
+    rows = Rows(
+        memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),))
+    )
+    store = Store(
+        backend, sample_identity(), rows, StoreOptions(refresh_s=0.0), url="s3://test"
+    )
     assert store.read(keys, range(4)) == []
     assert np.array_equal(rows.array[:4], sample_blocks(1, 4, 4096))
 
@@ -122,17 +145,25 @@ def test_read_only_engine_promotes_and_writes_nothing(open_store: Opener, proxy:
 
 
 def test_read_only_engine_corrupt_pack_is_dropped_locally(
-    open_store: Opener, proxy: FaultProxy, raw_client: Any, bucket: str, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    proxy: FaultProxy,
+    raw_client: Any,
+    bucket: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     keys = fill(open_store().backend)
     (key,) = [
-        entry["Key"] for entry in raw_client.list_objects_v2(Bucket=bucket)["Contents"] if "/packs/" in entry["Key"]
+        entry["Key"]
+        for entry in raw_client.list_objects_v2(Bucket=bucket)["Contents"]
+        if "/packs/" in entry["Key"]
     ]
     body = bytearray(raw_client.get_object(Bucket=bucket, Key=key)["Body"].read())
     body[5000] ^= 1
     raw_client.put_object(Bucket=bucket, Key=key, Body=bytes(body))
     backend, client = open_store("refresh=0s&read_only=yes", port=proxy.port)
-    rows = Rows(memoryview(bytearray(4 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
+    rows = Rows(
+        memoryview(bytearray(4 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),))
+    )
     store = Store(backend, sample_identity(), rows, StoreOptions(), url="s3://test")
     assert sorted(store.read(keys, range(4))) == sorted(keys)
     assert not store.contains(keys[0])
@@ -192,9 +223,13 @@ class RecordingClient(BotoClient):
 
     def _record(self, params: dict[str, Any], model: Any, **_: Any) -> None:
         keys = (
-            [params["Key"]] if "Key" in params else [one["Key"] for one in params.get("Delete", {}).get("Objects", ())]
+            [params["Key"]]
+            if "Key" in params
+            else [one["Key"] for one in params.get("Delete", {}).get("Objects", ())]
         )
-        places = [f"arn:aws:s3:::{params['Bucket']}/{key}" for key in keys] or [f"arn:aws:s3:::{params['Bucket']}"]
+        places = [f"arn:aws:s3:::{params['Bucket']}/{key}" for key in keys] or [
+            f"arn:aws:s3:::{params['Bucket']}"
+        ]
         for place in places:
             self.calls.add(Call(ACTIONS[model.name], place, params.get("Prefix")))
 
@@ -204,12 +239,17 @@ def allows(statement: dict[str, Any], call: Call) -> bool:
     assert statement["Effect"] == "Allow"
     if call.action not in as_list(statement["Action"]):
         return False
-    if not any(fnmatchcase(call.resource, pattern) for pattern in as_list(statement["Resource"])):
+    if not any(
+        fnmatchcase(call.resource, pattern)
+        for pattern in as_list(statement["Resource"])
+    ):
         return False
     for operator, wanted in statement.get("Condition", {}).items():
         assert operator == "StringLikeIfExists"
         assert wanted.keys() == {"s3:prefix"}
-        if call.prefix is not None and not fnmatchcase(call.prefix, wanted["s3:prefix"]):
+        if call.prefix is not None and not fnmatchcase(
+            call.prefix, wanted["s3:prefix"]
+        ):
             return False
     return True
 
@@ -219,15 +259,24 @@ def as_list(value: str | list[str]) -> list[str]:
 
 
 def check_policy(calls: set[Call], *documents: str) -> None:
-    """Check that policies allow these calls, need each of their actions, and reach nothing outside of the prefix."""
-    statements = [statement for document in documents for statement in json.loads(document)["Statement"]]
+    """Check that policies allow these calls, need each of their actions, and reach nothing outside
+    of the prefix."""
+    statements = [
+        statement
+        for document in documents
+        for statement in json.loads(document)["Statement"]
+    ]
     for call in calls:
         assert any(allows(statement, call) for statement in statements), call
-    granted = {action for statement in statements for action in as_list(statement["Action"])}
+    granted = {
+        action for statement in statements for action in as_list(statement["Action"])
+    }
     assert granted == {call.action for call in calls}
     elsewhere = "arn:aws:s3:::my-bucket/other/object"
     for action in granted:
-        assert not any(allows(statement, Call(action, elsewhere, None)) for statement in statements)
+        assert not any(
+            allows(statement, Call(action, elsewhere, None)) for statement in statements
+        )
     listing = Call("s3:ListBucket", "arn:aws:s3:::my-bucket", "other/")
     assert not any(allows(statement, listing) for statement in statements)
 
@@ -236,17 +285,23 @@ def check_policy(calls: set[Call], *documents: str) -> None:
 def policy_url(endpoint: str, raw_client: Any) -> Iterator[StoreUrl]:
     """URL of a store at the place of which the policies speak, in an empty bucket."""
     raw_client.create_bucket(Bucket="my-bucket")
-    yield StoreUrl.parse(f"s3://my-bucket/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h")
+    yield StoreUrl.parse(
+        f"s3://my-bucket/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h"
+    )
     for entry in raw_client.list_objects_v2(Bucket="my-bucket").get("Contents", ()):
         raw_client.delete_object(Bucket="my-bucket", Key=entry["Key"])
     raw_client.delete_bucket(Bucket="my-bucket")
 
 
-def open_recorded(url: StoreUrl, *, read_only: bool = False) -> tuple[S3Backend, RecordingClient]:
+def open_recorded(
+    url: StoreUrl, *, read_only: bool = False
+) -> tuple[S3Backend, RecordingClient]:
     client = RecordingClient(url)
     shared, own = S3Backend.split_options(url)
     blobs = S3Blobs(*parse_url(url, own), client)
-    return S3Backend(blobs, shared, str(url.location), read_only=read_only, background=False), client
+    return S3Backend(
+        blobs, shared, str(url.location), read_only=read_only, background=False
+    ), client
 
 
 def merge_all(backend: S3Backend, raw_client: Any) -> None:
@@ -254,7 +309,9 @@ def merge_all(backend: S3Backend, raw_client: Any) -> None:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         backend.step()
-        entries = raw_client.list_objects_v2(Bucket="my-bucket", Prefix="kv/").get("Contents", ())
+        entries = raw_client.list_objects_v2(Bucket="my-bucket", Prefix="kv/").get(
+            "Contents", ()
+        )
         if not any("/inbox/" in entry["Key"] for entry in entries):
             return
         time.sleep(0.2)
@@ -292,17 +349,23 @@ def test_documented_policies_allow_exactly_the_calls_of_writer_and_reader(
     check_policy(calls.calls, policies.reader)
 
 
-def test_documented_policy_of_doctor_allows_exactly_its_other_calls(policy_url: StoreUrl, raw_client: Any) -> None:
+def test_documented_policy_of_doctor_allows_exactly_its_other_calls(
+    policy_url: StoreUrl, raw_client: Any
+) -> None:
     rule = {
         "ID": "cold",
         "Status": "Enabled",
         "Filter": {"Prefix": ""},
         "Transitions": [{"Days": 30, "StorageClass": "INTELLIGENT_TIERING"}],
     }
-    raw_client.put_bucket_lifecycle_configuration(Bucket="my-bucket", LifecycleConfiguration={"Rules": [rule]})
+    raw_client.put_bucket_lifecycle_configuration(
+        Bucket="my-bucket", LifecycleConfiguration={"Rules": [rule]}
+    )
     policies = documented_policies()
     client = RecordingClient(policy_url)
-    with closing(S3Blobs(*parse_url(policy_url, S3Backend.split_options(policy_url)[1]), client)) as blobs:
+    with closing(
+        S3Blobs(*parse_url(policy_url, S3Backend.split_options(policy_url)[1]), client)
+    ) as blobs:
         list(blobs.check(writes=True))
     check_policy(client.calls, policies.writer, policies.doctor)
 
@@ -331,23 +394,40 @@ class Users:
         ]
         environment = {**os.environ, "CEPH_CONF": f"{CEPH}/ceph.conf"}
         log = subprocess.DEVNULL
-        subprocess.run(["radosgw-admin", *words], env=environment, stdout=log, stderr=log, check=True, timeout=60)
-        for statement in json.loads(policy.replace("my-bucket", self.bucket))["Statement"]:
-            self._statements.append({**statement, "Principal": {"AWS": [f"arn:aws:iam:::user/{name}"]}})
+        subprocess.run(
+            ["radosgw-admin", *words],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            check=True,
+            timeout=60,
+        )
+        for statement in json.loads(policy.replace("my-bucket", self.bucket))[
+            "Statement"
+        ]:
+            self._statements.append(
+                {**statement, "Principal": {"AWS": [f"arn:aws:iam:::user/{name}"]}}
+            )
         document = json.dumps({"Version": "2012-10-17", "Statement": self._statements})
         self._root.put_bucket_policy(Bucket=self.bucket, Policy=document)
         return {"AWS_ACCESS_KEY_ID": name, "AWS_SECRET_ACCESS_KEY": "hid"}
 
 
-@pytest.mark.skipif(CEPH is None, reason="PERSISTKV_S3_CEPH names no server whose users can be made")
+@pytest.mark.skipif(
+    CEPH is None, reason="PERSISTKV_S3_CEPH names no server whose users can be made"
+)
 def test_documented_policies_grant_exactly_needed_permissions(
     endpoint: str, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policies = documented_policies()
     lifecycle = json.loads(policies.lifecycle)
-    raw_client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=lifecycle)
+    raw_client.put_bucket_lifecycle_configuration(
+        Bucket=bucket, LifecycleConfiguration=lifecycle
+    )
     users = Users(bucket, raw_client)
-    url = StoreUrl.parse(f"s3://{bucket}/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h")
+    url = StoreUrl.parse(
+        f"s3://{bucket}/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h"
+    )
 
     def use_credentials(credentials: dict[str, str]) -> None:
         for name, value in credentials.items():
@@ -360,9 +440,13 @@ def test_documented_policies_grant_exactly_needed_permissions(
     writer.commit(NAMESPACE, CommitBatch([gone]))
     writer.commit(NAMESPACE, CommitBatch(deletions=[gone.pack_id]))
     writer.step()
-    assert read_pack(writer, NAMESPACE, gone.table) is None, "a missing object is a miss, not an error"
+    assert read_pack(writer, NAMESPACE, gone.table) is None, (
+        "a missing object is a miss, not an error"
+    )
     with pytest.raises(StoreError, match="403"):
-        S3Backend.open(StoreUrl.parse(f"s3://{bucket}/elsewhere?endpoint_url={endpoint}"))
+        S3Backend.open(
+            StoreUrl.parse(f"s3://{bucket}/elsewhere?endpoint_url={endpoint}")
+        )
 
     use_credentials(users.add(policies.reader))
     read_everything(S3Backend.open(url, read_only=True))

@@ -10,7 +10,12 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.format.pack import PackTable
-from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
+from persistkv.testing.conformance.suite import (
+    check_totals,
+    read_pack,
+    sample_identity,
+    tables,
+)
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
 from tests.backends.s3.conftest import Opener
@@ -23,11 +28,18 @@ SHARED = 12
 
 
 def keys_under(client: Any, bucket: str, prefix: str) -> list[str]:
-    return [entry["Key"] for entry in client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", ())]
+    return [
+        entry["Key"]
+        for entry in client.list_objects_v2(Bucket=bucket, Prefix=prefix).get(
+            "Contents", ()
+        )
+    ]
 
 
 @pytest.mark.parametrize("left", [0, 5000])
-def test_read_truncated_pack_misses_and_drops_it(open_store: Opener, raw_client: Any, bucket: str, left: int) -> None:
+def test_read_truncated_pack_misses_and_drops_it(
+    open_store: Opener, raw_client: Any, bucket: str, left: int
+) -> None:
     backend, client = open_store("refresh=1h")
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
@@ -36,14 +48,18 @@ def test_read_truncated_pack_misses_and_drops_it(open_store: Opener, raw_client:
     raw_client.put_object(Bucket=bucket, Key=key, Body=payload_of(pack)[:left])
     client.take()
     assert read_pack(backend, NAMESPACE, pack.table) is None
-    assert client.take() == {"GET": 2}, "not retried; the second one shows that the store is there"
+    assert client.take() == {"GET": 2}, (
+        "not retried; the second one shows that the store is there"
+    )
     assert backend.breaker_state == "closed"
     assert backend.tables(NAMESPACE, [pack.pack_id]) == []
     backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
     (fresh, _) = open_store()
     assert pack.pack_id not in tables(fresh, NAMESPACE)
     backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
-    assert read_pack(fresh, NAMESPACE, tables(fresh, NAMESPACE)[pack.pack_id]) == payload_of(pack)
+    assert read_pack(
+        fresh, NAMESPACE, tables(fresh, NAMESPACE)[pack.pack_id]
+    ) == payload_of(pack)
 
 
 def test_read_adjacent_spans_sends_one_request(open_store: Opener) -> None:
@@ -64,7 +80,9 @@ def test_read_adjacent_spans_sends_one_request(open_store: Opener) -> None:
     assert client.take() == {"GET": 3}
 
 
-def test_commit_pack_of_huge_blocks_uploads_it_with_one_request(open_store: Opener) -> None:
+def test_commit_pack_of_huge_blocks_uploads_it_with_one_request(
+    open_store: Opener,
+) -> None:
     (ours, client), (theirs, _) = open_store("refresh=1h"), open_store("refresh=1h")
     for backend in (ours, theirs):
         backend.open_namespace(sample_identity())
@@ -79,7 +97,8 @@ def test_commit_pack_of_huge_blocks_uploads_it_with_one_request(open_store: Open
 
 
 def seeds_of(writer: int, number: int) -> list[int]:
-    """Return the seeds of one commit's packs: one that other writers store too, and one of its own."""
+    """Return the seeds of one commit's packs: one that other writers store too, and one of its
+    own."""
     return [(writer * 5 + number) % SHARED, 1000 * (writer + 1) + number]
 
 
@@ -87,8 +106,13 @@ def write_requests(url: str, writer: int, done: Any) -> None:
     backend = S3Backend.open(StoreUrl.parse(url))
     namespace = backend.open_namespace(sample_identity()).id
     for number in range(COMMITS):
-        packs = [sample_pack(namespace, seed, content=seed + 10_000 * writer) for seed in seeds_of(writer, number)]
-        manifest = sample_manifest(f"{writer}-{number}", packs=[pack.pack_id for pack in packs])
+        packs = [
+            sample_pack(namespace, seed, content=seed + 10_000 * writer)
+            for seed in seeds_of(writer, number)
+        ]
+        manifest = sample_manifest(
+            f"{writer}-{number}", packs=[pack.pack_id for pack in packs]
+        )
         backend.commit(namespace, CommitBatch(packs, [manifest]))
     backend.close()
     done.send(True)
@@ -105,7 +129,8 @@ def test_concurrent_writers_store_shared_packs_once(
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     processes = [
-        context.Process(target=write_requests, args=(url, writer, theirs), daemon=True) for writer in range(WRITERS)
+        context.Process(target=write_requests, args=(url, writer, theirs), daemon=True)
+        for writer in range(WRITERS)
     ]
     for process in processes:
         process.start()
@@ -125,12 +150,20 @@ def test_concurrent_writers_store_shared_packs_once(
 
     (fresh, _) = open_store()
     held = tables(fresh, NAMESPACE)
-    seeds = {seed for writer in range(WRITERS) for number in range(COMMITS) for seed in seeds_of(writer, number)}
+    seeds = {
+        seed
+        for writer in range(WRITERS)
+        for number in range(COMMITS)
+        for seed in seeds_of(writer, number)
+    }
     assert set(held) == {sample_pack(NAMESPACE, seed).pack_id for seed in seeds}
     for seed in seeds:
         table = held[sample_pack(NAMESPACE, seed).pack_id]
         served = read_pack(fresh, NAMESPACE, table)
-        written = [sample_pack(NAMESPACE, seed, content=seed + 10_000 * writer) for writer in range(WRITERS)]
+        written = [
+            sample_pack(NAMESPACE, seed, content=seed + 10_000 * writer)
+            for writer in range(WRITERS)
+        ]
         assert served in [payload_of(pack) for pack in written]
         assert table in [pack.table for pack in written if payload_of(pack) == served]
     reader.changes(NAMESPACE, cursor)

@@ -54,7 +54,11 @@ def test_open_not_required_refused_requests_attach_when_allowed(
 
 
 def test_open_not_required_without_credentials_attaches_with_them(
-    hosted: Any, bucket: str, endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    bucket: str,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = f"s3://{bucket}/store?endpoint_url={endpoint}"
     with monkeypatch.context() as without:
@@ -69,7 +73,12 @@ def test_open_not_required_without_credentials_attaches_with_them(
     assert works(hosted, client)
 
 
-@pytest.mark.parametrize("option", ["endpoint_url=nope", "connections=0", "key_file=/absent", "secret=x", "typo=1"])
-def test_open_not_required_invalid_option_raises(hosted: Any, bucket: str, option: str) -> None:
+@pytest.mark.parametrize(
+    "option",
+    ["endpoint_url=nope", "connections=0", "key_file=/absent", "secret=x", "typo=1"],
+)
+def test_open_not_required_invalid_option_raises(
+    hosted: Any, bucket: str, option: str
+) -> None:
     with pytest.raises(ConfigurationError):
         hosted.connect(f"s3://{bucket}/store?{option}").open(required=False)

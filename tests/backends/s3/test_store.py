@@ -35,16 +35,28 @@ PATIENCE_S = 60
 
 
 def make_keys(count: int, first: int = 0) -> list[bytes]:
-    return [bytes(make_offload_key((first + number).to_bytes(32, "little"), 0)) for number in range(count)]
+    return [
+        bytes(make_offload_key((first + number).to_bytes(32, "little"), 0))
+        for number in range(count)
+    ]
 
 
 def make_rows(count: int) -> Rows:
     filled = np.random.default_rng(7).integers(0, 256, count * BLOCK, dtype=np.uint8)
-    return Rows(memoryview(bytearray(filled.tobytes())), RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
+    return Rows(
+        memoryview(bytearray(filled.tobytes())),
+        RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)),
+    )
 
 
 def open_on(backend: S3Backend, rows: Rows, **options: Any) -> Store:
-    return Store(backend, sample_identity(), rows, StoreOptions(**{"events": True, **options}), url="s3://test")
+    return Store(
+        backend,
+        sample_identity(),
+        rows,
+        StoreOptions(**{"events": True, **options}),
+        url="s3://test",
+    )
 
 
 def end(request: str, keys: list[bytes]) -> RequestEnd:
@@ -117,7 +129,9 @@ def test_read_encoded_blocks_sends_one_request_per_run(
     assert (rows.array[[255 - n for n in far_apart]] == expected[far_apart]).all()
 
 
-def test_read_broken_off_keeps_blocks_received_before(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_broken_off_keeps_blocks_received_before(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend, _ = open_store("refresh=1h")
     rows, keys = make_rows(32), make_keys(32)
     rows.array[:, 4096:] = rows.array[:, :1]
@@ -153,14 +167,23 @@ def executor() -> Iterator[Executor]:
 
 
 @pytest.mark.slow
-def test_read_fetches_ranges_in_parallel(open_store: Opener, executor: Executor) -> None:
+def test_read_fetches_ranges_in_parallel(
+    open_store: Opener, executor: Executor
+) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(256), make_keys(256)
     writer = open_on(backend, rows)
     writer.put("r", keys, range(256), range(256))
     writer.flush()
     other, client = open_store("refresh=1h")
-    store = Store(other, sample_identity(), rows, StoreOptions(), url="s3://test", executor=executor)
+    store = Store(
+        other,
+        sample_identity(),
+        rows,
+        StoreOptions(),
+        url="s3://test",
+        executor=executor,
+    )
     both = threading.Barrier(2, timeout=PATIENCE_S)
 
     def meet(verb: str, url: str) -> None:
@@ -181,7 +204,13 @@ def test_client_receives_changes_of_other_engines_without_jobs(
     client = hosted.connect(url)
     client.open()
     writer, _ = open_store()
-    store = Store(writer, identity, Rows(memoryview(bytearray(8 * STRIDE)), layout), StoreOptions(), url="s3://test")
+    store = Store(
+        writer,
+        identity,
+        Rows(memoryview(bytearray(8 * STRIDE)), layout),
+        StoreOptions(),
+        url="s3://test",
+    )
     keys = make_keys(8)
 
     def shows(held: bool) -> bool:
@@ -198,7 +227,11 @@ def test_client_receives_changes_of_other_engines_without_jobs(
 
 @pytest.mark.slow
 def test_host_process_driver_log_reaches_engine(
-    endpoint: str, bucket: str, raw_client: Any, hosted: Hosted, caplog: pytest.LogCaptureFixture
+    endpoint: str,
+    bucket: str,
+    raw_client: Any,
+    hosted: Hosted,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = hosted.connect(f"s3://{bucket}/store?endpoint_url={endpoint}")
     client.open()

@@ -35,9 +35,12 @@ DATA = bytes(range(256)) * 4
 
 
 class Scripted(Transport):
-    """Transport with one step per call: an error to raise, a number of bytes after which a body breaks off, or None."""
+    """Transport with one step per call: an error to raise, a number of bytes after which a body
+    breaks off, or None."""
 
-    def __init__(self, *steps: S3Error | int | None, after: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, *steps: S3Error | int | None, after: Callable[[], object] = lambda: None
+    ) -> None:
         self.steps = list(steps)
         self.calls: list[tuple[object, ...]] = []
         self.after = after
@@ -54,7 +57,9 @@ class Scripted(Transport):
         self._step("put", key)
         return 0.0
 
-    def get(self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline) -> None:
+    def get(
+        self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline
+    ) -> None:
         broken_after = self._step("get", key, start, stop)
         data = (DATA * 1024)[start:stop]
         sink.expect(len(data), '"etag"')
@@ -69,10 +74,15 @@ class Scripted(Transport):
     def head(self, key: str, deadline: Deadline) -> None:
         self._step("head", key)
 
-    def list(self, prefix: str, page: str | None, deadline: Deadline, *, after: str = "") -> ListPage:
+    def list(
+        self, prefix: str, page: str | None, deadline: Deadline, *, after: str = ""
+    ) -> ListPage:
         self._step("list", prefix, page)
         number = int(page or 0)
-        return ListPage([ObjectInfo(f"{prefix}{number}", 1, 0.0)], str(number + 1) if number < 2 else None)
+        return ListPage(
+            [ObjectInfo(f"{prefix}{number}", 1, 0.0)],
+            str(number + 1) if number < 2 else None,
+        )
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._step("delete", *keys)
@@ -98,8 +108,18 @@ def test_body_reads_pieces_at_send_time_and_rewinds() -> None:
     body = Body([memoryview(row), b"", b"table"], Deadline(10))
     assert len(body) == 8
     row[:] = b"ROW"
-    assert [bytes(body.read(1)), bytes(body.read()), body.read(100)] == [b"ROW", b"table", b""]
-    assert (body.seek(0), bytes(body.read()), body.tell(), body.seek(0, 2), body.read()) == (0, b"ROW", 3, 8, b"")
+    assert [bytes(body.read(1)), bytes(body.read()), body.read(100)] == [
+        b"ROW",
+        b"table",
+        b"",
+    ]
+    assert (
+        body.seek(0),
+        bytes(body.read()),
+        body.tell(),
+        body.seek(0, 2),
+        body.read(),
+    ) == (0, b"ROW", 3, 8, b"")
     with pytest.raises(ValueError, match="seek"):
         body.seek(1)
 
@@ -115,11 +135,21 @@ def test_body_read_past_deadline_raises() -> None:
         body.read()
 
 
-@pytest.mark.parametrize(("start", "stop", "expected"), [(10, 500, DATA[10:500]), (0, 1, DATA[:1])])
-def test_read_broken_body_resumes_at_broken_offset(start: int, stop: int, expected: bytes) -> None:
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"), [(10, 500, DATA[10:500]), (0, 1, DATA[:1])]
+)
+def test_read_broken_body_resumes_at_broken_offset(
+    start: int, stop: int, expected: bytes
+) -> None:
     client = Scripted(0, 0) if stop == 1 else Scripted(7, 90)
-    buffers = [bytearray(3), bytearray(0), bytearray(stop - start - 3)] if stop > 4 else [bytearray(1)]
-    make_bucket(client).read("k", start, stop - start, [memoryview(buffer) for buffer in buffers])
+    buffers = (
+        [bytearray(3), bytearray(0), bytearray(stop - start - 3)]
+        if stop > 4
+        else [bytearray(1)]
+    )
+    make_bucket(client).read(
+        "k", start, stop - start, [memoryview(buffer) for buffer in buffers]
+    )
     assert b"".join(buffers) == expected
     starts = [10, 17, 107] if stop > 4 else [0, 0, 0]
     assert [call[2] for call in client.calls] == starts
@@ -167,7 +197,9 @@ def test_sink_object_replaced_between_attempts_raises() -> None:
 
 
 @pytest.mark.parametrize("error", [BrokenError("x"), ThrottledError("x")])
-def test_put_transient_error_is_retried_after_pause(error: S3Error, pauses: list[float]) -> None:
+def test_put_transient_error_is_retried_after_pause(
+    error: S3Error, pauses: list[float]
+) -> None:
     client = Scripted(error, error, None)
     make_bucket(client).put("k", [b"x"])
     assert len(client.calls) == 3
@@ -176,11 +208,15 @@ def test_put_transient_error_is_retried_after_pause(error: S3Error, pauses: list
 
 def test_read_deadline_passed_in_retry_raises_with_first_failure() -> None:
     client = Scripted(BrokenError("connection refused"), LateError("took too long"))
-    with pytest.raises(LateError, match="took too long; the attempt before failed: connection refused"):
+    with pytest.raises(
+        LateError, match="took too long; the attempt before failed: connection refused"
+    ):
         make_bucket(client).read("k", 0, 1, [memoryview(bytearray(1))])
 
 
-@pytest.mark.parametrize("error", [RefusedError("x"), ObjectMissingError("x"), LateError("x")])
+@pytest.mark.parametrize(
+    "error", [RefusedError("x"), ObjectMissingError("x"), LateError("x")]
+)
 def test_head_permanent_error_is_not_retried(error: S3Error) -> None:
     client = Scripted(error)
     with pytest.raises(type(error)):
@@ -284,7 +320,12 @@ def test_breaker_opens_when_throughput_falls_below_1_mib_s() -> None:
 @pytest.mark.parametrize("verb", ["put", "read", "head"])
 def test_bucket_slow_large_transfers_keep_breaker_closed(verb: str) -> None:
     """Each transfer takes five times the limit for a small request."""
-    bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01, Clock()), 10.0, Clock())
+    bucket = Bucket(
+        Scripted(after=lambda: Event().wait(0.05)),
+        Breaker("test", 0.01, Clock()),
+        10.0,
+        Clock(),
+    )
     for _ in range(5):
         if verb == "put":
             bucket.put("k", [bytes(1 << 20)])
@@ -325,7 +366,9 @@ def test_bucket_missing_objects_keep_breaker_closed() -> None:
     assert bucket.breaker.state == "closed"
 
 
-@pytest.mark.parametrize("error", [RefusedError("403"), KeysRefusedError("403"), ReplacedError("etag")])
+@pytest.mark.parametrize(
+    "error", [RefusedError("403"), KeysRefusedError("403"), ReplacedError("etag")]
+)
 def test_bucket_answers_about_objects_keep_breaker_closed(error: S3Error) -> None:
     bucket = make_bucket(Scripted(*[error] * 50))
     for _ in range(50):
@@ -344,7 +387,9 @@ def test_bucket_missing_answers_open_breaker(error: S3Error) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("of the sink's owner")])
-def test_bucket_exception_that_is_not_the_servers_frees_half_open_breaker(error: BaseException) -> None:
+def test_bucket_exception_that_is_not_the_servers_frees_half_open_breaker(
+    error: BaseException,
+) -> None:
     clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 5)
@@ -370,7 +415,10 @@ def test_breaker_half_open_admits_one_of_many_threads() -> None:
     fail(breaker, 5)
     clock.now += 2
     admitted: list[bool] = []
-    threads = [threading.Thread(target=lambda: admitted.append(breaker.admit())) for _ in range(16)]
+    threads = [
+        threading.Thread(target=lambda: admitted.append(breaker.admit()))
+        for _ in range(16)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,6 +1,8 @@
-"""A CUDA driver that needs no GPU (``driver.c``), with streams and events: runs the CUDA strategy on a CPU.
+"""A CUDA driver that needs no GPU (``driver.c``), with streams and events: runs the CUDA strategy
+on a CPU.
 
-The product calls the driver's ``cuMemcpyBatchAsync`` through its binary interface; all copies are in host memory.
+The product calls the driver's ``cuMemcpyBatchAsync`` through its binary interface; all copies are
+in host memory.
 """
 
 from __future__ import annotations
@@ -25,27 +27,51 @@ def find_compiler() -> str | None:
 
 
 def find_header() -> Path | None:
-    """Return the path of NVIDIA's ``cuda.h``, from a toolkit or a wheel of the CUDA runtime, or None."""
-    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    homes += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
-    wheels = [path for directory in site.getsitepackages() for path in sorted(Path(directory, "nvidia").glob("*"))]
-    return next((path for home in (*homes, *wheels) if (path := home / "include" / "cuda.h").is_file()), None)
+    """Return the path of NVIDIA's ``cuda.h``, from a toolkit or a wheel of the CUDA runtime, or
+    None."""
+    homes = [
+        Path(os.environ[name])
+        for name in ("CUDA_HOME", "CUDA_PATH")
+        if name in os.environ
+    ]
+    homes += [
+        Path("/usr/local/cuda"),
+        *sorted(Path("/usr/local").glob("cuda-*"), reverse=True),
+    ]
+    wheels = [
+        path
+        for directory in site.getsitepackages()
+        for path in sorted(Path(directory, "nvidia").glob("*"))
+    ]
+    return next(
+        (
+            path
+            for home in (*homes, *wheels)
+            if (path := home / "include" / "cuda.h").is_file()
+        ),
+        None,
+    )
 
 
 def build_driver(directory: Path) -> Path:
     """Compile the driver; use NVIDIA's header if one is installed.
 
-    :raises subprocess.CalledProcessError: the compilation failed; the compiler wrote the reason to standard error.
+    :raises subprocess.CalledProcessError: the compilation failed; the compiler wrote the reason to
+        standard error.
     """
     library, header = directory / "libcuda.so", find_header()
     checked = [] if header is None else ["-DHAVE_CUDA_H", f"-I{header.parent}"]
     options = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
-    subprocess.run([str(find_compiler()), *options, *checked, "-o", str(library), str(_SOURCE)], check=True)
+    subprocess.run(
+        [str(find_compiler()), *options, *checked, "-o", str(library), str(_SOURCE)],
+        check=True,
+    )
     return library
 
 
 class Driver:
-    """The compiled driver; it also registers memory like the CUDA runtime (``shared_offload_region.CudaRuntime``)."""
+    """The compiled driver; it also registers memory like the CUDA runtime
+    (``shared_offload_region.CudaRuntime``)."""
 
     def __init__(self, library: Path) -> None:
         self.library = str(library)

@@ -21,14 +21,20 @@ NUM_BLOCKS, NUM_ROWS = 200, 60
 
 def make_memory() -> KVMemory:
     generator = torch.Generator().manual_seed(3)
-    pages = torch.randint(-128, 128, (NUM_BLOCKS, PAGE), dtype=torch.int8, generator=generator)
+    pages = torch.randint(
+        -128, 128, (NUM_BLOCKS, PAGE), dtype=torch.int8, generator=generator
+    )
     rows = torch.zeros((NUM_ROWS, 200), dtype=torch.int8)[:, 16 : 16 + FACTOR * PAGE]
     return KVMemory((pages,), (rows,), FACTOR)
 
 
-def run(memory: KVMemory, direction: Direction, blocks: list[int], sub_blocks: list[int]) -> None:
+def run(
+    memory: KVMemory, direction: Direction, blocks: list[int], sub_blocks: list[int]
+) -> None:
     engine = CPUCopyEngine(memory, direction)
-    assert engine.submit(1, [PageCopies(0, PAGE, np.array(blocks), np.array(sub_blocks))])
+    assert engine.submit(
+        1, [PageCopies(0, PAGE, np.array(blocks), np.array(sub_blocks))]
+    )
     engine.wait({1})
     assert [result.success for result in engine.get_finished()] == [True]
     engine.shutdown()
@@ -99,13 +105,21 @@ def test_run_copies_on_thread_of_caller() -> None:
     threads = threading.active_count()
     result = engine.run(7, [PageCopies(0, PAGE, np.array([4, 2]), np.array([0, 9]))])
     assert (result.job_id, result.success, result.num_bytes) == (7, True, 2 * PAGE)
-    assert torch.equal(memory.rows[0].reshape(-1, PAGE)[[0, 9]], memory.pages[0][[4, 2]])
+    assert torch.equal(
+        memory.rows[0].reshape(-1, PAGE)[[0, 9]], memory.pages[0][[4, 2]]
+    )
     assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize("page", [16, (8 << 15) - 8, 8 << 15])
 def test_cpu_engine_any_page_size_copies_bytes(page: int) -> None:
-    pages = torch.randint(-128, 128, (5, page), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    pages = torch.randint(
+        -128,
+        128,
+        (5, page),
+        dtype=torch.int8,
+        generator=torch.Generator().manual_seed(1),
+    )
     memory = KVMemory((pages,), (torch.zeros((6, page), dtype=torch.int8),), 1)
     engine = CPUCopyEngine(memory, Direction.STORE)
     engine.submit(1, [PageCopies(0, page, np.array([4, 1, 3, 0, 2]), np.arange(1, 6))])
@@ -115,13 +129,18 @@ def test_cpu_engine_any_page_size_copies_bytes(page: int) -> None:
     engine.shutdown()
 
 
-def test_submit_missing_block_fails_job_and_next_job_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_submit_missing_block_fails_job_and_next_job_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     memory = make_memory()
     engine = CPUCopyEngine(memory, Direction.STORE)
     engine.submit(1, [PageCopies(0, PAGE, np.array([NUM_BLOCKS + 1]), np.array([0]))])
     engine.submit(2, [PageCopies(0, PAGE, np.array([1]), np.array([0]))])
     engine.wait({1, 2})
-    assert [(result.job_id, result.success, result.num_bytes) for result in engine.get_finished()] == [
+    assert [
+        (result.job_id, result.success, result.num_bytes)
+        for result in engine.get_finished()
+    ] == [
         (1, False, 0),
         (2, True, PAGE),
     ]
@@ -130,9 +149,12 @@ def test_submit_missing_block_fails_job_and_next_job_runs(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(
-    ("page", "offset", "itemsize"), [(64, 0, 16), (64, 8, 8), (24, 0, 8), (20, 0, 4), (6, 0, 2), (7, 0, 1), (64, 1, 1)]
+    ("page", "offset", "itemsize"),
+    [(64, 0, 16), (64, 8, 8), (24, 0, 8), (20, 0, 4), (6, 0, 2), (7, 0, 1), (64, 1, 1)],
 )
-def test_widened_any_alignment_uses_widest_common_element(page: int, offset: int, itemsize: int) -> None:
+def test_widened_any_alignment_uses_widest_common_element(
+    page: int, offset: int, itemsize: int
+) -> None:
     aligned = torch.zeros((4, page), dtype=torch.int8)
     shifted = torch.zeros((4, 128), dtype=torch.int8)[:, offset : offset + page]
     wide = module.widened(aligned, shifted)

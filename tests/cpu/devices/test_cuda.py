@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from persistkv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cuda import (
     CUDACopyEngine,
@@ -54,14 +59,21 @@ def sleep(cycles: int = LONG) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
-def random_bytes(rows: int, columns: int, device: torch.device | str = DEVICE) -> torch.Tensor:
+def random_bytes(
+    rows: int, columns: int, device: torch.device | str = DEVICE
+) -> torch.Tensor:
     return torch.randint(-128, 128, (rows, columns), dtype=torch.int8, device=device)
 
 
-def pinned_memory(num_blocks: int, num_rows: int, page: int, factor: int = 1, slack: int = 0) -> KVMemory:
-    """Return one KV tensor whose pages begin ``slack`` bytes into its blocks, and rows with gaps of the same size."""
+def pinned_memory(
+    num_blocks: int, num_rows: int, page: int, factor: int = 1, slack: int = 0
+) -> KVMemory:
+    """Return one KV tensor whose pages begin ``slack`` bytes into its blocks, and rows with gaps of
+    the same size."""
     pages = random_bytes(num_blocks, page + slack)[:, slack:]
-    rows = torch.zeros((num_rows, factor * page + slack), dtype=torch.int8, pin_memory=True)[:, slack:]
+    rows = torch.zeros(
+        (num_rows, factor * page + slack), dtype=torch.int8, pin_memory=True
+    )[:, slack:]
     return KVMemory((pages,), (rows,), factor)
 
 
@@ -74,7 +86,9 @@ def run(engine: CUDACopyEngine, copies: list[PageCopies]) -> None:
 @pytest.fixture
 def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
     """Region of 16 rows of 64 KiB."""
-    region = SharedOffloadRegion("engine", 16 << 16, 16, 0, 1, 1 << 16, directory=shared_memory)
+    region = SharedOffloadRegion(
+        "engine", 16 << 16, 16, 0, 1, 1 << 16, directory=shared_memory
+    )
     yield region
     region.cleanup()
 
@@ -85,15 +99,32 @@ def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
 @pytest.mark.parametrize("slack", [0, 3], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize(
-    "page", [1, 33, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, (2 << 20) + 1]
+    "page",
+    [
+        1,
+        33,
+        512,
+        4 << 10,
+        16 << 10,
+        64 << 10,
+        256 << 10,
+        512 << 10,
+        1 << 20,
+        2 << 20,
+        (2 << 20) + 1,
+    ],
 )
-def test_cuda_engine_any_page_size_copies_same_bytes(copier: PageCopier, page: int, shuffled: bool, slack: int) -> None:
+def test_cuda_engine_any_page_size_copies_same_bytes(
+    copier: PageCopier, page: int, shuffled: bool, slack: int
+) -> None:
     factor, count = 2, 24
     memory = pinned_memory(40, 20, page, factor, slack)
     original = memory.pages[0].clone()
     draw = np.random.default_rng(page)
     blocks = draw.permutation(40)[:count] if shuffled else np.arange(5, 5 + count)
-    places = draw.permutation(20 * factor)[:count] if shuffled else np.arange(3, 3 + count)
+    places = (
+        draw.permutation(20 * factor)[:count] if shuffled else np.arange(3, 3 + count)
+    )
     copies = [PageCopies(0, page, blocks, places)]
     run(CUDACopyEngine(memory, Direction.STORE, copier), copies)
     expected = torch.zeros((20, factor, page), dtype=torch.int8)
@@ -107,13 +138,22 @@ def test_cuda_engine_any_page_size_copies_same_bytes(copier: PageCopier, page: i
     assert torch.equal(memory.pages[0], restored)
 
 
-def test_cuda_engine_thousands_of_pages_restores_every_tensor(copier: PageCopier) -> None:
+def test_cuda_engine_thousands_of_pages_restores_every_tensor(
+    copier: PageCopier,
+) -> None:
     tensors = [pinned_memory(6000, 5000, page) for page in (4096, 512, 96)]
-    memory = KVMemory(tuple(part.pages[0] for part in tensors), tuple(part.rows[0] for part in tensors), 1)
+    memory = KVMemory(
+        tuple(part.pages[0] for part in tensors),
+        tuple(part.rows[0] for part in tensors),
+        1,
+    )
     original = [pages.clone() for pages in memory.pages]
     draw = np.random.default_rng(1)
     blocks, rows = draw.permutation(6000)[:5000], draw.permutation(5000)
-    copies = [PageCopies(index, pages.shape[1], blocks, rows) for index, pages in enumerate(memory.pages)]
+    copies = [
+        PageCopies(index, pages.shape[1], blocks, rows)
+        for index, pages in enumerate(memory.pages)
+    ]
     run(CUDACopyEngine(memory, Direction.STORE, copier), copies)
     for pages in memory.pages:
         pages.zero_()
@@ -133,7 +173,9 @@ def test_choose_copier_pinned_memory_returns_batch_copier() -> None:
 # Order
 
 
-def test_cuda_engine_pending_kernels_finish_before_store_and_load(copier: PageCopier) -> None:
+def test_cuda_engine_pending_kernels_finish_before_store_and_load(
+    copier: PageCopier,
+) -> None:
     memory = pinned_memory(64, 64, 1 << 16)
     pages = memory.pages[0]
     store, load = (CUDACopyEngine(memory, direction, copier) for direction in Direction)
@@ -163,14 +205,19 @@ def test_cuda_engine_pending_copies_do_not_delay_kernels(copier: PageCopier) -> 
     with torch.cuda.stream(other):
         sleep()
         assert store.submit(1, [PageCopies(0, 1 << 16, np.arange(32), np.arange(32))])
-        assert load.submit(2, [PageCopies(0, 1 << 16, np.arange(32, 64), np.arange(32, 64))])
+        assert load.submit(
+            2, [PageCopies(0, 1 << 16, np.arange(32, 64), np.arange(32, 64))]
+        )
     values += 1
     torch.cuda.current_stream().synchronize()
     assert store.get_finished() == load.get_finished() == []
     store.wait({1})
     load.wait({2})
     results = [*store.get_finished(), *load.get_finished()]
-    assert [(result.job_id, result.success) for result in results] == [(1, True), (2, True)]
+    assert [(result.job_id, result.success) for result in results] == [
+        (1, True),
+        (2, True),
+    ]
     assert all(
         0 < result.seconds < 0.2 for result in results
     )  # the time of the copies, without the wait for the caller's stream
@@ -180,7 +227,9 @@ def test_cuda_engine_many_jobs_finish_in_submission_order(copier: PageCopier) ->
     memory = pinned_memory(64, 2, 1 << 16)
     engine = CUDACopyEngine(memory, Direction.STORE, copier)
     for job in range(64):
-        assert engine.submit(job, [PageCopies(0, 1 << 16, np.array([job]), np.array([job % 2]))])
+        assert engine.submit(
+            job, [PageCopies(0, 1 << 16, np.array([job]), np.array([job % 2]))]
+        )
     ended: list[int] = []
     while len(ended) < 64:
         ended += [result.job_id for result in engine.get_finished()]
@@ -204,7 +253,9 @@ def test_submit_thread_without_cuda_context_succeeds(copier: PageCopier) -> None
 # Failures
 
 
-def test_submit_null_address_fails_and_next_job_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_submit_null_address_fails_and_next_job_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Misdirected(DriverBatchCopier):
         def copy(self, batch, stream):  # type: ignore[no-untyped-def]
             if len(batch.sizes) > 2:
@@ -213,16 +264,25 @@ def test_submit_null_address_fails_and_next_job_runs(caplog: pytest.LogCaptureFi
 
     memory = pinned_memory(16, 16, 4096)
     engine = CUDACopyEngine(memory, Direction.STORE, Misdirected())
-    assert not engine.submit(1, [PageCopies(0, 4096, np.array([1, 3, 5]), np.array([1, 3, 5]))])
+    assert not engine.submit(
+        1, [PageCopies(0, 4096, np.array([1, 3, 5]), np.array([1, 3, 5]))]
+    )
     assert "cuMemcpyBatchAsync failed with error" in caplog.text
     run(engine, [PageCopies(0, 4096, np.array([2]), np.array([9]))])
     assert torch.equal(memory.rows[0][9], memory.pages[0][2].cpu())
 
 
 def in_new_process(body: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a new process, because its errors may abort the process or break the CUDA context."""
+    """Run a program in a new process, because its errors may abort the process or break the CUDA
+    context."""
     program = "from tests.cpu.devices.test_cuda import *\n" + body
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=45, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=45,
+        check=False,
+    )
 
 
 def test_submit_unregistered_memory_copies_or_fails_and_next_job_runs() -> None:
@@ -273,7 +333,9 @@ assert torch.equal(good.rows[0][2], good.pages[0][1].cpu())
     assert ended.stdout.startswith("refused")
 
 
-def test_handlers_failed_kernel_fails_jobs_and_shutdown_frees_region(shared_memory: str) -> None:
+def test_handlers_failed_kernel_fails_jobs_and_shutdown_frees_region(
+    shared_memory: str,
+) -> None:
     ended = in_new_process(
         f"""
 region = SharedOffloadRegion("engine", 16 << 16, 16, 0, 1, 1 << 16, directory={shared_memory!r})
@@ -305,7 +367,9 @@ print("released")
 
 def test_cleanup_pinned_region_unpins_and_new_region_pins(shared_memory: str) -> None:
     for _ in range(2):
-        region = SharedOffloadRegion("engine", 4 << 16, 4, 0, 1, 1 << 16, directory=shared_memory)
+        region = SharedOffloadRegion(
+            "engine", 4 << 16, 4, 0, 1, 1 << 16, directory=shared_memory
+        )
         view = region.create_next_view(1 << 16)
         assert not view.is_pinned()
         assert pin_mmap_region(region)
@@ -333,10 +397,14 @@ def test_cuda_engine_copies_across_registrations_succeed(
     assert torch.equal(pages, original)
 
 
-def test_cuda_engine_rows_in_huge_pages_are_pinned_and_copied(shared_memory: str, copier: PageCopier) -> None:
+def test_cuda_engine_rows_in_huge_pages_are_pinned_and_copied(
+    shared_memory: str, copier: PageCopier
+) -> None:
     num_rows = 16
     total = num_rows * HUGE_PAGE_BYTES
-    region = SharedOffloadRegion("engine", total, num_rows, 0, 1, HUGE_PAGE_BYTES, directory=shared_memory)
+    region = SharedOffloadRegion(
+        "engine", total, num_rows, 0, 1, HUGE_PAGE_BYTES, directory=shared_memory
+    )
     try:
         if not use_huge_pages([region.fd], total):
             pytest.skip("the kernel gives no huge pages for shared memory")
@@ -372,11 +440,17 @@ def store():
 
     code = "from tests.cpu.devices.test_cuda import *\n"
     first = make(0) + "print('pinned', flush=True)\ninput()\nstore()\n"
-    first += "rows = torch.frombuffer(region.create_kv_memoryview(), dtype=torch.int8).view(8, 2, -1)\n"
+    first += (
+        "rows = torch.frombuffer(region.create_kv_memoryview(), dtype=torch.int8).view(8, "
+        "2, -1)\n"
+    )
     first += "print(rows.amin((0, 2)).tolist(), rows.amax((0, 2)).tolist())\n"
     second = make(1) + "store()\nhandlers.shutdown()\nregion.cleanup()\n"
     with subprocess.Popen(
-        [sys.executable, "-c", code + first], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code + first],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "pinned"
@@ -390,18 +464,27 @@ def store():
 # Shutdown
 
 
-def test_handlers_shutdown_waits_for_copies_in_flight(shared_memory: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_handlers_shutdown_waits_for_copies_in_flight(
+    shared_memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
     page, count = 2 << 20, 64
-    region = SharedOffloadRegion("engine", count * page, count, 0, 1, page, directory=shared_memory)
+    region = SharedOffloadRegion(
+        "engine", count * page, count, 0, 1, page, directory=shared_memory
+    )
     view = region.create_kv_memoryview()
     pages = torch.zeros((count, page), dtype=torch.int8, device=DEVICE)
-    caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, page)], [[CanonicalKVCacheRef(0, page)]])
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(pages, page)], [[CanonicalKVCacheRef(0, page)]]
+    )
     handlers = CpuGpuOffloadingHandlers(caches, 1, count, region)
     assert region.is_pinned
     torch.cuda.synchronize()
     sleep()
     pages.fill_(5)
-    spec = GPULoadStoreSpec(list(range(count)), [count], [0]), CPULoadStoreSpec(list(range(count)))
+    spec = (
+        GPULoadStoreSpec(list(range(count)), [count], [0]),
+        CPULoadStoreSpec(list(range(count))),
+    )
     assert handlers.gpu_to_cpu_handler.transfer_async(1, spec)
     handlers.shutdown()
     rows = np.frombuffer(view, np.int8)
@@ -413,7 +496,9 @@ def test_handlers_shutdown_waits_for_copies_in_flight(shared_memory: str, caplog
     assert os.listdir(shared_memory) == []
 
 
-def test_region_process_exits_during_copies_can_be_pinned_again(shared_memory: str) -> None:
+def test_region_process_exits_during_copies_can_be_pinned_again(
+    shared_memory: str,
+) -> None:
     body = f"""
 page = 2 << 20
 region = SharedOffloadRegion("engine", 16 * page, 16, 0, 1, page, directory={shared_memory!r})
@@ -427,7 +512,9 @@ os._exit(3)
     assert in_new_process(body).returncode == 3
     assert len(list(Path(shared_memory).iterdir())) == 1
     page = 2 << 20
-    region = SharedOffloadRegion("engine", 16 * page, 16, 0, 1, page, directory=shared_memory)
+    region = SharedOffloadRegion(
+        "engine", 16 * page, 16, 0, 1, page, directory=shared_memory
+    )
     try:
         assert pin_mmap_region(region)
     finally:

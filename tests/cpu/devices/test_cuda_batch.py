@@ -6,22 +6,36 @@ import numpy as np
 import pytest
 import torch
 
-from persistkv.cpu.devices.cuda import Batch, DriverBatchCopier, PageCopier, TorchCopier, choose_copier
+from persistkv.cpu.devices.cuda import (
+    Batch,
+    DriverBatchCopier,
+    PageCopier,
+    TorchCopier,
+    choose_copier,
+)
 
 cuda = pytest.mark.cuda
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 
 
-def make_batch(target: torch.Tensor, source: torch.Tensor, pairs: list[tuple[int, int]], page: int) -> Batch:
+def make_batch(
+    target: torch.Tensor, source: torch.Tensor, pairs: list[tuple[int, int]], page: int
+) -> Batch:
     """Return a batch of copies of ``page`` bytes; each pair is (target row, source row)."""
     targets = np.array([target.data_ptr() + to * target.stride(0) for to, _ in pairs])
-    sources = np.array([source.data_ptr() + start * source.stride(0) for _, start in pairs])
+    sources = np.array(
+        [source.data_ptr() + start * source.stride(0) for _, start in pairs]
+    )
     return Batch.of_pages(targets, sources, page, target, source)
 
 
 def test_batch_adjacent_copies_are_merged() -> None:
     target, source = (torch.zeros((10, 16), dtype=torch.int8) for _ in range(2))
-    batch = make_batch(target, source, [(0, 5), (1, 6), (2, 7), (3, 9), (5, 3), (6, 4)], 16)
+    batch = make_batch(
+        target, source, [(0, 5), (1, 6), (2, 7), (3, 9), (5, 3), (6, 4)], 16
+    )
     assert batch.sizes.tolist() == [48, 16, 32]
     assert (batch.targets - target.data_ptr()).tolist() == [0, 48, 80]
     assert (batch.sources - source.data_ptr()).tolist() == [80, 144, 48]
@@ -40,7 +54,13 @@ def run(copier: PageCopier, batch: Batch, device: str) -> None:
 
 
 def check(copier: PageCopier, device: str) -> None:
-    rows = torch.randint(-128, 128, (64, 300), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(
+        -128,
+        128,
+        (64, 300),
+        dtype=torch.int8,
+        generator=torch.Generator().manual_seed(0),
+    )
     rows = (rows.pin_memory() if device == "cuda" else rows)[:, 20:276]
     order = np.random.default_rng(0).permutation(64).tolist()
     for page in (256, 100):
@@ -50,7 +70,13 @@ def check(copier: PageCopier, device: str) -> None:
         expected[:, :page] = rows[order, :page]
         assert torch.equal(pages.cpu(), expected)
         back = torch.zeros((64, 256), dtype=torch.int8, pin_memory=device == "cuda")
-        run(copier, make_batch(back, pages, [(start, to) for to, start in enumerate(order)], page), device)
+        run(
+            copier,
+            make_batch(
+                back, pages, [(start, to) for to, start in enumerate(order)], page
+            ),
+            device,
+        )
         assert torch.equal(back[:, :page], rows[:, :page])
         assert not back[:, page:].any()
 

@@ -1,4 +1,5 @@
-"""The CUDA strategy with a driver that needs no GPU: the driver call, addresses, order and failures."""
+"""The CUDA strategy with a driver that needs no GPU: the driver call, addresses, order and
+failures."""
 
 from __future__ import annotations
 
@@ -28,17 +29,27 @@ PAGE = 4096
 NUM_ROWS = 10
 
 
-def copies(blocks: list[int], sub_blocks: list[int], page: int = PAGE) -> list[PageCopies]:
+def copies(
+    blocks: list[int], sub_blocks: list[int], page: int = PAGE
+) -> list[PageCopies]:
     return [PageCopies(0, page, np.array(blocks), np.array(sub_blocks))]
 
 
 def make_pages(count: int = 16) -> torch.Tensor:
-    return torch.randint(-128, 128, (count, PAGE), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        -128,
+        128,
+        (count, PAGE),
+        dtype=torch.int8,
+        generator=torch.Generator().manual_seed(0),
+    )
 
 
 @pytest.fixture
 def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
-    region = SharedOffloadRegion("engine", NUM_ROWS * PAGE, NUM_ROWS, 0, 1, PAGE, directory=shared_memory)
+    region = SharedOffloadRegion(
+        "engine", NUM_ROWS * PAGE, NUM_ROWS, 0, 1, PAGE, directory=shared_memory
+    )
     yield region
     region.cleanup()
 
@@ -59,11 +70,19 @@ def test_copy_attributes_layout_matches_cuda_header(driver: Driver) -> None:
     assert driver.interface == expected
 
 
-def test_cuda_engine_scattered_pages_reach_their_rows_in_three_copies(driver: Driver) -> None:
+def test_cuda_engine_scattered_pages_reach_their_rows_in_three_copies(
+    driver: Driver,
+) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
-    engine = CUDACopyEngine(KVMemory((pages,), (rows,), 1), Direction.STORE, DriverBatchCopier(driver.library))
+    engine = CUDACopyEngine(
+        KVMemory((pages,), (rows,), 1),
+        Direction.STORE,
+        DriverBatchCopier(driver.library),
+    )
     assert engine.submit(1, copies([3, 4, 9, 0], [5, 6, 7, 1]))
-    assert engine.get_finished() == [TransferResult(1, success=True, num_bytes=4 * PAGE, seconds=1e-3)]
+    assert engine.get_finished() == [
+        TransferResult(1, success=True, num_bytes=4 * PAGE, seconds=1e-3)
+    ]
     assert torch.equal(rows[[5, 6, 7, 1]], pages[[3, 4, 9, 0]])
     assert not rows[[0, 2, 3, 4, 8, 9]].any()
     assert driver.take_num_copies() == 3
@@ -74,22 +93,36 @@ def test_batch_copier_null_address_raises_with_index_of_copy(driver: Driver) -> 
     sources = np.array([pages.data_ptr(), 0, pages.data_ptr()])
     targets = rows.data_ptr() + PAGE * np.array([0, 2, 4])
     batch = Batch.of_pages(targets, sources, PAGE, rows, pages)
-    with pytest.raises(RuntimeError, match=f"error 1: copy 1 of 3 copies, 4096 bytes from 0x0 to {targets[1]:#x}"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"error 1: copy 1 of 3 copies, 4096 bytes from 0x0 to {targets[1]:#x}",
+    ):
         DriverBatchCopier(driver.library).copy(batch, torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 def test_batch_copier_rejected_stream_raises_without_index(driver: Driver) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
-    batch = Batch.of_pages(np.array([rows.data_ptr()]), np.array([pages.data_ptr()]), PAGE, rows, pages)
+    batch = Batch.of_pages(
+        np.array([rows.data_ptr()]), np.array([pages.data_ptr()]), PAGE, rows, pages
+    )
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.cuda_stream = 0
-    with pytest.raises(RuntimeError, match=r"cuMemcpyBatchAsync failed with error 1: 1 copies$"):
+    with pytest.raises(
+        RuntimeError, match=r"cuMemcpyBatchAsync failed with error 1: 1 copies$"
+    ):
         DriverBatchCopier(driver.library).copy(batch, stream)
 
 
-@pytest.mark.parametrize("order", [list(range(NUM_ROWS)), [5, 6, 2, 3, 9, 0, 1, 7, 8, 4]], ids=["in order", "mixed"])
+@pytest.mark.parametrize(
+    "order",
+    [list(range(NUM_ROWS)), [5, 6, 2, 3, 9, 0, 1, 7, 8, 4]],
+    ids=["in order", "mixed"],
+)
 def test_cuda_engine_small_registrations_no_copy_spans_two(
-    driver: Driver, region: SharedOffloadRegion, order: list[int], monkeypatch: pytest.MonkeyPatch
+    driver: Driver,
+    region: SharedOffloadRegion,
+    order: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 * PAGE + 1)
     assert pin_mmap_region(region, driver)
@@ -114,19 +147,32 @@ def test_submit_copies_run_after_caller_and_between_events(driver: Driver) -> No
         def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
             stream.log.append("copy")  # type: ignore[attr-defined]
 
-    memory = KVMemory((make_pages(),), (torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8),), 1)
+    memory = KVMemory(
+        (make_pages(),), (torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8),), 1
+    )
     engine = CUDACopyEngine(memory, Direction.LOAD, Recorded())
     assert engine.submit(1, copies([1], [2]) + copies([2], [3], page=100))
-    assert Stream.log == ["wait for the caller's stream", "record", "copy", "copy", "record"]
+    assert Stream.log == [
+        "wait for the caller's stream",
+        "record",
+        "copy",
+        "copy",
+        "record",
+    ]
 
 
 def test_submit_rejected_copy_writes_nothing_and_next_job_runs(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
-    assert driver.cudaHostRegister(rows.data_ptr(), 2 * PAGE + 100, 0) == 0  # only a part of row 2 is registered
+    # only a part of row 2 is registered
+    assert driver.cudaHostRegister(rows.data_ptr(), 2 * PAGE + 100, 0) == 0
     try:
-        engine = CUDACopyEngine(KVMemory((pages,), (rows,), 1), Direction.STORE, DriverBatchCopier(driver.library))
+        engine = CUDACopyEngine(
+            KVMemory((pages,), (rows,), 1),
+            Direction.STORE,
+            DriverBatchCopier(driver.library),
+        )
         assert not engine.submit(1, copies([1], [2]))
         assert Stream.log[-1] == "synchronize"
         assert "store job 1 could not be started" in caplog.text
@@ -153,13 +199,18 @@ def test_cuda_engine_broken_device_fails_jobs_without_raising(
                 raise RuntimeError("device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "Stream", Observed)
-    memory = KVMemory((make_pages(),), (torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8),), 1)
+    memory = KVMemory(
+        (make_pages(),), (torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8),), 1
+    )
     engine = CUDACopyEngine(memory, Direction.STORE, DriverBatchCopier(driver.library))
     assert engine.submit(1, copies([1], [2]))
     assert engine.submit(2, copies([2], [3]))
     streams[0].broken = True
     engine.wait({1, 2})
-    assert engine.get_finished() == [TransferResult(1, success=False), TransferResult(2, success=False)]
+    assert engine.get_finished() == [
+        TransferResult(1, success=False),
+        TransferResult(2, success=False),
+    ]
     assert engine.get_finished() == []
     assert not engine.submit(3, copies([1], [2]))
     engine.shutdown()

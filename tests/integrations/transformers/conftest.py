@@ -43,7 +43,8 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: more threads do not speed up such small models, and slow them down on busy cores."""
+    """Limit torch to one thread: more threads do not speed up such small models, and slow them down
+    on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,12 +80,19 @@ SMALL: dict[str, Any] = {
     "pad_token_id": None,
     "initializer_range": 0.2,
 }
-MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+MIXED = [
+    "sliding_attention",
+    "sliding_attention",
+    "full_attention",
+    "sliding_attention",
+]
 
 
 def tiny_gemma3() -> Gemma3ForCausalLM:
     torch.manual_seed(3)
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, num_hidden_layers=4, layer_types=MIXED)).eval()
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**SMALL, num_hidden_layers=4, layer_types=MIXED)
+    ).eval()
 
 
 def tiny_mistral() -> MistralForCausalLM:
@@ -107,7 +115,8 @@ def tiny_gpt_oss() -> GptOssForCausalLM:
 
 def tiny_cohere2() -> Cohere2ForCausalLM:
     torch.manual_seed(6)
-    sizes = {name: value for name, value in SMALL.items() if name != "head_dim"}  # derived by this model
+    # derived by this model
+    sizes = {name: value for name, value in SMALL.items() if name != "head_dim"}
     return Cohere2ForCausalLM(Cohere2Config(**sizes, num_hidden_layers=4)).eval()
 
 
@@ -119,6 +128,7 @@ def gemma() -> Gemma3ForCausalLM:
 
 @pytest.fixture(scope="session", params=[tiny_gemma3, tiny_mistral, tiny_gpt_oss])
 def windowed(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Model with mixed layers, with sliding layers only, or with a window that is not a multiple of a block."""
+    """Model with mixed layers, with sliding layers only, or with a window that is not a multiple of
+    a block."""
     made: PreTrainedModel = request.param()
     return made

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from persistkv import Engine, PromptTooLongError
 from tests.integrations.transformers.conftest import tiny_llama
@@ -36,10 +42,17 @@ def limited_llama(**changes: Any) -> PreTrainedModel:
 def test_generate_up_to_context_length_answers_and_beyond_raises(make: Any) -> None:
     engine = Engine.open(make(), cpu_bytes="8MiB")
     assert len(engine.generate(range(LENGTH - 8), 8).tokens) == 8
-    for prompt_tokens, new_tokens in ((LENGTH - 8, 9), (LENGTH + 1, 1), (3 * LENGTH, 8)):
+    for prompt_tokens, new_tokens in (
+        (LENGTH - 8, 9),
+        (LENGTH + 1, 1),
+        (3 * LENGTH, 8),
+    ):
         with pytest.raises(PromptTooLongError, match="context length") as error:
             engine.generate(range(prompt_tokens), new_tokens)
-        assert (error.value.tokens, error.value.limit) == (prompt_tokens + new_tokens, LENGTH)
+        assert (error.value.tokens, error.value.limit) == (
+            prompt_tokens + new_tokens,
+            LENGTH,
+        )
         assert error.value.option is None
     assert engine.stats().requests == 1, "refused requests have run nothing"
 
@@ -48,11 +61,18 @@ def test_generate_up_to_context_length_answers_and_beyond_raises(make: Any) -> N
     "rope",
     [
         {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": LENGTH,
+        },
     ],
 )
 def test_generate_scaled_rotary_embedding_allows_factor(rope: dict[str, Any]) -> None:
-    engine = Engine.open(limited_llama(rope_parameters={"rope_theta": 10_000.0, **rope}), cpu_bytes="8MiB")
+    engine = Engine.open(
+        limited_llama(rope_parameters={"rope_theta": 10_000.0, **rope}),
+        cpu_bytes="8MiB",
+    )
     assert len(engine.generate(range(2 * LENGTH), 8).tokens) == 8
     with pytest.raises(PromptTooLongError, match=f"at most {4 * LENGTH} tokens"):
         engine.generate([1] * 4 * LENGTH, 8)
@@ -60,6 +80,13 @@ def test_generate_scaled_rotary_embedding_allows_factor(rope: dict[str, Any]) ->
 
 def test_generate_model_without_limit_answers() -> None:
     torch.manual_seed(0)
-    config = BloomConfig(vocab_size=256, hidden_size=32, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
+    config = BloomConfig(
+        vocab_size=256,
+        hidden_size=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     engine = Engine.open(BloomForCausalLM(config).eval(), cpu_bytes="8MiB")
     assert len(engine.generate([5] * 300, 4).tokens) == 4

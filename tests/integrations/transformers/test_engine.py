@@ -7,13 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BatchEncoding, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    BatchEncoding,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import persistkv
 from persistkv import Engine
 from persistkv.base import TransferResult
 from persistkv.connector.worker import OffloadingConnectorWorker
-from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError, UnsupportedModelError
+from persistkv.errors import (
+    ConfigurationError,
+    EngineClosedError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from tests.integrations.transformers.conftest import OpenEngine
 
 
@@ -22,7 +33,11 @@ def open_engine(model: PreTrainedModel) -> Iterator[OpenEngine]:
     opened = []
 
     def open_one(chosen: PreTrainedModel | None = None, **options: Any) -> Engine:
-        defaults: dict[str, Any] = {"block_size": 4, "device_blocks": 64, "cpu_bytes": "1MiB"}
+        defaults: dict[str, Any] = {
+            "block_size": 4,
+            "device_blocks": 64,
+            "cpu_bytes": "1MiB",
+        }
         opened.append(Engine.open(chosen or model, **(defaults | options)))
         return opened[-1]
 
@@ -34,7 +49,12 @@ def open_engine(model: PreTrainedModel) -> Iterator[OpenEngine]:
 def reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """Return the tokens that transformers itself generates."""
     inputs = torch.tensor([prompt])
-    output = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False)
+    output = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=count,
+        do_sample=False,
+    )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
 
@@ -48,7 +68,9 @@ class TestGenerate:
         assert engine.generate(prompt, 24).tokens == expected
         assert engine.generate(prompt, 24).tokens == expected
 
-    def test_gpt_neox_model_returns_tokens_of_transformers(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_gpt_neox_model_returns_tokens_of_transformers(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         torch.manual_seed(0)
         config = GPTNeoXConfig(
             vocab_size=256,
@@ -63,7 +85,10 @@ class TestGenerate:
         neox = GPTNeoXForCausalLM(config).eval()
         engine = open_engine(neox)
         expected = reference(neox, prompt, 12)
-        assert [engine.generate(prompt, 12).tokens for _ in range(2)] == [expected, expected]
+        assert [engine.generate(prompt, 12).tokens for _ in range(2)] == [
+            expected,
+            expected,
+        ]
 
     def test_computed_resident_or_restored_prefix_returns_same_tokens(
         self, open_engine: OpenEngine, prompt: list[int]
@@ -81,12 +106,19 @@ class TestGenerate:
         assert cold.tokens == resident.tokens == restored.tokens
         torch.testing.assert_close(cold.logits, resident.logits, rtol=1e-4, atol=1e-4)
 
-    def test_sampling_seed_determines_tokens(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_sampling_seed_determines_tokens(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
-        drawn = [engine.generate(prompt, 12, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
+        drawn = [
+            engine.generate(prompt, 12, temperature=1.0, seed=seed).tokens
+            for seed in (1, 1, 2)
+        ]
         assert drawn[0] == drawn[1] != drawn[2]
 
-    def test_stop_token_ends_answer(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_stop_token_ends_answer(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         whole = engine.generate(prompt, 12).tokens
         stopped = engine.generate(prompt, 12, stop_token_ids={whole[5]}).tokens
@@ -98,9 +130,14 @@ class TestGenerate:
         engine = open_engine()
         for length in (1, 3, 4, 5, 8):
             expected = reference(model, prompt[:length], 6)
-            assert [engine.generate(prompt[:length], 6).tokens for _ in range(2)] == [expected, expected]
+            assert [engine.generate(prompt[:length], 6).tokens for _ in range(2)] == [
+                expected,
+                expected,
+            ]
 
-    def test_later_request_leaves_returned_logits_unchanged(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_later_request_leaves_returned_logits_unchanged(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         first = engine.generate(prompt, 2)
         kept = first.logits.clone()
@@ -117,7 +154,9 @@ class TestPrefixCache:
         stats = engine.generate([*prompt, *result.tokens, 1], 1).stats
         assert stats.restored_tokens == 108
 
-    def test_common_prefix_is_reused_from_device(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_common_prefix_is_reused_from_device(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         engine.generate(prompt, 1)
         assert engine.generate([*prompt[:50], 255, 255], 1).stats.device_tokens == 48
@@ -134,28 +173,46 @@ class TestPrefixCache:
         assert stats.stats.restored_tokens == 96
         assert stats.tokens == expected
 
-    def test_different_salt_misses(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_different_salt_misses(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         engine.generate(prompt, 1, salt="one")
         assert engine.generate(prompt, 1, salt="two").stats.restored_tokens == 0
         assert engine.generate(prompt, 1, salt="one").stats.restored_tokens == 96
 
-    def test_request_parameter_load_false_misses(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_request_parameter_load_false_misses(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         engine.generate(prompt, 1)
         params = {"persistkv": {"load": False}}
-        assert engine.generate(prompt, 1, kv_transfer_params=params).stats.restored_tokens == 0
+        assert (
+            engine.generate(prompt, 1, kv_transfer_params=params).stats.restored_tokens
+            == 0
+        )
 
-    def test_store_false_stores_no_blocks(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_store_false_stores_no_blocks(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         engine.generate(prompt, 1, store=False)
-        engine.generate(prompt[::-1], 1, kv_transfer_params={"persistkv": {"store": False}})
+        engine.generate(
+            prompt[::-1], 1, kv_transfer_params={"persistkv": {"store": False}}
+        )
         assert engine.flush()
         assert engine.stats().connector.stored_blocks == 0
 
     @pytest.mark.parametrize(
         "given",
-        ["off", {"stores": False}, {"load": "never"}, {"labels": {"user": 1}}, {"ttl": "soon"}, {"priority": "high"}],
+        [
+            "off",
+            {"stores": False},
+            {"load": "never"},
+            {"labels": {"user": 1}},
+            {"ttl": "soon"},
+            {"priority": "high"},
+        ],
     )
     def test_invalid_request_parameters_raise_before_running(
         self, open_engine: OpenEngine, prompt: list[int], given: object
@@ -165,7 +222,9 @@ class TestPrefixCache:
             engine.generate(prompt, 1, kv_transfer_params={"persistkv": given})
         assert engine.stats().requests == 0
 
-    def test_repeated_prompt_stores_each_block_once(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_repeated_prompt_stores_each_block_once(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         for _ in range(3):
             engine.generate(prompt, 1, load=False)
@@ -173,16 +232,24 @@ class TestPrefixCache:
         assert engine.stats().connector.stored_blocks == 25
         assert engine.stats().resident_blocks == 25
 
-    def test_restored_pages_equal_computed_pages_of_same_hash(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_restored_pages_equal_computed_pages_of_same_hash(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         result = engine.generate(prompt, 8)
-        before = {block_hash: page.clone() for block_hash, page in engine.resident_pages().items()}
+        before = {
+            block_hash: page.clone()
+            for block_hash, page in engine.resident_pages().items()
+        }
         assert set(before) == set(result.block_hashes)
         engine.forget_device()
         assert engine.resident_pages() == {}
         engine.generate(prompt, 8)
         after = engine.resident_pages()
-        assert all(torch.equal(after[block_hash], before[block_hash]) for block_hash in result.block_hashes[:24])
+        assert all(
+            torch.equal(after[block_hash], before[block_hash])
+            for block_hash in result.block_hashes[:24]
+        )
 
 
 class TestPressureAndFaults:
@@ -204,7 +271,10 @@ class TestPressureAndFaults:
         assert engine.stats().connector.dropped_blocks > 0
 
     def test_generate_failed_load_recomputes_prompt(
-        self, open_engine: OpenEngine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         engine = open_engine()
         expected = engine.generate(prompt, 8)
@@ -223,7 +293,10 @@ class TestPressureAndFaults:
         assert engine.generate(prompt, 8).stats.device_tokens == 96
 
     def test_generate_model_error_releases_device_blocks(
-        self, open_engine: OpenEngine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         engine = open_engine()
         forward = engine.model.forward
@@ -236,7 +309,9 @@ class TestPressureAndFaults:
             with pytest.raises(ZeroDivisionError):
                 engine.generate(prompt, 4)
         assert engine.flush()
-        assert len(engine.generate(prompt * 2 + prompt[:52], 5).block_hashes) == 64, "all device blocks are available"
+        assert len(engine.generate(prompt * 2 + prompt[:52], 5).block_hashes) == 64, (
+            "all device blocks are available"
+        )
 
 
 class TestInvalidInput:
@@ -261,11 +336,15 @@ class TestInvalidInput:
             open_engine(**options)
 
     @pytest.mark.parametrize("token_ids", [[], [256], [-1], [3, 10_000]])
-    def test_generate_empty_prompt_or_unknown_token_raises(self, open_engine: OpenEngine, token_ids: list[int]) -> None:
+    def test_generate_empty_prompt_or_unknown_token_raises(
+        self, open_engine: OpenEngine, token_ids: list[int]
+    ) -> None:
         with pytest.raises(ConfigurationError, match="0 to 255"):
             open_engine().generate(token_ids, 1)
 
-    @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2}])
+    @pytest.mark.parametrize(
+        "options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2}]
+    )
     def test_generate_invalid_option_raises_before_running(
         self, open_engine: OpenEngine, prompt: list[int], options: dict[str, Any]
     ) -> None:
@@ -274,10 +353,16 @@ class TestInvalidInput:
             engine.generate(prompt, **options)
         assert engine.stats().requests == 0
 
-    def test_generate_context_larger_than_device_raises(self, open_engine: OpenEngine, prompt: list[int]) -> None:
+    def test_generate_context_larger_than_device_raises(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         with pytest.raises(PromptTooLongError, match=r"device_blocks=27") as error:
             open_engine(device_blocks=26).generate(prompt, 8)
-        assert (error.value.tokens, error.value.limit, error.value.needed) == (len(prompt) + 8, 107, 27)
+        assert (error.value.tokens, error.value.limit, error.value.needed) == (
+            len(prompt) + 8,
+            107,
+            27,
+        )
         assert pickle.loads(pickle.dumps(error.value)).needed == 27  # noqa: S301
 
     def test_open_directory_without_model_raises(self, tmp_path: Path) -> None:
@@ -293,7 +378,9 @@ class TestInvalidInput:
             open_engine(model)
 
 
-def test_close_twice_succeeds_and_generate_raises(open_engine: OpenEngine, prompt: list[int]) -> None:
+def test_close_twice_succeeds_and_generate_raises(
+    open_engine: OpenEngine, prompt: list[int]
+) -> None:
     engine = open_engine()
     engine.generate(prompt, 1)
     engine.close()
@@ -302,18 +389,29 @@ def test_close_twice_succeeds_and_generate_raises(open_engine: OpenEngine, promp
         engine.generate(prompt, 1)
 
 
-@pytest.mark.parametrize("form", [torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], tuple])
+@pytest.mark.parametrize(
+    "form", [torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], tuple]
+)
 def test_generate_prompt_in_any_form_returns_same_tokens(
     open_engine: OpenEngine, prompt: list[int], form: Callable[[list[int]], Any]
 ) -> None:
     engine = open_engine()
     expected = engine.generate(prompt, 4).tokens
     assert engine.generate(form(prompt), 4).tokens == expected
-    assert engine.generate(BatchEncoding({"input_ids": form(prompt), "attention_mask": None}), 4).tokens == expected
+    assert (
+        engine.generate(
+            BatchEncoding({"input_ids": form(prompt), "attention_mask": None}), 4
+        ).tokens
+        == expected
+    )
 
 
-@pytest.mark.parametrize("prompts", [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), [1.5], "text"])
-def test_generate_several_prompts_or_non_integers_raises(open_engine: OpenEngine, prompts: Any) -> None:
+@pytest.mark.parametrize(
+    "prompts", [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), [1.5], "text"]
+)
+def test_generate_several_prompts_or_non_integers_raises(
+    open_engine: OpenEngine, prompts: Any
+) -> None:
     with pytest.raises(ConfigurationError, match="one prompt: integers in one row"):
         open_engine().generate(prompts, 4)
 
@@ -323,7 +421,9 @@ def test_open_unknown_store_raises_before_loading_model(tmp_path: Path) -> None:
         Engine.open(tmp_path / "no-model", "tape:///dev/st0")
 
 
-def test_open_store_path_creates_lmdb_store(open_engine: OpenEngine, tmp_path: Path, prompt: list[int]) -> None:
+def test_open_store_path_creates_lmdb_store(
+    open_engine: OpenEngine, tmp_path: Path, prompt: list[int]
+) -> None:
     for store in (tmp_path / "kv", str(tmp_path / "kv")):
         engine = open_engine(store=store)
         engine.generate(prompt, 4)

@@ -29,7 +29,9 @@ engine.generate([int(token) for token in prompt], 40)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(
+    model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(path)
     return path
@@ -50,9 +52,19 @@ def test_script_without_close_keeps_its_context(
     checkpoint: Path, prompt: list[int], tmp_path: Path, host: str, end: str
 ) -> None:
     script = SCRIPT + ENDS[end]
-    command = [sys.executable, "-c", script, str(checkpoint), str(tmp_path / "kv"), host, *map(str, prompt)]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        str(checkpoint),
+        str(tmp_path / "kv"),
+        host,
+        *map(str, prompt),
+    ]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == {"exit": 3, "exception": 1}.get(end, 0), finished.stderr
+    assert finished.returncode == {"exit": 3, "exception": 1}.get(end, 0), (
+        finished.stderr
+    )
     with persistkv.open_store(tmp_path / "kv") as store:
         (request,) = store.requests().requests
     assert request.tokens == len(prompt) + 39
@@ -71,8 +83,18 @@ engine.generate([int(token) ^ 1 for token in prompt], 40)
 
 
 @pytest.mark.slow
-def test_forked_child_that_exits_leaves_engine_open(checkpoint: Path, prompt: list[int], tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKED, str(checkpoint), str(tmp_path / "kv"), "process", *map(str, prompt)]
+def test_forked_child_that_exits_leaves_engine_open(
+    checkpoint: Path, prompt: list[int], tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        FORKED,
+        str(checkpoint),
+        str(tmp_path / "kv"),
+        "process",
+        *map(str, prompt),
+    ]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
     with persistkv.open_store(tmp_path / "kv") as store:

@@ -22,8 +22,14 @@ BLOCK = 4
 def open_engine(gemma: PreTrainedModel) -> Iterator[OpenEngine]:
     opened = []
 
-    def open_one(chosen: PreTrainedModel | None = None, url: str | None = None, **options: Any) -> Engine:
-        defaults: dict[str, Any] = {"block_size": BLOCK, "device_blocks": 64, "cpu_bytes": "2MiB"}
+    def open_one(
+        chosen: PreTrainedModel | None = None, url: str | None = None, **options: Any
+    ) -> Engine:
+        defaults: dict[str, Any] = {
+            "block_size": BLOCK,
+            "device_blocks": 64,
+            "cpu_bytes": "2MiB",
+        }
         opened.append(Engine.open(chosen or gemma, url, **(defaults | options)))
         return opened[-1]
 
@@ -43,16 +49,23 @@ def long_prompt() -> list[int]:
 
 
 def plain_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """Return the logits after the last token, from one forward pass over all tokens without a cache."""
+    """Return the logits after the last token, from one forward pass over all tokens without a
+    cache."""
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+        logits: torch.Tensor = model(
+            input_ids=torch.tensor([list(tokens)]), use_cache=False
+        ).logits[0, -1]
     return logits
 
 
-def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: Sequence[int]) -> None:
+def assert_greedy(
+    model: PreTrainedModel, prompt: list[int], tokens: Sequence[int]
+) -> None:
     """Check that one forward pass over all tokens, without a cache, predicts each of ``tokens``."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+        logits = model(
+            input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False
+        ).logits[0]
     assert list(tokens) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
@@ -60,7 +73,9 @@ def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def pages_of(engine: Engine, block_hashes: Collection[bytes]) -> dict[tuple[int, bytes], torch.Tensor]:
+def pages_of(
+    engine: Engine, block_hashes: Collection[bytes]
+) -> dict[tuple[int, bytes], torch.Tensor]:
     """Copy the resident pages of these hashes, by group and hash."""
     return {
         (group, block_hash): page.clone()
@@ -89,9 +104,14 @@ class TestGenerate:
 
     @pytest.mark.parametrize("length", [1, 5, 28, 31, 32, 33, 36, 63, 64, 65, 100])
     def test_any_restored_length_matches_plain_forward_pass(
-        self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int], length: int
+        self,
+        open_engine: OpenEngine,
+        gemma: PreTrainedModel,
+        long_prompt: list[int],
+        length: int,
     ) -> None:
-        """The restored prefix covers all, part or none of the window of the first computed token."""
+        """The restored prefix covers all, part or none of the window of the first computed
+        token."""
         engine = open_engine()
         engine.generate(long_prompt[:length], 1)
         engine.forget_device()
@@ -101,7 +121,11 @@ class TestGenerate:
 
     @pytest.mark.parametrize("length", [20, 30, 31, 32, 33])
     def test_decoding_past_window_end_matches_plain_forward_pass(
-        self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int], length: int
+        self,
+        open_engine: OpenEngine,
+        windowed: PreTrainedModel,
+        long_prompt: list[int],
+        length: int,
     ) -> None:
         engine = open_engine(windowed)
         prompt = long_prompt[:length]
@@ -188,7 +212,11 @@ class TestRestart:
         assert second.wait_persisted(warm)
 
     def test_cpu_tier_smaller_than_context_restores_leading_blocks(
-        self, open_engine: OpenEngine, gemma: PreTrainedModel, url: str, long_prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        gemma: PreTrainedModel,
+        url: str,
+        long_prompt: list[int],
     ) -> None:
         first = open_engine(url=url)
         assert first.wait_persisted(first.generate(long_prompt, 4))
@@ -200,7 +228,11 @@ class TestRestart:
         assert_close(result.logits, plain_logits(gemma, long_prompt))
 
     def test_changed_sliding_window_misses_and_adds_notice(
-        self, open_engine: OpenEngine, gemma: PreTrainedModel, url: str, long_prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        gemma: PreTrainedModel,
+        url: str,
+        long_prompt: list[int],
     ) -> None:
         first = open_engine(url=url)
         assert first.wait_persisted(first.generate(long_prompt, 1))
@@ -224,8 +256,12 @@ class TestDeviceLimit:
             assert_greedy(gemma, prompt, engine.generate(prompt, 6).tokens)
         assert engine.flush()
         last = engine.generate(range(200, 252), 5)
-        assert len(last.block_hashes) == 14, "all device blocks of both groups are available"
+        assert len(last.block_hashes) == 14, (
+            "all device blocks of both groups are available"
+        )
 
-    def test_generate_context_larger_than_device_raises(self, open_engine: OpenEngine, long_prompt: list[int]) -> None:
+    def test_generate_context_larger_than_device_raises(
+        self, open_engine: OpenEngine, long_prompt: list[int]
+    ) -> None:
         with pytest.raises(ConfigurationError, match="device_blocks=44"):
             open_engine(device_blocks=43).generate(long_prompt, 8)

@@ -1,4 +1,5 @@
-"""Names under which releases of transformers take the KV cache, and releases that persistkv does not know."""
+"""Names under which releases of transformers take the KV cache, and releases that persistkv does
+not know."""
 
 from __future__ import annotations
 
@@ -22,14 +23,20 @@ INSTALLED_NAME = ModelForward(LlamaForCausalLM).cache_argument
 class OlderName(LlamaForCausalLM):  # type: ignore[misc]
     """Model of a checkpoint with code of its own, which was written for releases before 5.24."""
 
-    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **options: Any) -> Any:
-        return super().forward(input_ids, **{INSTALLED_NAME: past_key_values}, **options)
+    def forward(
+        self, input_ids: torch.Tensor, past_key_values: Any = None, **options: Any
+    ) -> Any:
+        return super().forward(
+            input_ids, **{INSTALLED_NAME: past_key_values}, **options
+        )
 
 
 class NewerName(LlamaForCausalLM):  # type: ignore[misc]
     """Model of a checkpoint with code of its own, which was written for releases from 5.24."""
 
-    def forward(self, input_ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, cache: Any = None, **options: Any
+    ) -> Any:
         return super().forward(input_ids, **{INSTALLED_NAME: cache}, **options)
 
 
@@ -44,7 +51,9 @@ def unknown_forward(self: Any, input_ids: torch.Tensor, kv_state: Any = None) ->
     raise AssertionError("must not be called")
 
 
-@pytest.mark.parametrize(("kind", "name"), [(OlderName, "past_key_values"), (NewerName, "cache")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(OlderName, "past_key_values"), (NewerName, "cache")]
+)
 def test_engine_model_with_either_cache_name_answers_like_plain_model(
     kind: type[LlamaForCausalLM], name: str, prompt: list[int], tmp_path: Path
 ) -> None:
@@ -52,14 +61,20 @@ def test_engine_model_with_either_cache_name_answers_like_plain_model(
     made = kind(plain.config).eval()
     made.load_state_dict(plain.state_dict())
     assert ModelForward(made).cache_argument == name
-    options: dict[str, Any] = {"device_blocks": 32, "cpu_bytes": "8MiB", "host": "inline"}
+    options: dict[str, Any] = {
+        "device_blocks": 32,
+        "cpu_bytes": "8MiB",
+        "host": "inline",
+    }
     with Engine.open(plain, tmp_path / "plain", **options) as engine:
         expected = engine.generate(prompt, 8).tokens
     with Engine.open(made, tmp_path / "made", **options) as engine:
         assert engine.generate(prompt, 8).tokens == expected
 
 
-def test_model_forward_returns_logits_of_last_token_and_fills_cache(model: LlamaForCausalLM, prompt: list[int]) -> None:
+def test_model_forward_returns_logits_of_last_token_and_fills_cache(
+    model: LlamaForCausalLM, prompt: list[int]
+) -> None:
     cache, tokens = DynamicCache(config=model.config), torch.tensor([prompt])
     with torch.no_grad():
         logits = ModelForward(model)(tokens, cache)
@@ -67,7 +82,9 @@ def test_model_forward_returns_logits_of_last_token_and_fills_cache(model: Llama
     assert cache.get_seq_length() == len(prompt)
 
 
-def test_probe_model_without_cache_name_raises_naming_model(model: LlamaForCausalLM) -> None:
+def test_probe_model_without_cache_name_raises_naming_model(
+    model: LlamaForCausalLM,
+) -> None:
     with pytest.raises(UnsupportedModelError, match="OtherName takes no KV cache"):
         probe_model(OtherName(model.config).eval())
 

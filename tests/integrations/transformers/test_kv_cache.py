@@ -32,7 +32,11 @@ def filled_cache(num_tokens: int, capacity: int = 32) -> RequestCache:
     torch.manual_seed(1)
     cache = RequestCache((FULL,), capacity)
     for layer_idx in FULL.layers:
-        cache.update(torch.randn(1, 2, num_tokens, 8), torch.randn(1, 2, num_tokens, 8), layer_idx)
+        cache.update(
+            torch.randn(1, 2, num_tokens, 8),
+            torch.randn(1, 2, num_tokens, 8),
+            layer_idx,
+        )
     return cache
 
 
@@ -47,7 +51,9 @@ def test_request_cache_update_appends_and_returns_all_tokens() -> None:
 
 
 @pytest.mark.parametrize("block_ids", [[0, 1, 2, 3], [7, 2, 3, 0], [3, 2, 1, 0]])
-def test_group_pages_gather_returns_scattered_blocks(pages: GroupPages, block_ids: list[int]) -> None:
+def test_group_pages_gather_returns_scattered_blocks(
+    pages: GroupPages, block_ids: list[int]
+) -> None:
     (buffer,) = filled_cache(18).buffers
     pages.scatter(buffer, [0, 1, 2, 3], block_ids)
     (other,) = RequestCache((FULL,), 20).buffers
@@ -86,7 +92,10 @@ class TestRequestCacheSlidingWindow:
 
     def test_update_matches_sliding_window_layer_of_transformers(self) -> None:
         torch.manual_seed(3)
-        cache, reference = RequestCache(HYBRID, 64), DynamicSlidingWindowLayer(sliding_window=4)
+        cache, reference = (
+            RequestCache(HYBRID, 64),
+            DynamicSlidingWindowLayer(sliding_window=4),
+        )
         for count in (1, 1, 2, 1, 3, 9, 1, 1, 4, 5):
             new = torch.randn(1, 2, count, 8)
             assert cache.get_mask_sizes(count, 2) == reference.get_mask_sizes(count)
@@ -105,7 +114,10 @@ def test_paged_kv_cache_canonical_tensors_alias_pages_as_bytes() -> None:
     torch.manual_seed(2)
     device = PagedKVCache(HYBRID, num_blocks=8, block_size=4)
     canonical = device.canonical()
-    assert [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in canonical.group_data_refs] == [
+    assert [
+        [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+        for refs in canonical.group_data_refs
+    ] == [
         [(0, 2 * 2 * 2 * 4 * 8 * 4)],
         [(1, 1 * 2 * 1 * 4 * 8 * 4)],
     ]
@@ -133,15 +145,25 @@ def fill_pool(pool: BlockPool, *numbers: int) -> list[int]:
 
 def acquire(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     """Acquire the longest resident prefix."""
-    acquired = takewhile(lambda block_id: block_id is not None, map(pool.acquire, hashes))
+    acquired = takewhile(
+        lambda block_id: block_id is not None, map(pool.acquire, hashes)
+    )
     return [block_id for block_id in acquired if block_id is not None]
 
 
 def test_block_pool_holds_and_acquires_only_resident_hashes() -> None:
     pool = BlockPool(8)
     blocks = fill_pool(pool, 1, 2, 3)
-    assert [pool.holds(block_hash) for block_hash in hashes_of(1, 3, 9)] == [True, True, False]
-    assert [pool.acquire(block_hash) for block_hash in hashes_of(1, 3, 9)] == [blocks[0], blocks[2], None]
+    assert [pool.holds(block_hash) for block_hash in hashes_of(1, 3, 9)] == [
+        True,
+        True,
+        False,
+    ]
+    assert [pool.acquire(block_hash) for block_hash in hashes_of(1, 3, 9)] == [
+        blocks[0],
+        blocks[2],
+        None,
+    ]
 
 
 def test_block_pool_evicts_oldest_request_and_its_last_block_first() -> None:
@@ -200,7 +222,12 @@ def test_block_pool_random_use_neither_leaks_nor_duplicates_blocks() -> None:
         if held and random.random() < 0.5:
             pool.release(held.pop(random.randrange(len(held))))
             continue
-        chain = hashes_of(*(random.randrange(3) * 100 + depth for depth in range(random.randrange(1, 6))))
+        chain = hashes_of(
+            *(
+                random.randrange(3) * 100 + depth
+                for depth in range(random.randrange(1, 6))
+            )
+        )
         blocks = acquire(pool, chain)
         new = pool.allocate(len(chain) - len(blocks))
         for block_id, block_hash in zip(new or [], chain[len(blocks) :], strict=False):

@@ -42,7 +42,11 @@ from transformers import (
 
 from persistkv.errors import ConfigurationError, UnsupportedModelError
 from persistkv.integrations.transformers.kv_cache import KVGroupGeometry
-from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
+from persistkv.integrations.transformers.model import (
+    load_model,
+    model_identity,
+    probe_model,
+)
 from persistkv.storage.identity import Identity
 
 SMALL = {
@@ -56,19 +60,34 @@ SMALL = {
 
 
 def tiny_bart() -> BartConfig:
-    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in BART_SIDE.items()}
+    sizes = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in BART_SIDE.items()
+    }
     return BartConfig(vocab_size=64, d_model=32, max_position_embeddings=64, **sizes)
 
 
 BART_SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
-LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+LAYERS = [
+    "sliding_attention",
+    "sliding_attention",
+    "full_attention",
+    "sliding_attention",
+]
 
 
-def test_probe_model_grouped_query_attention_returns_geometry(model: PreTrainedModel) -> None:
-    assert probe_model(model) == (KVGroupGeometry((0, 1), 2, 16, None, torch.float32, torch.device("cpu")),)
+def test_probe_model_grouped_query_attention_returns_geometry(
+    model: PreTrainedModel,
+) -> None:
+    assert probe_model(model) == (
+        KVGroupGeometry((0, 1), 2, 16, None, torch.float32, torch.device("cpu")),
+    )
 
 
-def test_probe_model_bfloat16_returns_dtype(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_probe_model_bfloat16_returns_dtype(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     (group,) = probe_model(make_model().to(torch.bfloat16))
     assert group.dtype is torch.bfloat16
 
@@ -78,7 +97,11 @@ def test_probe_model_bfloat16_returns_dtype(make_model: Callable[..., LlamaForCa
     [
         (GPTNeoXConfig(**SMALL), GPTNeoXForCausalLM, 4),
         (Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8), Qwen3ForCausalLM, 2),
-        (MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None), MistralForCausalLM, 2),
+        (
+            MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None),
+            MistralForCausalLM,
+            2,
+        ),
     ],
 )
 def test_probe_model_full_attention_returns_one_group_without_window(
@@ -97,27 +120,48 @@ def test_probe_model_full_attention_returns_one_group_without_window(
             [((0, 1), 8)],
         ),
         (
-            Gemma3TextConfig(**SMALL | {"num_hidden_layers": 4}, head_dim=8, sliding_window=16, layer_types=LAYERS),
+            Gemma3TextConfig(
+                **SMALL | {"num_hidden_layers": 4},
+                head_dim=8,
+                sliding_window=16,
+                layer_types=LAYERS,
+            ),
             Gemma3ForCausalLM,
             [((0, 1, 3), 16), ((2,), None)],
         ),
         (
-            Qwen2Config(**SMALL, num_key_value_heads=2, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+            Qwen2Config(
+                **SMALL,
+                num_key_value_heads=2,
+                use_sliding_window=True,
+                sliding_window=4,
+                max_window_layers=1,
+            ),
             Qwen2ForCausalLM,
             [((0,), None), ((1,), 4)],
         ),
     ],
 )
 def test_probe_model_sliding_window_layers_are_grouped_by_window(
-    config: PretrainedConfig, kind: type[PreTrainedModel], groups: list[tuple[tuple[int, ...], int | None]]
+    config: PretrainedConfig,
+    kind: type[PreTrainedModel],
+    groups: list[tuple[tuple[int, ...], int | None]],
 ) -> None:
-    assert [(group.layers, group.sliding_window) for group in probe_model(kind(config).eval())] == groups
+    assert [
+        (group.layers, group.sliding_window)
+        for group in probe_model(kind(config).eval())
+    ] == groups
 
 
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True)), "later"),
+        (
+            lambda: Gemma3ForCausalLM(
+                Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True)
+            ),
+            "later",
+        ),
         (
             lambda: Llama4ForCausalLM(
                 Llama4TextConfig(
@@ -131,16 +175,30 @@ def test_probe_model_sliding_window_layers_are_grouped_by_window(
             "chunked",
         ),
         (
-            lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"])),
+            lambda: Qwen3NextForCausalLM(
+                Qwen3NextConfig(
+                    **SMALL, layer_types=["linear_attention", "full_attention"]
+                )
+            ),
             "LinearAttention",
         ),
         (
-            lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
-            "MambaForCausalLM takes no KV cache|MambaForCausalLM: layer 0 keeps a LinearAttentionLayer",
+            lambda: MambaForCausalLM(
+                MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+            ),
+            "MambaForCausalLM takes no KV cache|MambaForCausalLM: layer 0 keeps a "
+            "LinearAttentionLayer",
         ),
         (
             lambda: T5ForConditionalGeneration(
-                T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+                T5Config(
+                    vocab_size=64,
+                    d_model=32,
+                    d_kv=8,
+                    d_ff=48,
+                    num_layers=1,
+                    num_heads=4,
+                )
             ),
             "encoder-decoder",
         ),
@@ -158,13 +216,22 @@ def test_probe_model_sliding_window_layers_are_grouped_by_window(
             ),
             r"DeepseekV3ForCausalLM has multi-head latent attention \(MLA\)",
         ),
-        (lambda: LlamaModel(LlamaConfig(**SMALL)), "LlamaModel is not a causal language model"),
+        (
+            lambda: LlamaModel(LlamaConfig(**SMALL)),
+            "LlamaModel is not a causal language model",
+        ),
         (
             lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL)),
             "LlamaForSequenceClassification is not a causal",
         ),
-        (lambda: BartForConditionalGeneration(tiny_bart()), "BartForConditionalGeneration is an encoder-decoder"),
-        (lambda: BertLMHeadModel(BertConfig(**SMALL)), "BertLMHeadModel attends to later tokens"),
+        (
+            lambda: BartForConditionalGeneration(tiny_bart()),
+            "BartForConditionalGeneration is an encoder-decoder",
+        ),
+        (
+            lambda: BertLMHeadModel(BertConfig(**SMALL)),
+            "BertLMHeadModel attends to later tokens",
+        ),
     ],
 )
 def test_probe_model_unsupported_architecture_raises_naming_reason(
@@ -177,7 +244,10 @@ def test_probe_model_unsupported_architecture_raises_naming_reason(
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (lambda: BartForConditionalGeneration(tiny_bart()), "BartForConditionalGeneration is an encoder-decoder"),
+        (
+            lambda: BartForConditionalGeneration(tiny_bart()),
+            "BartForConditionalGeneration is an encoder-decoder",
+        ),
         (lambda: BartModel(tiny_bart()), "BartModel is an encoder-decoder"),
         (
             lambda: LlamaModel(LlamaConfig(**SMALL)),
@@ -199,14 +269,22 @@ def test_load_model_missing_checkpoint_raises_naming_path(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_probe_model_length_dependent_rope_raises(make_model: Callable[..., LlamaForCausalLM], rope_type: str) -> None:
+def test_probe_model_length_dependent_rope_raises(
+    make_model: Callable[..., LlamaForCausalLM], rope_type: str
+) -> None:
     model = make_model()
-    model.config.rope_parameters = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    model.config.rope_parameters = {
+        "rope_type": rope_type,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+    }
     with pytest.raises(UnsupportedModelError, match=rope_type):
         probe_model(model)
 
 
-def test_probe_model_layers_with_shared_kv_cache_raises(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_probe_model_layers_with_shared_kv_cache_raises(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     model = make_model()
     model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(UnsupportedModelError, match="layer 0 wrote its KV 2 times"):
@@ -218,36 +296,62 @@ def test_probe_model_layers_of_different_shapes_are_separate_groups(
 ) -> None:
     model = make_model()
     attention = model.model.layers[1].self_attn
-    attention.k_proj, attention.v_proj = torch.nn.Linear(64, 16), torch.nn.Linear(64, 16)
+    attention.k_proj, attention.v_proj = (
+        torch.nn.Linear(64, 16),
+        torch.nn.Linear(64, 16),
+    )
     attention.num_key_value_groups = 4
-    assert [(group.layers, group.num_heads) for group in probe_model(model)] == [((0,), 2), ((1,), 1)]
+    assert [(group.layers, group.num_heads) for group in probe_model(model)] == [
+        ((0,), 2),
+        ((1,), 1),
+    ]
 
 
-def test_probe_model_layers_of_different_dtypes_raises(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_probe_model_layers_of_different_dtypes_raises(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     model = make_model()
     attention = model.model.layers[1].self_attn
-    attention.k_proj.register_forward_hook(lambda _module, _inputs, output: output.double())
-    attention.v_proj.register_forward_hook(lambda _module, _inputs, output: output.double())
-    attention.q_proj.register_forward_hook(lambda _module, _inputs, output: output.double())
-    attention.o_proj.double().register_forward_hook(lambda _module, _inputs, output: output.float())
+    attention.k_proj.register_forward_hook(
+        lambda _module, _inputs, output: output.double()
+    )
+    attention.v_proj.register_forward_hook(
+        lambda _module, _inputs, output: output.double()
+    )
+    attention.q_proj.register_forward_hook(
+        lambda _module, _inputs, output: output.double()
+    )
+    attention.o_proj.double().register_forward_hook(
+        lambda _module, _inputs, output: output.float()
+    )
     with pytest.raises(UnsupportedModelError, match="layers differ"):
         probe_model(model)
 
 
-def identity(model: PreTrainedModel, checkpoint: Path | None = None, block_size: int = 16) -> Identity:
-    return Identity.of(model_identity(model, checkpoint, probe_model(model), block_size))
+def identity(
+    model: PreTrainedModel, checkpoint: Path | None = None, block_size: int = 16
+) -> Identity:
+    return Identity.of(
+        model_identity(model, checkpoint, probe_model(model), block_size)
+    )
 
 
 def different_fields(ours: PreTrainedModel, theirs: PreTrainedModel) -> list[str]:
     return [difference.field for difference in identity(ours).diff(identity(theirs))]
 
 
-def test_model_identity_equal_models_have_equal_digests(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_equal_models_have_equal_digests(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     assert identity(make_model()).digest == identity(make_model()).digest
 
 
-def test_model_identity_is_json_with_weights_config_dtype_and_groups(model: PreTrainedModel) -> None:
-    fields = json.loads(json.dumps(model_identity(model, None, probe_model(model), 16), allow_nan=False))
+def test_model_identity_is_json_with_weights_config_dtype_and_groups(
+    model: PreTrainedModel,
+) -> None:
+    fields = json.loads(
+        json.dumps(model_identity(model, None, probe_model(model), 16), allow_nan=False)
+    )
     assert fields["weights"].startswith("state-dict:")
     assert fields["architecture"] == "LlamaForCausalLM"
     assert fields["config"]["hidden_size"] == 64
@@ -262,22 +366,32 @@ def test_model_identity_is_json_with_weights_config_dtype_and_groups(model: PreT
     }
 
 
-def test_model_identity_edited_row_differs_in_weights(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_edited_row_differs_in_weights(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     edited = make_model()
     with torch.no_grad():
         edited.model.embed_tokens.weight[17] += 1e-3
     assert different_fields(make_model(), edited) == ["weights"]
 
 
-def test_model_identity_changed_model_differs_in_changed_field(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_changed_model_differs_in_changed_field(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     assert different_fields(make_model(), make_model(seed=1)) == ["weights"]
     rope = {"rope_type": "default", "rope_theta": 500.0}
-    assert "config.rope_parameters.rope_theta" in different_fields(make_model(), make_model(rope_parameters=rope))
+    assert "config.rope_parameters.rope_theta" in different_fields(
+        make_model(), make_model(rope_parameters=rope)
+    )
     assert "dtype.kv" in different_fields(make_model(), make_model().to(torch.bfloat16))
-    assert different_fields(make_model(), make_model(attn_implementation="eager")) == ["attention"]
+    assert different_fields(make_model(), make_model(attn_implementation="eager")) == [
+        "attention"
+    ]
 
 
-def test_model_identity_depends_on_block_size_but_not_on_path(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_depends_on_block_size_but_not_on_path(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     model = make_model()
     assert identity(model, block_size=8).digest != identity(model).digest
     model.config.name_or_path = "/somewhere/else"
@@ -289,25 +403,39 @@ def test_model_identity_keeps_full_quantization_and_filters_text_config(
     make_model: Callable[..., LlamaForCausalLM],
 ) -> None:
     model = make_model()
-    model.config.quantization_config = {"quant_method": "x", "dtype": "int8", "use_cache": 1}
+    model.config.quantization_config = {
+        "quant_method": "x",
+        "dtype": "int8",
+        "use_cache": 1,
+    }
     model.config.text_config = {"dtype": "float32", "hidden_size": 9}
     config = model_identity(model, None, probe_model(make_model()), 16)["config"]
-    assert config["quantization_config"] == {"quant_method": "x", "dtype": "int8", "use_cache": 1}
+    assert config["quantization_config"] == {
+        "quant_method": "x",
+        "dtype": "int8",
+        "use_cache": 1,
+    }
     assert config["text_config"] == {"hidden_size": 9}
 
 
 def test_model_identity_checkpoint_and_loaded_model_differ_in_weights(
-    make_model: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model: Callable[..., LlamaForCausalLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = make_model()
     model.save_pretrained(tmp_path / "model")
     on_disk = identity(model, tmp_path / "model")
     assert on_disk.fields["weights"].startswith("checkpoint:")
-    assert [difference.field for difference in on_disk.diff(identity(model))] == ["weights"]
+    assert [difference.field for difference in on_disk.diff(identity(model))] == [
+        "weights"
+    ]
 
 
-def test_model_identity_meta_tensors_raises(make_model: Callable[..., LlamaForCausalLM]) -> None:
+def test_model_identity_meta_tensors_raises(
+    make_model: Callable[..., LlamaForCausalLM],
+) -> None:
     model = make_model()
     geometry = probe_model(model)
     with pytest.raises(UnsupportedModelError, match="embed_tokens"):

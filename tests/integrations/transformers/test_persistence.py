@@ -1,4 +1,5 @@
-"""The engine on a real store: restarts, changed models, damaged payloads, and a killed host process."""
+"""The engine on a real store: restarts, changed models, damaged payloads, and a killed host
+process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import persistkv
 from persistkv import Engine
-from persistkv.errors import ConfigurationError, IdentityMismatchError, StoreUnavailableError
+from persistkv.errors import (
+    ConfigurationError,
+    IdentityMismatchError,
+    StoreUnavailableError,
+)
 from persistkv.integrations.transformers.results import GenerateResult
 from tests.host_processes import host_processes
 
@@ -30,13 +35,22 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def open_engine(model: PreTrainedModel, url: str | list[str] | None, **options: Any) -> Engine:
-    defaults: dict[str, Any] = {"block_size": 4, "device_blocks": 64, "cpu_bytes": "2MiB"}
+def open_engine(
+    model: PreTrainedModel, url: str | list[str] | None, **options: Any
+) -> Engine:
+    defaults: dict[str, Any] = {
+        "block_size": 4,
+        "device_blocks": 64,
+        "cpu_bytes": "2MiB",
+    }
     return Engine.open(model, url, **(defaults | options))
 
 
-def answer_without_store(model: PreTrainedModel, prompt: list[int], restored_tokens: int = 0) -> GenerateResult:
-    """Return the answer of an engine without a store that splits the prompt after the same number of tokens."""
+def answer_without_store(
+    model: PreTrainedModel, prompt: list[int], restored_tokens: int = 0
+) -> GenerateResult:
+    """Return the answer of an engine without a store that splits the prompt after the same number
+    of tokens."""
     with open_engine(model, None) as engine:
         if restored_tokens:
             engine.generate(prompt[:restored_tokens], 1)
@@ -52,14 +66,20 @@ def test_engine_restart_restores_identical_pages_and_answer(
         cold = first.generate(prompt, 8)
         resident = first.generate(prompt, 8, store=False)
         assert first.wait_persisted(cold)
-        pages = {block_hash: page.clone() for block_hash, page in first.resident_pages().items()}
+        pages = {
+            block_hash: page.clone()
+            for block_hash, page in first.resident_pages().items()
+        }
     with open_engine(model, url, host=host) as second:
         warm = second.generate(prompt, 8)
         assert (warm.stats.persistent_tokens, warm.stats.computed_tokens) == (96, 4)
         assert torch.equal(warm.logits, resident.logits)
         assert warm.tokens == resident.tokens == cold.tokens
         restored = second.resident_pages()
-        assert all(torch.equal(restored[block_hash], pages[block_hash]) for block_hash in warm.block_hashes[:24])
+        assert all(
+            torch.equal(restored[block_hash], pages[block_hash])
+            for block_hash in warm.block_hashes[:24]
+        )
         assert second.notices == ()
 
 
@@ -74,7 +94,11 @@ def test_prewarm_share_promotes_recent_contexts_before_first_request(
         row_bytes = -(-first.stats().block_bytes // 4096) * 4096
     with open_engine(model, url, cpu_bytes=60 * row_bytes, prewarm_share=0.5) as second:
         warm = second.generate(prompt, 8)
-        assert (warm.stats.cpu_tokens, warm.stats.persistent_tokens, warm.stats.computed_tokens) == (96, 0, 4)
+        assert (
+            warm.stats.cpu_tokens,
+            warm.stats.persistent_tokens,
+            warm.stats.computed_tokens,
+        ) == (96, 0, 4)
         cut = second.generate(other, 8).stats
         assert (cut.cpu_tokens, cut.persistent_tokens) == (20, 76), (
             "30 rows hold 25 blocks of one context and 5 of another"
@@ -83,19 +107,27 @@ def test_prewarm_share_promotes_recent_contexts_before_first_request(
         open_engine(model, url, prewarm_share=2)
 
 
-def test_generate_result_id_equals_id_of_listed_request(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
+def test_generate_result_id_equals_id_of_listed_request(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
     with open_engine(model, url, host="inline") as engine:
         results = [engine.generate(prompt[start:], 2) for start in range(3)]
         assert all(map(engine.wait_persisted, results))
     with persistkv.open_store(url) as store:
-        assert {request.id for request in store.requests().requests} == {result.req_id for result in results}
+        assert {request.id for request in store.requests().requests} == {
+            result.req_id for result in results
+        }
 
 
-def test_wait_persisted_frees_cpu_rows_for_next_prompt(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
+def test_wait_persisted_frees_cpu_rows_for_next_prompt(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
     other = [(token + 1) % 256 for token in prompt]
     with open_engine(model, None) as engine:
         block_bytes = engine.stats().block_bytes
-    with open_engine(model, url, cpu_bytes=34 * -(-block_bytes // 4096) * 4096) as engine:
+    with open_engine(
+        model, url, cpu_bytes=34 * -(-block_bytes // 4096) * 4096
+    ) as engine:
         assert engine.wait_persisted(engine.generate(prompt, 1))
         assert engine.wait_persisted(engine.generate(other, 1))
         assert engine.stats().connector.dropped_blocks == 0
@@ -118,7 +150,10 @@ def test_generate_cpu_tier_smaller_than_prefix_restores_leading_blocks(
 def test_generate_hit_in_far_store_writes_blocks_to_near_store(
     model: PreTrainedModel, prompt: list[int], tmp_path: Path
 ) -> None:
-    near, far = f"lmdb://{tmp_path}/near?capacity=256MiB", f"lmdb://{tmp_path}/far?capacity=256MiB"
+    near, far = (
+        f"lmdb://{tmp_path}/near?capacity=256MiB",
+        f"lmdb://{tmp_path}/far?capacity=256MiB",
+    )
     with open_engine(model, far) as first:
         cold = first.generate(prompt, 8)
         assert first.wait_persisted(cold)
@@ -142,7 +177,9 @@ def test_generate_two_stores_persists_context_in_both(
             assert other.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def test_engine_restart_restores_only_context_of_same_salt(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
+def test_engine_restart_restores_only_context_of_same_salt(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8, salt="one"))
     with open_engine(model, url) as second:
@@ -220,19 +257,29 @@ class TestChangedModelOnSameStore:
 
 
 def test_engine_unusable_store_starts_unless_required(
-    model: PreTrainedModel, tmp_path: Path, url: str, prompt: list[int], caplog: pytest.LogCaptureFixture
+    model: PreTrainedModel,
+    tmp_path: Path,
+    url: str,
+    prompt: list[int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "store").write_text("in the way")
     with pytest.raises(StoreUnavailableError, match="is a file"):
         open_engine(model, url, required=True)
     caplog.clear()
     with open_engine(model, url) as engine:
-        assert engine.generate(prompt, 8).tokens == answer_without_store(model, prompt).tokens
+        assert (
+            engine.generate(prompt, 8).tokens
+            == answer_without_store(model, prompt).tokens
+        )
     assert caplog.text.count("the store does not open") == 1
 
 
 def test_engine_copied_checkpoint_hits_and_other_dtype_misses(
-    make_model: Callable[..., LlamaForCausalLM], tmp_path: Path, url: str, prompt: list[int]
+    make_model: Callable[..., LlamaForCausalLM],
+    tmp_path: Path,
+    url: str,
+    prompt: list[int],
 ) -> None:
     make_model().save_pretrained(tmp_path / "one")
     make_model().save_pretrained(tmp_path / "copy")
@@ -283,7 +330,10 @@ def test_engine_killed_host_process_restarts_and_persists_requests(
         os.kill(pid, signal.SIGKILL)
         for number in range(3):
             fresh = [number, *prompt[1:]]
-            assert engine.generate(fresh, 8, load=False).tokens == answer_without_store(model, fresh).tokens
+            assert (
+                engine.generate(fresh, 8, load=False).tokens
+                == answer_without_store(model, fresh).tokens
+            )
         deadline = time.monotonic() + 60.0
         while engine.stats().persistent[0].state != "open":
             assert time.monotonic() < deadline
@@ -296,7 +346,9 @@ def test_engine_killed_host_process_restarts_and_persists_requests(
         assert second.generate([77, *prompt], 8).stats.persistent_tokens == 100
 
 
-def test_wait_persisted_without_store_returns_false(model: PreTrainedModel, prompt: list[int]) -> None:
+def test_wait_persisted_without_store_returns_false(
+    model: PreTrainedModel, prompt: list[int]
+) -> None:
     with open_engine(model, None) as engine:
         assert not engine.wait_persisted(engine.generate(prompt, 1))
         assert engine.flush()

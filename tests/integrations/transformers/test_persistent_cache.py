@@ -30,7 +30,10 @@ def store(tmp_path: Path) -> Path:
 
 
 def generate(
-    model: PreTrainedModel, prompt: list[int], cache: PersistentCache | None = None, **options: Any
+    model: PreTrainedModel,
+    prompt: list[int],
+    cache: PersistentCache | None = None,
+    **options: Any,
 ) -> list[int]:
     inputs = torch.tensor([prompt])
     passed = {} if cache is None else {cache.argument: cache}
@@ -44,7 +47,9 @@ def generate(
     return tokens
 
 
-def save_answer(model: PreTrainedModel, prompt: list[int], store: Path, **options: Any) -> list[int]:
+def save_answer(
+    model: PreTrainedModel, prompt: list[int], store: Path, **options: Any
+) -> list[int]:
     cache = persistkv.load(model, prompt, store)
     tokens = generate(model, prompt, cache)
     persistkv.save(cache, tokens, **options)
@@ -74,12 +79,17 @@ def test_generate_hybrid_model_returns_tokens_of_plain_transformers(
         cache = persistkv.load(windowed, prompt, store)
         assert len(cache.restored_tokens) == 96
         assert generate(windowed, prompt, cache) == expected
-        persistkv.save(cache, expected)  # the restored cache has no blocks before the window
+        # the restored cache has no blocks before the window
+        persistkv.save(cache, expected)
 
 
-def test_persistent_cache_beyond_capacity_grows(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_persistent_cache_beyond_capacity_grows(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
     cache = persistkv.load(model, prompt, store)
-    assert generate(model, prompt, cache, max_new_tokens=600) == generate(model, prompt, max_new_tokens=600)
+    assert generate(model, prompt, cache, max_new_tokens=600) == generate(
+        model, prompt, max_new_tokens=600
+    )
 
 
 def test_persistent_cache_cropped_generates_same_tokens_again(
@@ -111,16 +121,31 @@ def test_load_in_new_process_restores_saved_context(
     model: LlamaForCausalLM, prompt: list[int], store: Path, tmp_path: Path
 ) -> None:
     model.save_pretrained(tmp_path / "checkpoint")
-    command = [sys.executable, "-c", RESTARTED, str(tmp_path / "checkpoint"), str(store), *map(str, prompt)]
+    command = [
+        sys.executable,
+        "-c",
+        RESTARTED,
+        str(tmp_path / "checkpoint"),
+        str(store),
+        *map(str, prompt),
+    ]
     cold, warm = (
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+        subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=120
+        ).stdout.split()
         for _ in range(2)
     )
     assert (cold[0], warm[0]) == ("0", "96")
-    assert warm[1:] == cold[1:] == [str(token) for token in generate(model, prompt, max_new_tokens=20)]
+    assert (
+        warm[1:]
+        == cold[1:]
+        == [str(token) for token in generate(model, prompt, max_new_tokens=20)]
+    )
 
 
-def test_load_other_weights_salt_or_block_size_misses(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_load_other_weights_salt_or_block_size_misses(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
     save_answer(model, prompt, store)
     other = tiny_llama(seed=1)
     assert persistkv.load(other, prompt, store).restored_tokens == ()
@@ -129,15 +154,23 @@ def test_load_other_weights_salt_or_block_size_misses(model: LlamaForCausalLM, p
     with torch.no_grad():
         changed = tiny_llama()
         changed.lm_head.weight[0] += 1
-    assert persistkv.load(changed, prompt, store).restored_tokens == (), "weights that were changed after loading"
-    assert generate(other, prompt, persistkv.load(other, prompt, store)) == generate(other, prompt)
+    assert persistkv.load(changed, prompt, store).restored_tokens == (), (
+        "weights that were changed after loading"
+    )
+    assert generate(other, prompt, persistkv.load(other, prompt, store)) == generate(
+        other, prompt
+    )
 
 
 def test_engine_and_load_restore_contexts_of_each_other(
     model: LlamaForCausalLM, prompt: list[int], store: Path
 ) -> None:
     tokens = save_answer(model, prompt, store, labels={"user": "anna"})
-    options: dict[str, Any] = {"cpu_bytes": "8MiB", "device_blocks": 32, "host": "inline"}
+    options: dict[str, Any] = {
+        "cpu_bytes": "8MiB",
+        "device_blocks": 32,
+        "host": "inline",
+    }
     with Engine.open(model, store, **options) as engine:
         found = engine.generate(prompt, NEW_TOKENS)
         assert found.stats.persistent_tokens == 96
@@ -147,13 +180,21 @@ def test_engine_and_load_restore_contexts_of_each_other(
     assert len(persistkv.load(model, other, store).restored_tokens) == 96
 
 
-def test_save_returns_id_of_listed_request(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_save_returns_id_of_listed_request(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
     cache = persistkv.load(model, prompt, store)
     tokens = generate(model, prompt, cache)
-    saved = persistkv.save(cache, torch.tensor([tokens]), labels={"user": "anna"}, codec="zstd")
+    saved = persistkv.save(
+        cache, torch.tensor([tokens]), labels={"user": "anna"}, codec="zstd"
+    )
     with persistkv.open_store(store) as opened:
         (request,) = opened.requests().requests
-    assert (request.id, request.labels, request.tokens) == (saved, {"user": "anna"}, len(tokens) - 1)
+    assert (request.id, request.labels, request.tokens) == (
+        saved,
+        {"user": "anna"},
+        len(tokens) - 1,
+    )
 
 
 def test_load_damaged_block_restores_only_earlier_blocks(
@@ -163,7 +204,8 @@ def test_load_damaged_block_restores_only_earlier_blocks(
     segment = max(store.rglob("*.seg"))
     data = bytearray(segment.read_bytes())
     used = [index for index, byte in enumerate(data) if byte]
-    data[used[len(used) // 2]] ^= 1  # not in the trailers at the ends of packs, which no load reads
+    # not in the trailers at the ends of packs, which no load reads
+    data[used[len(used) // 2]] ^= 1
     segment.write_bytes(data)
     longer = [*tokens, 1]
     cache = persistkv.load(model, longer, store)
@@ -189,14 +231,18 @@ def test_save_tokens_that_the_model_did_not_run_raises_and_stores_nothing(
     assert len(persistkv.load(model, [*answer, 1], store).restored_tokens) == 128
 
 
-def test_save_after_answer_to_another_prompt_raises(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_save_after_answer_to_another_prompt_raises(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
     save_answer(model, prompt, store)
     cache = persistkv.load(model, prompt, store)
     other = [token ^ 1 for token in prompt]
     answer = generate(model, other, cache)  # skips the tokens that it takes for cached
     with pytest.raises(ConfigurationError, match="at position 0"):
         persistkv.save(cache, answer)
-    assert generate(model, other, persistkv.load(model, other, store)) == generate(model, other)
+    assert generate(model, other, persistkv.load(model, other, store)) == generate(
+        model, other
+    )
 
 
 def test_save_cropped_cache_that_ran_other_tokens_stores_those(
@@ -236,7 +282,10 @@ def masked(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("inputs", [embeddings, shifted, padded, masked])
 def test_save_kv_of_no_plain_prefix_raises(
-    model: LlamaForCausalLM, prompt: list[int], store: Path, inputs: Callable[..., dict[str, Any]]
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
+    inputs: Callable[..., dict[str, Any]],
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     with torch.no_grad():
@@ -245,7 +294,9 @@ def test_save_kv_of_no_plain_prefix_raises(
         persistkv.save(cache, prompt)
 
 
-def test_save_kv_of_another_model_raises(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_save_kv_of_another_model_raises(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
     cache = persistkv.load(model, prompt, store)
     answer = generate(tiny_llama(seed=1), prompt, cache)
     with pytest.raises(ConfigurationError, match="at position 0"):
@@ -262,11 +313,15 @@ def test_load_leaves_nothing_on_model_once_its_cache_is_gone(
 
 
 def test_load_prompt_beyond_context_length_raises(store: Path) -> None:
-    with pytest.raises(PromptTooLongError, match=r"33 tokens.*32 tokens, the model's context length"):
+    with pytest.raises(
+        PromptTooLongError, match=r"33 tokens.*32 tokens, the model's context length"
+    ):
         persistkv.load(tiny_llama(max_position_embeddings=32), range(33), store)
 
 
-def test_save_other_tokens_or_several_sequences_raises(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+def test_save_other_tokens_or_several_sequences_raises(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
     save_answer(model, prompt, store)
     cache = persistkv.load(model, prompt, store)
     with pytest.raises(ConfigurationError, match="at position 0"):

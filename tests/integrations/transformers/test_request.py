@@ -14,7 +14,9 @@ LOGITS = torch.tensor([0.0, 3.0, 2.9, -5.0])
 DEFAULTS = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
 
 
-def hashes(tokens: Sequence[int], block_size: int = 4, salt: str | None = None) -> list[bytes]:
+def hashes(
+    tokens: Sequence[int], block_size: int = 4, salt: str | None = None
+) -> list[bytes]:
     chain = BlockHashChain(block_size, salt)
     chain.extend(tokens)
     return chain.hashes
@@ -28,7 +30,10 @@ def test_block_hash_chain_hash_depends_on_all_earlier_tokens() -> None:
 
 def test_block_hash_chain_extend_in_parts_equals_extend_at_once() -> None:
     chain = BlockHashChain(4)
-    new = [chain.extend(piece) for piece in ([1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11, 12], [])]
+    new = [
+        chain.extend(piece)
+        for piece in ([1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11, 12], [])
+    ]
     assert [len(block) for block in new] == [0, 1, 2, 0]
     assert chain.hashes == hashes(range(1, 13))
 
@@ -63,7 +68,9 @@ def test_sampler_temperature_1_chooses_by_probability() -> None:
     drawn = draw(4000, temperature=1.0)
     expected = LOGITS.softmax(-1)
     for token in range(4):
-        assert drawn.count(token) / 4000 == pytest.approx(float(expected[token]), abs=0.03)
+        assert drawn.count(token) / 4000 == pytest.approx(
+            float(expected[token]), abs=0.03
+        )
 
 
 def test_sampler_top_p_keeps_likely_tokens_and_at_least_one() -> None:
@@ -77,7 +84,14 @@ def test_sampler_top_k_keeps_k_most_likely_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+    ],
 )
 def test_sampler_invalid_option_raises_naming_it(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):

@@ -12,7 +12,9 @@ from transformers import LlamaForCausalLM
 from persistkv import Engine, EngineClosedError
 
 THREADS = 6
-PROMPTS = [[(seed + 5 * index * index) % 256 for index in range(50)] for seed in range(24)]
+PROMPTS = [
+    [(seed + 5 * index * index) % 256 for index in range(50)] for seed in range(24)
+]
 
 
 def test_generate_from_several_threads_returns_answers_of_one_thread(
@@ -21,7 +23,9 @@ def test_generate_from_several_threads_returns_answers_of_one_thread(
     with Engine.open(model, host="inline", cpu_bytes="8MiB") as engine:
         expected = [list(engine.generate(prompt, 6).tokens) for prompt in PROMPTS]
     with (
-        Engine.open(model, tmp_path / "kv", device_blocks=24, cpu_bytes="1MiB") as engine,
+        Engine.open(
+            model, tmp_path / "kv", device_blocks=24, cpu_bytes="1MiB"
+        ) as engine,
         ThreadPoolExecutor(THREADS) as pool,
     ):
 
@@ -38,7 +42,9 @@ def test_generate_from_several_threads_returns_answers_of_one_thread(
     assert caplog.records == []
 
 
-def test_close_while_threads_generate_ends_them_with_closed_error(model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_close_while_threads_generate_ends_them_with_closed_error(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
     engine = Engine.open(model, tmp_path / "kv", cpu_bytes="8MiB")
     started = threading.Barrier(THREADS + 1)
     outcomes: list[type[BaseException]] = []
@@ -51,7 +57,9 @@ def test_close_while_threads_generate_ends_them_with_closed_error(model: LlamaFo
         except BaseException as error:
             outcomes.append(type(error))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+    threads = [
+        threading.Thread(target=work, args=(number,)) for number in range(THREADS)
+    ]
     for thread in threads:
         thread.start()
     started.wait()
@@ -62,7 +70,9 @@ def test_close_while_threads_generate_ends_them_with_closed_error(model: LlamaFo
     assert outcomes == [EngineClosedError] * THREADS
 
 
-def test_wait_persisted_in_one_thread_lets_another_generate(model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_wait_persisted_in_one_thread_lets_another_generate(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
     with (
         Engine.open(model, tmp_path / "kv", cpu_bytes="8MiB") as engine,
         ThreadPoolExecutor(1) as pool,

@@ -1,4 +1,5 @@
-"""Engines for tests that need vLLM (``make test-vllm``); these are skipped where vLLM is not installed."""
+"""Engines for tests that need vLLM (``make test-vllm``); these are skipped where vLLM is not
+installed."""
 
 from __future__ import annotations
 
@@ -16,29 +17,41 @@ from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.host.status import read_statuses
 from tests.integrations.vllm import server as serving
-from tests.integrations.vllm.engines import AWS_ACCESS, ENVIRONMENT, Engine, spawn_engine
+from tests.integrations.vllm.engines import (
+    AWS_ACCESS,
+    ENVIRONMENT,
+    Engine,
+    spawn_engine,
+)
 from tests.integrations.vllm.programs import Program, Zygote, new_process
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``vllm`` where vLLM is not installed; allow them more time, because engines start slowly."""
+    """Skip tests marked ``vllm`` where vLLM is not installed; allow them more time, because engines
+    start slowly."""
     installed = importlib.util.find_spec("vllm") is not None
     for item in items:
         if item.get_closest_marker("vllm") is not None:
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(1200))
             if not installed:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
+                item.add_marker(
+                    pytest.mark.skip(reason="vLLM is not installed: make test-vllm")
+                )
 
 
 def prompt(number: int, length: int = 400) -> list[int]:
     """Return the tokens of a prompt that shares no prefix with the prompt of another number."""
-    return [3 + (7 * number + 5 * index * index + index) % (VOCABULARY - 3) for index in range(length)]
+    return [
+        3 + (7 * number + 5 * index * index + index) % (VOCABULARY - 3)
+        for index in range(length)
+    ]
 
 
 SHORT = prompt(99, 10)
-"""Prompt shorter than one block. These engines step, and apply store events, only while they have requests."""
+"""Prompt shorter than one block. These engines step, and apply store events, only while they have
+requests."""
 
 
 PREWARM: dict[str, Any] = {"type": "persistkv-prewarm", "share": 0.9}
@@ -87,9 +100,17 @@ def start_engine(tmp_path: Path, model: Path, zygote: Zygote) -> Iterator[StartE
         :param command: command line that starts a Python interpreter; None to fork the engine.
         :param options: of the engine.
         """
-        connector = {"spec_name": "PersistKVSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": list(tiers)}
+        connector = {
+            "spec_name": "PersistKVSpec",
+            "cpu_bytes_to_use": 64 << 20,
+            "secondary_tiers": list(tiers),
+        }
         connector |= extra or {}
-        settings = {"model": str(checkpoint), "connector": connector if tiers else None, "engine": options}
+        settings = {
+            "model": str(checkpoint),
+            "connector": connector if tiers else None,
+            "engine": options,
+        }
         environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), **(environment or {})}
         spawn = spawn_engine(zygote, settings, environment, command)
         engines.append(Engine(spawn, tmp_path / "engine.log"))
@@ -108,19 +129,28 @@ def start_server(zygote: Zygote, model: Path, tmp_path: Path) -> Iterator[StartS
     """Return a function that starts servers; kill the remaining servers after the test."""
     servers: list[serving.Server] = []
 
-    def start(*tiers: dict[str, Any], new: bool = False, shutdown_timeout: int = 120) -> serving.Server:
+    def start(
+        *tiers: dict[str, Any], new: bool = False, shutdown_timeout: int = 120
+    ) -> serving.Server:
         """Start a server.
 
         :param tiers: entries of ``secondary_tiers``.
         :param new: start a new process instead of a fork.
         :param shutdown_timeout: as for ``server_arguments``.
         """
-        connector = {"spec_name": "PersistKVSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": list(tiers)}
+        connector = {
+            "spec_name": "PersistKVSpec",
+            "cpu_bytes_to_use": 64 << 20,
+            "secondary_tiers": list(tiers),
+        }
         sock = tmp_path / f"{len(servers)}.sock"
         arguments = serving.server_arguments(model, sock, connector, shutdown_timeout)
         environment = serving.ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
         if new:
-            spawn = new_process([sys.executable, "-m", serving.PROGRAM, *arguments], ENVIRONMENT | environment)
+            spawn = new_process(
+                [sys.executable, "-m", serving.PROGRAM, *arguments],
+                ENVIRONMENT | environment,
+            )
         else:
             spawn = zygote.fork(serving.PROGRAM, arguments, environment)
         servers.append(serving.Server(spawn, tmp_path / "server.log", sock))
@@ -146,7 +176,9 @@ sys.stdin.read()
 @pytest.fixture
 def s3_server(tmp_path: Path) -> Iterator[Program]:
     """Process that runs moto, a simulator of S3."""
-    server = Program(new_process([sys.executable, "-c", S3_SERVER], {}), tmp_path / "moto.log")
+    server = Program(
+        new_process([sys.executable, "-c", S3_SERVER], {}), tmp_path / "moto.log"
+    )
     yield server
     server.release()
 
@@ -178,7 +210,10 @@ def stored_contexts(url: str) -> int:
     except StoreError:  # the store does not exist yet
         return 0
     try:
-        return sum(len(list(backend.manifests(namespace.id))) for namespace in backend.namespaces())
+        return sum(
+            len(list(backend.manifests(namespace.id)))
+            for namespace in backend.namespaces()
+        )
     finally:
         backend.close()
 
@@ -196,8 +231,15 @@ def wait_loaded(url: str, count: int, timeout_s: float = 120.0) -> None:
     backend = open_backend(url, read_only=True)
     try:
         deadline = time.monotonic() + timeout_s
-        while (found := max((row.counters.loaded_blocks for row in read_statuses(backend)), default=0)) < count:
-            assert time.monotonic() < deadline, f"{found} blocks are loaded, not {count}"
+        while (
+            found := max(
+                (row.counters.loaded_blocks for row in read_statuses(backend)),
+                default=0,
+            )
+        ) < count:
+            assert time.monotonic() < deadline, (
+                f"{found} blocks are loaded, not {count}"
+            )
             time.sleep(0.2)
     finally:
         backend.close()
@@ -205,7 +247,9 @@ def wait_loaded(url: str, count: int, timeout_s: float = 120.0) -> None:
 
 def damage_payloads(url: str) -> None:
     """Overwrite some bytes in each 4 KiB of the payloads of a store on LMDB."""
-    damaged = list(Path(url.partition("?")[0].removeprefix("lmdb://")).glob("segments/*"))
+    damaged = list(
+        Path(url.partition("?")[0].removeprefix("lmdb://")).glob("segments/*")
+    )
     assert damaged
     for file in damaged:
         with file.open("r+b") as opened:
@@ -215,11 +259,16 @@ def damage_payloads(url: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def plain_engine(tmp_path_factory: pytest.TempPathFactory, model: Path, zygote: Zygote) -> Iterator[Engine]:
+def plain_engine(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, zygote: Zygote
+) -> Iterator[Engine]:
     """Engine without a connector."""
     directory = tmp_path_factory.mktemp("plain")
     settings = {"model": str(model), "connector": None, "engine": {}}
-    engine = Engine(spawn_engine(zygote, settings, {"XDG_CACHE_HOME": str(directory)}), directory / "engine.log")
+    engine = Engine(
+        spawn_engine(zygote, settings, {"XDG_CACHE_HOME": str(directory)}),
+        directory / "engine.log",
+    )
     yield engine
     engine.close()
     engine.release()

@@ -1,6 +1,7 @@
 """vLLM engine in a process: ``engine_process.py '{"model": …, "connector": …, "engine": …}'``.
 
-Reads one JSON command per line, answers each with one line of JSON, and exits at the end of its input.
+Reads one JSON command per line, answers each with one line of JSON, and exits at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ class Server:
     ) -> None:
         from vllm import LLM
 
-        options: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32", "seed": 0, "block_size": 32} | engine
+        options: dict[str, Any] = {
+            "max_model_len": 2048,
+            "dtype": "float32",
+            "seed": 0,
+            "block_size": 32,
+        } | engine
         options.setdefault("distributed_executor_backend", "uni")
         if connector is not None:
             options["kv_transfer_config"] = {
@@ -35,34 +41,47 @@ class Server:
                 "kv_connector_extra_config": connector,
             } | (transfer or {})
         self._llm: Any = LLM(
-            model, skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, max_num_seqs=4, **options
+            model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            disable_log_stats=False,
+            max_num_seqs=4,
+            **options,
         )
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 12, params: Any = None) -> dict[str, Any]:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 12, params: Any = None
+    ) -> dict[str, Any]:
         """Return greedy answers, and the number of cached tokens of each prompt."""
         return _answers(self._run(prompts, max_tokens, params)[0])
 
     def measure(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Generate as above; also return the total seconds and the seconds until each prompt's first token."""
+        """Generate as above; also return the total seconds and the seconds until each prompt's
+        first token."""
         outputs, seconds = self._run(prompts, max_tokens, None)
         latencies = [output.metrics.first_token_latency for output in outputs]
         return _answers(outputs) | {"seconds": seconds, "ttft": latencies}
 
     def margins(self, prompts: list[list[int]], max_tokens: int = 12) -> list[float]:
-        """Return, for each prompt, the smallest difference between the log-probabilities of an answer's token and of
-        the second most likely token.
+        """Return, for each prompt, the smallest difference between the log-probabilities of an
+        answer's token and of the second most likely token.
         """
         outputs, _ = self._run(prompts, max_tokens, None, logprobs=2)
         found = []
         for output in outputs:
             ranked = [
-                sorted((some.logprob for some in step.values()), reverse=True) for step in output.outputs[0].logprobs
+                sorted((some.logprob for some in step.values()), reverse=True)
+                for step in output.outputs[0].logprobs
             ]
             found.append(min(first - second for first, second, *_ in ranked))
         return found
 
     def _run(
-        self, prompts: list[list[int]], max_tokens: int, params: Any, logprobs: int | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        params: Any,
+        logprobs: int | None = None,
     ) -> tuple[list[Any], float]:
         from vllm import SamplingParams
 
@@ -76,7 +95,11 @@ class Server:
             extra_args=extra,
         )
         begin = time.perf_counter()
-        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            sampling,
+            use_tqdm=False,
+        )
         return outputs, time.perf_counter() - begin
 
     def metrics(self) -> dict[str, float]:
@@ -90,14 +113,17 @@ class Server:
     def change(self, how: str, seed: int = 1) -> None:
         """Replace the weights by others, the same in each engine.
 
-        :param how: ``function``: with ``apply_model``. ``memory``: without a call, as another process would that shares
-            the memory of the parameters. ``reload_weights``: from the checkpoint, with this method of the workers.
+        :param how: ``function``: with ``apply_model``. ``memory``: without a call, as another
+            process would that shares the memory of the parameters. ``reload_weights``: from the
+            checkpoint, with this method of the workers.
         """
         if how == "function":
             self._llm.apply_model(functools.partial(change_weights, seed=seed))
         elif how == "memory":
             core = self._llm.llm_engine.engine_core.engine_core
-            change_weights(core.model_executor.driver_worker.worker.model_runner.model, seed)
+            change_weights(
+                core.model_executor.driver_worker.worker.model_runner.model, seed
+            )
         else:
             self._llm.collective_rpc(how)
 

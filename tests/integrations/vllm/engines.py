@@ -10,7 +10,11 @@ from typing import Any
 from tests.integrations.vllm.programs import Program, Spawn, Zygote, new_process
 
 PROGRAM = "tests.integrations.vllm.engine_process"
-AWS_ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
+AWS_ACCESS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "testsecret",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 ENVIRONMENT = {
     **AWS_ACCESS,
     "HF_HUB_OFFLINE": "1",
@@ -18,8 +22,10 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CACHE_ROOT": f"{sys.prefix}/cache",  # cache of vLLM's inspection of model classes, each in a process
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # starts two processes less; the scheduler is the same
+    # cache of vLLM's inspection of model classes, each in a process
+    "VLLM_CACHE_ROOT": f"{sys.prefix}/cache",
+    # starts two processes less; the scheduler is the same
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
 
@@ -65,7 +71,8 @@ def spawn_engine(
     command: list[str] | None = None,
     program: str = PROGRAM,
 ) -> Spawn:
-    """Spawn ``engine_process`` or a similar program, as a fork of ``zygote`` or by the interpreter in ``command``."""
+    """Spawn ``engine_process`` or a similar program, as a fork of ``zygote`` or by the interpreter
+    in ``command``."""
     arguments = [json.dumps(settings)]
     if command is None:
         return zygote.fork(program, arguments, environment)

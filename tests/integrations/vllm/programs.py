@@ -1,4 +1,5 @@
-"""Processes that answer lines of JSON: new processes, and forks of a process that has imported vLLM."""
+"""Processes that answer lines of JSON: new processes, and forks of a process that has imported
+vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from typing import Any
 from tests.integrations.vllm.zygote import MAX_MESSAGE
 
 Spawn = Callable[[int, int, int], int]
-"""Function that starts a process in its own session with three descriptors (input, output, log) and returns its id."""
+"""Function that starts a process in its own session with three descriptors (input, output, log) and
+returns its id."""
 
 
 class Program:
@@ -35,7 +37,10 @@ class Program:
         self._fd = os.pidfd_open(self.pid)
         for descriptor in (its_input, its_output, its_log):
             os.close(descriptor)
-        self._stdin, self._stdout = os.fdopen(our_output, "w", buffering=1), os.fdopen(our_input)
+        self._stdin, self._stdout = (
+            os.fdopen(our_output, "w", buffering=1),
+            os.fdopen(our_input),
+        )
 
     @property
     def log(self) -> str:
@@ -67,7 +72,8 @@ class Program:
         return bool(select.select([self._fd], [], [], timeout_s)[0])
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group. Processes in other sessions survive, such as the host process."""
+        """Send SIGKILL to the process group. Processes in other sessions survive, such as the host
+        process."""
         os.killpg(self.pid, signal.SIGKILL)
         assert self.wait(60)
 
@@ -93,9 +99,16 @@ def new_process(command: Sequence[str], environment: dict[str, str]) -> Spawn:
     """Return a function that starts a command line as a new process."""
 
     def spawn(stdin: int, stdout: int, stderr: int) -> int:
-        file_actions = [(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((stdin, stdout, stderr))]
+        file_actions = [
+            (os.POSIX_SPAWN_DUP2, source, number)
+            for number, source in enumerate((stdin, stdout, stderr))
+        ]
         return os.posix_spawnp(
-            command[0], list(command), {**os.environ, **environment}, file_actions=file_actions, setsid=True
+            command[0],
+            list(command),
+            {**os.environ, **environment},
+            file_actions=file_actions,
+            setsid=True,
         )
 
     return spawn
@@ -104,12 +117,17 @@ def new_process(command: Sequence[str], environment: dict[str, str]) -> Spawn:
 class Zygote:
     """Process that has imported vLLM and forks programs; see ``zygote``."""
 
-    def __init__(self, environment: dict[str, str], python: str = sys.executable) -> None:
+    def __init__(
+        self, environment: dict[str, str], python: str = sys.executable
+    ) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [python, "-m", "tests.integrations.vllm.zygote", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
-                command, env={**os.environ, **environment}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                command,
+                env={**os.environ, **environment},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
             )
         self._receive()
 
@@ -119,9 +137,14 @@ class Zygote:
             raise RuntimeError("the process that forks ended")
         return message
 
-    def fork(self, module: str, arguments: Sequence[str], environment: dict[str, str]) -> Spawn:
-        """Return a function that runs ``python -m module arguments`` as a fork, which saves the imports."""
-        message = json.dumps({"module": module, "arguments": arguments, "environment": environment})
+    def fork(
+        self, module: str, arguments: Sequence[str], environment: dict[str, str]
+    ) -> Spawn:
+        """Return a function that runs ``python -m module arguments`` as a fork, which saves the
+        imports."""
+        message = json.dumps(
+            {"module": module, "arguments": arguments, "environment": environment}
+        )
 
         def spawn(stdin: int, stdout: int, stderr: int) -> int:
             socket.send_fds(self._control, [message.encode()], [stdin, stdout, stderr])

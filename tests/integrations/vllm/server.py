@@ -20,11 +20,14 @@ PROGRAM = "vllm.entrypoints.openai.api_server"
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
-def server_arguments(model: Path, sock: Path, connector: dict[str, Any], shutdown_timeout: int) -> list[str]:
-    """Return the options of the command line, equal to those that ``engine_process`` sets for its engine.
+def server_arguments(
+    model: Path, sock: Path, connector: dict[str, Any], shutdown_timeout: int
+) -> list[str]:
+    """Return the options of the command line, equal to those that ``engine_process`` sets for its
+    engine.
 
-    :param shutdown_timeout: seconds for running requests and accepted contexts after SIGTERM; 0 is vLLM's default, and
-        kills all processes after five seconds.
+    :param shutdown_timeout: seconds for running requests and accepted contexts after SIGTERM; 0 is
+        vLLM's default, and kills all processes after five seconds.
     """
     transfer = {
         "kv_connector": "OffloadingConnector",
@@ -42,7 +45,11 @@ def server_arguments(model: Path, sock: Path, connector: dict[str, Any], shutdow
         "shutdown-timeout": shutdown_timeout,
         "kv-transfer-config": json.dumps(transfer),
     }
-    flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"]
+    flags = [
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--enable-prompt-tokens-details",
+    ]
     return [f"--{name}={value}" for name, value in options.items()] + flags
 
 
@@ -80,23 +87,39 @@ class Server(Program):
             raise http.client.HTTPException(f"{response.status}: {answer}")
         return answer
 
-    def _send(self, connection: _UnixConnection, method: str, path: str, body: Any) -> http.client.HTTPResponse:
+    def _send(
+        self, connection: _UnixConnection, method: str, path: str, body: Any
+    ) -> http.client.HTTPResponse:
         content = None if body is None else json.dumps(body)
         connection.request(method, path, content, {"Content-Type": "application/json"})
         return connection.getresponse()
 
-    def generate(self, *prompts: list[int], params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Complete one prompt after the other; return answers and cached tokens as ``engines.Engine`` does."""
-        answers = [json.loads(self.request("POST", "/v1/completions", _body(prompt, 12, params))) for prompt in prompts]
+    def generate(
+        self, *prompts: list[int], params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Complete one prompt after the other; return answers and cached tokens as
+        ``engines.Engine`` does."""
+        answers = [
+            json.loads(
+                self.request("POST", "/v1/completions", _body(prompt, 12, params))
+            )
+            for prompt in prompts
+        ]
         return {
             "tokens": [answer["choices"][0]["token_ids"] for answer in answers],
-            "cached": [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers],
+            "cached": [
+                answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for answer in answers
+            ],
         }
 
     @contextmanager
-    def running_request(self, prompt: list[int], max_tokens: int) -> Iterator[http.client.HTTPResponse]:
-        """Send a streaming request and read its first line; the caller may read the rest. The context closes the
-        connection. A draining server waits until the answer is read or the connection is closed.
+    def running_request(
+        self, prompt: list[int], max_tokens: int
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a streaming request and read its first line; the caller may read the rest. The
+        context closes the connection. A draining server waits until the answer is read or the
+        connection is closed.
         """
         with closing(_UnixConnection(self._socket)) as connection:
             body = _body(prompt, max_tokens, None) | {"stream": True}
@@ -110,12 +133,21 @@ class Server(Program):
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels; 0 if there is no such metric."""
-        lines = (line for line in self.metrics().splitlines() if line.partition("{")[0] == name)
+        lines = (
+            line
+            for line in self.metrics().splitlines()
+            if line.partition("{")[0] == name
+        )
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def engine_core(self) -> int:
-        """Return the process id of vLLM's scheduler, which the server starts as a process of its own."""
-        (found,) = [pid for pid in descendants(self.pid) if _command_line(pid).startswith("VLLM::EngineCore")]
+        """Return the process id of vLLM's scheduler, which the server starts as a process of its
+        own."""
+        (found,) = [
+            pid
+            for pid in descendants(self.pid)
+            if _command_line(pid).startswith("VLLM::EngineCore")
+        ]
         return found
 
     def kill_core(self) -> None:
@@ -131,7 +163,9 @@ class Server(Program):
         kill_tree(self.pid)
 
 
-def _body(prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+def _body(
+    prompt: list[int], max_tokens: int, params: dict[str, Any] | None
+) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "max_tokens": max_tokens,

@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from tests.integrations.vllm.conftest import tier as tier_entry
-from tests.integrations.vllm.test_manager import CHUNK_BYTES, CHUNK_TOKENS, CHUNKS, Engine
+from tests.integrations.vllm.test_manager import (
+    CHUNK_BYTES,
+    CHUNK_TOKENS,
+    CHUNKS,
+    Engine,
+)
 
 pytestmark = pytest.mark.vllm
 
-HEADS, SIZE = 2, CHUNK_BYTES // (2 * 2 * 2 * CHUNK_TOKENS)  # keys and values of two bytes
+# keys and values of two bytes
+HEADS, SIZE = 2, CHUNK_BYTES // (2 * 2 * 2 * CHUNK_TOKENS)
 LENGTH = 6  # chunks of a context
 
 
@@ -23,19 +29,27 @@ def keys_of(context):
 
 def pages_of(context):
     generator = torch.Generator().manual_seed(context)
-    numbers = torch.randn(2 * CHUNKS, CHUNK_BYTES // 2, generator=generator).to(torch.bfloat16)
+    numbers = torch.randn(2 * CHUNKS, CHUNK_BYTES // 2, generator=generator).to(
+        torch.bfloat16
+    )
     return numbers.view(torch.int8)
 
 
 @pytest.fixture
 def start(url, monkeypatch):
-    """Return a function that starts a manager and a worker of a release; end them after the test."""
+    """Return a function that starts a manager and a worker of a release; end them after the
+    test."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from persistkv.integrations.vllm import tier
     from tests.integrations.vllm import test_manager
 
-    spec = FullAttentionSpec(block_size=CHUNK_TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(
+        block_size=CHUNK_TOKENS,
+        num_kv_heads=HEADS,
+        head_size=SIZE,
+        dtype=torch.bfloat16,
+    )
     caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     monkeypatch.setattr(tier, "find_kv_cache_config", lambda: caches)
     monkeypatch.setattr(tier, "engine_facts", lambda: {"device": "cpu"})
@@ -52,12 +66,17 @@ def start(url, monkeypatch):
     def start(release, *others, **options):
         tiers = [tier_entry(url, **options), *others]
         transfer = SimpleNamespace(
-            kv_connector="OffloadingConnector", kv_connector_extra_config={"secondary_tiers": tiers}
+            kv_connector="OffloadingConnector",
+            kv_connector_extra_config={"secondary_tiers": tiers},
         )
         cache = SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto")
-        engine = SimpleNamespace(cache_config=cache, kv_transfer_config=transfer, speculative_config=None)
+        engine = SimpleNamespace(
+            cache_config=cache, kv_transfer_config=transfer, speculative_config=None
+        )
         monkeypatch.setattr(tier, "find_vllm_config", lambda: engine)
-        monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"engine": {"release": release}})
+        monkeypatch.setattr(
+            tier, "engine_identity", lambda *_, **__: {"engine": {"release": release}}
+        )
         running.append(Engine(*tiers))
         return running[-1]
 
@@ -78,7 +97,9 @@ def can_load(engine, context, timeout_s):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
-    return bool((engine.pages[CHUNKS : CHUNKS + LENGTH] == pages_of(context)[:LENGTH]).all())
+    return bool(
+        (engine.pages[CHUNKS : CHUNKS + LENGTH] == pages_of(context)[:LENGTH]).all()
+    )
 
 
 def fill_store(start):

@@ -1,7 +1,8 @@
-"""Every way in which a vLLM process ends; the next engine finds all blocks that the store had accepted.
+"""Every way in which a vLLM process ends; the next engine finds all blocks that the store had
+accepted.
 
-Each server ends during an answer: its blocks are staged and not yet committed. vLLM's engine core survives a killed
-front end and runs until the end of the test.
+Each server ends during an answer: its blocks are staged and not yet committed. vLLM's engine core
+survives a killed front end and runs until the end of the test.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.conftest import StartEngine, StartServer, prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import (
+    StartEngine,
+    StartServer,
+    prompt,
+    tier,
+    wait_stored,
+)
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.server import Server
 from tests.integrations.vllm.tiny_model import TOKEN_BYTES
@@ -58,22 +65,40 @@ def test_server_ended_during_answer_keeps_accepted_blocks(
         with accepted_request(server, PROMPTS[number]) as response:
             if number:
                 found = server.generate(PROMPTS[number - 1])
-                assert found == {"tokens": [expected[number - 1]], "cached": [CACHED]}, EXITS[number - 1]
+                assert found == {
+                    "tokens": [expected[number - 1]],
+                    "cached": [CACHED],
+                }, EXITS[number - 1]
             assert server.metric("vllm:num_requests_running") == 1
             end(server)
             if timeout_s:
-                response.read()  # a draining server sends the whole answer; others wait for the end of the connection
+                # a draining server sends the whole answer; others wait for the end of the
+                # connection
+                response.read()
         assert server.wait(180), server.log[-6000:]
     engine = start_engine(tier(url))
-    assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [CACHED] * len(PROMPTS)}
+    assert engine.generate(*PROMPTS) == {
+        "tokens": expected,
+        "cached": [CACHED] * len(PROMPTS),
+    }
 
 
-def test_llm_deleted_leaves_contexts_for_next_engine(start_engine: StartEngine, url: str, expected: Any) -> None:
+def test_llm_deleted_leaves_contexts_for_next_engine(
+    start_engine: StartEngine, url: str, expected: Any
+) -> None:
     for number in (0, 1):  # without and with a process for the engine core
-        engine = start_engine(tier(url), environment={"VLLM_ENABLE_V1_MULTIPROCESSING": str(number)})
+        engine = start_engine(
+            tier(url), environment={"VLLM_ENABLE_V1_MULTIPROCESSING": str(number)}
+        )
         cached = [CACHED] * number + [0]
-        assert engine.generate(*PROMPTS[: number + 1]) == {"tokens": expected[: number + 1], "cached": cached}
+        assert engine.generate(*PROMPTS[: number + 1]) == {
+            "tokens": expected[: number + 1],
+            "cached": cached,
+        }
         engine.ask(do="delete")  # its process runs until the end of the test
     engine = start_engine(tier(url))
-    assert engine.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [CACHED] * 2}
+    assert engine.generate(*PROMPTS[:2]) == {
+        "tokens": expected[:2],
+        "cached": [CACHED] * 2,
+    }
     wait_stored(url, 2)

@@ -26,7 +26,10 @@ def test_engine_restart_sliding_window_model_starts_warm(start_engine, url, tmp_
     wait_stored(url, 2)
     with contextlib.closing(open_backend(url, read_only=True)) as store:
         (namespace,) = store.namespaces()
-        assert all(len(manifest.group_blocks) == 2 for manifest in store.manifests(namespace.id))
+        assert all(
+            len(manifest.group_blocks) == 2
+            for manifest in store.manifests(namespace.id)
+        )
     warm = start_engine(tier(url), checkpoint=checkpoint)
     again = warm.generate(*PROMPTS)
     assert again["tokens"] == right["tokens"]

@@ -40,7 +40,9 @@ def config(tmp_path, monkeypatch):
             quantization=None,
             seed=0,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256", sliding_window=None),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256", sliding_window=None
+        ),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         lora_config=None,
         speculative_config=None,
@@ -50,10 +52,16 @@ def config(tmp_path, monkeypatch):
 @pytest.fixture
 def offloading():
     return SimpleNamespace(
-        groups=(SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("model.layers.0",)),),
+        groups=(
+            SimpleNamespace(
+                group_id=0, tokens_per_block=16, layer_names=("model.layers.0",)
+            ),
+        ),
         model=SimpleNamespace(name="tiny", dtype="float32"),
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=SimpleNamespace(world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
+        parallel=SimpleNamespace(
+            world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1
+        ),
         worker_kv_bytes_per_block=32768,
         replicated_layout=False,
     )
@@ -74,16 +82,22 @@ def set_path(config, path, value):
         setattr(target, name, value)
 
 
-def test_engine_identity_other_model_path_has_equal_digest(config, offloading, tmp_path):
+def test_engine_identity_other_model_path_has_equal_digest(
+    config, offloading, tmp_path
+):
     ours = identity(config, offloading)
     config.model_config.model = str(make_model(tmp_path / "elsewhere"))
     assert identity(config, offloading).digest == ours.digest
 
 
-def test_engine_identity_changed_weight_file_differs_in_weights(config, offloading, tmp_path):
+def test_engine_identity_changed_weight_file_differs_in_weights(
+    config, offloading, tmp_path
+):
     ours = identity(config, offloading)
     make_model(tmp_path / "model", seed=1)
-    assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["weights"]
+    assert [
+        difference.field for difference in ours.diff(identity(config, offloading))
+    ] == ["weights"]
 
 
 @pytest.mark.parametrize(
@@ -97,10 +111,14 @@ def test_engine_identity_changed_weight_file_differs_in_weights(config, offloadi
         ("cache_config.sliding_window", 64, "attention.sliding_window"),
     ],
 )
-def test_engine_identity_changed_engine_config_differs_in_its_field(config, offloading, path, value, field):
+def test_engine_identity_changed_engine_config_differs_in_its_field(
+    config, offloading, path, value, field
+):
     ours = identity(config, offloading)
     set_path(config, path, value)
-    assert [difference.field for difference in ours.diff(identity(config, offloading))] == [field]
+    assert [
+        difference.field for difference in ours.diff(identity(config, offloading))
+    ] == [field]
 
 
 @pytest.mark.parametrize(
@@ -112,15 +130,24 @@ def test_engine_identity_changed_engine_config_differs_in_its_field(config, offl
         ("kv_cache_layout", "HND", "kv_cache.layout"),
     ],
 )
-def test_engine_identity_changed_offloading_config_differs_in_its_field(config, offloading, path, value, field):
+def test_engine_identity_changed_offloading_config_differs_in_its_field(
+    config, offloading, path, value, field
+):
     ours = identity(config, offloading)
     set_path(offloading, path, value)
-    assert [difference.field for difference in ours.diff(identity(config, offloading))] == [field]
+    assert [
+        difference.field for difference in ours.diff(identity(config, offloading))
+    ] == [field]
 
 
 def spec_of(world=1, *, layers=2, blocks=1, cell=32768, declared=True, **facts):
     """Return a spec of a model that keeps 64 KiB of KV per block, in all workers together."""
-    facts = {"replicated_layout": False, "canonical_layout": False, "kv_cache_layout": "LBHNC", **facts}
+    facts = {
+        "replicated_layout": False,
+        "canonical_layout": False,
+        "kv_cache_layout": "LBHNC",
+        **facts,
+    }
     copies = 1 if facts["replicated_layout"] else world
     names = tuple(f"model.layers.{index}" for index in range(layers))
     config = SimpleNamespace(
@@ -128,13 +155,20 @@ def spec_of(world=1, *, layers=2, blocks=1, cell=32768, declared=True, **facts):
         model=SimpleNamespace(name="tiny", dtype="float32"),
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=blocks),
         parallel=SimpleNamespace(
-            world_size=world, tp_size=world, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=declared
+            world_size=world,
+            tp_size=world,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            is_parallelism_agnostic=declared,
         ),
         worker_kv_bytes_per_block=65536 // copies,
         **facts,
     )
     single = facts["replicated_layout"]
-    return SimpleNamespace(config=config, replicated_layout=single, cpu_page_size_per_worker=cell)
+    return SimpleNamespace(
+        config=config, replicated_layout=single, cpu_page_size_per_worker=cell
+    )
 
 
 SHARED = [
@@ -152,7 +186,9 @@ def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(config, fact
     layouts = [shared_layout(spec) for spec in specs]
     kind = "canonical" if facts.get("canonical_layout") else "direct"
     assert layouts == [SharedLayout(kind, 65536)] * 2
-    one, two = (identity(config, spec.config, shared=shared_layout(spec)) for spec in specs)
+    one, two = (
+        identity(config, spec.config, shared=shared_layout(spec)) for spec in specs
+    )
     assert one.digest == two.digest
     assert one.digest != identity(config, specs[0].config).digest
 
@@ -162,7 +198,9 @@ def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(config, fact
     [
         {"declared": False, "canonical_layout": True},
         {"declared": False, "kv_cache_layout": "BHLNC"},
-        {},  # vLLM declares LBHNC independent of the world size, but with two layers the rows of two workers differ
+        # vLLM declares LBHNC independent of the world size, but with two layers the rows of two
+        # workers differ
+        {},
         {"kv_cache_layout": None},
         {"kv_cache_layout": "BHLNC", "blocks": 2},
         {"kv_cache_layout": "BHLNC", "cell": 36864},
@@ -171,21 +209,31 @@ def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(config, fact
 def test_engine_identity_unshared_layout_differs_per_world_size(config, facts):
     specs = [spec_of(1, **facts), spec_of(2, **facts)]
     assert shared_layout(specs[1]) is None
-    one, two = (identity(config, spec.config, shared=shared_layout(spec)) for spec in specs)
+    one, two = (
+        identity(config, spec.config, shared=shared_layout(spec)) for spec in specs
+    )
     assert one.digest != two.digest
 
 
-def test_engine_identity_changed_hash_seed_differs_in_hash_seed(config, offloading, monkeypatch):
+def test_engine_identity_changed_hash_seed_differs_in_hash_seed(
+    config, offloading, monkeypatch
+):
     ours = identity(config, offloading)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
-    assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["hash.seed"]
+    assert [
+        difference.field for difference in ours.diff(identity(config, offloading))
+    ] == ["hash.seed"]
 
 
 def test_engine_identity_unnamed_adapters_raises(config, offloading):
-    config.lora_config = SimpleNamespace(lora_dtype="torch.float16", target_modules=None)
+    config.lora_config = SimpleNamespace(
+        lora_dtype="torch.float16", target_modules=None
+    )
     with pytest.raises(ConfigurationError, match="option adapters"):
         identity(config, offloading)
-    first, second = (identity(config, offloading, adapters=name) for name in ("v1", "v2"))
+    first, second = (
+        identity(config, offloading, adapters=name) for name in ("v1", "v2")
+    )
     assert [difference.field for difference in first.diff(second)] == ["adapters.name"]
 
 
@@ -196,27 +244,42 @@ def test_engine_identity_unreadable_weights_without_name_raises(config, offloadi
     assert identity(config, offloading, weights="v7").fields["weights"] == "named:v7"
 
 
-def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(config, offloading):
+def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(
+    config, offloading
+):
     config.load_config.load_format = "dummy"
     ours = identity(config, offloading)
     config.model_config.seed = 1
-    assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["weights"]
+    assert [
+        difference.field for difference in ours.diff(identity(config, offloading))
+    ] == ["weights"]
 
 
-def test_engine_identity_changed_draft_model_differs_in_its_weights(config, offloading, tmp_path):
+def test_engine_identity_changed_draft_model_differs_in_its_weights(
+    config, offloading, tmp_path
+):
     ours = identity(config, offloading)
     draft = copy.copy(config.model_config)
     draft.model = str(make_model(tmp_path / "draft", seed=3))
-    config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
+    config.speculative_config = SimpleNamespace(
+        method="eagle", draft_model_config=draft
+    )
     first = identity(config, offloading)
     assert first.digest != ours.digest
     make_model(tmp_path / "draft", seed=4)
-    assert [difference.field for difference in first.diff(identity(config, offloading))] == ["speculation.weights"]
+    assert [
+        difference.field for difference in first.diff(identity(config, offloading))
+    ] == ["speculation.weights"]
 
 
-@pytest.mark.parametrize(("usage", "expected"), [(0.0, True), (0, True), (0.001, False), (None, False)])
+@pytest.mark.parametrize(
+    ("usage", "expected"), [(0.0, True), (0, True), (0.001, False), (None, False)]
+)
 def test_has_no_kv_only_a_known_usage_of_zero_counts(usage, expected):
-    assert has_no_kv(SimpleNamespace(kv_cache_manager=SimpleNamespace(usage=usage))) == expected
+    assert (
+        has_no_kv(SimpleNamespace(kv_cache_manager=SimpleNamespace(usage=usage)))
+        == expected
+    )
 
 
 def test_has_no_kv_unknown_scheduler_counts_as_holding_kv():

@@ -1,4 +1,5 @@
-"""vLLM's tiering manager and the spec's worker over a store, without an engine: the calls that an engine makes.
+"""vLLM's tiering manager and the spec's worker over a store, without an engine: the calls that an
+engine makes.
 
 These also run on the files of releases that have no build for CPUs (``make test-vllm-next``).
 """
@@ -39,7 +40,10 @@ class Engine:
         config = offloading_config(CHUNK_BYTES, CHUNK_TOKENS)
         config = dataclasses.replace(
             config,
-            groups=tuple(dataclasses.replace(config.groups[0], group_id=index) for index in range(len(used))),
+            groups=tuple(
+                dataclasses.replace(config.groups[0], group_id=index)
+                for index in range(len(used))
+            ),
             engine_id=f"test-{os.getpid()}-{time.monotonic_ns()}",
             extra_config={
                 "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
@@ -50,7 +54,9 @@ class Engine:
         self.manager = self.spec.get_manager()
         self.lock = getattr(self.manager, "lock", threading.Lock())
         self.requests = self.jobs = 0
-        self.register(torch.randint(-128, 128, (2 * CHUNKS, CHUNK_BYTES), dtype=torch.int8))
+        self.register(
+            torch.randint(-128, 128, (2 * CHUNKS, CHUNK_BYTES), dtype=torch.int8)
+        )
 
     def register(self, pages):
         from vllm.v1.kv_offload import base
@@ -86,7 +92,9 @@ class Engine:
             output = self.manager.prepare_store(keys, context)
         if absent := output.keys_to_store:  # keys that the primary tier lacks
             pages = [keys.index(key) for key in absent]
-            assert self.worker.submit_store(self._job(), self._blocks(pages, absent), output.store_spec)
+            assert self.worker.submit_store(
+                self._job(), self._blocks(pages, absent), output.store_spec
+            )
         with self.lock:
             if absent:
                 self.manager.complete_store(absent, context, True)
@@ -102,7 +110,8 @@ class Engine:
             time.sleep(0.001)
 
     def load(self, keys, first_page, **arguments):
-        """Promote the chunks of these keys and copy them to pages; return whether all were found."""
+        """Promote the chunks of these keys and copy them to pages; return whether all were
+        found."""
         from vllm.v1.kv_offload.base import LookupResult
 
         context = self.request(keys)
@@ -119,7 +128,10 @@ class Engine:
             self.step()
             time.sleep(0.001)
         assert self.worker.submit_load(
-            self._job(), source, self._blocks(range(first_page, first_page + len(keys)), keys), **arguments
+            self._job(),
+            source,
+            self._blocks(range(first_page, first_page + len(keys)), keys),
+            **arguments,
         )
         with self.lock:
             self.manager.complete_load(keys, context)
@@ -139,7 +151,9 @@ class Engine:
 
         groups = [get_offload_group_idx(key) for key in keys]
         return GPULoadStoreSpec(
-            list(pages), [groups.count(group) for group in range(len(self.used))], [0] * len(self.used)
+            list(pages),
+            [groups.count(group) for group in range(len(self.used))],
+            [0] * len(self.used),
         )
 
     def close(self):
@@ -151,7 +165,9 @@ class Engine:
 def start(url, monkeypatch):
     from persistkv.integrations.vllm import tier
 
-    config = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256")
+    )
     monkeypatch.setattr(tier, "find_vllm_config", lambda: config)
     monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"test": 1})
     running = []
@@ -166,7 +182,9 @@ def start(url, monkeypatch):
 
 
 def keys_of(count, first=0, group=0):
-    return [bytes([first + index]) * 32 + group.to_bytes(4, "big") for index in range(count)]
+    return [
+        bytes([first + index]) * 32 + group.to_bytes(4, "big") for index in range(count)
+    ]
 
 
 def prompt_keys(token_ids, cache_salt):
@@ -178,12 +196,18 @@ def prompt_keys(token_ids, cache_salt):
     hashes = [None]
     for start in range(0, len(token_ids) // CHUNK_TOKENS * CHUNK_TOKENS, CHUNK_TOKENS):
         extra = (("cache_salt", cache_salt),) if cache_salt and not start else None
-        hashes.append(hash_block_tokens(sha256, hashes[-1], token_ids[start : start + CHUNK_TOKENS], extra))
+        hashes.append(
+            hash_block_tokens(
+                sha256, hashes[-1], token_ids[start : start + CHUNK_TOKENS], extra
+            )
+        )
     return [bytes(block_hash) + bytes(4) for block_hash in hashes[1:]]
 
 
 def pages_equal(engine, count, first_page):
-    return bool((engine.pages[:count] == engine.pages[first_page : first_page + count]).all())
+    return bool(
+        (engine.pages[:count] == engine.pages[first_page : first_page + count]).all()
+    )
 
 
 def test_manager_restart_loads_chunks_of_previous_engine(start):
@@ -197,7 +221,8 @@ def test_manager_restart_loads_chunks_of_previous_engine(start):
 
 
 def test_manager_restart_loads_groups_with_padded_pages(start):
-    state_bytes = 3000  # of a Mamba layer; vLLM pads its pages to the size of attention pages
+    # of a Mamba layer; vLLM pads its pages to the size of attention pages
+    state_bytes = 3000
     keys = keys_of(3) + keys_of(2, group=1)
     engine = start(used=(CHUNK_BYTES, state_bytes))
     engine.store(keys)
@@ -271,7 +296,8 @@ def test_manager_concurrent_lookups_and_steps_load_correct_bytes(start):
     ended, problems = threading.Event(), []
 
     def poll():
-        """Look up keys of other requests and run steps, as vLLM's thread that serves other engines does."""
+        """Look up keys of other requests and run steps, as vLLM's thread that serves other engines
+        does."""
         try:
             while not ended.is_set():
                 keys = contexts[len(problems) % 5]
@@ -324,7 +350,11 @@ def test_manager_config_info_labels_describe_store(start):
     engine = start()
     if not hasattr(engine.manager, "config_info"):
         pytest.skip("this release has no config_info")
-    (labels,) = [labels for labels in engine.manager.config_info() if labels["tier"].endswith(":persistkv")]
+    (labels,) = [
+        labels
+        for labels in engine.manager.config_info()
+        if labels["tier"].endswith(":persistkv")
+    ]
     assert labels == {
         "tier": labels["tier"],
         "store": "lmdb",
@@ -334,7 +364,9 @@ def test_manager_config_info_labels_describe_store(start):
         "policy": "request",
         "host": "process",
     }
-    assert set(labels) <= set(type(engine.spec).config_info_keys(engine.spec.extra_config))
+    assert set(labels) <= set(
+        type(engine.spec).config_info_keys(engine.spec.extra_config)
+    )
 
 
 @pytest.mark.parametrize(
@@ -360,7 +392,9 @@ def test_manager_prefetch_hint_promotes_context_before_its_request(start, url, p
     with engine.lock:
         engine.manager.reset_cache()
         getattr(engine.manager, "on_reset_flushed", lambda: None)()
-    hints = KvHintsEnvelope("1", "m", [KvHintAction("a", "persistkv.prefetch", "1", payload)])
+    hints = KvHintsEnvelope(
+        "1", "m", [KvHintAction("a", "persistkv.prefetch", "1", payload)]
+    )
     context = engine.request([], kv_hints=hints)
     with engine.lock:
         engine.manager.on_request_finished(context)

@@ -25,28 +25,48 @@ def attention(**fields):
     return SimpleNamespace(**(spec | fields))
 
 
-def build_layout(layout="LBHNC", device="cuda", *, spec=None, workers=1, item=4, engine=None, **offloading):
+def build_layout(
+    layout="LBHNC",
+    device="cuda",
+    *,
+    spec=None,
+    workers=1,
+    item=4,
+    engine=None,
+    **offloading,
+):
     names = tuple(f"layers.{number}" for number in range(LAYERS))
     page = (spec or attention()).num_kv_heads * TOKENS * 2 * SIZE * item
     fields = {
-        "groups": (SimpleNamespace(group_id=0, tokens_per_block=TOKENS, layer_names=names),),
+        "groups": (
+            SimpleNamespace(group_id=0, tokens_per_block=TOKENS, layer_names=names),
+        ),
         "cache": SimpleNamespace(blocks_per_chunk=BLOCKS),
         "parallel": SimpleNamespace(world_size=workers, tp_size=workers, pp_size=1),
         "worker_kv_bytes_per_block": LAYERS * page,
         "kv_cache_layout": layout,
     }
     offloading = SimpleNamespace(**(fields | offloading))
-    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"), speculative_config=None)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto"), speculative_config=None
+    )
     config.cache_config.__dict__.update(engine or {})
-    spec = SimpleNamespace(config=offloading, cpu_page_size_per_worker=LAYERS * page * BLOCKS, spec=spec or attention())
-    kv_cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec.spec)])
+    spec = SimpleNamespace(
+        config=offloading,
+        cpu_page_size_per_worker=LAYERS * page * BLOCKS,
+        spec=spec or attention(),
+    )
+    kv_cache = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec.spec)]
+    )
     return number_layout(config, spec, kv_cache, device=device)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("part", [0, 1])
 def test_number_layout_changed_keys_or_values_are_found_in_their_cell(layout, part):
-    """A change to the keys (part 0) or values (part 1) of one head in one layer is reported for exactly that cell."""
+    """A change to the keys (part 0) or values (part 1) of one head in one layer is reported for
+    exactly that cell."""
     numbers = build_layout(layout)
     sizes = [AXES[axis] for axis in layout]
     row = np.random.default_rng(0).standard_normal(sizes).astype(np.float32)
@@ -55,26 +75,43 @@ def test_number_layout_changed_keys_or_values_are_found_in_their_cell(layout, pa
         changed = row.copy()
         index = {"L": layer, "H": head, "C": slice(part * SIZE, (part + 1) * SIZE)}
         changed[tuple(index.get(axis, slice(None)) for axis in layout)] *= 2
-        found = compare(numbers, 0, row.reshape(-1).view(np.uint8), changed.reshape(-1).view(np.uint8))
+        found = compare(
+            numbers,
+            0,
+            row.reshape(-1).view(np.uint8),
+            changed.reshape(-1).view(np.uint8),
+        )
         assert (found.cell, found.error) == (2 * cell + part, pytest.approx(0.5))
         assert found.tokens == BLOCKS * TOKENS
 
 
 def test_number_layout_on_cpu_places_keys_of_head_before_its_values():
     numbers = build_layout(device="cpu")
-    row = np.random.default_rng(0).standard_normal((LAYERS, BLOCKS, HEADS, 2, TOKENS, SIZE)).astype(np.float32)
+    row = (
+        np.random.default_rng(0)
+        .standard_normal((LAYERS, BLOCKS, HEADS, 2, TOKENS, SIZE))
+        .astype(np.float32)
+    )
     changed = row.copy()
     changed[1, :, 1, 1] *= 2
-    found = compare(numbers, 0, row.reshape(-1).view(np.uint8), changed.reshape(-1).view(np.uint8))
+    found = compare(
+        numbers, 0, row.reshape(-1).view(np.uint8), changed.reshape(-1).view(np.uint8)
+    )
     assert (found.cell, found.error) == ((1 * HEADS + 1) * 2 + 1, pytest.approx(0.5))
 
 
 def test_number_layout_two_workers_describes_both_parts():
     numbers = build_layout(workers=2)
-    assert numbers.groups[0].cells[0] == (2, LAYERS * BLOCKS * HEADS * TOKENS * 2 * SIZE * 4)
+    assert numbers.groups[0].cells[0] == (
+        2,
+        LAYERS * BLOCKS * HEADS * TOKENS * 2 * SIZE * 4,
+    )
 
 
-@pytest.mark.parametrize(("name", "dtype", "item"), [("fp8", "float8_e4m3fn", 1), ("fp8_e5m2", "float8_e5m2", 1)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "item"),
+    [("fp8", "float8_e4m3fn", 1), ("fp8_e5m2", "float8_e5m2", 1)],
+)
 def test_number_layout_fp8_cache_dtype_returns_float8_dtype(name, dtype, item):
     assert build_layout(item=item, engine={"cache_dtype": name}).dtype == dtype
 
@@ -102,7 +139,15 @@ def test_number_layout_unsupported_cache_returns_none(options):
 
 def test_number_layout_speculative_decoding_returns_none():
     engine = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="auto"), speculative_config=SimpleNamespace(method="eagle")
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=SimpleNamespace(method="eagle"),
     )
-    spec = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(world_size=1), kv_cache_layout="LBHNC"))
-    assert number_layout(engine, spec, SimpleNamespace(kv_cache_groups=[]), device="cuda") is None
+    spec = SimpleNamespace(
+        config=SimpleNamespace(
+            parallel=SimpleNamespace(world_size=1), kv_cache_layout="LBHNC"
+        )
+    )
+    assert (
+        number_layout(engine, spec, SimpleNamespace(kv_cache_groups=[]), device="cuda")
+        is None
+    )

@@ -9,8 +9,14 @@ from persistkv.integrations.vllm.options import vllm_options
 @pytest.mark.parametrize(
     ("options", "url"),
     [
-        ({"url": "lmdb:///var/kv", "capacity": "1GiB", "ttl": "7d"}, "lmdb:///var/kv?capacity=1GiB&ttl=7d"),
-        ({"url": "s3://b/p?refresh=1s", "deadline": "5s"}, "s3://b/p?refresh=1s&deadline=5s"),
+        (
+            {"url": "lmdb:///var/kv", "capacity": "1GiB", "ttl": "7d"},
+            "lmdb:///var/kv?capacity=1GiB&ttl=7d",
+        ),
+        (
+            {"url": "s3://b/p?refresh=1s", "deadline": "5s"},
+            "s3://b/p?refresh=1s&deadline=5s",
+        ),
     ],
 )
 def test_vllm_options_store_options_are_added_to_url(options, url):

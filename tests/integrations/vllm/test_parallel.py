@@ -18,7 +18,9 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_engines_canonical_layout_hit_contexts_of_other_world_size(start_engine, url, expected):
+def test_engines_canonical_layout_hit_contexts_of_other_world_size(
+    start_engine, url, expected
+):
     canonical = {"extra": {"canonical_layout": True}}
     one = start_engine(tier(url), **canonical)
     assert one.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [0]}
@@ -32,7 +34,9 @@ def test_engines_canonical_layout_hit_contexts_of_other_world_size(start_engine,
     assert one.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
 
 
-def test_engines_direct_layout_miss_contexts_of_other_world_size(start_engine, url, expected):
+def test_engines_direct_layout_miss_contexts_of_other_world_size(
+    start_engine, url, expected
+):
     one = start_engine(tier(url))
     one.generate(PROMPTS[0])
     one.close()

@@ -1,13 +1,15 @@
-"""vLLM's server with eight clients, killed at random: all answers are correct, and every restart is warm.
+"""vLLM's server with eight clients, killed at random: all answers are correct, and every restart is
+warm.
 
-``PERSISTKV_KILL_SECONDS`` is the minimum duration (default 90). ``PERSISTKV_KILL_SEED`` seeds the times, the prompts
-and the process that is killed first.
+``PERSISTKV_KILL_SECONDS`` is the minimum duration (default 90). ``PERSISTKV_KILL_SEED`` seeds the
+times, the prompts and the process that is killed first.
 
-Rounding depends on which requests share a batch, so a comparison of answers is sound only where rounding cannot change
-a greedy choice. A reference engine without persistkv computes each answer and its margin: the smallest difference
-between the log-probabilities of the chosen token and of the second one. Prompts with a margin below 0.01 are not used.
-The reference engine computes the margins twice, with different batches and cached prefixes; the two margins of a prompt
-must differ by less than 0.001.
+Rounding depends on which requests share a batch, so a comparison of answers is sound only where
+rounding cannot change a greedy choice. A reference engine without persistkv computes each answer
+and its margin: the smallest difference between the log-probabilities of the chosen token and of the
+second one. Prompts with a margin below 0.01 are not used. The reference engine computes the margins
+twice, with different batches and cached prefixes; the two margins of a prompt must differ by less
+than 0.001.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Question(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """Tokens that a store with the whole prompt supplies: all whole blocks before the last token."""
+        """Tokens that a store with the whole prompt supplies: all whole blocks before the last
+        token."""
         return (len(self.tokens) - 1) // 32 * 32
 
 
@@ -67,7 +70,10 @@ class Clients:
         self._server: Server | None = None
         self._changed = threading.Condition()
         self._ended = False
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,))
+            for number in range(CLIENTS)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -88,7 +94,11 @@ class Clients:
     def accepted(self) -> list[int]:
         """Return the indices of the questions whose blocks the store has certainly accepted."""
         with self._changed:
-            return [index for index, when in self.answered.items() if when < time.monotonic() - ACCEPTED_S]
+            return [
+                index
+                for index, when in self.answered.items()
+                if when < time.monotonic() - ACCEPTED_S
+            ]
 
     def check(self, server: Server, index: int) -> int:
         """Ask one question; record a wrong answer; return the number of cached tokens."""
@@ -100,7 +110,10 @@ class Clients:
             self.served += cached
             self.answered.setdefault(index, time.monotonic())
             if tokens != question.answer:
-                self.wrong.append(f"question {index}, {cached} tokens cached: {tokens} instead of {question.answer}")
+                self.wrong.append(
+                    f"question {index}, {cached} tokens cached: {tokens} instead of "
+                    f"{question.answer}"
+                )
         return int(cached)
 
     def _run(self, number: int) -> None:
@@ -132,12 +145,16 @@ KILLS = [Server.kill_core, Server.kill_front_end, Server.kill_tree]
 @pytest.fixture(scope="module")
 def questions(plain_engine: Engine) -> list[Question]:
     """Questions whose answers do not depend on rounding."""
-    prompts = [prompt(100 + session, length) for session in range(SESSIONS) for length in TURNS]
+    prompts = [
+        prompt(100 + session, length) for session in range(SESSIONS) for length in TURNS
+    ]
     answers = plain_engine.generate(*prompts)["tokens"]
     margins = plain_engine.ask(do="margins", prompts=prompts)
     backwards = plain_engine.ask(do="margins", prompts=prompts[::-1])
     found = []
-    for tokens, answer, margin, other in zip(prompts, answers, margins, backwards[::-1], strict=True):
+    for tokens, answer, margin, other in zip(
+        prompts, answers, margins, backwards[::-1], strict=True
+    ):
         assert abs(margin - other) < MIN_MARGIN / 10
         if margin >= MIN_MARGIN:
             found.append(Question(tokens, answer))
@@ -146,7 +163,10 @@ def questions(plain_engine: Engine) -> list[Question]:
 
 
 def test_server_killed_at_random_answers_correctly_and_restarts_warm(
-    start_server: StartServer, url: str, questions: list[Question], capsys: pytest.CaptureFixture[str]
+    start_server: StartServer,
+    url: str,
+    questions: list[Question],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     draw = random.Random(SEED)
     first = draw.randrange(len(KILLS))
@@ -173,9 +193,12 @@ def test_server_killed_at_random_answers_correctly_and_restarts_warm(
         clients.close()
     with capsys.disabled():
         sys.stdout.write(
-            f"\n{SECONDS:.0f} s, {len(questions)} questions, kills: {', '.join(kills)}; {clients.answers} answers, "
-            f"{len(clients.wrong)} wrong, {clients.interrupted} interrupted, {clients.served} tokens cached; "
-            f"{sum(cached == full for cached, full in probes)} of {len(probes)} questions right after restarts warm\n"
+            f"\n{SECONDS:.0f} s, {len(questions)} questions, kills: {', '.join(kills)}; "
+            f"{clients.answers} answers, "
+            f"{len(clients.wrong)} wrong, {clients.interrupted} interrupted, {clients.served} "
+            f"tokens cached; "
+            f"{sum(cached == full for cached, full in probes)} of {len(probes)} questions "
+            f"right after restarts warm\n"
         )
     assert not clients.wrong
     assert not clients.failures

@@ -9,7 +9,12 @@ import sys
 import numpy as np
 import pytest
 
-from persistkv.integrations.vllm.regions import close_region, open_region, ready, remove_leftovers
+from persistkv.integrations.vllm.regions import (
+    close_region,
+    open_region,
+    ready,
+    remove_leftovers,
+)
 from persistkv.memory.libc import map_shared, memory_at, unmap
 
 ROWS, STRIDE = 4, 4096
@@ -53,13 +58,21 @@ def test_open_region_closed_descriptor_reopens_file(file):
 
 @pytest.fixture
 def segments():
-    """Three memory files, the last longer than its mapped part, and the rows that are mapped from them."""
+    """Three memory files, the last longer than its mapped part, and the rows that are mapped from
+    them."""
     sizes = [2 * STRIDE, STRIDE, STRIDE]
     fds = [os.memfd_create(f"segment-{index}") for index in range(3)]
     for fd, size in zip(fds, [2 * STRIDE, STRIDE, 2 * STRIDE], strict=True):
         os.ftruncate(fd, size)
     address = map_shared(list(zip(fds, sizes, strict=True)), mmap.PAGESIZE)
-    yield fds, memoryview(np.frombuffer(memory_at(address, ROWS * STRIDE), np.int8).reshape(ROWS, STRIDE))
+    yield (
+        fds,
+        memoryview(
+            np.frombuffer(memory_at(address, ROWS * STRIDE), np.int8).reshape(
+                ROWS, STRIDE
+            )
+        ),
+    )
     unmap(address, ROWS * STRIDE)
     for fd in fds:
         os.close(fd)
@@ -112,7 +125,12 @@ def test_open_region_private_memory_returns_no_file():
 def test_open_region_mapping_at_file_offset_returns_no_file(file):
     with file.open("r+b") as opened:
         memory = mmap.mmap(opened.fileno(), (ROWS - 1) * STRIDE, offset=STRIDE)
-    assert open_region(memoryview(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE))) == ()
+    assert (
+        open_region(
+            memoryview(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE))
+        )
+        == ()
+    )
 
 
 def test_remove_leftovers_unmapped_region_is_deleted(file, tmp_path):
@@ -128,20 +146,26 @@ def test_remove_leftovers_mapped_region_is_kept(file, tmp_path):
         "print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout.readline()
         assert remove_leftovers(str(tmp_path), sees_all_processes=True) == []
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
 
 
-def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(tmp_path):
+def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(
+    tmp_path,
+):
     program = (
         "import sys; from persistkv.integrations.vllm.weights.word import WeightsWord; "
         "word = WeightsWord.create('engine', 0, sys.argv[1]); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout.readline()
         (word,) = tmp_path.iterdir()
@@ -149,7 +173,9 @@ def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(t
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(word)]
 
 
-def test_remove_leftovers_region_replaced_during_scan_is_kept(file, tmp_path, monkeypatch):
+def test_remove_leftovers_region_replaced_during_scan_is_kept(
+    file, tmp_path, monkeypatch
+):
     """An engine with the id of a killed one may create its region meanwhile."""
     listdir = os.listdir
 

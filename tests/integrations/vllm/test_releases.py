@@ -1,4 +1,5 @@
-"""The interface of the installed vLLM release, compared with the plugin's methods; run with every release."""
+"""The interface of the installed vLLM release, compared with the plugin's methods; run with every
+release."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def public(kind):
 
 def test_vllm_base_classes_have_only_known_hooks():
     for _, base, known in classes():
-        assert public(base) <= known, f"decide what the plugin does with these hooks of {base.__name__}"
+        assert public(base) <= known, (
+            f"decide what the plugin does with these hooks of {base.__name__}"
+        )
 
 
 def test_plugin_hooks_accept_arguments_of_vllm_base_classes():
@@ -66,5 +69,7 @@ def test_plugin_hooks_accept_arguments_of_vllm_base_classes():
                 continue
             accepted = inspect.signature(getattr(ours, name)).parameters
             for parameter in inspect.signature(theirs).parameters.values():
-                assert parameter.name in accepted, f"{ours.__name__}.{name} lacks {parameter.name}"
+                assert parameter.name in accepted, (
+                    f"{ours.__name__}.{name} lacks {parameter.name}"
+                )
                 assert accepted[parameter.name].default == parameter.default

@@ -17,11 +17,19 @@ def keys_of(group, count):
 
 
 def request(positions, **options):
-    return LiveRequest("request", RequestOptions(**options), positions.get, (CHUNK, CHUNK), {"model": "tiny"})
+    return LiveRequest(
+        "request",
+        RequestOptions(**options),
+        positions.get,
+        (CHUNK, CHUNK),
+        {"model": "tiny"},
+    )
 
 
 def positions_of(*groups):
-    return {key: (index + 1) * CHUNK for keys in groups for index, key in enumerate(keys)}
+    return {
+        key: (index + 1) * CHUNK for keys in groups for index, key in enumerate(keys)
+    }
 
 
 def test_live_request_learned_keys_are_sorted_by_position():
@@ -76,23 +84,40 @@ def test_request_options_parameters_set_store_and_load(parameters, store, load):
 
 def test_live_request_labels_override_tier_labels():
     options, _ = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
-    live = LiveRequest("a", options, positions_of(keys_of(0, 1)).get, (CHUNK,), {"model": "tiny", "user": "all"})
+    live = LiveRequest(
+        "a",
+        options,
+        positions_of(keys_of(0, 1)).get,
+        (CHUNK,),
+        {"model": "tiny", "user": "all"},
+    )
     assert live.end().description.labels == {"model": "tiny", "user": "anna"}
 
 
 @pytest.mark.parametrize("value", ["off", {"stores": False}, {"store": "never"}, 3])
 def test_request_options_invalid_parameters_disable_store_and_load(value, caplog):
-    assert request_options("a", {"persistkv": value}) == (RequestOptions(store=False, load=False), [])
+    assert request_options("a", {"persistkv": value}) == (
+        RequestOptions(store=False, load=False),
+        [],
+    )
     assert "kv_transfer_params.persistkv" in caplog.text
 
 
 def action(kind, payload, version="1"):
     """Return an object with the interface of vLLM's ``KvHintAction``."""
-    return SimpleNamespace(action_id="1", action_type=kind, action_version=version, payload=payload)
+    return SimpleNamespace(
+        action_id="1", action_type=kind, action_version=version, payload=payload
+    )
 
 
 def test_request_options_hints_override_parameters():
-    parameters = {"persistkv": {"store": False, "load": False, "labels": {"user": "anna", "turn": "1"}}}
+    parameters = {
+        "persistkv": {
+            "store": False,
+            "load": False,
+            "labels": {"user": "anna", "turn": "1"},
+        }
+    }
     hints = [
         action("persistkv.retain", {"pin": True, "ttl": "1h", "store": True}),
         action("other.component", {"pin": False}),
@@ -100,7 +125,12 @@ def test_request_options_hints_override_parameters():
     ]
     options, prefetches = request_options("a", parameters, hints)
     assert options == RequestOptions(
-        store=True, load=False, labels={"user": "anna", "turn": "2"}, pin=True, ttl="1h", priority="low"
+        store=True,
+        load=False,
+        labels={"user": "anna", "turn": "2"},
+        pin=True,
+        ttl="1h",
+        priority="low",
     )
     assert prefetches == []
     description = LiveRequest("a", options, {}.get, (CHUNK,), {}).context.description
@@ -120,17 +150,26 @@ def test_request_options_prefetch_hints_return_prefetches():
     ]
     options, prefetches = request_options("a", None, hints)
     assert options == RequestOptions()
-    assert [prefetch.choice for prefetch in prefetches[:2]] == [Choice("abc"), Choice(labels={"session": "7"})]
+    assert [prefetch.choice for prefetch in prefetches[:2]] == [
+        Choice("abc"),
+        Choice(labels={"session": "7"}),
+    ]
     assert prefetches[2] == Prefetch(token_ids=[3, 1], cache_salt="tenant")
 
 
 def test_request_options_prefetch_parameter_returns_prefetch():
     parameters = {"persistkv": {"store": False, "prefetch": {"token_ids": [3, 1]}}}
-    assert request_options("a", parameters) == (RequestOptions(store=False), [Prefetch(token_ids=[3, 1])])
+    assert request_options("a", parameters) == (
+        RequestOptions(store=False),
+        [Prefetch(token_ids=[3, 1])],
+    )
 
 
 def test_request_options_malformed_prefetch_is_ignored_and_logged_once(caplog):
-    assert request_options("a", {"persistkv": {"pin": True, "prefetch": [3]}}) == (RequestOptions(pin=True), [])
+    assert request_options("a", {"persistkv": {"pin": True, "prefetch": [3]}}) == (
+        RequestOptions(pin=True),
+        [],
+    )
     (record,) = caplog.records
     assert "prefetch" in record.getMessage()
 
@@ -164,7 +203,12 @@ def test_request_options_malformed_prefetch_is_ignored_and_logged_once(caplog):
         ("persistkv.prefetch", {"labels": {"a": "b"}, "cache_salt": "tenant"}, "1"),
     ],
 )
-def test_request_options_malformed_hint_is_ignored_and_logged_once(caplog, kind, payload, version):
-    assert request_options("a", None, [action(kind, payload, version)]) == (RequestOptions(), [])
+def test_request_options_malformed_hint_is_ignored_and_logged_once(
+    caplog, kind, payload, version
+):
+    assert request_options("a", None, [action(kind, payload, version)]) == (
+        RequestOptions(),
+        [],
+    )
     (record,) = caplog.records
     assert kind in record.getMessage()

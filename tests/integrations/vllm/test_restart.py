@@ -21,13 +21,16 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_engine_restart_after_kill_and_after_exit_starts_warm(start_engine, url, expected):
+def test_engine_restart_after_kill_and_after_exit_starts_warm(
+    start_engine, url, expected
+):
     killed = start_engine(tier(url))
     assert killed.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [0, 0]}
     killed.generate(SHORT)
     wait_stored(url, 2)
     killed.kill()
-    ended = start_engine(tier(url), command=[sys.executable])  # shares only the store with the first
+    # shares only the store with the first
+    ended = start_engine(tier(url), command=[sys.executable])
     assert ended.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 0]}
     ended.close()
     last = start_engine(tier(url))
@@ -35,7 +38,9 @@ def test_engine_restart_after_kill_and_after_exit_starts_warm(start_engine, url,
     assert "in a thread" not in last.log  # the store runs in a host process
 
 
-def test_engine_changed_model_misses_and_answers_correctly(start_engine, url, tmp_path, expected):
+def test_engine_changed_model_misses_and_answers_correctly(
+    start_engine, url, tmp_path, expected
+):
     checkpoint = make_model(tmp_path / "changing")
     writer = start_engine(tier(url), checkpoint=checkpoint)
     assert writer.generate(*PROMPTS)["tokens"] == expected
@@ -65,7 +70,9 @@ def test_engine_restart_two_blocks_per_chunk_starts_warm(start_engine, url, expe
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 192]}
 
 
-def test_prewarm_promotes_recent_contexts_before_their_requests(start_engine, url, expected):
+def test_prewarm_promotes_recent_contexts_before_their_requests(
+    start_engine, url, expected
+):
     loaded = "vllm:kv_offload_persistkv_load_bytes"
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
@@ -91,7 +98,9 @@ def test_prefetch_token_ids_promotes_context_evicted_from_cpu_tier(start_engine,
         wait_stored(url, number + 1)
     loaded = "vllm:kv_offload_persistkv_load_bytes"
     before = engine.metrics().get(loaded, 0.0)
-    engine.generate(SHORT, params={"persistkv": {"store": False, "prefetch": {"token_ids": first}}})
+    engine.generate(
+        SHORT, params={"persistkv": {"store": False, "prefetch": {"token_ids": first}}}
+    )
     deadline = time.monotonic() + 60
     while (after := engine.metrics().get(loaded, 0.0)) == before:
         assert time.monotonic() < deadline, "nothing was promoted"

@@ -17,7 +17,9 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_engine_start_on_filled_bucket_hits_and_fills_own_disk(start_engine, bucket_url, url, expected):
+def test_engine_start_on_filled_bucket_hits_and_fills_own_disk(
+    start_engine, bucket_url, url, expected
+):
     first = start_engine(tier(bucket_url))
     assert first.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     first.generate(SHORT)

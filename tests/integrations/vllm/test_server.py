@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations.vllm.conftest import PREWARM, prompt, stored_contexts, tier, wait_stored
+from tests.integrations.vllm.conftest import (
+    PREWARM,
+    prompt,
+    stored_contexts,
+    tier,
+    wait_stored,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -17,7 +23,9 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_server_terminated_leaves_contexts_for_next_engine(start_server, start_engine, url, expected):
+def test_server_terminated_leaves_contexts_for_next_engine(
+    start_server, start_engine, url, expected
+):
     server = start_server(tier(url))
     assert server.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     server.terminate()
@@ -28,7 +36,9 @@ def test_server_terminated_leaves_contexts_for_next_engine(start_server, start_e
 
 
 @pytest.mark.slow
-def test_server_restart_hits_stored_and_misses_opted_out_request(start_server, url, expected):
+def test_server_restart_hits_stored_and_misses_opted_out_request(
+    start_server, url, expected
+):
     first = start_server(tier(url), new=True)
     first.generate(PROMPTS[0], params={"persistkv": False})
     first.generate(PROMPTS[1])

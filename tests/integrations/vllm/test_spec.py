@@ -19,8 +19,8 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def make_workers():
-    """Return a function that starts the workers of an engine over a model with two heads, and returns them with their
-    pages and the rows that the scheduler sees.
+    """Return a function that starts the workers of an engine over a model with two heads, and
+    returns them with their pages and the rows that the scheduler sees.
     """
     from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -35,28 +35,49 @@ def make_workers():
         page = kv[0, 0].numel() // world
         row_bytes = LAYERS * page * world * blocks_per_chunk
         chunks = BLOCKS // blocks_per_chunk
-        scheduler = SharedOffloadRegion(name, chunks, None, row_bytes, row_bytes // world)
+        scheduler = SharedOffloadRegion(
+            name, chunks, None, row_bytes, row_bytes // world
+        )
         workers = []
         for rank in range(world):
             config = offloading_config(LAYERS * page, 16)
             config = dataclasses.replace(
                 config,
                 engine_id=name,
-                extra_config={"cpu_bytes_to_use": chunks * row_bytes, "secondary_tiers": [{"type": "fs"}]},
-                cache=dataclasses.replace(config.cache, blocks_per_chunk=blocks_per_chunk),
-                parallel=dataclasses.replace(config.parallel, rank=rank, world_size=world, tp_size=world),
+                extra_config={
+                    "cpu_bytes_to_use": chunks * row_bytes,
+                    "secondary_tiers": [{"type": "fs"}],
+                },
+                cache=dataclasses.replace(
+                    config.cache, blocks_per_chunk=blocks_per_chunk
+                ),
+                parallel=dataclasses.replace(
+                    config.parallel, rank=rank, world_size=world, tp_size=world
+                ),
                 canonical_layout=True,
             )
             heads = 2 // world
-            pages = [layer[:, :, rank * heads : (rank + 1) * heads].reshape(BLOCKS, page).clone() for layer in kv]
+            pages = [
+                layer[:, :, rank * heads : (rank + 1) * heads]
+                .reshape(BLOCKS, page)
+                .clone()
+                for layer in kv
+            ]
             part = heads * HEAD_BYTES
             run = base.CopyRun(0, rank * part, part, 2, part, 2 * HEAD_BYTES)
             mapping = base.CanonicalPageMapping(page * world, page, (run,), 1, 0, True)
-            refs = [base.CanonicalKVCacheRef(layer, page, mapping) for layer in range(LAYERS)]
-            caches = base.CanonicalKVCaches([base.CanonicalKVCacheTensor(layer, page) for layer in pages], [refs])
+            refs = [
+                base.CanonicalKVCacheRef(layer, page, mapping)
+                for layer in range(LAYERS)
+            ]
+            caches = base.CanonicalKVCaches(
+                [base.CanonicalKVCacheTensor(layer, page) for layer in pages], [refs]
+            )
             workers.append((PersistKVSpec(config).get_worker(caches), pages))
         ends.extend([*(worker.shutdown for worker, _ in workers), scheduler.cleanup])
-        return workers, torch.frombuffer(scheduler.create_kv_memoryview(), dtype=torch.int8).view(chunks, -1)
+        return workers, torch.frombuffer(
+            scheduler.create_kv_memoryview(), dtype=torch.int8
+        ).view(chunks, -1)
 
     yield make
     for end in ends:
@@ -64,7 +85,9 @@ def make_workers():
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
-def test_spec_canonical_rows_of_two_workers_equal_rows_of_one(make_workers, blocks_per_chunk):
+def test_spec_canonical_rows_of_two_workers_equal_rows_of_one(
+    make_workers, blocks_per_chunk
+):
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 

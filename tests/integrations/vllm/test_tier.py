@@ -27,7 +27,9 @@ def rows():
 
 def make_spec(workers=1):
     config = offloading_config(STRIDE // workers, CHUNK)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, world_size=workers))
+    config = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, world_size=workers)
+    )
     return SimpleNamespace(config=config, blocks_per_chunk=1)
 
 
@@ -36,14 +38,20 @@ def make_tier(rows, url, monkeypatch):
     """Return a function that makes tiers over the rows, with a constant engine identity."""
     from persistkv.integrations.vllm import tier as module
 
-    engine = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
+    engine = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256")
+    )
     monkeypatch.setattr(module, "find_vllm_config", lambda: engine)
     monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
     built = []
 
     def make(*, url=url, view=None, workers=1, spec=None, **options):
         spec = spec or make_spec(workers)
-        built.append(module.PersistKVTier(spec, view or memoryview(rows), "persistkv", url=url, **options))
+        built.append(
+            module.PersistKVTier(
+                spec, view or memoryview(rows), "persistkv", url=url, **options
+            )
+        )
         return built[-1]
 
     yield make
@@ -67,7 +75,9 @@ def context_of(keys, params=None):
 def job_of(number, keys, first_row, context, *, is_promotion=False):
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-    return TransferJob(number, keys, np.arange(first_row, first_row + len(keys)), is_promotion, context)
+    return TransferJob(
+        number, keys, np.arange(first_row, first_row + len(keys)), is_promotion, context
+    )
 
 
 def results_of(tier, count=1):
@@ -114,7 +124,11 @@ def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows):
     context = context_of(keys)
     assert tier.lookup(keys[0], context) is LookupResult.MISS
     result = store(tier, keys, context)
-    assert (result.success, result.successful_keys, result.transfer_bytes) == (True, None, 4 * STRIDE)
+    assert (result.success, result.successful_keys, result.transfer_bytes) == (
+        True,
+        None,
+        4 * STRIDE,
+    )
     assert [tier.lookup(key, context) for key in keys] == [LookupResult.HIT] * 4
     (event,) = tier.take_events()
     assert sorted(event.keys) == keys
@@ -149,7 +163,10 @@ def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(make_tier, rows
 
 
 def test_tier_evicted_chunks_emit_removed_events(make_tier, tmp_path):
-    tier, context = make_tier(url=f"lmdb://{tmp_path}/small?capacity=8MiB"), context_of([])
+    tier, context = (
+        make_tier(url=f"lmdb://{tmp_path}/small?capacity=8MiB"),
+        context_of([]),
+    )
     stored, removed = set(), set()
     for number in range(400):  # 50 MB
         keys = [os.urandom(32) + bytes(4) for _ in range(ROWS)]
@@ -210,7 +227,10 @@ def test_tier_request_below_min_tokens_is_not_stored(make_tier):
 def test_tier_policy_chunk_returns_chunk_level(make_tier):
     from vllm.v1.kv_offload.base import OffloadPolicy
 
-    assert make_tier(policy="chunk").on_new_request(context_of([])).policy is OffloadPolicy.CHUNK_LEVEL
+    assert (
+        make_tier(policy="chunk").on_new_request(context_of([])).policy
+        is OffloadPolicy.CHUNK_LEVEL
+    )
 
 
 def test_tier_get_stats_reports_only_defined_metrics(make_tier):
@@ -219,15 +239,23 @@ def test_tier_get_stats_reports_only_defined_metrics(make_tier):
     defined = type(tier).build_metric_definitions({})
     reading = tier.get_stats()
     deadline = time.monotonic() + 60
-    while reading is None or not any(name.endswith("disk_bytes") for name in reading.data["data"]):
+    while reading is None or not any(
+        name.endswith("disk_bytes") for name in reading.data["data"]
+    ):
         assert time.monotonic() < deadline  # the store sends its statistics later
         list(tier.get_finished_jobs())
         reading = tier.get_stats()
     assert set(reading.data["data"]) <= set(defined)
-    assert all(labels == ("lmdb",) for values in reading.data["data"].values() for labels in values)
+    assert all(
+        labels == ("lmdb",)
+        for values in reading.data["data"].values()
+        for labels in values
+    )
 
 
-def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(make_tier, monkeypatch):
+def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
+    make_tier, monkeypatch
+):
     from persistkv.integrations.vllm import tier as module
 
     executor = SimpleNamespace(collective_rpc=lambda *_: None)
@@ -240,7 +268,9 @@ def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(make_tier, m
     tier.submit_load(job_of(2, keys, 0, context, is_promotion=True))
     (result,) = results_of(tier)
     assert not result.success
-    counted = tier.get_stats().data["data"]["vllm:kv_offload_persistkv_changed_weights_chunks"]
+    counted = tier.get_stats().data["data"][
+        "vllm:kv_offload_persistkv_changed_weights_chunks"
+    ]
     assert counted == {("lmdb",): 2}
 
 
@@ -264,7 +294,9 @@ def test_tier_region_of_several_segments_uses_host_process(make_tier):
     try:
         view = region.create_kv_memoryview()
         rows = np.frombuffer(view, np.int8).reshape(ROWS, STRIDE)
-        rows[:8] = np.random.default_rng(1).integers(-128, 128, (8, STRIDE), dtype=np.int8)
+        rows[:8] = np.random.default_rng(1).integers(
+            -128, 128, (8, STRIDE), dtype=np.int8
+        )
         tier, keys = make_tier(view=view), keys_of(8)
         context = context_of(keys)
         assert tier.config_info()["host"] == "process"
@@ -280,7 +312,9 @@ def test_tier_region_of_several_segments_uses_host_process(make_tier):
 
 def test_tier_two_workers_without_canonical_layout_logs_warning(make_tier, caplog):
     make_tier(workers=2)
-    (record,) = [record for record in caplog.records if "canonical_layout" in record.getMessage()]
+    (record,) = [
+        record for record in caplog.records if "canonical_layout" in record.getMessage()
+    ]
     assert record.levelname == "WARNING"  # vLLM shows no lower level of other packages
 
 
@@ -291,11 +325,16 @@ def test_tier_refused_stores_raise_pressure_and_skipped_stores_do_not(make_tier)
         pytest.skip("detectors of this release do not count failures")
     tier, keys = make_tier(queue_bytes=STRIDE), keys_of(8)
     detector = EMABackpressureDetector(0.05, 0.01, failure_threshold=2)
-    skipped, stored = context_of(keys, {"persistkv": {"store": False}}), context_of(keys)
+    skipped, stored = (
+        context_of(keys, {"persistkv": {"store": False}}),
+        context_of(keys),
+    )
     for context in (skipped, stored):
         tier.on_new_request(context)
         for number in range(8):  # the queue holds one chunk
-            tier.submit_store(job_of(number, keys[number : number + 1], number, context))
+            tier.submit_store(
+                job_of(number, keys[number : number + 1], number, context)
+            )
         for result in results_of(tier, 8):
             if not result.success:
                 detector.on_store_failed()
@@ -313,5 +352,13 @@ def test_register_makes_tier_and_spec_available_to_factories():
     register()  # vLLM calls it several times
     module = "persistkv.integrations.vllm"
     assert SecondaryTierFactory.get_tier_class({"type": "persistkv"}) is PersistKVTier
-    assert SecondaryTierFactory.get_tier_class({"type": "PersistKVTier", "module_path": module}) is PersistKVTier
-    assert OffloadingSpecFactory.get_spec_cls({"spec_name": "PersistKVSpec"}) is PersistKVSpec
+    assert (
+        SecondaryTierFactory.get_tier_class(
+            {"type": "PersistKVTier", "module_path": module}
+        )
+        is PersistKVTier
+    )
+    assert (
+        OffloadingSpecFactory.get_spec_cls({"spec_name": "PersistKVSpec"})
+        is PersistKVSpec
+    )

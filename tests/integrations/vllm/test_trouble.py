@@ -1,4 +1,5 @@
-"""Real vLLM engines with damaged or full stores, invalid options, or a second engine on the same store."""
+"""Real vLLM engines with damaged or full stores, invalid options, or a second engine on the same
+store."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
-def test_engine_damaged_payloads_misses_and_answers_correctly(start_engine, url, expected):
+def test_engine_damaged_payloads_misses_and_answers_correctly(
+    start_engine, url, expected
+):
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
     writer.close()
@@ -43,7 +46,9 @@ def test_engine_damaged_payloads_misses_and_answers_correctly(start_engine, url,
     assert engine.metrics()[f"{PREFIX}load_failed_chunks"] > 0
 
 
-def test_engine_corrupt_store_starts_cold_and_stores_again(start_engine, url, tmp_path, expected):
+def test_engine_corrupt_store_starts_cold_and_stores_again(
+    start_engine, url, tmp_path, expected
+):
     store = tmp_path / "store"
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
@@ -56,29 +61,45 @@ def test_engine_corrupt_store_starts_cold_and_stores_again(start_engine, url, tm
     first.close()
     (quarantined,) = store.glob("damaged-*")
     assert (quarantined / "data.mdb").read_bytes() == garbage
-    assert (store / "notes.txt").read_bytes() == garbage, "a file that is not the store's"
+    assert (store / "notes.txt").read_bytes() == garbage, (
+        "a file that is not the store's"
+    )
     wait_stored(url, 2)
     second = start_engine(tier(url))
     assert second.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
 
 
 @pytest.mark.slow
-def test_engine_full_disk_answers_correctly_and_keeps_store_open(start_engine, plain_engine, tmp_path):
+def test_engine_full_disk_answers_correctly_and_keeps_store_open(
+    start_engine, plain_engine, tmp_path
+):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"'
     command = ["unshare", "-rm", "sh", "-c", mounted, str(disk)]
-    if not shutil.which("unshare") or subprocess.run([*command, "true"], capture_output=True).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*command, "true"], capture_output=True).returncode
+    ):
         pytest.skip("cannot mount a private file system")
-    engine = start_engine(tier(f"lmdb://{disk}/store?capacity=1GiB"), command=[*command, sys.executable])
+    engine = start_engine(
+        tier(f"lmdb://{disk}/store?capacity=1GiB"), command=[*command, sys.executable]
+    )
     prompts = [prompt(number, 1500) for number in range(20, 40)]  # 30 MB of KV
-    assert engine.generate(*prompts)["tokens"] == plain_engine.generate(*prompts)["tokens"]
+    assert (
+        engine.generate(*prompts)["tokens"] == plain_engine.generate(*prompts)["tokens"]
+    )
     assert engine.metrics()[f"{PREFIX}open"] == 1
 
 
 @pytest.mark.slow
-def test_engine_default_processes_prewarm_before_first_request(start_engine, url, expected):
-    options = {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "command": [sys.executable]}
+def test_engine_default_processes_prewarm_before_first_request(
+    start_engine, url, expected
+):
+    options = {
+        "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        "command": [sys.executable],
+    }
     killed = start_engine(tier(url), **options)
     assert killed.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     wait_stored(url, 2)
@@ -93,7 +114,9 @@ def test_engine_unknown_option_fails_start_naming_it(start_engine, url):
         start_engine(tier(url, capasity="1GiB"))
 
 
-def test_engine_second_on_same_store_hits_contexts_of_first(start_engine, url, expected):
+def test_engine_second_on_same_store_hits_contexts_of_first(
+    start_engine, url, expected
+):
     first, second = start_engine(tier(url)), start_engine(tier(url))
     assert first.generate(PROMPTS[0])["cached"] == [0]
     first.generate(SHORT)
@@ -105,13 +128,17 @@ def test_engine_second_on_same_store_hits_contexts_of_first(start_engine, url, e
     assert second.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [384]}
 
 
-def test_engine_opted_out_request_misses_and_metrics_count_transfers(start_engine, url, expected):
+def test_engine_opted_out_request_misses_and_metrics_count_transfers(
+    start_engine, url, expected
+):
     writer = start_engine(tier(url))
     writer.generate(PROMPTS[0], params={"persistkv": False})
     writer.generate(PROMPTS[1])
     writer.close()
     assert stored_contexts(url) == 1
-    engine = start_engine(tier(url, backpressure={"backpressure_cls": "EMABackpressureDetector"}))
+    engine = start_engine(
+        tier(url, backpressure={"backpressure_cls": "EMABackpressureDetector"})
+    )
     assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 384]}
     metrics = engine.metrics()
     assert "vllm:kv_offload_tiering_backpressure_store_latency_ema" in metrics

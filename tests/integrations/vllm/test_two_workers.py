@@ -1,4 +1,5 @@
-"""Real vLLM engines with two tensor-parallel workers: restarts, kills on a busy machine, damaged payloads, a bucket."""
+"""Real vLLM engines with two tensor-parallel workers: restarts, kills on a busy machine, damaged
+payloads, a bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from typing import Any
 import pytest
 
 from tests.host_processes import kill_tree
-from tests.integrations.vllm.conftest import StartEngine, damage_payloads, prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import (
+    StartEngine,
+    damage_payloads,
+    prompt,
+    tier,
+    wait_stored,
+)
 from tests.integrations.vllm.engines import TWO_WORKERS, Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -27,9 +34,12 @@ PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 def start_two(start_engine: StartEngine) -> Callable[[str], Engine]:
     """Return a function that starts an engine with two workers on a store.
 
-    Workers that spin on all cores can delay the opening of the store by more than the default limit.
+    Workers that spin on all cores can delay the opening of the store by more than the default
+    limit.
     """
-    options: dict[str, Any] = TWO_WORKERS | {"environment": TWO_WORKERS["environment"] | PROCESSES}
+    options: dict[str, Any] = TWO_WORKERS | {
+        "environment": TWO_WORKERS["environment"] | PROCESSES
+    }
     return lambda url: start_engine(tier(url, open_timeout_s=600), **options)
 
 
@@ -42,7 +52,9 @@ def expected(plain_engine: Engine) -> Any:
 @pytest.fixture
 def busy() -> Iterator[None]:
     """Two processes in busy loops."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)
+    ]
     yield
     for process in processes:
         process.kill()
@@ -56,7 +68,10 @@ def test_engine_two_workers_killed_process_tree_keeps_contexts(start_two, url):
     for number in range(REPEATS + 1):
         engine = start_two(url)
         if previous:
-            assert engine.generate(*previous) == {"tokens": expected, "cached": [384] * 3}, f"kill {number}"
+            assert engine.generate(*previous) == {
+                "tokens": expected,
+                "cached": [384] * 3,
+            }, f"kill {number}"
         previous = [prompt(3 * number + some) for some in range(3)]
         found = engine.generate(*previous)
         assert found["cached"] == [0] * 3
@@ -66,7 +81,9 @@ def test_engine_two_workers_killed_process_tree_keeps_contexts(start_two, url):
         assert engine.wait(60)
 
 
-def test_engine_two_workers_restarts_warm_and_misses_damaged_payloads(start_two, url, expected):
+def test_engine_two_workers_restarts_warm_and_misses_damaged_payloads(
+    start_two, url, expected
+):
     ended = start_two(url)
     assert ended.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [0]}
     ended.close()

@@ -1,4 +1,5 @@
-"""Weights that change in place: words, probe, watch, and random histories of an engine on a real store."""
+"""Weights that change in place: words, probe, watch, and random histories of an engine on a real
+store."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from persistkv.base import ReqContext, make_offload_key
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.errors import StoreError
 from persistkv.integrations.vllm.weights.guarded_tier import GuardedTier
-from persistkv.integrations.vllm.weights.probe import WeightsProbe, sample_parameters, watch_worker
+from persistkv.integrations.vllm.weights.probe import (
+    WeightsProbe,
+    sample_parameters,
+    watch_worker,
+)
 from persistkv.integrations.vllm.weights.watch import WeightsWatch
 from persistkv.integrations.vllm.weights.word import WeightsWord
 from persistkv.tiering.base import JobMetadata
@@ -36,15 +41,26 @@ class Workers:
         self.weights = [0] * count
         self.now = 0.0
         clock = clock or (lambda: self.now)
-        words = [WeightsWord.create(engine_id, rank, str(directory)) for rank in range(count)]
+        words = [
+            WeightsWord.create(engine_id, rank, str(directory)) for rank in range(count)
+        ]
         self.offloading = []
         for rank, word in enumerate(words):
-            probe = WeightsProbe(lambda rank=rank: b"%d" % self.weights[rank], word, clock)
-            self.offloading.append(SimpleNamespace(submit_store=None, submit_load=None, get_finished=None))
+            probe = WeightsProbe(
+                lambda rank=rank: b"%d" % self.weights[rank], word, clock
+            )
+            self.offloading.append(
+                SimpleNamespace(submit_store=None, submit_load=None, get_finished=None)
+            )
             for name in vars(self.offloading[-1]):
                 setattr(self.offloading[-1], name, lambda *_: None)
             watch_worker(self.offloading[-1], probe)
-        self.watch = WeightsWatch([WeightsWord.attach(engine_id, rank, str(directory)) for rank in range(count)])
+        self.watch = WeightsWatch(
+            [
+                WeightsWord.attach(engine_id, rank, str(directory))
+                for rank in range(count)
+            ]
+        )
         self.executor = SimpleNamespace(collective_rpc=self._call)
         self.watch.watch_calls(self.executor)
 
@@ -74,14 +90,17 @@ def block_of(key, weights):
 
 
 class Simulation:
-    """Engine with simulated workers over a real tier and store. ``errors`` counts what must not happen."""
+    """Engine with simulated workers over a real tier and store. ``errors`` counts what must not
+    happen."""
 
     def __init__(self, url, directory, seed):
         self.random = random.Random(seed)
         self.workers = Workers(directory, self.random.choice((1, 2)), f"engine-{seed}")
         self.rows = np.zeros((ROWS, STRIDE), np.int8)
         self.guard = GuardedTier(
-            lambda name: make_tier(url, self.rows, name or "start"), self.workers.watch, lambda: self.workers.now
+            lambda name: make_tier(url, self.rows, name or "start"),
+            self.workers.watch,
+            lambda: self.workers.now,
         )
         self.weights_of = {"start": list(self.workers.weights)}  # by name
         self.name = None  # of the weights, in requests
@@ -89,7 +108,9 @@ class Simulation:
         self.cached = {}  # KV in vLLM's own caches, of any weights, by key
         self.counts = Counter()
         self.keys = [
-            make_offload_key(hashlib.blake2b(b"%d %d" % (seed, number), digest_size=32).digest(), 0)
+            make_offload_key(
+                hashlib.blake2b(b"%d %d" % (seed, number), digest_size=32).digest(), 0
+            )
             for number in range(20)
         ]
         self.free = list(range(ROWS))
@@ -105,8 +126,11 @@ class Simulation:
         context = ReqContext(f"request-{self.job}")
         name = self.name
         if self.random.random() < 0.04:  # a straggler
-            name = self.random.choice([None, *(name for name in self.weights_of if name != "start")])
-        if name not in (None, self.workers.watch.weights):  # a name means the weights of its first request
+            name = self.random.choice(
+                [None, *(name for name in self.weights_of if name != "start")]
+            )
+        # a name means the weights of its first request
+        if name not in (None, self.workers.watch.weights):
             self.weights_of.setdefault(name, list(self.workers.weights))
         epoch = self.guard.begin_request(name)
         accepted = epoch is not None
@@ -119,12 +143,17 @@ class Simulation:
         for key in unknown:
             if key not in held:
                 self.cached[key] = self.workers.kv(key)
-        offered = [key for key in keys if key in self.cached]  # also those that earlier requests have computed
+        # also those that earlier requests have computed
+        offered = [key for key in keys if key in self.cached]
         if accepted:
-            self.computed.append((context, offered, [self.cached[key] for key in offered], epoch))
+            self.computed.append(
+                (context, offered, [self.cached[key] for key in offered], epoch)
+            )
 
     def submit(self, method, keys, rows, context, is_promotion, epoch):
-        job = JobMetadata(self.job, keys, np.array(rows, np.int64), is_promotion, context)
+        job = JobMetadata(
+            self.job, keys, np.array(rows, np.int64), is_promotion, context
+        )
         self.job += 1
         method(job, epoch)
 
@@ -159,7 +188,9 @@ class Simulation:
                     self.cached.setdefault(key, self.rows[row].copy())
                     self.counts["loaded"] += 1
                     self.counts["loaded by name"] += self.name is not None
-                    self.counts["stale"] += not np.array_equal(self.rows[row], self.workers.kv(key))
+                    self.counts["stale"] += not np.array_equal(
+                        self.rows[row], self.workers.kv(key)
+                    )
             self.free += rows
 
     def reset(self):
@@ -175,7 +206,8 @@ class Simulation:
         self.computed.clear()
 
     def name_weights(self):
-        """Name the present weights in later requests; well-behaved trainers reset vLLM's caches before."""
+        """Name the present weights in later requests; well-behaved trainers reset vLLM's caches
+        before."""
         if self.random.random() < 0.6:
             self.reset()
         self.names += 1
@@ -228,7 +260,13 @@ class Simulation:
         self.workers.now += self.random.choice((0.5, 5.0))
 
     def run(self, length):
-        actions = [self.step] * 60 + [self.look] * 2 + [self.reset] * 4 + [self.sleep] + [self.idle] * 3
+        actions = (
+            [self.step] * 60
+            + [self.look] * 2
+            + [self.reset] * 4
+            + [self.sleep]
+            + [self.idle] * 3
+        )
         actions += [self.update, self.retrain] + [self.wait_open] * 12
         for _ in range(length):
             self.random.choice(actions)()
@@ -242,12 +280,17 @@ class Simulation:
 
 def make_tier(url, rows, weights="start"):
     layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))
-    config = OffloadingConfig({"test": "weights", "weights": weights}, 16, layout, len(rows))
-    return PersistentTier(config, memoryview(rows), url=url, host="inline", durability="interval:1h")
+    config = OffloadingConfig(
+        {"test": "weights", "weights": weights}, 16, layout, len(rows)
+    )
+    return PersistentTier(
+        config, memoryview(rows), url=url, host="inline", durability="interval:1h"
+    )
 
 
 def wrong_blocks(url, name, clean):
-    """Count the blocks that a clean engine with weights of this name finds, and those that are of other weights.
+    """Count the blocks that a clean engine with weights of this name finds, and those that are of
+    other weights.
 
     :param clean: by key, the weights of this name.
     """
@@ -258,7 +301,9 @@ def wrong_blocks(url, name, clean):
         context = ReqContext("clean")
         if not tier.lookup(key, context):
             continue
-        tier.submit_load(JobMetadata(number, [key], np.array([0], np.int64), True, context))
+        tier.submit_load(
+            JobMetadata(number, [key], np.array([0], np.int64), True, context)
+        )
         assert tier.drain_jobs(10)
         (result,) = tier.get_finished_jobs()
         assert result.success
@@ -304,7 +349,9 @@ def test_many_histories_serve_and_store_no_block_of_other_weights(tmp_path):
     check_histories(tmp_path, HISTORIES)
 
 
-def test_histories_without_comparison_serve_and_store_wrong_blocks(tmp_path, monkeypatch):
+def test_histories_without_comparison_serve_and_store_wrong_blocks(
+    tmp_path, monkeypatch
+):
     def answer(probe):
         probe._word.answered = probe._word.asked
 
@@ -315,13 +362,17 @@ def test_histories_without_comparison_serve_and_store_wrong_blocks(tmp_path, mon
 
 
 def test_histories_named_without_reset_store_wrong_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(WeightsWatch, "on_request", lambda watch: None)  # vLLM's own caches count as empty
+    # vLLM's own caches count as empty
+    monkeypatch.setattr(WeightsWatch, "on_request", lambda watch: None)
     assert run_histories(tmp_path, 40)["wrong"] > 0
 
 
 def test_guarded_tier_request_of_earlier_epoch_neither_loads_nor_stores(tmp_path):
     workers, rows = Workers(tmp_path), np.zeros((ROWS, STRIDE), np.int8)
-    guard = GuardedTier(lambda name: make_tier(f"lmdb://{tmp_path}/store", rows, name or "start"), workers.watch)
+    guard = GuardedTier(
+        lambda name: make_tier(f"lmdb://{tmp_path}/store", rows, name or "start"),
+        workers.watch,
+    )
     (key,), context = [make_offload_key(bytes(32), 0)], ReqContext("running")
     earlier = guard.begin_request(None)
     workers.executor.collective_rpc("update_weights", None, ({},))
@@ -332,7 +383,9 @@ def test_guarded_tier_request_of_earlier_epoch_neither_loads_nor_stores(tmp_path
     workers.do("get_finished")
     named = guard.begin_request("new")
     for number, epoch in enumerate((earlier, named)):
-        guard.submit_store(JobMetadata(number, [key], np.array([0], np.int64), False, context), epoch)
+        guard.submit_store(
+            JobMetadata(number, [key], np.array([0], np.int64), False, context), epoch
+        )
         assert guard.drain_jobs(10)
         (result,) = guard.get_finished_jobs()
         assert result.success == (epoch == named)
@@ -342,8 +395,14 @@ def test_guarded_tier_request_of_earlier_epoch_neither_loads_nor_stores(tmp_path
 
 
 def test_guarded_tier_weights_named_anew_while_store_opens_uses_last_name(tmp_path):
-    workers, rows, url = Workers(tmp_path), np.zeros((ROWS, STRIDE), np.int8), f"lmdb://{tmp_path}/store"
-    guard = GuardedTier(lambda name: make_tier(url, rows, name or "start"), workers.watch)
+    workers, rows, url = (
+        Workers(tmp_path),
+        np.zeros((ROWS, STRIDE), np.int8),
+        f"lmdb://{tmp_path}/store",
+    )
+    guard = GuardedTier(
+        lambda name: make_tier(url, rows, name or "start"), workers.watch
+    )
     key, context = make_offload_key(bytes(32), 0), ReqContext("running")
     for name in ("one", "two"):
         workers.executor.collective_rpc("update_weights", None, ({},))
@@ -353,7 +412,9 @@ def test_guarded_tier_weights_named_anew_while_store_opens_uses_last_name(tmp_pa
     while (epoch := guard.begin_request("two")) is None:
         assert time.monotonic() < deadline
     workers.do("get_finished")
-    guard.submit_store(JobMetadata(1, [key], np.array([0], np.int64), False, context), epoch)
+    guard.submit_store(
+        JobMetadata(1, [key], np.array([0], np.int64), False, context), epoch
+    )
     assert guard.drain_jobs(10)
     assert guard.get_finished_jobs()[0].success
     guard.shutdown()
@@ -365,7 +426,9 @@ def test_guarded_tier_weights_named_anew_while_store_opens_uses_last_name(tmp_pa
     assert found == {"start": False, "one": False, "two": True}
 
 
-def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_next_name(tmp_path, caplog):
+def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_next_name(
+    tmp_path, caplog
+):
     workers, rows = Workers(tmp_path), np.zeros((ROWS, STRIDE), np.int8)
 
     def make(name):
@@ -380,7 +443,10 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
         guard.get_finished_jobs()
     assert "does not open for the weights broken" in caplog.text
     assert guard.begin_request("broken") is None
-    guard.submit_store(JobMetadata(1, [key], np.array([0], np.int64), False, context), workers.watch.epoch)
+    guard.submit_store(
+        JobMetadata(1, [key], np.array([0], np.int64), False, context),
+        workers.watch.epoch,
+    )
     assert not guard.get_finished_jobs()[0].success
     assert guard.drain_jobs(10)
     assert not guard.has_pending_work()
@@ -395,7 +461,9 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
 class Executor:
     """Records calls, and calls functions."""
 
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
+    def collective_rpc(
+        self, method, timeout=None, args=(), kwargs=None, non_block=False
+    ):
         return method() if callable(method) else method
 
 
@@ -412,7 +480,9 @@ def test_watch_harmless_call_stays_sure(tmp_path):
     assert watch.change is None
 
 
-@pytest.mark.parametrize("method", ["update_weights", "reload_weights", "load_weights", "reset_weights"])
+@pytest.mark.parametrize(
+    "method", ["update_weights", "reload_weights", "load_weights", "reset_weights"]
+)
 def test_watch_method_that_updates_weights_is_a_change_before_it_runs(tmp_path, method):
     executor, watch = watched([WeightsWord.create("engine", 0, str(tmp_path))])
     executor.collective_rpc(method, None, ({},))
@@ -490,14 +560,20 @@ def test_watch_call_in_background_is_unsure_until_it_ends(tmp_path):
 
 
 def test_sample_parameters_any_changed_parameter_changes_the_sample():
-    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3)).to(torch.bfloat16)
-    model.flag = torch.nn.Parameter(torch.zeros(3, dtype=torch.bool), requires_grad=False)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3)).to(
+        torch.bfloat16
+    )
+    model.flag = torch.nn.Parameter(
+        torch.zeros(3, dtype=torch.bool), requires_grad=False
+    )
     model.other = torch.nn.Parameter(torch.randn(50, 7).t())  # not contiguous
     known = sample_parameters([model])
     assert sample_parameters([model]) == known
     for parameter in model.parameters():
         before = parameter.data.clone()
-        parameter.data.copy_(torch.logical_not(before) if before.dtype is torch.bool else before + 1)
+        parameter.data.copy_(
+            torch.logical_not(before) if before.dtype is torch.bool else before + 1
+        )
         assert sample_parameters([model]) != known
         parameter.data.copy_(before)
     assert sample_parameters([model]) == known

@@ -6,7 +6,13 @@ import time
 
 import pytest
 
-from tests.integrations.vllm.conftest import SHORT, prompt, stored_contexts, tier, wait_stored
+from tests.integrations.vllm.conftest import (
+    SHORT,
+    prompt,
+    stored_contexts,
+    tier,
+    wait_stored,
+)
 from tests.integrations.vllm.tiny_model import make_model
 
 pytestmark = pytest.mark.vllm
@@ -14,7 +20,8 @@ pytestmark = pytest.mark.vllm
 BEFORE, AFTER = prompt(1), prompt(2)
 NOTICE = "weights changed while the engine runs"
 FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # two more import vLLM: minutes on two busy cores, so slow
+# two more import vLLM: minutes on two busy cores, so slow
+PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +35,17 @@ def expected(plain_engine):
     [
         pytest.param("function", FUNCTIONS, id="function"),
         pytest.param("memory", FUNCTIONS, id="memory"),
-        pytest.param("function", FUNCTIONS | PROCESSES, id="function-processes", marks=pytest.mark.slow),
+        pytest.param(
+            "function",
+            FUNCTIONS | PROCESSES,
+            id="function-processes",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_engine_changed_weights_detaches_and_keeps_store_clean(start_engine, url, expected, how, environment):
+def test_engine_changed_weights_detaches_and_keeps_store_clean(
+    start_engine, url, expected, how, environment
+):
     plain = start_engine(environment=FUNCTIONS)
     plain.ask(do="change", how="function")
     changed = plain.generate(BEFORE, AFTER)["tokens"]
@@ -43,7 +57,8 @@ def test_engine_changed_weights_detaches_and_keeps_store_clean(start_engine, url
     wait_stored(url, 1)
     assert engine.ask(do="reset")
     engine.ask(do="rest", seconds=0.2)
-    assert engine.generate(BEFORE) == {"tokens": expected[:1], "cached": [384]}  # from the store
+    # from the store
+    assert engine.generate(BEFORE) == {"tokens": expected[:1], "cached": [384]}
     engine.generate(SHORT)
     engine.ask(do="change", how=how)
     assert engine.ask(do="reset")
@@ -72,7 +87,9 @@ def test_engine_reloaded_weights_detaches(start_engine, url, tmp_path):
     assert "(call of reload_weights)" in engine.log
 
 
-def test_engine_unchanged_weights_after_function_and_reset_uses_store(start_engine, url, expected):
+def test_engine_unchanged_weights_after_function_and_reset_uses_store(
+    start_engine, url, expected
+):
     engine = start_engine(tier(url), environment=FUNCTIONS)
     engine.generate(BEFORE)
     engine.generate(SHORT)
@@ -92,26 +109,33 @@ def test_engine_unchanged_weights_after_function_and_reset_uses_store(start_engi
         pytest.param(FUNCTIONS | PROCESSES, id="processes", marks=pytest.mark.slow),
     ],
 )
-def test_engine_named_weights_continue_under_their_own_identity(start_engine, url, expected, environment):
+def test_engine_named_weights_continue_under_their_own_identity(
+    start_engine, url, expected, environment
+):
     named = {"persistkv": {"weights": "step-1"}}
     engine = start_engine(tier(url), environment=environment)
     engine.generate(BEFORE)
     engine.generate(SHORT)
     wait_stored(url, 1)
     engine.ask(do="change", how="function")
-    engine.generate(SHORT, params={"persistkv": {"weights": "early"}})  # vLLM's own caches are not reset
+    # vLLM's own caches are not reset
+    engine.generate(SHORT, params={"persistkv": {"weights": "early"}})
     deadline = time.monotonic() + 120
     while stored_contexts(url) < 2:
         assert time.monotonic() < deadline, engine.log[-3000:]
-        assert engine.ask(do="reset")  # chunks that were computed while the store opened are not offered again
+        # chunks that were computed while the store opened are not offered again
+        assert engine.ask(do="reset")
         right = engine.generate(BEFORE, params=named)["tokens"]
         engine.generate(SHORT, params=named)
     assert right != expected[:1]
-    assert "requests with the weights early neither use nor fill the store" in engine.log
+    assert (
+        "requests with the weights early neither use nor fill the store" in engine.log
+    )
     assert engine.ask(do="reset")
     assert engine.generate(BEFORE, params=named) == {"tokens": right, "cached": [384]}
     assert engine.ask(do="reset")
-    assert engine.generate(BEFORE) == {"tokens": right, "cached": [0]}  # a request without the name
+    # a request without the name
+    assert engine.generate(BEFORE) == {"tokens": right, "cached": [0]}
     engine.close()
     clean = start_engine(tier(url))
     assert clean.generate(BEFORE, AFTER) == {"tokens": expected, "cached": [384, 0]}

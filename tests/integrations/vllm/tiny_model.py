@@ -67,8 +67,9 @@ STATES: dict[str, dict[str, Any]] = {
         "conv_dim": 128,
     },
 }
-"""Fields of two hybrid models that differ from those of the Llama. Half of their layers keep a state instead of keys
-and values: of Mamba 2 in the first model, inputs of a convolution in the second.
+"""Fields of two hybrid models that differ from those of the Llama. Half of their layers keep a
+state instead of keys and values: of Mamba 2 in the first model, inputs of a convolution in the
+second.
 """
 MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -81,8 +82,8 @@ MLA: dict[str, Any] = {
     "v_head_dim": 32,
     "head_dim": 64,
 }
-"""Fields of a DeepSeek V2 that differ from those of the Llama. vLLM's CPU kernel needs this latent vector of 576
-numbers.
+"""Fields of a DeepSeek V2 that differ from those of the Llama. vLLM's CPU kernel needs this latent
+vector of 576 numbers.
 """
 
 
@@ -99,7 +100,8 @@ def make_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 
 def make_hybrid_model(directory: Path) -> Path:
-    """Write a checkpoint of a Gemma 3 in which half of the layers have a sliding window of 64 tokens."""
+    """Write a checkpoint of a Gemma 3 in which half of the layers have a sliding window of 64
+    tokens."""
     config = CONFIG | HYBRID
     tensors = _tensors(config, torch.Generator().manual_seed(0))
     for layer in range(config["num_hidden_layers"]):
@@ -118,14 +120,24 @@ def make_model_of(directory: Path, model_type: str, fields: dict[str, Any]) -> P
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    common = {name: value for name, value in CONFIG.items() if name not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(model_type, **(common | {"initializer_range": 0.2, "pad_token_id": 0} | fields))
+    common = {
+        name: value
+        for name, value in CONFIG.items()
+        if name not in ("architectures", "model_type")
+    }
+    config = AutoConfig.for_model(
+        model_type, **(common | {"initializer_range": 0.2, "pad_token_id": 0} | fields)
+    )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        directory
+    )
     return directory
 
 
-def _tensors(config: dict[str, Any], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _tensors(
+    config: dict[str, Any], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     keys = config["num_key_value_heads"] * config["head_dim"]
     tensors = {"model.embed_tokens.weight": _random(generator, VOCABULARY, hidden)}
@@ -150,7 +162,9 @@ def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * 0.3
 
 
-def _write(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+def _write(
+    directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")

@@ -1,8 +1,9 @@
 """Process that imports vLLM once and forks for each program: ``zygote.py SOCKET``.
 
-An import takes half a minute on a slow core, a fork takes no time. Each message on the socket is JSON, ``{"module": …,
-"arguments": […], "environment": {…}}``, with three descriptors: the program's input, output and log. The answer is the
-program's process id. The process exits when its socket closes; its programs continue.
+An import takes half a minute on a slow core, a fork takes no time. Each message on the socket is
+JSON, ``{"module": …, "arguments": […], "environment": {…}}``, with three descriptors: the program's
+input, output and log. The answer is the program's process id. The process exits when its socket
+closes; its programs continue.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def main() -> None:
     for name in IMPORTED_LATE:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) != 1:
-        sys.exit("an import started threads: a fork of this process would lack them, and may hold their locks")
+        sys.exit(
+            "an import started threads: a fork of this process would lack them, and may hold "
+            "their locks"
+        )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the programs
     control.send(b"ready")
     while True:
@@ -53,7 +57,12 @@ def main() -> None:
     _become(descriptors, **json.loads(message))
 
 
-def _become(descriptors: list[int], module: str, arguments: list[str], environment: dict[str, str]) -> None:
+def _become(
+    descriptors: list[int],
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+) -> None:
     """Run a module in a new session, with the effect of ``python -m``."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

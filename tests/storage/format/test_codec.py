@@ -35,7 +35,8 @@ def test_parse_codec_text_form_returns_equal_codec(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "codec"), [("zstd", ZstdCodec(1)), ("planes", PlanesCodec(2)), ("planes:4", PlanesCodec(4))]
+    ("text", "codec"),
+    [("zstd", ZstdCodec(1)), ("planes", PlanesCodec(2)), ("planes:4", PlanesCodec(4))],
 )
 def test_parse_codec_argument_or_default_is_applied(text: str, codec: Codec) -> None:
     assert parse_codec(text) == codec
@@ -60,7 +61,9 @@ def test_parse_codec_argument_or_default_is_applied(text: str, codec: Codec) -> 
         ("planes:bf16", "2 or 4"),
     ],
 )
-def test_parse_codec_invalid_text_raises_and_names_valid_values(text: str, names: str) -> None:
+def test_parse_codec_invalid_text_raises_and_names_valid_values(
+    text: str, names: str
+) -> None:
     with pytest.raises(ConfigurationError, match=names):
         parse_codec(text)
 
@@ -97,11 +100,16 @@ def test_decode_into_trailing_bytes_raise_corrupt(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", CODECS[1:], ids=str)
 @given(data=st.data())
-def test_decode_into_damaged_frame_never_writes_past_buffer(codec: Codec, data: st.DataObject) -> None:
-    """Readers verify checksums first (see pack.py), so the codec only has to stay within its buffer."""
+def test_decode_into_damaged_frame_never_writes_past_buffer(
+    codec: Codec, data: st.DataObject
+) -> None:
+    """Readers verify checksums first (see pack.py), so the codec only has to stay within its
+    buffer."""
     stored = bytearray(codec.encode(bytes(range(256)) * 8))
     for _ in range(data.draw(st.integers(1, 4))):
-        stored[data.draw(st.integers(0, len(stored) - 1))] ^= data.draw(st.integers(1, 255))
+        stored[data.draw(st.integers(0, len(stored) - 1))] ^= data.draw(
+            st.integers(1, 255)
+        )
     stored = stored[: data.draw(st.integers(0, len(stored)))]
     out = bytearray(2048 + 16)
     with suppress(CorruptPackError):
@@ -110,10 +118,17 @@ def test_decode_into_damaged_frame_never_writes_past_buffer(codec: Codec, data: 
 
 
 def bombs() -> dict[str, bytes]:
-    """Return small Zstandard frames with a huge content, no content size, a huge window, or a second frame."""
+    """Return small Zstandard frames with a huge content, no content size, a huge window, or a
+    second frame."""
     content = zstandard.ZstdCompressor(level=1).compress(bytes(512 << 20))
-    unsized = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(4096))
-    window = bytearray(zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(4096)))
+    unsized = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(
+        bytes(4096)
+    )
+    window = bytearray(
+        zstandard.ZstdCompressor(level=1, write_content_size=False).compress(
+            bytes(4096)
+        )
+    )
     window[5] = 0xF8  # a window of 2 TiB
     honest = zstandard.ZstdCompressor(level=1).compress(bytes(4096))
     return {

@@ -15,15 +15,26 @@ WIDTHS = [2, 4]
 
 
 def floats(count: int, width: int) -> bytes:
-    """Return normally distributed values in the formats of KV caches: bfloat16 (``width`` 2) or float32 (4)."""
+    """Return normally distributed values in the formats of KV caches: bfloat16 (``width`` 2) or
+    float32 (4)."""
     values = np.random.default_rng(5).standard_normal(count).astype(np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes() if width == 2 else values.tobytes()
+    return (
+        (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        if width == 2
+        else values.tobytes()
+    )
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @given(length=st.integers(0, 300), first=st.integers(0, 7), seed=st.integers(0, 1000))
-def test_planes_codec_any_length_and_alignment_round_trips(width: int, length: int, first: int, seed: int) -> None:
-    raw = np.random.default_rng(seed).integers(0, 256, first + length, dtype=np.uint8).data[first:]
+def test_planes_codec_any_length_and_alignment_round_trips(
+    width: int, length: int, first: int, seed: int
+) -> None:
+    raw = (
+        np.random.default_rng(seed)
+        .integers(0, 256, first + length, dtype=np.uint8)
+        .data[first:]
+    )
     stored = PlanesCodec(width).encode(raw)
     shifted = memoryview(bytes(first) + bytes(stored))[first:]
     out = bytearray(first + length + 3)
@@ -35,7 +46,10 @@ def test_planes_codec_any_length_and_alignment_round_trips(width: int, length: i
 @pytest.mark.parametrize("tail", [0, 1, 3])
 def test_planes_codec_format_matches_documentation(width: int, tail: int) -> None:
     """Decode as docs/format.md describes, with the zstandard package only."""
-    raw = bytes(np.random.default_rng(1).integers(0, 256, 4 * 1000, dtype=np.uint8)) + b"xyz"[:tail]
+    raw = (
+        bytes(np.random.default_rng(1).integers(0, 256, 4 * 1000, dtype=np.uint8))
+        + b"xyz"[:tail]
+    )
     stored = bytes(PlanesCodec(width).encode(raw))
     count, rest = divmod(len(raw), width)
     planes = [stored[place * count : (place + 1) * count] for place in range(width - 1)]
@@ -45,9 +59,13 @@ def test_planes_codec_format_matches_documentation(width: int, tail: int) -> Non
 
 
 @pytest.mark.parametrize(("width", "entropy_bits"), [(2, 8), (4, 24)])
-def test_planes_codec_floats_compress_close_to_entropy_of_high_byte(width: int, entropy_bits: float) -> None:
+def test_planes_codec_floats_compress_close_to_entropy_of_high_byte(
+    width: int, entropy_bits: float
+) -> None:
     raw = floats(1 << 18, width)
-    counts = np.bincount(np.frombuffer(raw, np.uint8)[width - 1 :: width], minlength=256)
+    counts = np.bincount(
+        np.frombuffer(raw, np.uint8)[width - 1 :: width], minlength=256
+    )
     shares = counts[counts > 0] / counts.sum()
     bound = len(raw) / width * (entropy_bits - float(shares @ np.log2(shares))) / 8
     assert bound <= len(PlanesCodec(width).encode(raw)) <= bound / 0.98
@@ -71,8 +89,15 @@ def test_planes_codec_wrong_high_plane_length_raises_corrupt() -> None:
     high = zstandard.compress(bytes(10))
     for count in (9, 11):
         with pytest.raises(CorruptPackError, match="10 bytes where"):
-            PlanesCodec().decode_into(bytes(count) + high, memoryview(bytearray(2 * count)))
-    claims = bytearray(zstandard.ZstdCompressor(write_content_size=True).compress(bytes(70_000)))
-    struct.pack_into("<I", claims, 5, 0xFFFFFFF0)  # offset of the content size in the frame header
+            PlanesCodec().decode_into(
+                bytes(count) + high, memoryview(bytearray(2 * count))
+            )
+    claims = bytearray(
+        zstandard.ZstdCompressor(write_content_size=True).compress(bytes(70_000))
+    )
+    # offset of the content size in the frame header
+    struct.pack_into("<I", claims, 5, 0xFFFFFFF0)
     with pytest.raises(CorruptPackError, match="frame"):
-        PlanesCodec().decode_into(bytes(70_000) + bytes(claims), memoryview(bytearray(140_000)))
+        PlanesCodec().decode_into(
+            bytes(70_000) + bytes(claims), memoryview(bytearray(140_000))
+        )

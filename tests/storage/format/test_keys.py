@@ -17,7 +17,10 @@ def test_packed_keys_unpack_returns_same_keys(keys: list[bytes]) -> None:
     packed = PackedKeys.of(keys)
     assert packed.unpack() == keys
     assert len(packed) == len(keys)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=PackedKeys) == packed
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=PackedKeys)
+        == packed
+    )
 
 
 @given(st.lists(st.binary(min_size=36, max_size=36), min_size=1, max_size=60))

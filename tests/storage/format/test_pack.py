@@ -25,34 +25,50 @@ from persistkv.storage.format.pack import (
     verify_frame,
 )
 from persistkv.storage.format.pack_writer import PackCopy, PackWriter, Segment
-from persistkv.testing.samples import payload_of, sample_blocks, sample_keys, sample_pack, sample_segment
+from persistkv.testing.samples import (
+    payload_of,
+    sample_blocks,
+    sample_keys,
+    sample_pack,
+    sample_segment,
+)
 from tests.storage.packs import NAMESPACE, blocks_of, raw_blocks, segments, write
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(segments, min_size=1, max_size=3, unique_by=lambda segment: segment.keys[0]),
+    st.lists(
+        segments, min_size=1, max_size=3, unique_by=lambda segment: segment.keys[0]
+    ),
     st.sampled_from([RawCodec(), ZstdCodec(), PlanesCodec(), PlanesCodec(4)]),
 )
-def test_pack_round_trip_returns_same_blocks_and_table(parts: list[Segment], codec: Codec) -> None:
+def test_pack_round_trip_returns_same_blocks_and_table(
+    parts: list[Segment], codec: Codec
+) -> None:
     payload, table = write(*parts, codec=codec)
     assert PackTable.parse(payload + table.encode()) == table
     assert PackTable.parse(table.encode()) == table
-    assert blocks_of(payload, table) == {key: block for part in parts for key, block in raw_blocks(part).items()}
+    assert blocks_of(payload, table) == {
+        key: block for part in parts for key, block in raw_blocks(part).items()
+    }
     assert table.payload_length == len(payload)
     assert table.raw_length == sum(part.raw_length for part in parts)
 
 
 def test_pack_frames_hold_blocks_up_to_one_mebibyte() -> None:
     _, table = write(
-        sample_segment(1, blocks=40, block_bytes=65_536), sample_segment(2, group=1, blocks=3, block_bytes=3 << 20)
+        sample_segment(1, blocks=40, block_bytes=65_536),
+        sample_segment(2, group=1, blocks=3, block_bytes=3 << 20),
     )
     assert [(frame.group, frame.block_count, frame.depth) for frame in table.frames] == [
         (0, 16, 0), (0, 16, 16), (0, 8, 32), (1, 1, 0), (1, 1, 1), (1, 1, 2),
     ]  # fmt: skip
     assert all(frame.raw_length <= FRAME_BYTES for frame in table.frames[:3])
     assert all(frame.offset % 4096 == 0 for frame in table.frames)
-    assert all(align(one.offset + one.stored_length) == other.offset for one, other in pairwise(table.frames))
+    assert all(
+        align(one.offset + one.stored_length) == other.offset
+        for one, other in pairwise(table.frames)
+    )
 
 
 def test_pack_unknown_depth_is_kept_in_all_frames() -> None:
@@ -63,7 +79,9 @@ def test_pack_unknown_depth_is_kept_in_all_frames() -> None:
 
 def test_pack_incompressible_frame_is_stored_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (4, 4096), dtype=np.uint8)
-    payload, table = write(Segment(0, 4096, sample_keys(1, 4), StagedBlocks([noise])), codec=ZstdCodec())
+    payload, table = write(
+        Segment(0, 4096, sample_keys(1, 4), StagedBlocks([noise])), codec=ZstdCodec()
+    )
     (frame,) = table.frames
     assert not frame.encoded
     assert payload[: frame.stored_length] == noise.tobytes()
@@ -72,31 +90,47 @@ def test_pack_incompressible_frame_is_stored_raw() -> None:
 def test_pack_only_incompressible_frames_are_stored_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (3, 8192), dtype=np.uint8)
     parts = [
-        Segment(0, 8192, sample_keys(1, 3), StagedBlocks([np.full((3, 8192), 7, np.uint8)])),
+        Segment(
+            0, 8192, sample_keys(1, 3), StagedBlocks([np.full((3, 8192), 7, np.uint8)])
+        ),
         Segment(1, 8192, sample_keys(2, 3, group=1), StagedBlocks([noise])),
     ]
     payload, table = write(*parts, codec=ZstdCodec())
     assert table.codec == "zstd:1"
-    assert [(frame.group, frame.encoded) for frame in table.frames] == [(0, True), (1, False)]
-    assert blocks_of(payload, table) == {key: block for part in parts for key, block in raw_blocks(part).items()}
+    assert [(frame.group, frame.encoded) for frame in table.frames] == [
+        (0, True),
+        (1, False),
+    ]
+    assert blocks_of(payload, table) == {
+        key: block for part in parts for key, block in raw_blocks(part).items()
+    }
 
 
 @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
 def test_pack_bounds_hold_and_pack_copy_bounds_are_exact(codec: Codec) -> None:
-    parts = [sample_segment(1, blocks=300), sample_segment(2, group=3, block_bytes=70_000, blocks=2)]
+    parts = [
+        sample_segment(1, blocks=300),
+        sample_segment(2, group=3, block_bytes=70_000, blocks=2),
+    ]
     pack = PackWriter(NAMESPACE, codec, parts)
     bound, frames = pack.payload_bound, pack.frame_count
     payload = payload_of(pack)
     assert frames == pack.table.frame_count
     assert bound >= len(payload)
     copy = PackCopy(pack.table, payload)
-    assert (copy.pack_id, copy.keys, copy.raw_length) == (pack.pack_id, pack.keys, pack.raw_length)
+    assert (copy.pack_id, copy.keys, copy.raw_length) == (
+        pack.pack_id,
+        pack.keys,
+        pack.raw_length,
+    )
     assert (copy.payload_bound, copy.frame_count) == (len(payload), frames)
     assert (payload_of(copy), copy.table) == (payload, pack.table)
 
 
 def test_pack_writer_second_stream_equals_first() -> None:
-    pack = PackWriter(NAMESPACE, PlanesCodec(), [sample_segment(1), sample_segment(2, group=1)])
+    pack = PackWriter(
+        NAMESPACE, PlanesCodec(), [sample_segment(1), sample_segment(2, group=1)]
+    )
     first = b"".join(map(bytes, pack.stream()))
     table = pack.table
     assert b"".join(map(bytes, pack.stream())) == first
@@ -108,7 +142,12 @@ def test_decode_frame_unknown_codec_raises_corrupt() -> None:
     (frame,) = table.frames
     assert frame.encoded
     with pytest.raises(CorruptPackError, match="brotli"):
-        decode_frame("brotli", frame, payload[: frame.stored_length], memoryview(bytearray(frame.raw_length)))
+        decode_frame(
+            "brotli",
+            frame,
+            payload[: frame.stored_length],
+            memoryview(bytearray(frame.raw_length)),
+        )
 
 
 def test_pack_id_depends_on_namespace_keys_and_codec_only() -> None:
@@ -150,7 +189,10 @@ def test_verify_frame_other_keys_or_namespace_raise_corrupt() -> None:
     (frame,) = table.frames
     stored = payload[: frame.stored_length]
     verify_frame(frame, [stored], frame_seed(NAMESPACE, table.keys.data))
-    for seed in (frame_seed(bytes(16), table.keys.data), frame_seed(NAMESPACE, table.keys.data[::-1])):
+    for seed in (
+        frame_seed(bytes(16), table.keys.data),
+        frame_seed(NAMESPACE, table.keys.data[::-1]),
+    ):
         with pytest.raises(CorruptPackError, match="frame checksum"):
             verify_frame(frame, [stored], seed)
     with pytest.raises(CorruptPackError):
@@ -182,11 +224,23 @@ def test_pack_format_matches_documentation() -> None:
     assert magic == b"PKVPACK1"
     body = pack[-24 - length : -24]
     assert xxhash.xxh3_64_intdigest(body) == checksum
-    version, key_length, frames, blocks, codec_length, payload_length, raw, namespace, name = struct.unpack_from(
-        "<HHIIIQQ16s16s", body
-    )
+    (
+        version,
+        key_length,
+        frames,
+        blocks,
+        codec_length,
+        payload_length,
+        raw,
+        namespace,
+        name,
+    ) = struct.unpack_from("<HHIIIQQ16s16s", body)
     assert (version, key_length, frames, blocks, codec_length) == (1, 0, 2, 5, 3)
-    assert (payload_length, raw, namespace) == (len(payload), 3 * 5000 + 2 * 9, NAMESPACE)
+    assert (payload_length, raw, namespace) == (
+        len(payload),
+        3 * 5000 + 2 * 9,
+        NAMESPACE,
+    )
     assert body[64:67] == b"raw"
     rows = [struct.unpack_from("<IIIIQQQ", body, 67 + 40 * index) for index in range(2)]
     lengths = struct.unpack_from("<5H", body, 67 + 80)
@@ -194,14 +248,23 @@ def test_pack_format_matches_documentation() -> None:
     assert lengths == (36, 36, 36, 12, 12)
     assert keys == b"".join([*parts[0].keys, *parts[1].keys])
     assert (
-        name == hashlib.blake2b(namespace + b"raw\0" + struct.pack("<H5H", 0, *lengths) + keys, digest_size=16).digest()
+        name
+        == hashlib.blake2b(
+            namespace + b"raw\0" + struct.pack("<H5H", 0, *lengths) + keys,
+            digest_size=16,
+        ).digest()
     )
 
     (seed_of_namespace,) = struct.unpack_from("<Q", namespace)
     at = 0
     for part, row in zip(parts, rows, strict=True):
         group, count, block_bytes, depth, offset, stored, frame_checksum = row
-        assert (group, count, block_bytes, depth) == (part.group, len(part.keys), part.block_bytes, 0)
+        assert (group, count, block_bytes, depth) == (
+            part.group,
+            len(part.keys),
+            part.block_bytes,
+            0,
+        )
         joined = b"".join(part.keys)
         assert keys[at : at + len(joined)] == joined
         at += len(joined)
@@ -218,9 +281,14 @@ def test_pack_writer_frames_encoded_ahead_give_same_pack(codec: Codec) -> None:
     """Frames keep their order, and pieces that are still referenced keep their content."""
     blocks = np.random.default_rng(5).integers(0, 8, (40, 256 << 10), dtype=np.uint8)
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(40)]
-    segments = [Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)]
+    segments = [
+        Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)
+    ]
     executor = Executor(3, lambda: None)
-    plain, ahead = (PackWriter(NAMESPACE, codec, segments, ahead) for ahead in (None, executor.ahead))
+    plain, ahead = (
+        PackWriter(NAMESPACE, codec, segments, ahead)
+        for ahead in (None, executor.ahead)
+    )
     expected, pieces = b"".join(plain.stream()), list(ahead.stream())
     assert b"".join(pieces) == expected
     assert ahead.table == plain.table
@@ -245,7 +313,9 @@ def test_pack_writer_settle_waits_for_frames_being_encoded() -> None:
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(12)]
     source = Slow([np.zeros((12, 1 << 20), np.uint8)])
     executor = Executor(2, lambda: None)
-    writer = PackWriter(NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], executor.ahead)
+    writer = PackWriter(
+        NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], executor.ahead
+    )
     stream = writer.stream()
     next(stream)
     inside.acquire(timeout=30)

@@ -1,4 +1,5 @@
-"""Damaged, truncated or forged pack tables: parsing reports corruption or returns a consistent table."""
+"""Damaged, truncated or forged pack tables: parsing reports corruption or returns a consistent
+table."""
 
 from __future__ import annotations
 
@@ -23,16 +24,25 @@ from tests.storage.packs import FRAME, HEADER, NAMESPACE, TRAILER, sealed, write
 
 REAL = [
     write(sample_segment(1, blocks=40, block_bytes=65_536))[1].encode(),
-    write(sample_segment(1, blocks=2, hash_bytes=8), sample_segment(2, group=1, blocks=3), codec=ZstdCodec())[
-        1
-    ].encode(),
+    write(
+        sample_segment(1, blocks=2, hash_bytes=8),
+        sample_segment(2, group=1, blocks=3),
+        codec=ZstdCodec(),
+    )[1].encode(),
     write(sample_segment(3, blocks=1, block_bytes=2 << 20))[1].encode(),
 ]
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(REAL), st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=6))
-def test_pack_table_parse_flipped_bytes_raise_corrupt(encoded: bytes, flips: list[tuple[int, int]]) -> None:
+@given(
+    st.sampled_from(REAL),
+    st.lists(
+        st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=6
+    ),
+)
+def test_pack_table_parse_flipped_bytes_raise_corrupt(
+    encoded: bytes, flips: list[tuple[int, int]]
+) -> None:
     damaged = bytearray(encoded)
     for position, value in flips:
         damaged[position % len(encoded)] ^= value
@@ -43,7 +53,9 @@ def test_pack_table_parse_flipped_bytes_raise_corrupt(encoded: bytes, flips: lis
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(REAL), st.integers(0, 1 << 16), st.binary(max_size=64))
-def test_pack_table_parse_truncated_raises_and_prefix_is_ignored(encoded: bytes, cut: int, extra: bytes) -> None:
+def test_pack_table_parse_truncated_raises_and_prefix_is_ignored(
+    encoded: bytes, cut: int, extra: bytes
+) -> None:
     with pytest.raises(CorruptPackError):
         PackTable.parse(encoded[: cut % len(encoded)])
     assert PackTable.parse(extra + encoded) == PackTable.parse(encoded)
@@ -51,8 +63,11 @@ def test_pack_table_parse_truncated_raises_and_prefix_is_ignored(encoded: bytes,
 
 @settings(max_examples=600, deadline=None)
 @given(st.sampled_from(REAL), st.data())
-def test_pack_table_parse_forged_table_is_sound_or_raises_corrupt(encoded: bytes, data: st.DataObject) -> None:
-    """Damaged tables with valid checksums: an accepted table keeps every guarantee that readers rely on."""
+def test_pack_table_parse_forged_table_is_sound_or_raises_corrupt(
+    encoded: bytes, data: st.DataObject
+) -> None:
+    """Damaged tables with valid checksums: an accepted table keeps every guarantee that readers
+    rely on."""
     body = bytearray(encoded[: -TRAILER.size])
     for _ in range(data.draw(st.integers(1, 4))):
         kind = data.draw(st.sampled_from(["flip", "number", "cut", "insert"]))
@@ -61,11 +76,24 @@ def test_pack_table_parse_forged_table_is_sound_or_raises_corrupt(encoded: bytes
             body[at] ^= data.draw(st.integers(1, 255))
         elif kind == "number":
             number = data.draw(
-                st.sampled_from([0, 1, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1])
+                st.sampled_from(
+                    [
+                        0,
+                        1,
+                        0xFF,
+                        0xFFFF,
+                        0x7FFFFFFF,
+                        0xFFFFFFFF,
+                        (1 << 63) - 1,
+                        (1 << 64) - 1,
+                    ]
+                )
             )
             width = data.draw(st.sampled_from([2, 4, 8]))
             at -= at % width
-            body[at : at + width] = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+            body[at : at + width] = (number & ((1 << 8 * width) - 1)).to_bytes(
+                width, "little"
+            )
         elif kind == "cut":
             del body[at : at + data.draw(st.integers(1, 60))]
         else:
@@ -83,7 +111,12 @@ def test_pack_table_parse_forged_table_is_sound_or_raises_corrupt(encoded: bytes
 
 def check_sound(table: PackTable) -> None:
     keys = table.keys.unpack()
-    assert len(keys) == len(set(keys)) == len(table.keys) == sum(frame.block_count for frame in table.frames)
+    assert (
+        len(keys)
+        == len(set(keys))
+        == len(table.keys)
+        == sum(frame.block_count for frame in table.frames)
+    )
     assert table.raw_length == sum(frame.raw_length for frame in table.frames)
     end = 0
     for frame in table.frames:
@@ -103,7 +136,8 @@ def test_pack_table_parse_garbage_raises_corrupt(data: bytes) -> None:
 
 
 def forged(**changes: Any) -> bytes:
-    """Return a table of one frame of 4 blocks; ``changes`` replace fields of its header and frame."""
+    """Return a table of one frame of 4 blocks; ``changes`` replace fields of its header and
+    frame."""
     header = {
         "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "payload": 16384, "raw": 16384,
         "namespace": NAMESPACE, "name": bytes(16),
@@ -139,7 +173,10 @@ def test_pack_table_parse_valid_table_returns_frames() -> None:
         ({"count": 3, "raw": 12288}, "frame length"),
         ({"count": 0}, "frame length"),
         ({"block_bytes": 0}, "frame length"),
-        ({"block_bytes": 0xFFFFFFFF, "codec": b"lz9", "raw": 4 * 0xFFFFFFFF}, "frame length"),
+        (
+            {"block_bytes": 0xFFFFFFFF, "codec": b"lz9", "raw": 4 * 0xFFFFFFFF},
+            "frame length",
+        ),
         ({"stored": 16385, "codec": b"lz9"}, "frame length"),
         ({"stored": 100}, "frame length"),
         ({"stored": (1 << 64) - 1}, "frame length"),
@@ -151,12 +188,15 @@ def test_pack_table_parse_valid_table_returns_frames() -> None:
         ({"payload": (1 << 64) - 4096}, "payload length"),
     ],
 )
-def test_pack_table_parse_wrong_field_raises_and_names_it(changes: dict[str, Any], field: str) -> None:
+def test_pack_table_parse_wrong_field_raises_and_names_it(
+    changes: dict[str, Any], field: str
+) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptPackError) as caught:
             PackTable.parse(forged(**changes))
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # no allocation depends on a claimed size
+        # no allocation depends on a claimed size
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
     assert caught.value.field == field
@@ -167,16 +207,32 @@ def table_with(keys: list[bytes], key_length: int) -> bytes:
 
     :param key_length: 0 to write the length of each key.
     """
-    lengths = b"" if key_length else b"".join(len(key).to_bytes(2, "little") for key in keys)
-    sizes = {"block_bytes": 1, "raw": len(keys), "stored": len(keys), "payload": align(len(keys))}
-    changes = {"blocks": len(keys), "count": len(keys), "key_length": key_length, **sizes}
+    lengths = (
+        b"" if key_length else b"".join(len(key).to_bytes(2, "little") for key in keys)
+    )
+    sizes = {
+        "block_bytes": 1,
+        "raw": len(keys),
+        "stored": len(keys),
+        "payload": align(len(keys)),
+    }
+    changes = {
+        "blocks": len(keys),
+        "count": len(keys),
+        "key_length": key_length,
+        **sizes,
+    }
     return forged(keys=lengths + b"".join(keys), **changes)
 
 
 @pytest.mark.parametrize("key_length", [0, 4, 12, 36])
 @pytest.mark.parametrize("count", [2, 20, 100, 300])
-def test_pack_table_parse_repeated_key_raises_corrupt(count: int, key_length: int) -> None:
-    keys = [number.to_bytes(4, "big") * (key_length // 4 or 9) for number in range(count)]
+def test_pack_table_parse_repeated_key_raises_corrupt(
+    count: int, key_length: int
+) -> None:
+    keys = [
+        number.to_bytes(4, "big") * (key_length // 4 or 9) for number in range(count)
+    ]
     assert PackTable.parse(table_with(keys, key_length)).keys.unpack() == keys
     for first, second in ((0, 1), (0, count - 1), (count // 2, count - 1)):
         if first < second:

@@ -53,12 +53,16 @@ class Hosted:
         layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))
         encoded = Identity.of(identity or {"weights": "w"}).encode()
         hello = Hello(url, encoded, layout, StoreOptions(**{"events": True, **options}))  # type: ignore[arg-type]
-        client = StoreClient(host, hello, max_queue_bytes=max_queue_bytes, watchdog_s=watchdog_s)
+        client = StoreClient(
+            host, hello, max_queue_bytes=max_queue_bytes, watchdog_s=watchdog_s
+        )
         self.clients.append(client)
         self.hosts.append(host)
         return client
 
-    def finish(self, client: StoreClient, job_id: int, timeout_s: float = 90.0) -> JobOutcome:
+    def finish(
+        self, client: StoreClient, job_id: int, timeout_s: float = 90.0
+    ) -> JobOutcome:
         """Poll until the job ends; return its outcome."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -1,7 +1,8 @@
-"""Engine that tests kill: it stores jobs, forks a child, and waits after all jobs have been accepted.
+"""Engine that tests kill: it stores jobs, forks a child, and waits after all jobs have been
+accepted.
 
-``python -m tests.storage.host.engine_program URL FIRST_KEY SIZES``: one job for each number of blocks in SIZES, such as
-``100,3``. It writes the PID of its host process to standard output.
+``python -m tests.storage.host.engine_program URL FIRST_KEY SIZES``: one job for each number of
+blocks in SIZES, such as ``100,3``. It writes the PID of its host process to standard output.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.storage.host.jobs import BLOCK, make_keys
 
 def main(url: str, first: str, sizes: str) -> None:
     """Run until killed."""
-    for signum in (signal.SIGCHLD, signal.SIGALRM):  # the host process must not inherit any of these four settings
+    # the host process must not inherit any of these four settings
+    for signum in (signal.SIGCHLD, signal.SIGALRM):
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -32,7 +34,9 @@ def main(url: str, first: str, sizes: str) -> None:
         os.write(fd, content(number))
     host = ProcessHost((fd,), sum(counts) * BLOCK)
     layout = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),))
-    hello = Hello(url, Identity.of({"weights": "w"}).encode(), layout, StoreOptions(max_age_s=1e6))
+    hello = Hello(
+        url, Identity.of({"weights": "w"}).encode(), layout, StoreOptions(max_age_s=1e6)
+    )
     client = StoreClient(host, hello, max_queue_bytes=1 << 30)
     client.open()
     if os.fork() == 0:  # the child keeps the engine's end of the socket open
@@ -41,7 +45,9 @@ def main(url: str, first: str, sizes: str) -> None:
     row = 0
     for job, count in enumerate(counts):
         keys = make_keys(count, int(first) + row)
-        client.submit_store(job, "a", keys, range(row, row + count), None, count * BLOCK)
+        client.submit_store(
+            job, "a", keys, range(row, row + count), None, count * BLOCK
+        )
         row += count
     answered = 0
     while answered < len(counts):

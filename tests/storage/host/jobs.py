@@ -18,7 +18,10 @@ BLOCK = 64 << 10
 
 
 def make_keys(count: int, start: int = 0) -> list[bytes]:
-    return [number.to_bytes(32, "little") + bytes(4) for number in range(start, start + count)]
+    return [
+        number.to_bytes(32, "little") + bytes(4)
+        for number in range(start, start + count)
+    ]
 
 
 def end(request: str, keys: list[bytes]) -> RequestEnd:
@@ -37,7 +40,13 @@ class SignalledHost(ProcessHost):
 
     started = 0
 
-    def __init__(self, region_fds: Sequence[int], region_bytes: int, number: signal.Signals, processes: int) -> None:
+    def __init__(
+        self,
+        region_fds: Sequence[int],
+        region_bytes: int,
+        number: signal.Signals,
+        processes: int,
+    ) -> None:
         super().__init__(region_fds, region_bytes)
         self._number = number
         self._processes = processes
@@ -79,4 +88,5 @@ hello = Hello(sys.argv[1], Identity.of({"weights": "w"}).encode(), layout, Store
 client = StoreClient(ProcessHost((fd,), 1 << 20), hello, max_queue_bytes=1 << 30)
 client.open()
 """
-"""Beginning of a program that is PID 1 of its namespace and opens the store of its first argument."""
+"""Beginning of a program that is PID 1 of its namespace and opens the store of its first
+argument."""

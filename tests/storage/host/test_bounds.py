@@ -1,4 +1,5 @@
-"""Queues to a store that accepts little or nothing are bounded, and the engine never blocks on them."""
+"""Queues to a store that accepts little or nothing are bounded, and the engine never blocks on
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from persistkv.storage.records import News, RequestEnd
 from tests.storage.host.jobs import BLOCK, make_keys, pid_of
 
 
-def test_submit_store_beyond_queue_bytes_is_refused(hosted: Any, tmp_path: Path) -> None:
+def test_submit_store_beyond_queue_bytes_is_refused(
+    hosted: Any, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=80 * BLOCK)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
@@ -34,7 +37,9 @@ def test_submit_store_beyond_queue_bytes_is_refused(hosted: Any, tmp_path: Path)
     assert hosted.finish(client, 3).failed == []
 
 
-def test_submit_store_job_larger_than_queue_is_accepted_alone(hosted: Any, tmp_path: Path) -> None:
+def test_submit_store_job_larger_than_queue_is_accepted_alone(
+    hosted: Any, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=BLOCK)
     client.open()
     client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
@@ -43,13 +48,18 @@ def test_submit_store_job_larger_than_queue_is_accepted_alone(hosted: Any, tmp_p
     assert hosted.finish(client, 1).failed == []
 
 
-def test_client_stopped_host_process_does_not_block_engine(hosted: Any, tmp_path: Path) -> None:
-    """The engine queues thousands of messages to a process that reads none, and never blocks on them."""
+def test_client_stopped_host_process_does_not_block_engine(
+    hosted: Any, tmp_path: Path
+) -> None:
+    """The engine queues thousands of messages to a process that reads none, and never blocks on
+    them."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=1 << 40)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
     for job in range(3000):
-        client.submit_store(job, "a", make_keys(128, 128 * job), range(128), None, 128 * BLOCK)
+        client.submit_store(
+            job, "a", make_keys(128, 128 * job), range(128), None, 128 * BLOCK
+        )
         assert client.poll() == []
     os.kill(pid_of(hosted), signal.SIGKILL)
     os.kill(pid_of(hosted), signal.SIGCONT)
@@ -61,8 +71,12 @@ def test_client_stopped_host_process_does_not_block_engine(hosted: Any, tmp_path
     assert client.counters.lost_jobs == 3000
 
 
-def test_touch_sends_held_keys_once_and_drops_overflow(hosted: Any, tmp_path: Path) -> None:
-    client = hosted.connect(f"lmdb://{tmp_path}/store?capacity=64MiB", "inline", max_age_s=0.0)
+def test_touch_sends_held_keys_once_and_drops_overflow(
+    hosted: Any, tmp_path: Path
+) -> None:
+    client = hosted.connect(
+        f"lmdb://{tmp_path}/store?capacity=64MiB", "inline", max_age_s=0.0
+    )
     client.touch(make_keys(3))  # the store is not open yet
     client.open()
     held = make_keys(100)
@@ -86,10 +100,16 @@ def test_touch_sends_held_keys_once_and_drops_overflow(hosted: Any, tmp_path: Pa
     assert sent == [100], "only held keys, each once"
 
 
-def test_events_overflow_of_idle_engine_reports_loss(hosted: Any, tmp_path: Path) -> None:
-    """The keys in the events of an idle engine are bounded on both sides while another process fills the store."""
+def test_events_overflow_of_idle_engine_reports_loss(
+    hosted: Any, tmp_path: Path
+) -> None:
+    """The keys in the events of an idle engine are bounded on both sides while another process
+    fills the store."""
     url = f"lmdb://{tmp_path}/store?capacity=256MiB"
-    idle, busy = hosted.connect(url, "inline", refresh_s=0.0), hosted.connect(url, "inline", max_age_s=0.0)
+    idle, busy = (
+        hosted.connect(url, "inline", refresh_s=0.0),
+        hosted.connect(url, "inline", max_age_s=0.0),
+    )
     idle.open()
     busy.open()
     busy.submit_store(1, "a", make_keys(128), range(128), None, 128 * BLOCK)
@@ -109,7 +129,9 @@ def test_events_overflow_of_idle_engine_reports_loss(hosted: Any, tmp_path: Path
 
 
 def test_take_events_without_subscription_is_empty(hosted: Any, tmp_path: Path) -> None:
-    client = hosted.connect(f"lmdb://{tmp_path}/store", "inline", events=False, max_age_s=0.0)
+    client = hosted.connect(
+        f"lmdb://{tmp_path}/store", "inline", events=False, max_age_s=0.0
+    )
     client.open()
     client.submit_store(1, "a", make_keys(3), range(3), None, 3 * BLOCK)
     assert client.flush(90)
@@ -121,7 +143,11 @@ def delete_all_of(client: StoreClient, key: bytes) -> None:
     """Delete all packs that hold this key, as another process."""
     backend = open_backend(client.supervisor.hello.url)
     (space,) = backend.namespaces()
-    packs = [table.pack_id for table in backend.changes(space.id, None).added if key in table.keys.unpack()]
+    packs = [
+        table.pack_id
+        for table in backend.changes(space.id, None).added
+        if key in table.keys.unpack()
+    ]
     backend.commit(space.id, CommitBatch(deletions=packs))
     backend.close()
 
@@ -151,13 +177,18 @@ def test_end_request_without_keys_counts_toward_queue_bound(
         patch.setattr(client.supervisor.connection, "send", lambda message: None)
         for number in range(80_000):
             client.end_request(RequestEnd(f"r{number}", f"m{number}", ([],), 0, 16))
-        client.end_request(RequestEnd("long", "long", ([],), 0, 16, True, {"label": "x" * (32 << 20)}))
+        client.end_request(
+            RequestEnd("long", "long", ([],), 0, 16, True, {"label": "x" * (32 << 20)})
+        )
     assert client.counters.refused_ends > 1000
     assert "long" in client.take_persisted()
 
 
-def test_touch_stopped_host_bounds_queued_bytes(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reply is pending, so the watchdog does not check the stopped host; the queue to it is still bounded."""
+def test_touch_stopped_host_bounds_queued_bytes(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reply is pending, so the watchdog does not check the stopped host; the queue to it is
+    still bounded."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     held = make_keys(128)

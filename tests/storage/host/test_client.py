@@ -19,14 +19,25 @@ from persistkv.errors import HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.protocol import Hello, JobDone, Opened, Ping, Pong, Table, ToEngine, ToStore
+from persistkv.storage.host.protocol import (
+    Hello,
+    JobDone,
+    Opened,
+    Ping,
+    Pong,
+    Table,
+    ToEngine,
+    ToStore,
+)
 from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.index import Index
 from persistkv.storage.records import News, RequestEnd, StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, end, make_keys, pid_of, wait_for
 
 
-def test_client_idle_receives_keys_of_other_clients(hosted: Any, tmp_path: Path) -> None:
+def test_client_idle_receives_keys_of_other_clients(
+    hosted: Any, tmp_path: Path
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     resting, writing = hosted.connect(url), hosted.connect(url)
     resting.open()
@@ -45,7 +56,9 @@ def test_client_idle_receives_keys_of_other_clients(hosted: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_client_stored_blocks_load_after_reopen(hosted: Any, tmp_path: Path, kind: str) -> None:
+def test_client_stored_blocks_load_after_reopen(
+    hosted: Any, tmp_path: Path, kind: str
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, kind)
     client.open()
@@ -54,7 +67,11 @@ def test_client_stored_blocks_load_after_reopen(hosted: Any, tmp_path: Path, kin
     assert hosted.finish(client, 1).failed == []
     client.submit_store(2, "a", small, [100, 101, 102], [70, 71, 72], 3 * BLOCK)
     outcome = hosted.finish(client, 2)
-    assert (outcome.failed, outcome.refused, outcome.num_bytes) == ([], False, 3 * BLOCK)
+    assert (outcome.failed, outcome.refused, outcome.num_bytes) == (
+        [],
+        False,
+        3 * BLOCK,
+    )
     client.end_request(end("a", large + small))
     assert client.flush(90)
     assert client.take_persisted() == {"a": True}
@@ -78,7 +95,9 @@ def test_client_stored_blocks_load_after_reopen(hosted: Any, tmp_path: Path, kin
     assert stats.host.counters.missed_blocks == 1
 
 
-def test_submit_store_invalid_key_raises_and_queues_nothing(hosted: Any, tmp_path: Path) -> None:
+def test_submit_store_invalid_key_raises_and_queues_nothing(
+    hosted: Any, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     with pytest.raises(ValueError, match="keys have 0"):
@@ -88,14 +107,18 @@ def test_submit_store_invalid_key_raises_and_queues_nothing(hosted: Any, tmp_pat
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("request_id", ["\ud800", 7])
-def test_client_request_id_without_encoding_is_refused(hosted: Any, tmp_path: Path, kind: str, request_id: Any) -> None:
+def test_client_request_id_without_encoding_is_refused(
+    hosted: Any, tmp_path: Path, kind: str, request_id: Any
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", kind)
     client.open()
     client.submit_store(1, request_id, make_keys(2), range(2), None, 2 * BLOCK)
     outcome = hosted.finish(client, 1)
     assert (outcome.refused, outcome.failed) == (True, make_keys(2))
     client.end_request(end(request_id, make_keys(2)))
-    labelled = RequestEnd("a", "m-a", (make_keys(2),), 32, 16, labels={"session": "\ud800"})
+    labelled = RequestEnd(
+        "a", "m-a", (make_keys(2),), 32, 16, labels={"session": "\ud800"}
+    )
     client.end_request(labelled)
     assert client.take_persisted() == {request_id: False, "a": False}
     assert not client.has_pending_work
@@ -119,8 +142,11 @@ def test_client_host_dying_after_each_answer_is_restarted_ever_later(
         assert f"in {delay} s or more" in caplog.text
 
 
-def test_host_ignores_termination_signals_and_commits_on_close(hosted: Any, tmp_path: Path) -> None:
-    """A supervisor signals all processes of a unit at once; the host still commits all accepted blocks."""
+def test_host_ignores_termination_signals_and_commits_on_close(
+    hosted: Any, tmp_path: Path
+) -> None:
+    """A supervisor signals all processes of a unit at once; the host still commits all accepted
+    blocks."""
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, max_age_s=1e6)
     client.open()
@@ -161,7 +187,9 @@ def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
 
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
     hello = Hello("lmdb:///absent", b"{}", layout, StoreOptions())
-    client = StoreClient(Slow(memoryview(b"")), hello, max_queue_bytes=1 << 30, watchdog_s=0.3)
+    client = StoreClient(
+        Slow(memoryview(b"")), hello, max_queue_bytes=1 << 30, watchdog_s=0.3
+    )
     fd, slots = Index().share()
     host.send(Opened(Table(slots, fd), ""))
     client.open()
@@ -187,7 +215,9 @@ def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
     client.close()
 
 
-def test_watchdog_detects_stopped_host_with_only_end_pending(hosted: Any, tmp_path: Path) -> None:
+def test_watchdog_detects_stopped_host_with_only_end_pending(
+    hosted: Any, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=0.2)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
@@ -217,12 +247,18 @@ def test_client_malformed_reply_ends_host_not_engine(
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
-    monkeypatch.setattr(client.supervisor.connection, "receive", lambda: [JobDone(1, PackedKeys(b"abc", 2), 0)])
+    monkeypatch.setattr(
+        client.supervisor.connection,
+        "receive",
+        lambda: [JobDone(1, PackedKeys(b"abc", 2), 0)],
+    )
     client.poll()
     assert client.state is not State.OPEN
 
 
-def test_client_killed_host_fails_jobs_and_restarts(hosted: Any, tmp_path: Path) -> None:
+def test_client_killed_host_fails_jobs_and_restarts(
+    hosted: Any, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     durable = make_keys(70)
@@ -252,8 +288,11 @@ def test_client_killed_host_fails_jobs_and_restarts(hosted: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_client_host_killed_mid_job_answers_each_job_once(hosted: Any, tmp_path: Path, seed: int) -> None:
-    """At any time of the kill, each job is answered once, and every stored block has its content."""
+def test_client_host_killed_mid_job_answers_each_job_once(
+    hosted: Any, tmp_path: Path, seed: int
+) -> None:
+    """At any time of the kill, each job is answered once, and every stored block has its
+    content."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     content = hosted.array.copy()
@@ -261,7 +300,9 @@ def test_client_host_killed_mid_job_answers_each_job_once(hosted: Any, tmp_path:
     for job in range(8):
         keys = make_keys(16, 16 * job)
         jobs[job] = keys
-        client.submit_store(job, "a", keys, range(16 * job, 16 * job + 16), None, 16 * BLOCK)
+        client.submit_store(
+            job, "a", keys, range(16 * job, 16 * job + 16), None, 16 * BLOCK
+        )
     time.sleep(0.004 * seed)
     os.kill(pid_of(hosted), signal.SIGKILL)
     answered: list[int] = []
@@ -281,7 +322,9 @@ def test_client_host_killed_mid_job_answers_each_job_once(hosted: Any, tmp_path:
             hosted.array[:] = content
 
 
-def test_watchdog_silent_host_is_killed_and_restarted(hosted: Any, tmp_path: Path) -> None:
+def test_watchdog_silent_host_is_killed_and_restarted(
+    hosted: Any, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=0.2)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
@@ -290,7 +333,9 @@ def test_watchdog_silent_host_is_killed_and_restarted(hosted: Any, tmp_path: Pat
     wait_for(client, State.OPEN)
 
 
-def test_process_host_cpu_wait_s_counts_time_without_cpu(hosted: Any, tmp_path: Path) -> None:
+def test_process_host_cpu_wait_s_counts_time_without_cpu(
+    hosted: Any, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     for thread in os.listdir(f"/proc/{pid_of(hosted)}/task"):
@@ -301,7 +346,8 @@ def test_process_host_cpu_wait_s_counts_time_without_cpu(hosted: Any, tmp_path: 
         for _ in range(2 * len(os.sched_getaffinity(0))):
             stack.callback(stack.enter_context(subprocess.Popen(spin)).kill)
         job = 0
-        while client.supervisor.host.cpu_wait_s() < before + 0.05:  # the test's timeout ends this
+        # the test's timeout ends this
+        while client.supervisor.host.cpu_wait_s() < before + 0.05:
             job += 1
             client.submit_store(job, "a", make_keys(1, job), [0], None, BLOCK)
             assert hosted.finish(client, job).failed == []

@@ -1,4 +1,5 @@
-"""Concurrent loads, transactions and shutdown: a store on threads, over a medium that blocks on request."""
+"""Concurrent loads, transactions and shutdown: a store on threads, over a medium that blocks on
+request."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ class Medium:
 
     def __init__(self) -> None:
         self.backend = FaultyBackend.of(MemoryBackend())
-        self.commits, self.reads = Gate(self.backend, "commit"), Gate(self.backend, "read")
+        self.commits, self.reads = (
+            Gate(self.backend, "commit"),
+            Gate(self.backend, "read"),
+        )
 
     def open(self) -> None:
         self.commits.open()
@@ -84,13 +88,18 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 def make_keys(count: int, start: int = 0) -> list[bytes]:
-    return [number.to_bytes(32, "little") + bytes(4) for number in range(start, start + count)]
+    return [
+        number.to_bytes(32, "little") + bytes(4)
+        for number in range(start, start + count)
+    ]
 
 
 @pytest.fixture
 def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
     medium = Medium()
-    monkeypatch.setattr("persistkv.storage.host.server.open_backend", lambda url: medium.backend)
+    monkeypatch.setattr(
+        "persistkv.storage.host.server.open_backend", lambda url: medium.backend
+    )
     yield medium
     medium.open()
     medium.backend.inner.close()
@@ -98,7 +107,9 @@ def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
 
 @pytest.fixture
 def client(hosted: Any, medium: Medium) -> StoreClient:
-    opened: StoreClient = hosted.connect("lmdb:///gated", "thread", max_age_s=1e6, refresh_s=0.01)
+    opened: StoreClient = hosted.connect(
+        "lmdb:///gated", "thread", max_age_s=1e6, refresh_s=0.01
+    )
     opened.open()
     return opened
 
@@ -108,7 +119,9 @@ def store(client: StoreClient, job: int, keys: list[bytes], first_row: int = 0) 
     client.submit_store(job, f"r{job}", keys, rows, range(len(keys)), len(keys) * BLOCK)
 
 
-def test_load_continues_while_commit_is_blocked(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_load_continues_while_commit_is_blocked(
+    hosted: Any, client: StoreClient, medium: Medium
+) -> None:
     store(client, 1, make_keys(64))
     assert hosted.finish(client, 1).failed == []
     medium.commits.shut()
@@ -141,17 +154,24 @@ def test_store_small_job_is_acknowledged_while_commit_is_blocked(
     assert medium.commits.most_running == 1
 
 
-def test_store_job_with_keys_in_flight_rewrites_failed_blocks(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_store_job_with_keys_in_flight_rewrites_failed_blocks(
+    hosted: Any, client: StoreClient, medium: Medium
+) -> None:
     medium.commits.shut()
     store(client, 1, make_keys(64))
     medium.commits.await_waiting()
     store(client, 2, make_keys(70))  # 64 of them are in flight
-    store(client, 3, make_keys(64, 32), 32)  # 32 are in flight with the first job, 6 with the second
+    # 32 are in flight with the first job, 6 with the second
+    store(client, 3, make_keys(64, 32), 32)
     client.flush(0.0)  # includes the blocks that jobs 2 and 3 write after job 1 failed
     medium.commits.errors = ["the disk went away"]
     medium.commits.open()
     outcomes = finish_all(client, {1, 2, 3})
-    assert {job: outcome.failed for job, outcome in outcomes.items()} == {1: make_keys(64), 2: [], 3: []}
+    assert {job: outcome.failed for job, outcome in outcomes.items()} == {
+        1: make_keys(64),
+        2: [],
+        3: [],
+    }
     assert client.flush(PATIENCE_S)
     assert all(map(client.contains, make_keys(96)))
     before = hosted.array[:96].copy()
@@ -174,8 +194,11 @@ def end(request: str, keys: list[bytes]) -> RequestEnd:
     return RequestEnd(request, f"m-{request}", (keys,), 16 * len(keys), 16)
 
 
-def test_load_partly_failed_ends_after_slowest_part(hosted: Any, client: StoreClient, medium: Medium) -> None:
-    """One part of a load fails at once while another part still runs: the rows of both are in use."""
+def test_load_partly_failed_ends_after_slowest_part(
+    hosted: Any, client: StoreClient, medium: Medium
+) -> None:
+    """One part of a load fails at once while another part still runs: the rows of both are in
+    use."""
     store(client, 1, make_keys(128))
     assert hosted.finish(client, 1).failed == []
     assert client.flush(PATIENCE_S)
@@ -205,7 +228,9 @@ def test_load_partly_failed_ends_after_slowest_part(hosted: Any, client: StoreCl
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_close_waits_for_running_commits_and_loads(hosted: Any, medium: Medium, codec: str) -> None:
+def test_close_waits_for_running_commits_and_loads(
+    hosted: Any, medium: Medium, codec: str
+) -> None:
     client = hosted.connect("lmdb:///gated", "thread", codec=codec, max_age_s=1e6)
     client.open()
     store(client, 1, make_keys(64))
@@ -221,7 +246,9 @@ def test_close_waits_for_running_commits_and_loads(hosted: Any, medium: Medium, 
 
     def note_committed() -> None:
         (namespace,) = medium.backend.namespaces()
-        committed.extend(len(table.keys) for table in tables(medium.backend, namespace.id).values())
+        committed.extend(
+            len(table.keys) for table in tables(medium.backend, namespace.id).values()
+        )
 
     medium.backend.before("close", note_committed)
     opener = threading.Timer(0.05, medium.open)
@@ -243,7 +270,9 @@ def test_load_missing_keys_is_answered_while_commit_is_blocked(
     assert hosted.finish(client, 1).failed == []
 
 
-def test_corrupt_pack_is_deleted_after_running_commit_ends(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_corrupt_pack_is_deleted_after_running_commit_ends(
+    hosted: Any, client: StoreClient, medium: Medium
+) -> None:
     store(client, 1, make_keys(64))
     assert hosted.finish(client, 1).failed == []
     (namespace,) = medium.backend.namespaces()
@@ -256,11 +285,15 @@ def test_corrupt_pack_is_deleted_after_running_commit_ends(hosted: Any, client: 
     assert set(hosted.finish(client, 3).failed) < set(make_keys(64))
     medium.commits.open()
     assert hosted.finish(client, 2).failed == []
-    eventually(lambda: not client.poll() and not any(map(client.contains, make_keys(64))))
+    eventually(
+        lambda: not client.poll() and not any(map(client.contains, make_keys(64)))
+    )
     assert all(map(client.contains, make_keys(64, 64)))
 
 
-def test_backend_memory_error_fails_job_and_store_continues(hosted: Any, client: StoreClient, medium: Medium) -> None:
+def test_backend_memory_error_fails_job_and_store_continues(
+    hosted: Any, client: StoreClient, medium: Medium
+) -> None:
     """Any error of the medium fails the job, and the store continues."""
     backend, no_memory = medium.backend, MemoryError("no memory for a frame")
     backend.fail("commit", no_memory)
@@ -283,7 +316,8 @@ def test_backend_memory_error_fails_job_and_store_continues(hosted: Any, client:
 def test_thread_host_internal_error_refuses_running_jobs(
     hosted: Any, client: StoreClient, medium: Medium, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An internal error must not pin rows for ever: a thread, unlike a process, cannot be killed to release them."""
+    """An internal error must not pin rows for ever: a thread, unlike a process, cannot be killed to
+    release them."""
     medium.commits.shut()
     store(client, 1, make_keys(64))
     medium.commits.await_waiting()
@@ -292,7 +326,8 @@ def test_thread_host_internal_error_refuses_running_jobs(
         raise RuntimeError("a fault")
 
     monkeypatch.setattr("persistkv.storage.store.Store.tick", broken)
-    monkeypatch.setattr(threading, "excepthook", lambda raised: None)  # pytest's hook would keep references to the rows
+    # pytest's hook would keep references to the rows
+    monkeypatch.setattr(threading, "excepthook", lambda raised: None)
     client.submit_load(2, make_keys(3, 500), [70, 71, 72])
     answered = {outcome.job_id for outcome in client.poll()}
     medium.commits.open()

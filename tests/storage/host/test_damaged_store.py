@@ -1,4 +1,5 @@
-"""Engines on a damaged store: the host process may die of it, the engine survives and stores its blocks again."""
+"""Engines on a damaged store: the host process may die of it, the engine survives and stores its
+blocks again."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def fill_with_ones(data: bytearray) -> None:
 
 
 def store_all(hosted: Any, client: StoreClient) -> None:
-    client.submit_store(1, "r", KEYS, list(range(COUNT)), None, hosted.array[:COUNT].nbytes)
+    client.submit_store(
+        1, "r", KEYS, list(range(COUNT)), None, hosted.array[:COUNT].nbytes
+    )
     assert hosted.finish(client, 1).failed == []
     assert client.flush(PATIENCE_S)
 
@@ -58,7 +61,8 @@ def test_engine_damaged_store_survives_and_stores_again(
     deadline = time.monotonic() + PATIENCE_S
     while client.state is not State.OPEN or client.contains(KEYS[0]):
         assert time.monotonic() < deadline, "the store does not come back"
-        client.submit_load(2, KEYS, list(range(COUNT, 2 * COUNT)))  # this load may kill the host process
+        # this load may kill the host process
+        client.submit_load(2, KEYS, list(range(COUNT, 2 * COUNT)))
         hosted.finish(client, 2, PATIENCE_S)
     store_all(hosted, client)
     assert all(map(client.contains, KEYS))
@@ -68,8 +72,11 @@ def test_engine_damaged_store_survives_and_stores_again(
     assert len(list((tmp_path / "kv").glob("damaged-*"))) == 1
 
 
-def test_load_corrupt_pack_reports_removal_before_job_ends(hosted: Any, tmp_path: Path) -> None:
-    """Otherwise the engine assumes that recomputed blocks are still stored, and loses them with the pack."""
+def test_load_corrupt_pack_reports_removal_before_job_ends(
+    hosted: Any, tmp_path: Path
+) -> None:
+    """Otherwise the engine assumes that recomputed blocks are still stored, and loses them with the
+    pack."""
     url = f"lmdb://{tmp_path}/kv?capacity=64MiB"
     client = hosted.connect(url)
     client.open()
@@ -81,7 +88,9 @@ def test_load_corrupt_pack_reports_removal_before_job_ends(hosted: Any, tmp_path
     segment.write_bytes(data)
 
     sent: list[Any] = []
-    side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: Executor())
+    side = StoreServer(
+        memoryview(hosted.memory), sent.append, lambda threads: Executor()
+    )
     side.handle(hosted.connect(url).supervisor.hello)
     while not any(isinstance(message, Opened) for message in sent):
         side.step()

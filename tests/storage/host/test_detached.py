@@ -24,7 +24,15 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import ProcessHost, State
 from tests.host_processes import host_processes, kill_tree
 from tests.storage.host.engine_program import content
-from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, end, make_keys, pid_of, wait_for
+from tests.storage.host.jobs import (
+    BLOCK,
+    ENGINE_AS_INIT,
+    KINDS,
+    end,
+    make_keys,
+    pid_of,
+    wait_for,
+)
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "tests.storage.host.engine_program"
@@ -45,7 +53,9 @@ def engine(url: str, first: int, sizes: str) -> Iterator[tuple[int, int]]:
     """Run an engine until its jobs are answered; yield its PID and the PID of its host process."""
     command = [sys.executable, "-m", PROGRAM, url, str(first), sizes]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, process_group=0) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, process_group=0
+    ) as process:
         try:
             assert process.stdout is not None
             yield process.pid, int(process.stdout.readline())
@@ -60,13 +70,17 @@ for number in (signal.SIGINT, signal.SIGHUP):  # ignored in tests that run in th
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 subprocess.run([sys.executable, "-m", *sys.argv[1:]])
 """
-"""Leader of a session with a terminal: makes its standard input the terminal, then runs a module in the foreground."""
+"""Leader of a session with a terminal: makes its standard input the terminal, then runs a module in
+the foreground."""
 
 
 @contextmanager
-def engine_in_terminal(url: str, first: int, sizes: str) -> Iterator[tuple[int, int, int]]:
-    """Run an engine in the foreground of a new terminal until its jobs are answered. Yield the PID of the session's
-    leader, the PID of the host process, and the terminal's other end, which the caller may close.
+def engine_in_terminal(
+    url: str, first: int, sizes: str
+) -> Iterator[tuple[int, int, int]]:
+    """Run an engine in the foreground of a new terminal until its jobs are answered. Yield the PID
+    of the session's leader, the PID of the host process, and the terminal's other end, which the
+    caller may close.
 
     The terminal stops background processes that write to it.
     """
@@ -104,28 +118,45 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 def status(pid: int) -> dict[str, str]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {
+        name: value.strip()
+        for name, _, value in (line.partition(":") for line in lines)
+    }
 
 
-def test_host_process_has_own_group_in_engine_session_and_own_signals(tmp_path: Path) -> None:
+def test_host_process_has_own_group_in_engine_session_and_own_signals(
+    tmp_path: Path,
+) -> None:
     with engine(f"lmdb://{tmp_path}/store", 0, "1") as (pid, host):
         found = status(host)
         ignored = int(found["SigIgn"], 16)
-        assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGALRM, signal.SIGCHLD))
+        assert not any(
+            ignored >> (number - 1) & 1 for number in (signal.SIGALRM, signal.SIGCHLD)
+        )
         assert all(ignored >> (number - 1) & 1 for number in FOR_ENGINE)
         assert int(found["SigBlk"], 16) == 0
         assert int(found["PPid"]) != pid
-        assert os.getsid(host) == os.getsid(pid), "autogroups: it shares the engine's part of the CPU time"
+        assert os.getsid(host) == os.getsid(pid), (
+            "autogroups: it shares the engine's part of the CPU time"
+        )
         assert os.getpgid(host) not in (os.getpgid(pid), os.getpgid(0))
-        assert os.sched_getaffinity(host) == os.sched_getaffinity(0) > os.sched_getaffinity(pid) or os.cpu_count() == 1
+        assert (
+            os.sched_getaffinity(host)
+            == os.sched_getaffinity(0)
+            > os.sched_getaffinity(pid)
+            or os.cpu_count() == 1
+        )
         assert os.readlink(f"/proc/{host}/cwd") == "/"
         limits = Path(f"/proc/{host}/limits").read_text().splitlines()
-        soft, hard = next(line for line in limits if line.startswith("Max open files")).split()[3:5]
+        soft, hard = next(
+            line for line in limits if line.startswith("Max open files")
+        ).split()[3:5]
         assert soft == hard
 
 
 def kill_and_verify(hosted: Any, tmp_path: Path, repeats: int) -> None:
-    """Kill engines with their process trees; each time, the next engine must find all accepted blocks."""
+    """Kill engines with their process trees; each time, the next engine must find all accepted
+    blocks."""
     chance = random.Random(repeats)
     url = f"lmdb://{tmp_path}/store?capacity=1GiB"
     first = 0
@@ -138,7 +169,8 @@ def kill_and_verify(hosted: Any, tmp_path: Path, repeats: int) -> None:
 
 
 def verify(hosted: Any, url: str, first: int, count: int, host: int) -> None:
-    """Check that another engine finds all accepted blocks of a killed one, and that the killed one's host has exited.
+    """Check that another engine finds all accepted blocks of a killed one, and that the killed
+    one's host has exited.
 
     The blocks are not committed before the kill, so they are found only if the host survives it.
     """
@@ -156,12 +188,16 @@ def verify(hosted: Any, url: str, first: int, count: int, host: int) -> None:
     wait_until(lambda: host not in host_processes())
 
 
-def test_accepted_blocks_survive_killed_process_tree(hosted: Any, tmp_path: Path) -> None:
+def test_accepted_blocks_survive_killed_process_tree(
+    hosted: Any, tmp_path: Path
+) -> None:
     kill_and_verify(hosted, tmp_path, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_accepted_blocks_survive_killed_process_group(hosted: Any, tmp_path: Path, number: signal.Signals) -> None:
+def test_accepted_blocks_survive_killed_process_group(
+    hosted: Any, tmp_path: Path, number: signal.Signals
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     with engine(url, 0, "3") as (pid, host):
         os.killpg(os.getpgid(pid), number)
@@ -169,7 +205,9 @@ def test_accepted_blocks_survive_killed_process_group(hosted: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("end", ["leader", "terminal", "interrupt"])
-def test_accepted_blocks_survive_end_of_terminal(hosted: Any, tmp_path: Path, end: str) -> None:
+def test_accepted_blocks_survive_end_of_terminal(
+    hosted: Any, tmp_path: Path, end: str
+) -> None:
     """The leader of the session is killed, the terminal hangs up, or its user presses Ctrl-C."""
     url = f"lmdb://{tmp_path}/store"
     with engine_in_terminal(url, 0, "3") as (leader, host, terminal):
@@ -185,21 +223,27 @@ def test_accepted_blocks_survive_end_of_terminal(hosted: Any, tmp_path: Path, en
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_accepted_blocks_survive_many_killed_process_trees(hosted: Any, tmp_path: Path) -> None:
+def test_accepted_blocks_survive_many_killed_process_trees(
+    hosted: Any, tmp_path: Path
+) -> None:
     kill_and_verify(hosted, tmp_path, SLOW_REPEATS)
 
 
 def wait_until_answered(client: StoreClient, hosted: Any, held: list[bytes]) -> None:
     """Wait for a host that answers."""
     while True:
-        wait_for(client, State.OPEN)  # a host that was just killed may still count as OPEN
+        # a host that was just killed may still count as OPEN
+        wait_for(client, State.OPEN)
         client.submit_load(6, held, range(len(held)))
         if not hosted.finish(client, 6).failed:
             return
 
 
-def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: str = "process") -> None:
-    """End one side during transfers, then reuse the free rows; no transfer may read or write them afterwards."""
+def end_and_reuse(
+    hosted: Any, tmp_path: Path, side: str, repeats: int, kind: str = "process"
+) -> None:
+    """End one side during transfers, then reuse the free rows; no transfer may read or write them
+    afterwards."""
     chance = random.Random(repeats)
     url = f"lmdb://{tmp_path}/store?capacity=256MiB"
     client = hosted.connect(url, kind)
@@ -216,7 +260,9 @@ def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: st
         wait_until_answered(client, hosted, held[:1])
         hosted.array[64:] = 2
         client.submit_load(1, held, range(64))
-        client.submit_store(2, "b", make_keys(64, 1000 + 64 * number), range(64, 128), None, 64 * BLOCK)
+        client.submit_store(
+            2, "b", make_keys(64, 1000 + 64 * number), range(64, 128), None, 64 * BLOCK
+        )
         client.submit_load(3, held, range(64))
         time.sleep(chance.random() * 0.02)
         if side == "engine":
@@ -244,7 +290,9 @@ def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: st
 
 
 @pytest.mark.parametrize("side", ["engine", "host"])
-def test_rows_are_unused_after_engine_close_or_host_kill(hosted: Any, tmp_path: Path, side: str) -> None:
+def test_rows_are_unused_after_engine_close_or_host_kill(
+    hosted: Any, tmp_path: Path, side: str
+) -> None:
     end_and_reuse(hosted, tmp_path, side, 4)
 
 
@@ -258,12 +306,15 @@ def test_rows_are_unused_after_thread_host_close(hosted: Any, tmp_path: Path) ->
 def test_rows_are_unused_after_many_engine_closes_or_host_kills(
     hosted: Any, tmp_path: Path, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "HEALTHY_S", 0.0)  # otherwise each restart waits up to 30 s
+    # otherwise each restart waits up to 30 s
+    monkeypatch.setattr(supervisor, "HEALTHY_S", 0.0)
     end_and_reuse(hosted, tmp_path, side, SLOW_REPEATS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_close_without_time_to_flush_keeps_accepted_blocks(hosted: Any, tmp_path: Path, kind: str) -> None:
+def test_close_without_time_to_flush_keeps_accepted_blocks(
+    hosted: Any, tmp_path: Path, kind: str
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, kind, max_age_s=1e6)
     client.open()
@@ -277,7 +328,8 @@ def test_close_without_time_to_flush_keeps_accepted_blocks(hosted: Any, tmp_path
 
 
 def test_open_with_too_short_region_raises(hosted: Any, tmp_path: Path) -> None:
-    """The host process dies before it replies; it and its replacements are dead when the call returns."""
+    """The host process dies before it replies; it and its replacements are dead when the call
+    returns."""
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     os.ftruncate(hosted.fd, BLOCK)
     host = ProcessHost((hosted.fd,), len(hosted.memory))
@@ -288,7 +340,9 @@ def test_open_with_too_short_region_raises(hosted: Any, tmp_path: Path) -> None:
     os.ftruncate(hosted.fd, len(hosted.memory))
 
 
-def test_region_truncated_in_use_fails_jobs_and_host_restarts(hosted: Any, tmp_path: Path) -> None:
+def test_region_truncated_in_use_fails_jobs_and_host_restarts(
+    hosted: Any, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     held = make_keys(64)
@@ -317,7 +371,9 @@ def full_region(tmp_path: Path) -> Iterator[int]:
     directory = tmp_path / "shm"
     directory.mkdir()
     size = f"size={64 * BLOCK}"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", directory], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", size, "none", directory], capture_output=True
+    ).returncode:
         pytest.skip("mounting a tmpfs needs privileges")
     fd = os.open(directory / "rows", os.O_RDWR | os.O_CREAT)
     try:
@@ -329,9 +385,13 @@ def full_region(tmp_path: Path) -> Iterator[int]:
         subprocess.run(["umount", "--lazy", directory], check=True)
 
 
-def test_region_on_full_tmpfs_fails_jobs_and_host_restarts(hosted: Any, tmp_path: Path, full_region: int) -> None:
+def test_region_on_full_tmpfs_fails_jobs_and_host_restarts(
+    hosted: Any, tmp_path: Path, full_region: int
+) -> None:
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
-    client = StoreClient(ProcessHost((full_region,), 128 * BLOCK), hello, max_queue_bytes=1 << 30)
+    client = StoreClient(
+        ProcessHost((full_region,), 128 * BLOCK), hello, max_queue_bytes=1 << 30
+    )
     hosted.clients.append(client)
     client.open()
     held = make_keys(64)
@@ -341,7 +401,9 @@ def test_region_on_full_tmpfs_fails_jobs_and_host_restarts(hosted: Any, tmp_path
     loaded = hosted.finish(client, 2)
     assert sorted(loaded.failed) == sorted(held), "a system call found the fault"
     for job in (3, 4):
-        client.submit_store(job, "b", make_keys(64, 64), range(64, 128), None, 64 * BLOCK)
+        client.submit_store(
+            job, "b", make_keys(64, 64), range(64, 128), None, 64 * BLOCK
+        )
         stored = hosted.finish(client, job)
         assert stored.refused, "it was ended by SIGBUS"
         wait_for(client, State.OPEN)
@@ -381,12 +443,19 @@ HANGING_DRIVER = """
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Install a driver for LMDB whose calls hang once a file exists; return a function that creates this file."""
+    """Install a driver for LMDB whose calls hang once a file exists; return a function that creates
+    this file."""
     installed = tmp_path / "site" / "hanging-1.dist-info"
     installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1\n")
-    (installed / "entry_points.txt").write_text("[persistkv.backends]\nhanging = hanging_driver:HangingBackend\n")
-    (tmp_path / "site" / "hanging_driver.py").write_text(textwrap.dedent(HANGING_DRIVER))
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: hanging\nVersion: 1\n"
+    )
+    (installed / "entry_points.txt").write_text(
+        "[persistkv.backends]\nhanging = hanging_driver:HangingBackend\n"
+    )
+    (tmp_path / "site" / "hanging_driver.py").write_text(
+        textwrap.dedent(HANGING_DRIVER)
+    )
     monkeypatch.syspath_prepend(tmp_path / "site")
     return lambda call: (tmp_path / f"store.hang-{call}").touch()
 
@@ -402,7 +471,10 @@ def hanging_store(hosted: Any, tmp_path: Path) -> StoreClient:
 
 
 def test_watchdog_hung_read_kills_host_without_stalling_engine(
-    hosted: Any, tmp_path: Path, hanging: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    tmp_path: Path,
+    hanging: Callable[[str], Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = hosted.connect(f"hanging://{tmp_path}/store", watchdog_s=0.3)
     client.open()
@@ -439,14 +511,17 @@ def test_orphan_host_with_hung_read_commits_accepted_blocks(
     time.sleep(0.2)
     pid = pid_of(hosted)
     os.kill(pid, signal.SIGSTOP)
-    client.supervisor.connection.close()  # has the same effect as the death of the engine
+    # has the same effect as the death of the engine
+    client.supervisor.connection.close()
     begin = time.monotonic()
     again = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     again.open()
     assert not any(map(again.contains, make_keys(3, 100)))
     os.kill(pid, signal.SIGCONT)
     # before the alarm, which ends the orphan after 20 s
-    wait_until(lambda: again.poll() == [] and all(map(again.contains, make_keys(3, 100))), 15)
+    wait_until(
+        lambda: again.poll() == [] and all(map(again.contains, make_keys(3, 100))), 15
+    )
     wait_until(lambda: pid not in host_processes(), 30)
     assert time.monotonic() - begin < 25
 
@@ -491,10 +566,26 @@ print(left)
 
 
 @pytest.mark.skipif(
-    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0,
+    subprocess.run(
+        ["unshare", "--pid", "--fork", "true"], capture_output=True, check=False
+    ).returncode
+    != 0,
     reason="PID namespaces need privileges",
 )
 def test_engine_as_pid_1_reaps_host_processes(tmp_path: Path) -> None:
-    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", AS_INIT]
-    ended = subprocess.run([*command, f"lmdb://{tmp_path}/store"], capture_output=True, text=True, check=True)
+    command = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        sys.executable,
+        "-c",
+        AS_INIT,
+    ]
+    ended = subprocess.run(
+        [*command, f"lmdb://{tmp_path}/store"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert ended.stdout == "None\n"

@@ -29,7 +29,13 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_close_after_interrupt_returns_within_timeout(tmp_path: Path, kind: str) -> None:
+def test_close_after_interrupt_returns_within_timeout(
+    tmp_path: Path, kind: str
+) -> None:
     """A job that Ctrl-C interrupted in the caller's stack never ends."""
-    seconds = float(run_interrupted(STORE_UNTIL_INTERRUPTED, f"lmdb://{tmp_path}/store?capacity=1GiB", kind))
+    seconds = float(
+        run_interrupted(
+            STORE_UNTIL_INTERRUPTED, f"lmdb://{tmp_path}/store?capacity=1GiB", kind
+        )
+    )
     assert seconds < 10

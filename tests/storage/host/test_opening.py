@@ -1,4 +1,5 @@
-"""Opening a store: errors reach the engine unchanged, and restarts of the host process resolve the recoverable ones."""
+"""Opening a store: errors reach the engine unchanged, and restarts of the host process resolve the
+recoverable ones."""
 
 from __future__ import annotations
 
@@ -36,12 +37,27 @@ from persistkv.storage.executor import Executor
 from persistkv.storage.host import server
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.protocol import Hello, Opened, OpenFailed, Ping, Pong, ToEngine, ToStore
+from persistkv.storage.host.protocol import (
+    Hello,
+    Opened,
+    OpenFailed,
+    Ping,
+    Pong,
+    ToEngine,
+    ToStore,
+)
 from persistkv.storage.host.server import StoreServer
 from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, SignalledHost, make_keys, wait_for
+from tests.storage.host.jobs import (
+    BLOCK,
+    ENGINE_AS_INIT,
+    KINDS,
+    SignalledHost,
+    make_keys,
+    wait_for,
+)
 
 HELLO = Hello(
     "lmdb:///absent",
@@ -93,8 +109,13 @@ def test_open_failed_error_keeps_type_and_text_across_processes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_open_failure_raises_original_error_type_in_engine(hosted: Any, tmp_path: Path, kind: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"url scheme: 'nope' is not valid; expected one of .*lmdb"):
+def test_open_failure_raises_original_error_type_in_engine(
+    hosted: Any, tmp_path: Path, kind: str
+) -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match=r"url scheme: 'nope' is not valid; expected one of .*lmdb",
+    ):
         hosted.connect("nope:///x", kind).open()
     with pytest.raises(ConfigurationError, match="capacity"):
         hosted.connect(f"lmdb://{tmp_path}/a?capacity=-1", kind).open()
@@ -104,8 +125,15 @@ def test_open_failure_raises_original_error_type_in_engine(hosted: Any, tmp_path
     with pytest.raises(StoreUnavailableError, match="file"):
         hosted.connect(f"lmdb://{tmp_path}/file", kind).open()
     _store(hosted, hosted.connect(f"lmdb://{tmp_path}/b", kind))
-    with pytest.raises(IdentityMismatchError, match="weights: 'other' here, 'w' stored") as caught:
-        hosted.connect(f"lmdb://{tmp_path}/b", kind, identity={"weights": "other"}, strict_identity=True).open()
+    with pytest.raises(
+        IdentityMismatchError, match="weights: 'other' here, 'w' stored"
+    ) as caught:
+        hosted.connect(
+            f"lmdb://{tmp_path}/b",
+            kind,
+            identity={"weights": "other"},
+            strict_identity=True,
+        ).open()
     assert caught.value.differences[0].field == "weights"
 
 
@@ -137,18 +165,24 @@ def test_open_not_required_unusable_store_is_attached_when_it_opens(
     assert client.table.prefix(keys) == 4
 
 
-def test_open_not_required_configuration_mistakes_raise(hosted: Any, tmp_path: Path) -> None:
+def test_open_not_required_configuration_mistakes_raise(
+    hosted: Any, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigurationError, match="capacity"):
         hosted.connect(f"lmdb://{tmp_path}/a?capacity=-1").open(required=False)
     with pytest.raises(ConfigurationError, match="codec"):
         hosted.connect(f"lmdb://{tmp_path}/a", codec="none").open(required=False)
     _store(hosted, hosted.connect(f"lmdb://{tmp_path}/b"))
-    other = hosted.connect(f"lmdb://{tmp_path}/b", identity={"weights": "v"}, strict_identity=True)
+    other = hosted.connect(
+        f"lmdb://{tmp_path}/b", identity={"weights": "v"}, strict_identity=True
+    )
     with pytest.raises(IdentityMismatchError):
         other.open(required=False)
 
 
-def test_open_not_required_dying_hosts_are_restarted_in_background(hosted: Any, tmp_path: Path) -> None:
+def test_open_not_required_dying_hosts_are_restarted_in_background(
+    hosted: Any, tmp_path: Path
+) -> None:
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGKILL, 5)
     client = StoreClient(host, hello, max_queue_bytes=1 << 30)
@@ -171,7 +205,10 @@ with lock.held():
 
 
 def test_open_store_locked_by_stopped_process_is_busy_then_attached(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("persistkv_lmdb.files.OPENING_PATIENCE_S", 0.2)  # 30 s
     path = tmp_path / "store"
@@ -179,7 +216,9 @@ def test_open_store_locked_by_stopped_process_is_busy_then_attached(
     creator.open()
     creator.close()
     command = [sys.executable, "-c", LOCK_HOLDER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.send_signal(signal.SIGSTOP)
@@ -207,7 +246,9 @@ def test_open_identity_notice_reaches_engine_once(
 
 
 @pytest.mark.parametrize("deaths", [1, 3, 4])
-def test_open_host_killed_during_open_restarts_up_to_three_times(hosted: Any, tmp_path: Path, deaths: int) -> None:
+def test_open_host_killed_during_open_restarts_up_to_three_times(
+    hosted: Any, tmp_path: Path, deaths: int
+) -> None:
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGKILL, deaths)
     client = StoreClient(host, template.supervisor.hello, max_queue_bytes=1 << 30)
@@ -222,14 +263,20 @@ def test_open_host_killed_during_open_restarts_up_to_three_times(hosted: Any, tm
     assert host.started == min(deaths + 1, 4)
 
 
-def test_open_unreadable_store_restarts_with_empty_store(hosted: Any, tmp_path: Path) -> None:
-    """An unreadable row ends the first open; the restarted host checks the store, and the engine gets an empty one."""
+def test_open_unreadable_store_restarts_with_empty_store(
+    hosted: Any, tmp_path: Path
+) -> None:
+    """An unreadable row ends the first open; the restarted host checks the store, and the engine
+    gets an empty one."""
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url)
     client.open()
     client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
     assert client.close()
-    with lmdb.open(f"{tmp_path}/store", max_dbs=32) as env, env.begin(write=True) as txn:
+    with (
+        lmdb.open(f"{tmp_path}/store", max_dbs=32) as env,
+        env.begin(write=True) as txn,
+    ):
         txn.put(b"placement", b"extentz", db=env.open_db(b"meta", txn=txn))
     again = hosted.connect(url)
     again.open()
@@ -237,7 +284,9 @@ def test_open_unreadable_store_restarts_with_empty_store(hosted: Any, tmp_path: 
     assert again.flush(90)
 
 
-def test_open_past_timeout_misses_until_store_is_open(hosted: Any, tmp_path: Path) -> None:
+def test_open_past_timeout_misses_until_store_is_open(
+    hosted: Any, tmp_path: Path
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url)
     client.open()
@@ -265,7 +314,9 @@ def test_open_hanging_host_is_killed_and_restarted(
 ) -> None:
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGSTOP, 1)
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
-    client = StoreClient(host, hello, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2)
+    client = StoreClient(
+        host, hello, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2
+    )
     hosted.clients.append(client)
     client.open(timeout_s=0.0)
     assert client.state is State.OPENING
@@ -287,7 +338,13 @@ def test_open_answering_host_gets_ten_times_watchdog_limit() -> None:
         def start(self) -> SocketConnection:
             return SocketConnection(ours, ToEngine)
 
-    client = StoreClient(Slow(memoryview(b"")), HELLO, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2)
+    client = StoreClient(
+        Slow(memoryview(b"")),
+        HELLO,
+        max_queue_bytes=1 << 30,
+        watchdog_s=0.2,
+        least_start_s=0.2,
+    )
     client.open(timeout_s=0.0)
     for longest_s in (0.5, 1.9):
         while Ping() not in host.receive():
@@ -320,7 +377,11 @@ def test_store_server_answers_ping_while_store_opens(
 ) -> None:
     gate, woken = block_open_backend(monkeypatch), threading.Event()
     sent: list[Any] = []
-    side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: Executor(threads, woken.set))
+    side = StoreServer(
+        memoryview(hosted.memory),
+        sent.append,
+        lambda threads: Executor(threads, woken.set),
+    )
     side.handle(msgspec.structs.replace(HELLO, url=f"lmdb://{tmp_path}/store"))
     side.handle(Ping())
     side.step()
@@ -337,7 +398,11 @@ def test_store_server_closed_during_open_closes_store_cleanly(
     hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = block_open_backend(monkeypatch)
-    side = StoreServer(memoryview(hosted.memory), lambda _: None, lambda threads: Executor(threads, lambda: None))
+    side = StoreServer(
+        memoryview(hosted.memory),
+        lambda _: None,
+        lambda threads: Executor(threads, lambda: None),
+    )
     side.handle(hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello)
     threading.Timer(0.05, gate.set).start()
     side.close()
@@ -355,17 +420,31 @@ client.close()
 
 
 @pytest.mark.skipif(
-    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0,
+    subprocess.run(
+        ["unshare", "--pid", "--fork", "true"], capture_output=True, check=False
+    ).returncode
+    != 0,
     reason="PID namespaces need privileges",
 )
 def test_open_host_with_pid_in_use_gets_other_pid(tmp_path: Path) -> None:
     """Containers share a store, and their host processes start with the same PID."""
-    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", IN_CONTAINER]
+    command = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        sys.executable,
+        "-c",
+        IN_CONTAINER,
+    ]
     with ExitStack() as containers:
         for _ in range(3):
             container = containers.enter_context(
                 subprocess.Popen(
-                    [*command, f"lmdb://{tmp_path}/store"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                    [*command, f"lmdb://{tmp_path}/store"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )
             )
             containers.callback(container.kill)

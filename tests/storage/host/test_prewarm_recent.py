@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.host.prewarm import pending_warm, recent_contexts, request_warm, warm_answers
+from persistkv.storage.host.prewarm import (
+    pending_warm,
+    recent_contexts,
+    request_warm,
+    warm_answers,
+)
 from persistkv.storage.records import Choice
 from tests.tools.contexts import Contexts, chain
 
@@ -25,8 +30,14 @@ def writer(tmp_path: Path) -> Iterator[Contexts]:
 
 
 def contexts(writer: Contexts, max_blocks: int, engine: str = "") -> list[list[bytes]]:
-    held = {key for name in ("old", "middle", "new") for key in chain([f"{name}{word}" for word in (1, 2, 3)])}
-    return recent_contexts(writer.backend, writer.namespace, held.__contains__, max_blocks, engine)
+    held = {
+        key
+        for name in ("old", "middle", "new")
+        for key in chain([f"{name}{word}" for word in (1, 2, 3)])
+    }
+    return recent_contexts(
+        writer.backend, writer.namespace, held.__contains__, max_blocks, engine
+    )
 
 
 def keys(name: str) -> list[bytes]:
@@ -45,7 +56,14 @@ def test_recent_contexts_choice_selects_by_id_or_labels(writer: Contexts) -> Non
     held = {*keys("old"), *keys("new")}.__contains__
 
     def chosen(**choice: Any) -> list[list[bytes]]:
-        return recent_contexts(writer.backend, writer.namespace, held, 9, only_asked=True, choice=Choice(**choice))
+        return recent_contexts(
+            writer.backend,
+            writer.namespace,
+            held,
+            9,
+            only_asked=True,
+            choice=Choice(**choice),
+        )
 
     request_warm(writer.backend, writer.namespace, "new")
     assert chosen(request="new") == [keys("new")]
@@ -54,8 +72,13 @@ def test_recent_contexts_choice_selects_by_id_or_labels(writer: Contexts) -> Non
     assert chosen(request="middle") == []  # none of its blocks is held
 
 
-def test_recent_contexts_acknowledges_blocks_and_missing_counts(writer: Contexts) -> None:
-    first, second = (request_warm(writer.backend, writer.namespace, name) for name in ("old", "middle"))
+def test_recent_contexts_acknowledges_blocks_and_missing_counts(
+    writer: Contexts,
+) -> None:
+    first, second = (
+        request_warm(writer.backend, writer.namespace, name)
+        for name in ("old", "middle")
+    )
     assert contexts(writer, 4, "e1") == [keys("old"), keys("middle")[:1]]
     (answer,) = warm_answers(writer.backend, first)
     assert (answer.engine, answer.blocks, answer.missing) == ("e1", 3, 0)
@@ -64,7 +87,9 @@ def test_recent_contexts_acknowledges_blocks_and_missing_counts(writer: Contexts
     assert pending_warm(writer.backend, writer.namespace, "e1") == []
 
 
-def test_recent_contexts_unknown_request_is_answered_with_no_blocks(writer: Contexts) -> None:
+def test_recent_contexts_unknown_request_is_answered_with_no_blocks(
+    writer: Contexts,
+) -> None:
     asked = request_warm(writer.backend, writer.namespace, "nobody")
     assert len(contexts(writer, 9, "e1")) == 3
     (answer,) = warm_answers(writer.backend, asked)

@@ -33,7 +33,12 @@ def test_connection_large_and_small_messages_arrive_in_order(make: MakePair) -> 
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
     sent: list[Any] = [
         JobDone(1, PackedKeys(), 5),
-        News(stored=keys.unpack(), removed=[b"a", b"bcd"], lost=True, collided={b"a": True, b"bcd": False}),
+        News(
+            stored=keys.unpack(),
+            removed=[b"a", b"bcd"],
+            lost=True,
+            collided={b"a": True, b"bcd": False},
+        ),
         News(persisted=[("r", True), ("s", False)]),
         JobDone(2, keys, 0),
     ]
@@ -93,8 +98,11 @@ def test_connection_unreceived_descriptor_is_closed(make: MakePair) -> None:
 
 
 @pytest.mark.parametrize("make", [pair, ThreadConnection.pair])
-def test_connection_failed_send_ends_both_ends_after_last_message(make: MakePair) -> None:
-    """Messages queued behind the failed one are lost, so each side must learn that it gets no answers."""
+def test_connection_failed_send_ends_both_ends_after_last_message(
+    make: MakePair,
+) -> None:
+    """Messages queued behind the failed one are lost, so each side must learn that it gets no
+    answers."""
     engine, store = make()
     engine.send(Flush(1))
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
@@ -103,7 +111,9 @@ def test_connection_failed_send_ends_both_ends_after_last_message(make: MakePair
     store.send(JobDone(2, PackedKeys(), 0))
     deadline = time.monotonic() + 30
     while not engine.ended:
-        assert time.monotonic() < deadline, "the engine waits for an answer that was dropped"
+        assert time.monotonic() < deadline, (
+            "the engine waits for an answer that was dropped"
+        )
         engine.receive()
         store.push()
     received = store.receive()
@@ -118,7 +128,12 @@ def test_connection_failed_send_ends_both_ends_after_last_message(make: MakePair
 
 
 @pytest.mark.parametrize(
-    "garbage", [struct.pack("<I", 3) + b"\xc1\xc1\xc1", struct.pack("<I", 1 << 31), b"\x02\0\0\0\x92\x01"]
+    "garbage",
+    [
+        struct.pack("<I", 3) + b"\xc1\xc1\xc1",
+        struct.pack("<I", 1 << 31),
+        b"\x02\0\0\0\x92\x01",
+    ],
 )
 def test_connection_malformed_message_raises_and_ends(garbage: bytes) -> None:
     ours, theirs = socket.socketpair()
@@ -131,9 +146,14 @@ def test_connection_malformed_message_raises_and_ends(garbage: bytes) -> None:
     theirs.close()
 
 
-def test_serve_malformed_message_logs_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_serve_malformed_message_logs_and_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=serve, args=(SocketConnection(theirs, ToStore), memoryview(bytearray(4096))))
+    thread = threading.Thread(
+        target=serve,
+        args=(SocketConnection(theirs, ToStore), memoryview(bytearray(4096))),
+    )
     thread.start()
     ours.sendall(struct.pack("<I", 1) + b"\xc1")
     thread.join(10)

@@ -13,7 +13,10 @@ from tests.storage.stores import inject_faults
 
 
 def test_status_publisher_failed_row_logs_once_and_next_is_published(
-    open_store: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    open_store: Any,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     store = open_store(f"lmdb://{tmp_path}/store")

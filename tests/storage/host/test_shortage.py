@@ -23,11 +23,14 @@ REFRESHES = 30
 
 @pytest.fixture
 def reloads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Make each refresh read the whole catalogue, as after many changes of other engines; return their times."""
+    """Make each refresh read the whole catalogue, as after many changes of other engines; return
+    their times."""
     times: list[float] = []
     changes = LmdbBackend.changes
 
-    def all_changes(backend: LmdbBackend, namespace: bytes, cursor: bytes | None) -> Any:
+    def all_changes(
+        backend: LmdbBackend, namespace: bytes, cursor: bytes | None
+    ) -> Any:
         times.append(time.monotonic())
         return changes(backend, namespace, None)
 
@@ -58,7 +61,9 @@ def store_blocks(client: StoreClient, hosted: Any, job: int, keys: list[bytes]) 
     assert client.flush(60)
 
 
-def test_idle_engine_host_keeps_few_lookup_tables(hosted: Any, tmp_path: Path, reloads: list[float]) -> None:
+def test_idle_engine_host_keeps_few_lookup_tables(
+    hosted: Any, tmp_path: Path, reloads: list[float]
+) -> None:
     """The one that the engine uses, the one that was sent to it, and the present one."""
     url = f"lmdb://{tmp_path}/store"
     before = lookup_tables()
@@ -71,7 +76,9 @@ def test_idle_engine_host_keeps_few_lookup_tables(hosted: Any, tmp_path: Path, r
     for _ in range(3):
         already = len(reloads)
         wait_until(lambda: len(reloads) > already + REFRESHES)  # noqa: B023
-        assert lookup_tables() - before <= 5, "one is built, and one released, meanwhile"
+        assert lookup_tables() - before <= 5, (
+            "one is built, and one released, meanwhile"
+        )
     assert all(map(idle.contains, make_keys(2))), "its table is intact"
     wait_until(lambda: idle.poll() == [] and all(map(idle.contains, make_keys(2, 100))))
     assert all(map(idle.contains, make_keys(2)))
@@ -91,7 +98,11 @@ def test_busy_engine_never_misses_held_keys_while_tables_change(
 
 @pytest.mark.parametrize("call", ["memfd_create", "dup"])
 def test_host_without_descriptors_serves_and_recovers(
-    hosted: Any, tmp_path: Path, reloads: list[float], monkeypatch: pytest.MonkeyPatch, call: str
+    hosted: Any,
+    tmp_path: Path,
+    reloads: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, "thread", refresh_s=0.02)
@@ -111,13 +122,22 @@ def test_host_without_descriptors_serves_and_recovers(
         client.submit_load(2, make_keys(2), range(2))
         assert hosted.finish(client, 2).failed == []
         assert client.state is State.OPEN
-    wait_until(lambda: client.poll() == [] and all(map(client.contains, make_keys(4)[:2] + make_keys(2, 100))))
+    wait_until(
+        lambda: (
+            client.poll() == []
+            and all(map(client.contains, make_keys(4)[:2] + make_keys(2, 100)))
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", ["thread", "inline"])
 @pytest.mark.parametrize("error", [MemoryError, OSError])
 def test_host_lack_of_memory_fails_job_only(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: type[Exception]
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    error: type[Exception],
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", kind)
     client.open()

@@ -27,16 +27,26 @@ def backend_with_rows(memory_store: Callable[[], MemoryBackend]) -> Report:
 
 def test_read_statuses_sorts_rows_by_engine_start(backend_with_rows: Report) -> None:
     first, second = make_status("b"), make_status("a", started=2000.0, breaker="open")
-    assert read_statuses(backend_with_rows(a=second.encode(), b=first.encode())) == [first, second]
+    assert read_statuses(backend_with_rows(a=second.encode(), b=first.encode())) == [
+        first,
+        second,
+    ]
 
 
 def test_read_statuses_skips_unreadable_rows(backend_with_rows: Report) -> None:
     good = make_status()
-    rows = {"torn": good.encode()[:50], "empty": b"", "bytes": b"\xff\xfe", "other": b'{"hello": 1}'}
+    rows = {
+        "torn": good.encode()[:50],
+        "empty": b"",
+        "bytes": b"\xff\xfe",
+        "other": b'{"hello": 1}',
+    }
     assert read_statuses(backend_with_rows(good=good.encode(), **rows)) == [good]
 
 
-def test_read_statuses_ignores_unknown_fields_of_newer_release(backend_with_rows: Report) -> None:
+def test_read_statuses_ignores_unknown_fields_of_newer_release(
+    backend_with_rows: Report,
+) -> None:
     good = make_status()
     more = msgspec.json.encode({**msgspec.json.decode(good.encode()), "new": [1, 2]})
     assert read_statuses(backend_with_rows(more=more)) == [good]

@@ -52,7 +52,13 @@ def no_cpu_wait() -> float:
 def test_watchdog_silent_host_is_pinged_once_then_reported_silent(clock: Clock) -> None:
     dog = Watchdog(60.0, no_cpu_wait)
     dog.restart_timer()
-    assert check_after(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [FINE, FINE, ASK, FINE, SILENT]
+    assert check_after(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [
+        FINE,
+        FINE,
+        ASK,
+        FINE,
+        SILENT,
+    ]
 
 
 def test_watchdog_answer_restarts_timer(clock: Clock) -> None:
@@ -92,9 +98,16 @@ class BrokenHost(Host):
         pass
 
 
-def test_supervisor_restart_delay_doubles_up_to_bound_until_success(clock: Clock) -> None:
+def test_supervisor_restart_delay_doubles_up_to_bound_until_success(
+    clock: Clock,
+) -> None:
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
-    broken = Supervisor(BrokenHost(), Hello("", b"", layout, StoreOptions()), watchdog_s=60.0, least_start_s=60.0)
+    broken = Supervisor(
+        BrokenHost(),
+        Hello("", b"", layout, StoreOptions()),
+        watchdog_s=60.0,
+        least_start_s=60.0,
+    )
     for delay in [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0]:
         assert broken.maybe_restart()
         clock.now += 0.9 * delay
@@ -111,7 +124,12 @@ class MortalHost(BrokenHost):
 
 def test_supervisor_restart_delay_is_reset_by_health_only(clock: Clock) -> None:
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
-    mortal = Supervisor(MortalHost(), Hello("", b"", layout, StoreOptions()), watchdog_s=60.0, least_start_s=60.0)
+    mortal = Supervisor(
+        MortalHost(),
+        Hello("", b"", layout, StoreOptions()),
+        watchdog_s=60.0,
+        least_start_s=60.0,
+    )
     for delay, open_s in [(0.1, 1), (0.2, 59), (0.4, 0), (0.1, 60), (0.2, 59)]:
         assert mortal.maybe_restart()
         mortal.opened()
@@ -123,7 +141,9 @@ def test_supervisor_restart_delay_is_reset_by_health_only(clock: Clock) -> None:
         clock.now += 0.2 * delay
 
 
-def test_thread_host_failed_start_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_host_failed_start_leaves_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

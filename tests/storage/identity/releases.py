@@ -27,29 +27,41 @@ BLOCKS = 8  # of a context
 VOCABULARY = 512
 _NUM_ROWS = 64
 THETA = 10_000.0
-ITEMS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEMS = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
 
 KV = npt.NDArray[np.float32]
 """KV of a context: shape (layers, keys and values, heads, tokens, numbers)."""
 
 
 def row_layout(dtype: str) -> RowLayout:
-    """Return the layout of rows in which layers, keys and values, heads, tokens and numbers follow each other."""
+    """Return the layout of rows in which layers, keys and values, heads, tokens and numbers follow
+    each other."""
     item = ITEMS[dtype]
     head = TOKENS * SIZE * item
     used = LAYERS * 2 * HEADS * head
     cells = ((LAYERS, 2 * HEADS * head), (2, HEADS * head), (HEADS, head))
     vectors = VectorLayout(0, cells, ((TOKENS, SIZE * item),), SIZE)
-    return RowLayout(used, (GroupLayout(((0, used),)),), NumberLayout(dtype, (vectors,)))  # type: ignore[arg-type]
+    numbers = NumberLayout(dtype, (vectors,))  # type: ignore[arg-type]
+    return RowLayout(used, (GroupLayout(((0, used),)),), numbers)
 
 
 def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
     """Return the tokens of a context, different for each number."""
-    return list(map(int, np.random.default_rng(number).integers(3, VOCABULARY, blocks * TOKENS)))
+    return list(
+        map(int, np.random.default_rng(number).integers(3, VOCABULARY, blocks * TOKENS))
+    )
 
 
 @cache
-def model(seed: int = 0, dtype: str = "float32", theta: float = THETA, deviation: float = 0.05) -> LlamaForCausalLM:
+def model(
+    seed: int = 0, dtype: str = "float32", theta: float = THETA, deviation: float = 0.05
+) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -67,7 +79,11 @@ def model(seed: int = 0, dtype: str = "float32", theta: float = THETA, deviation
 
 
 def compute(
-    tokens: Sequence[int], *, pieces: Sequence[int] = (), companions: Sequence[Sequence[int]] = (), **options: Any
+    tokens: Sequence[int],
+    *,
+    pieces: Sequence[int] = (),
+    companions: Sequence[Sequence[int]] = (),
+    **options: Any,
 ) -> KV:
     """Return the KV that a model computes of a context.
 
@@ -83,13 +99,22 @@ def compute(
             if start < len(tokens):
                 forward(batch[:, start : start + piece], cache)
                 start += piece
-    return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]).float().numpy()
+    return (
+        torch.stack(
+            [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+        )
+        .float()
+        .numpy()
+    )
 
 
 def to_blocks(kv: KV, dtype: str) -> npt.NDArray[np.uint8]:
-    """Return the blocks of a context in numbers of ``dtype``: one row each, in the layout of ``row_layout``."""
+    """Return the blocks of a context in numbers of ``dtype``: one row each, in the layout of
+    ``row_layout``."""
     blocks = kv.shape[3] // TOKENS
-    split = kv.reshape(LAYERS, 2, HEADS, blocks, TOKENS, SIZE).transpose(3, 0, 1, 2, 4, 5)
+    split = kv.reshape(LAYERS, 2, HEADS, blocks, TOKENS, SIZE).transpose(
+        3, 0, 1, 2, 4, 5
+    )
     numbers = torch.from_numpy(np.ascontiguousarray(split)).to(getattr(torch, dtype))
     return numbers.view(torch.uint8).numpy().reshape(blocks, -1)
 
@@ -97,11 +122,18 @@ def to_blocks(kv: KV, dtype: str) -> npt.NDArray[np.uint8]:
 def keys_of(tokens: Sequence[int]) -> list[bytes]:
     """Return the keys of a context's blocks; equal prefixes have equal keys."""
     ends = range(TOKENS, len(tokens) + 1, TOKENS)
-    return [bytes(make_offload_key(Identity.of({"tokens": list(tokens[:end])}).digest * 2, 0)) for end in ends]
+    return [
+        bytes(
+            make_offload_key(Identity.of({"tokens": list(tokens[:end])}).digest * 2, 0)
+        )
+        for end in ends
+    ]
 
 
 def identity(release: str, **fields: Any) -> Identity:
-    return Identity.of({"engine": {"name": "vllm", "release": release}, "weights": "w"} | fields)
+    return Identity.of(
+        {"engine": {"name": "vllm", "release": release}, "weights": "w"} | fields
+    )
 
 
 class Release:
@@ -128,7 +160,9 @@ class Release:
         self.dtype = dtype
         self.rows = Rows(memoryview(bytearray(_NUM_ROWS * layout.row_stride)), layout)
         known = identity(release, **(fields or {}))
-        self.store = Store(backend, known, self.rows, StoreOptions(**options), url="memory://test")
+        self.store = Store(
+            backend, known, self.rows, StoreOptions(**options), url="memory://test"
+        )
         self._requests = 0
 
     @property
@@ -143,22 +177,29 @@ class Release:
         return self.store.canary is not None and self.store.canary.active
 
     def run(self, tokens: Sequence[int], kv: KV, first: int = 0) -> None:
-        """Store the blocks of a request that an engine has computed, from block ``first`` on, and end the request.
+        """Store the blocks of a request that an engine has computed, from block ``first`` on, and
+        end the request.
 
         Blocks before ``first`` are neither stored nor loaded.
         """
         blocks, keys = to_blocks(kv, self.dtype), keys_of(tokens)
         self._requests += 1
         request = f"{id(self)}-{self._requests}"
-        for start in range(first, len(keys), 4):  # each step of an engine computes some of the blocks
+        # each step of an engine computes some of the blocks
+        for start in range(first, len(keys), 4):
             numbers = range(start, min(start + 4, len(keys)))
             self.rows.array[list(numbers)] = blocks[start : numbers.stop]
-            assert self.store.put(request, [keys[number] for number in numbers], numbers, numbers)
-        self.store.end_request(RequestEnd(request, request, (keys,), len(tokens), TOKENS))
+            assert self.store.put(
+                request, [keys[number] for number in numbers], numbers, numbers
+            )
+        self.store.end_request(
+            RequestEnd(request, request, (keys,), len(tokens), TOKENS)
+        )
         self.store.flush()
 
     def load(self, tokens: Sequence[int]) -> list[bool]:
-        """Load a context's blocks into rows; return which of them a lookup finds and a read serves."""
+        """Load a context's blocks into rows; return which of them a lookup finds and a read
+        serves."""
         keys = keys_of(tokens)
         self.rows.array[: len(keys)] = 0
         failed = set(self.store.read(keys, range(len(keys))))

@@ -1,4 +1,5 @@
-"""Adoption of another release's namespace: required evidence, and the blocks that are served afterwards."""
+"""Adoption of another release's namespace: required evidence, and the blocks that are served
+afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.identity.verdict import Verdict, read_verdict
 from persistkv.testing.memory import MemoryBackend
-from tests.storage.identity.releases import BLOCKS, KV, Release, compute, identity, keys_of, prompt
+from tests.storage.identity.releases import (
+    BLOCKS,
+    KV,
+    Release,
+    compute,
+    identity,
+    keys_of,
+    prompt,
+)
 
 OLD, NEW = "0.31", "0.32"
 PROMPTS = [prompt(number) for number in range(4)]
@@ -27,10 +36,16 @@ def contexts() -> list[KV]:
 
 
 @pytest.fixture(params=["memory", "lmdb"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path, contexts: list[KV]) -> Iterator[Backend]:
+def backend(
+    request: pytest.FixtureRequest, tmp_path: Path, contexts: list[KV]
+) -> Iterator[Backend]:
     """Store that holds the contexts of the old release, on each driver."""
     is_lmdb = request.param == "lmdb"
-    backend = open_backend(f"lmdb://{tmp_path}/store?capacity=64MiB") if is_lmdb else MemoryBackend()
+    backend = (
+        open_backend(f"lmdb://{tmp_path}/store?capacity=64MiB")
+        if is_lmdb
+        else MemoryBackend()
+    )
     old = Release(backend, OLD)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         old.run(tokens, kv)
@@ -65,11 +80,19 @@ def test_canary_equal_blocks_of_two_requests_adopt_namespace(
     assert new.load(PROMPTS[2]) == [True] * BLOCKS
     verdict = verdict_of(backend)
     assert verdict is not None
-    assert (verdict.verdict, verdict.depths, verdict.error) == ("adopted", (BLOCKS,), 0.0)
-    assert any("adopted the blocks of namespace" in record.message for record in caplog.records)
+    assert (verdict.verdict, verdict.depths, verdict.error) == (
+        "adopted",
+        (BLOCKS,),
+        0.0,
+    )
+    assert any(
+        "adopted the blocks of namespace" in record.message for record in caplog.records
+    )
 
 
-def test_canary_recorded_adoption_serves_next_start_immediately(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_recorded_adoption_serves_next_start_immediately(
+    backend: Backend, contexts: list[KV]
+) -> None:
     first = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         first.run(tokens, kv)
@@ -79,7 +102,9 @@ def test_canary_recorded_adoption_serves_next_start_immediately(backend: Backend
     assert second.compares
 
 
-def test_canary_adopted_blocks_equal_bytes_of_old_release(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_adopted_blocks_equal_bytes_of_old_release(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -107,7 +132,9 @@ def test_canary_different_block_refuses_for_all_later_starts(
     assert not Release(backend, NEW).compares
 
 
-def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_one_request_is_undecided_and_stores_its_blocks(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     new.run(PROMPTS[0], contexts[0])
     assert verdict_of(backend) is None
@@ -115,7 +142,9 @@ def test_canary_one_request_is_undecided_and_stores_its_blocks(backend: Backend,
     assert new.store.counters.stored_blocks == BLOCKS
 
 
-def test_canary_option_adopt_never_disables_comparison(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_option_adopt_never_disables_comparison(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW, adopt="never")
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv)
@@ -132,7 +161,9 @@ def test_canary_undescribed_rows_are_never_compared(backend: Backend) -> None:
     assert not Release(backend, NEW, described=False).compares
 
 
-def test_canary_request_with_held_first_block_is_no_evidence(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_request_with_held_first_block_is_no_evidence(
+    backend: Backend, contexts: list[KV]
+) -> None:
     """The request may have loaded its first block instead of computing it."""
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -142,14 +173,18 @@ def test_canary_request_with_held_first_block_is_no_evidence(backend: Backend, c
     assert verdict_of(backend) is None
 
 
-def test_canary_request_without_first_blocks_is_no_evidence(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_request_without_first_blocks_is_no_evidence(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.run(tokens, kv, first=2)
     assert verdict_of(backend) is None
 
 
-def test_canary_request_loaded_by_another_tier_is_no_evidence(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_request_loaded_by_another_tier_is_no_evidence(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
         new.canary.loaded_elsewhere(keys_of(tokens)[:1])
@@ -157,7 +192,9 @@ def test_canary_request_loaded_by_another_tier_is_no_evidence(backend: Backend, 
     assert verdict_of(backend) is None
 
 
-def test_canary_unknown_loads_of_other_tiers_end_comparison(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_unknown_loads_of_other_tiers_end_comparison(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     new.canary.loaded_elsewhere([])
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -165,7 +202,9 @@ def test_canary_unknown_loads_of_other_tiers_end_comparison(backend: Backend, co
     assert verdict_of(backend) is None
 
 
-def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     short = 64  # tokens: 4 blocks
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
@@ -177,7 +216,9 @@ def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(backen
     assert new.load(PROMPTS[3]) == [True] * BLOCKS
 
 
-def test_canary_difference_beyond_adopted_depths_keeps_adoption(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_difference_beyond_adopted_depths_keeps_adoption(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens[:64], kv[:, :, :, :64])
@@ -190,7 +231,9 @@ def test_canary_difference_beyond_adopted_depths_keeps_adoption(backend: Backend
     assert (verdict.verdict, verdict.depths, verdict.final) == ("adopted", (4,), True)
 
 
-def test_canary_used_adopted_blocks_are_stored_in_own_namespace(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_used_adopted_blocks_are_stored_in_own_namespace(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
@@ -201,7 +244,9 @@ def test_canary_used_adopted_blocks_are_stored_in_own_namespace(backend: Backend
     assert len(list(backend.manifests(identity(NEW).digest))) == 3
 
 
-def test_canary_deleted_blocks_of_old_release_miss(backend: Backend, contexts: list[KV]) -> None:
+def test_canary_deleted_blocks_of_old_release_miss(
+    backend: Backend, contexts: list[KV]
+) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)

@@ -10,16 +10,29 @@ from typing import Any
 import pytest
 
 from persistkv.errors import ConfigurationError
-from persistkv.storage.identity import fingerprint_checkpoint, fingerprint_tensors, weight_files
+from persistkv.storage.identity import (
+    fingerprint_checkpoint,
+    fingerprint_tensors,
+    weight_files,
+)
 
-TENSORS = {"b.weight": ("F32", [2, 3], bytes(range(24))), "a.bias": ("BF16", [4], b"\x01\x02" * 4)}
+TENSORS = {
+    "b.weight": ("F32", [2, 3], bytes(range(24))),
+    "a.bias": ("BF16", [4], b"\x01\x02" * 4),
+}
 
 
-def safetensors(tensors: dict[str, tuple[str, list[int], bytes]], metadata: bool = False) -> bytes:
+def safetensors(
+    tensors: dict[str, tuple[str, list[int], bytes]], metadata: bool = False
+) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
     payload = b""
     for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(payload), len(payload) + len(data)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(payload), len(payload) + len(data)],
+        }
         payload += data
     return with_header(json.dumps(header).encode(), payload)
 
@@ -43,11 +56,17 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 class TestFingerprintCheckpoint:
-    def test_same_tensors_in_other_files_give_same_fingerprint(self, checkpoint: Path, tmp_path: Path) -> None:
+    def test_same_tensors_in_other_files_give_same_fingerprint(
+        self, checkpoint: Path, tmp_path: Path
+    ) -> None:
         sharded = tmp_path / "sharded"
         sharded.mkdir()
-        (sharded / "x-1.safetensors").write_bytes(safetensors({"a.bias": TENSORS["a.bias"]}, metadata=True))
-        (sharded / "x-2.safetensors").write_bytes(safetensors({"b.weight": TENSORS["b.weight"]}))
+        (sharded / "x-1.safetensors").write_bytes(
+            safetensors({"a.bias": TENSORS["a.bias"]}, metadata=True)
+        )
+        (sharded / "x-2.safetensors").write_bytes(
+            safetensors({"b.weight": TENSORS["b.weight"]})
+        )
         assert fingerprint_checkpoint(checkpoint) == fingerprint_checkpoint(sharded)
 
     @pytest.mark.parametrize(
@@ -67,20 +86,34 @@ class TestFingerprintCheckpoint:
         (checkpoint / "model.safetensors").write_bytes(safetensors(changed))
         assert fingerprint_checkpoint(checkpoint) != before
 
-    def test_same_tensors_as_state_dict_differ_only_in_prefix(self, checkpoint: Path) -> None:
-        in_memory = fingerprint_tensors((name, dtype, shape, data) for name, (dtype, shape, data) in TENSORS.items())
+    def test_same_tensors_as_state_dict_differ_only_in_prefix(
+        self, checkpoint: Path
+    ) -> None:
+        in_memory = fingerprint_tensors(
+            (name, dtype, shape, data) for name, (dtype, shape, data) in TENSORS.items()
+        )
         on_disk = fingerprint_checkpoint(checkpoint)
         assert in_memory.partition(":")[2] == on_disk.partition(":")[2]
-        assert (in_memory.partition(":")[0], on_disk.partition(":")[0]) == ("state-dict", "checkpoint")
+        assert (in_memory.partition(":")[0], on_disk.partition(":")[0]) == (
+            "state-dict",
+            "checkpoint",
+        )
 
-    def test_tensor_longer_than_one_piece_is_hashed_whole(self, checkpoint: Path) -> None:
+    def test_tensor_longer_than_one_piece_is_hashed_whole(
+        self, checkpoint: Path
+    ) -> None:
         data = bytearray(os.urandom(17 << 20))
         tensors = {"big": ("U8", [len(data)], bytes(data))}
         (checkpoint / "model.safetensors").write_bytes(safetensors(tensors))
         direct = fingerprint_tensors([("big", "U8", [len(data)], data)])
-        assert fingerprint_checkpoint(checkpoint).partition(":")[2] == direct.partition(":")[2]
+        assert (
+            fingerprint_checkpoint(checkpoint).partition(":")[2]
+            == direct.partition(":")[2]
+        )
 
-    def test_pytorch_file_is_hashed_whole_and_training_state_ignored(self, tmp_path: Path) -> None:
+    def test_pytorch_file_is_hashed_whole_and_training_state_ignored(
+        self, tmp_path: Path
+    ) -> None:
         directory = tmp_path / "old"
         directory.mkdir()
         (directory / "pytorch_model.bin").write_bytes(b"a pickle that nobody opens")
@@ -93,20 +126,34 @@ class TestFingerprintCheckpoint:
 
 
 class TestWeightFiles:
-    def test_single_file_precedes_index_and_index_precedes_other_files(self, tmp_path: Path) -> None:
+    def test_single_file_precedes_index_and_index_precedes_other_files(
+        self, tmp_path: Path
+    ) -> None:
         for name in ("one.safetensors", "two.safetensors", "stray.safetensors"):
             (tmp_path / name).write_bytes(safetensors(TENSORS))
         index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert [path.name for path in weight_files(tmp_path)] == ["one.safetensors", "two.safetensors"]
+        assert [path.name for path in weight_files(tmp_path)] == [
+            "one.safetensors",
+            "two.safetensors",
+        ]
         (tmp_path / "model.safetensors").write_bytes(safetensors(TENSORS))
         assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
 
     @pytest.mark.parametrize(
         "index",
-        ["{", "[]", "{}", '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": "no"}}', '{"weight_map": {"a": 1}}'],
+        [
+            "{",
+            "[]",
+            "{}",
+            '{"weight_map": {"a": "../x"}}',
+            '{"weight_map": {"a": "no"}}',
+            '{"weight_map": {"a": 1}}',
+        ],
     )
-    def test_index_malformed_or_outside_directory_raises(self, tmp_path: Path, index: str) -> None:
+    def test_index_malformed_or_outside_directory_raises(
+        self, tmp_path: Path, index: str
+    ) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ConfigurationError, match="index"):
             weight_files(tmp_path)
@@ -118,7 +165,9 @@ class TestWeightFiles:
             fingerprint_checkpoint(tmp_path / "absent")
 
 
-def entry(begin: object, end: object, shape: object = (2,), dtype: object = "F32") -> dict[str, Any]:
+def entry(
+    begin: object, end: object, shape: object = (2,), dtype: object = "F32"
+) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -135,15 +184,21 @@ class TestSafetensorsHeader:
             with_header(b"[]"),
             with_header(b'{"a": 1}'),
             with_header(b'{"a": {}, "a": {}}'),
-            with_header(json.dumps({"a": entry(0, 8, shape=[-2, -1])}).encode(), bytes(8)),
+            with_header(
+                json.dumps({"a": entry(0, 8, shape=[-2, -1])}).encode(), bytes(8)
+            ),
             with_header(json.dumps({"a": entry(0, 8, shape=[2.5])}).encode(), bytes(8)),
             with_header(json.dumps({"a": entry(8, 0)}).encode(), bytes(8)),
             with_header(json.dumps({"a": entry(-8, 0)}).encode(), bytes(8)),
             with_header(json.dumps({"a": entry(0, 8, dtype=None)}).encode(), bytes(8)),
             with_header(json.dumps({"a": entry(0, 8)}).encode(), bytes(9)),
             with_header(json.dumps({"a": entry(0, 8)}).encode(), bytes(7)),
-            with_header(json.dumps({"a": entry(0, 8), "b": entry(0, 8)}).encode(), bytes(8)),
-            with_header(json.dumps({"a": entry(0, 8), "b": entry(12, 20)}).encode(), bytes(20)),
+            with_header(
+                json.dumps({"a": entry(0, 8), "b": entry(0, 8)}).encode(), bytes(8)
+            ),
+            with_header(
+                json.dumps({"a": entry(0, 8), "b": entry(12, 20)}).encode(), bytes(20)
+            ),
         ],
     )
     def test_malformed_header_raises(self, checkpoint: Path, content: bytes) -> None:
@@ -151,12 +206,20 @@ class TestSafetensorsHeader:
         with pytest.raises(ConfigurationError, match="checkpoint"):
             fingerprint_checkpoint(checkpoint)
 
-    def test_empty_tensors_and_unknown_dtypes_are_accepted(self, checkpoint: Path) -> None:
-        tensors = {"empty": ("F32", [0, 4], b""), "new": ("F128", [1], bytes(16)), "scalar": ("I64", [], bytes(8))}
+    def test_empty_tensors_and_unknown_dtypes_are_accepted(
+        self, checkpoint: Path
+    ) -> None:
+        tensors = {
+            "empty": ("F32", [0, 4], b""),
+            "new": ("F128", [1], bytes(16)),
+            "scalar": ("I64", [], bytes(8)),
+        }
         (checkpoint / "model.safetensors").write_bytes(safetensors(tensors))
         assert fingerprint_checkpoint(checkpoint).startswith("checkpoint:")
 
-    def test_any_flipped_byte_changes_fingerprint_or_raises(self, checkpoint: Path) -> None:
+    def test_any_flipped_byte_changes_fingerprint_or_raises(
+        self, checkpoint: Path
+    ) -> None:
         good = safetensors(TENSORS)
         before = fingerprint_checkpoint(checkpoint)
         for position in range(len(good)):
@@ -178,7 +241,9 @@ class TestFingerprintCache:
     def records(self, cache_home: Path) -> list[Path]:
         return list((cache_home / "persistkv" / "fingerprints").iterdir())
 
-    def test_record_is_used_until_file_changes(self, checkpoint: Path, cache_home: Path) -> None:
+    def test_record_is_used_until_file_changes(
+        self, checkpoint: Path, cache_home: Path
+    ) -> None:
         first = fingerprint_checkpoint(checkpoint)
         (record,) = self.records(cache_home)
         content = json.loads(record.read_bytes())
@@ -189,7 +254,9 @@ class TestFingerprintCache:
         (checkpoint / "model.safetensors").touch()
         assert fingerprint_checkpoint(checkpoint) == first
 
-    def test_change_that_keeps_size_and_mtime_is_detected(self, checkpoint: Path) -> None:
+    def test_change_that_keeps_size_and_mtime_is_detected(
+        self, checkpoint: Path
+    ) -> None:
         path = checkpoint / "model.safetensors"
         os.utime(path, ns=(1, 1))
         first = fingerprint_checkpoint(checkpoint)
@@ -200,7 +267,9 @@ class TestFingerprintCache:
         assert fingerprint_checkpoint(checkpoint) != first
 
     @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b'{"version": 1}'])
-    def test_damaged_record_is_ignored(self, checkpoint: Path, cache_home: Path, content: bytes) -> None:
+    def test_damaged_record_is_ignored(
+        self, checkpoint: Path, cache_home: Path, content: bytes
+    ) -> None:
         first = fingerprint_checkpoint(checkpoint)
         (record,) = self.records(cache_home)
         record.write_bytes(content)
@@ -215,6 +284,8 @@ class TestFingerprintCache:
         assert fingerprint_checkpoint(checkpoint) == first
 
 
-def test_fingerprint_cache_recently_modified_file_is_not_recorded(checkpoint: Path, cache_home: Path) -> None:
+def test_fingerprint_cache_recently_modified_file_is_not_recorded(
+    checkpoint: Path, cache_home: Path
+) -> None:
     fingerprint_checkpoint(checkpoint)
     assert not cache_home.exists()

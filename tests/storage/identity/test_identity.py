@@ -12,10 +12,17 @@ from persistkv.errors import ConfigurationError, FieldDifference
 from persistkv.storage.identity import Identity
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(),
 )
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4)
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4)
+    ),
 )
 fields = st.dictionaries(st.text(), values, max_size=6)
 
@@ -30,16 +37,28 @@ def test_identity_encode_and_decode_keep_digest(tree: dict[str, Any]) -> None:
 
 
 def test_identity_model_name_is_recorded_but_not_compared() -> None:
-    one, other = (Identity.of({"weights": "w", "model_name": name}) for name in ("/models/a", "org/a"))
-    assert (one, hash(one), one.digest) == (other, hash(other), Identity.of({"weights": "w"}).digest)
+    one, other = (
+        Identity.of({"weights": "w", "model_name": name})
+        for name in ("/models/a", "org/a")
+    )
+    assert (one, hash(one), one.digest) == (
+        other,
+        hash(other),
+        Identity.of({"weights": "w"}).digest,
+    )
     assert one.diff(other) == []
     assert Identity.decode(one.encode()).model_name == "/models/a"
-    assert Identity.of({"architecture": "LlamaForCausalLM"}).model_name == "LlamaForCausalLM"
+    assert (
+        Identity.of({"architecture": "LlamaForCausalLM"}).model_name
+        == "LlamaForCausalLM"
+    )
     assert Identity.of({"model_name": 7}).model_name == Identity.of({}).model_name == ""
 
 
 @given(fields, fields)
-def test_identity_different_fields_change_digest_and_give_diff(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_identity_different_fields_change_digest_and_give_diff(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
     ours, theirs = Identity.of(one), Identity.of(other)
     if ours.encode() == theirs.encode():
         assert ours.digest == theirs.digest
@@ -50,7 +69,10 @@ def test_identity_different_fields_change_digest_and_give_diff(one: dict[str, An
 
 
 def test_identity_field_order_does_not_change_digest() -> None:
-    assert Identity.of({"a": 1, "b": {"c": 2, "d": 3}}).digest == Identity.of({"b": {"d": 3, "c": 2}, "a": 1}).digest
+    assert (
+        Identity.of({"a": 1, "b": {"c": 2, "d": 3}}).digest
+        == Identity.of({"b": {"d": 3, "c": 2}, "a": 1}).digest
+    )
 
 
 def test_identity_encode_keeps_pinned_canonical_form() -> None:
@@ -78,10 +100,18 @@ def test_identity_decode_not_json_object_raises(data: bytes) -> None:
 
 def test_identity_diff_names_path_of_each_field() -> None:
     ours = Identity.of(
-        {"config": {"rope_theta": 1e4, "layers": 8}, "groups": [{"size": 1}, {"size": 2}], "dtype": "f32"}
+        {
+            "config": {"rope_theta": 1e4, "layers": 8},
+            "groups": [{"size": 1}, {"size": 2}],
+            "dtype": "f32",
+        }
     )
     theirs = Identity.of(
-        {"config": {"rope_theta": 5e5, "layers": 8}, "groups": [{"size": 1}, {"size": 3}], "extra": {}}
+        {
+            "config": {"rope_theta": 5e5, "layers": 8},
+            "groups": [{"size": 1}, {"size": 3}],
+            "extra": {},
+        }
     )
     assert ours.diff(theirs) == [
         FieldDifference("config.rope_theta", 1e4, 5e5),
@@ -89,7 +119,9 @@ def test_identity_diff_names_path_of_each_field() -> None:
         FieldDifference("extra", None, {}),
         FieldDifference("groups[1].size", 2, 3),
     ]
-    assert str(ours.diff(theirs)[0]) == "config.rope_theta: 10000.0 here, 500000.0 stored"
+    assert (
+        str(ours.diff(theirs)[0]) == "config.rope_theta: 10000.0 here, 500000.0 stored"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +138,9 @@ def test_identity_diff_names_path_of_each_field() -> None:
         ({"": {}}, {}),
     ],
 )
-def test_identity_diff_reports_type_and_structure_differences(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_identity_diff_reports_type_and_structure_differences(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
     assert Identity.of(one).diff(Identity.of(other))
 
 

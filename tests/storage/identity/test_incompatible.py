@@ -1,4 +1,5 @@
-"""Simulated incompatible releases, which store other numbers under the same keys. None may be adopted."""
+"""Simulated incompatible releases, which store other numbers under the same keys. None may be
+adopted."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ MODELS = [0, 1, 2]
 def rotated(kv: KV, change: np.ndarray) -> KV:
     """Return KV whose keys are rotated further.
 
-    :param change: angles in radians, shape (tokens, numbers / 2): for each position and pair of numbers.
+    :param change: angles in radians, shape (tokens, numbers / 2): for each position and pair of
+        numbers.
     """
     changed, half = kv.copy(), SIZE // 2
     first, second = kv[:, 0, :, :, :half], kv[:, 0, :, :, half:]
@@ -65,7 +67,10 @@ def other_theta(kv: KV, random: Random) -> KV:
 
 def rope_scaled_at_depth(kv: KV, random: Random) -> KV:
     """Positions are divided by a factor, except in the first block or blocks."""
-    start, factor = TOKENS * random.integers(1, BLOCKS), random.choice([0.25, 0.5, 2, 4, 8])
+    start, factor = (
+        TOKENS * random.integers(1, BLOCKS),
+        random.choice([0.25, 0.5, 2, 4, 8]),
+    )
     change = angles(THETA) * (1 / factor - 1)
     change[:start] = 0
     return rotated(kv, change)
@@ -96,7 +101,10 @@ def layer_of_another_model(kv: KV, random: Random) -> KV:
 def swapped_tokens(kv: KV, random: Random) -> KV:
     """Exchange each pair of adjacent tokens."""
     changed = kv.copy()
-    changed[:, :, :, 0::2], changed[:, :, :, 1::2] = kv[:, :, :, 1::2], kv[:, :, :, 0::2]
+    changed[:, :, :, 0::2], changed[:, :, :, 1::2] = (
+        kv[:, :, :, 1::2],
+        kv[:, :, :, 0::2],
+    )
     return changed
 
 
@@ -128,7 +136,9 @@ def contexts() -> list[list[KV]]:
     return [[compute(tokens, seed=seed) for tokens in PROMPTS] for seed in MODELS]
 
 
-def verdict_after(stored: list[KV], computed: list[KV], old_dtype: str, dtype: str) -> str | None:
+def verdict_after(
+    stored: list[KV], computed: list[KV], old_dtype: str, dtype: str
+) -> str | None:
     """Return the verdict of a release that computes contexts which an older release stored."""
     backend = MemoryBackend()
     for release, contexts, kind in (("1", stored, old_dtype), ("2", computed, dtype)):
@@ -146,8 +156,13 @@ def check(contexts: list[list[KV]], count: int, seed: int = 0) -> None:
     verdicts = []
     for number in range(count):
         own = contexts[random.integers(len(contexts))]
-        if number % (len(CHANGES) + 1) == len(CHANGES):  # bfloat16 that is read as float16, or the other way round
-            pair = ("bfloat16", "float16") if random.integers(2) else ("float16", "bfloat16")
+        # bfloat16 that is read as float16, or the other way round
+        if number % (len(CHANGES) + 1) == len(CHANGES):
+            pair = (
+                ("bfloat16", "float16")
+                if random.integers(2)
+                else ("float16", "bfloat16")
+            )
             verdicts.append(verdict_after(own, own, *pair))
             continue
         change = CHANGES[number % (len(CHANGES) + 1)]
@@ -163,9 +178,15 @@ def test_canary_planted_incompatibilities_are_refused(contexts: list[list[KV]]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 11))
-def test_canary_thousand_planted_incompatibilities_are_refused(contexts: list[list[KV]], seed: int) -> None:
+def test_canary_thousand_planted_incompatibilities_are_refused(
+    contexts: list[list[KV]], seed: int
+) -> None:
     check(contexts, 100, seed)
 
 
-def test_canary_equal_numbers_are_adopted_in_each_dtype(contexts: list[list[KV]]) -> None:
-    assert [verdict_after(contexts[0], contexts[0], dtype, dtype) for dtype in DTYPES] == ["adopted"] * len(DTYPES)
+def test_canary_equal_numbers_are_adopted_in_each_dtype(
+    contexts: list[list[KV]],
+) -> None:
+    assert [
+        verdict_after(contexts[0], contexts[0], dtype, dtype) for dtype in DTYPES
+    ] == ["adopted"] * len(DTYPES)

@@ -1,4 +1,5 @@
-"""Other batch shapes and thread counts change numbers by rounding only. Such releases must be adopted."""
+"""Other batch shapes and thread counts change numbers by rounding only. Such releases must be
+adopted."""
 
 from __future__ import annotations
 
@@ -32,20 +33,30 @@ def threads() -> Iterator[None]:
 
 
 def check(runs: int, seed: int = 0) -> None:
-    """Compare two releases ``runs`` times, with other batch shapes and thread counts; all must be adopted."""
+    """Compare two releases ``runs`` times, with other batch shapes and thread counts; all must be
+    adopted."""
     random = np.random.default_rng(seed)
     verdicts: list[tuple[int, str | None]] = []
     for number in range(runs):
         computes, dtype = NUMBERS[number % len(NUMBERS)]
-        options = {"dtype": computes, "seed": int(random.integers(3)), "deviation": float(random.choice([0.02, 0.06]))}
+        options = {
+            "dtype": computes,
+            "seed": int(random.integers(3)),
+            "deviation": float(random.choice([0.02, 0.06])),
+        }
         backend = MemoryBackend()
         for release in ("1", "2"):
             torch.set_num_threads(int(random.integers(1, 3)))
             engine = Release(backend, release, dtype)
             for tokens in PROMPTS:
                 pieces = random.integers(1, 65, 3).tolist()
-                others = [prompt(int(random.integers(10, 99))) for _ in range(random.integers(3))]
-                engine.run(tokens, compute(tokens, pieces=pieces, companions=others, **options))
+                others = [
+                    prompt(int(random.integers(10, 99)))
+                    for _ in range(random.integers(3))
+                ]
+                engine.run(
+                    tokens, compute(tokens, pieces=pieces, companions=others, **options)
+                )
             engine.end()
         verdict = read_verdict(backend, identity("2").digest, identity("1").digest)
         verdicts.append((number, None if verdict is None else verdict.verdict))
@@ -61,5 +72,7 @@ def test_canary_rounding_of_other_batches_and_threads_is_adopted() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_canary_hundred_runs_of_other_batches_and_threads_are_adopted(seed: int) -> None:
+def test_canary_hundred_runs_of_other_batches_and_threads_are_adopted(
+    seed: int,
+) -> None:
     check(20, seed)

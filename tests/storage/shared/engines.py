@@ -13,7 +13,16 @@ from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.shared import SharedBackend
 from persistkv.storage.shared.format import Names
 from persistkv.testing.samples import sample_manifest
-from tests.storage.shared.model import IDENTITIES, NAMESPACES, Held, Span, Stored, View, pack_of, payload
+from tests.storage.shared.model import (
+    IDENTITIES,
+    NAMESPACES,
+    Held,
+    Span,
+    Stored,
+    View,
+    pack_of,
+    payload,
+)
 from tests.storage.shared.simulation import MINUTE_S, Process
 
 if TYPE_CHECKING:
@@ -21,9 +30,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One run of an engine: it stores, reads, deletes and does background work until it is killed or its time ends.
+    """One run of an engine: it stores, reads, deletes and does background work until it is killed
+    or its time ends.
 
-    :param first_pack: number of the first pack that it stores, unless the packs of the history are few.
+    :param first_pack: number of the first pack that it stores, unless the packs of the history are
+        few.
     """
 
     def __init__(self, history: History, process: Process, first_pack: int) -> None:
@@ -33,7 +44,9 @@ class Engine:
         self._draw = process.new_random("life")
         self._numbers = count(first_pack)
         self._content = self._draw.randrange(2)
-        self._known: dict[bytes, dict[bytes, PackTable]] = {name: {} for name in NAMESPACES}
+        self._known: dict[bytes, dict[bytes, PackTable]] = {
+            name: {} for name in NAMESPACES
+        }
         self._cursors: dict[bytes, bytes | None] = dict.fromkeys(NAMESPACES)
         self._opened: set[bytes] = set()
         self._is_stopping = False
@@ -62,7 +75,8 @@ class Engine:
         wait_s = 0.5
         while not self._is_stopped:
             self._process.sleep(wait_s)
-            wait_s = min(2 * wait_s, 5 * MINUTE_S)  # the thread may be suspended for days
+            # the thread may be suspended for days
+            wait_s = min(2 * wait_s, 5 * MINUTE_S)
         with suppress(StoreError):
             backend.close()
 
@@ -71,7 +85,9 @@ class Engine:
         try:
             while not self._is_stopping:
                 # In the calm minutes the thread is slow, which makes the simulation fast.
-                least_s = 15.0 if self._process.now >= self._history.time.calm.begin else 0.05
+                least_s = (
+                    15.0 if self._process.now >= self._history.time.calm.begin else 0.05
+                )
                 wait_s = min(max(backend.step(), least_s), MINUTE_S)
                 self._process.sleep(self._pause_s() or wait_s)
         finally:
@@ -104,7 +120,9 @@ class Engine:
 
     def _store(self, backend: SharedBackend, namespace: bytes) -> None:
         numbers = {self._next_pack() for _ in range(self._draw.randrange(1, 4))}
-        numbers = {2 * (number // 2) + NAMESPACES.index(namespace) for number in numbers}
+        numbers = {
+            2 * (number // 2) + NAMESPACES.index(namespace) for number in numbers
+        }
         packs = [pack_of(number, self._content) for number in sorted(numbers)]
         names = [pack.pack_id for pack in packs]
         for number in sorted(numbers):
@@ -112,7 +130,8 @@ class Engine:
             self._model.payloads[pack_id].add(payload(number, self._content))
         manifests: list[ManifestWrite] = []
         if self._draw.random() < 0.4:
-            name = f"request-{self._draw.randbytes(6).hex()}"  # drawn: a copy has the same ones in its past
+            # drawn: a copy has the same ones in its past
+            name = f"request-{self._draw.randbytes(6).hex()}"
             manifests = [sample_manifest(name, packs=names, ordered=False)]
         begin = self._process.now
         self._process.written.clear()
@@ -123,7 +142,11 @@ class Engine:
         at = Span(begin, self._process.now)
         written = [Names(namespace).pack_name(blob) for blob in self._process.written]
         for pack_id in names:
-            blobs = frozenset(blob for blob in written if blob is not None and blob[:ID_BYTES] == pack_id)
+            blobs = frozenset(
+                blob
+                for blob in written
+                if blob is not None and blob[:ID_BYTES] == pack_id
+            )
             self._model.stored[pack_id].append(Stored(at, blobs))
         for write in manifests:
             digest = manifest_row(namespace, write.manifest.id)[ID_BYTES:]
@@ -139,7 +162,11 @@ class Engine:
             return
         name = self._draw.choice(sorted(self._known[namespace]))
         self._model.deleted.add(name)
-        batch = CommitBatch(bad=[name]) if self._draw.random() < 0.3 else CommitBatch(deletions=[name])
+        batch = (
+            CommitBatch(bad=[name])
+            if self._draw.random() < 0.3
+            else CommitBatch(deletions=[name])
+        )
         self._note(f"DELETE {name.hex()[:8]}")
         backend.commit(namespace, batch)
         self._note(f"DELETED {name.hex()[:8]}")
@@ -162,13 +189,16 @@ class Engine:
         self._cursors[namespace] = changes.cursor
 
     def _compare(self, backend: SharedBackend) -> None:
-        """Record what the handle shows after the calm minutes, and that ``changes`` led to the same."""
+        """Record what the handle shows after the calm minutes, and that ``changes`` led to the
+        same."""
         views: dict[bytes, View] = {}
         for namespace in sorted(self._opened):
             views[namespace] = self._history.look(backend, namespace)
             self._refresh(backend, namespace)
             differ = views[namespace].packs ^ self._known[namespace].keys()
-            assert not differ, f"{self._process.name}: changes differ from the catalogue in {len(differ)} packs"
+            assert not differ, (
+                f"{self._process.name}: changes differ from the catalogue in {len(differ)} packs"
+            )
         self._history.views[self._process.name] = views
 
     def _note(self, text: str) -> None:

@@ -2,15 +2,16 @@
 
 Promises after each history:
 
-1. An acknowledged pack is held, with its bytes, unless a tombstone was written for it, its ttl has passed, or an
-   operator deleted or changed it or an object that named it.
+1. An acknowledged pack is held, with its bytes, unless a tombstone was written for it, its ttl has
+   passed, or an operator deleted or changed it or an object that named it.
 2. No read returned bytes that no engine stored under these keys.
 3. The store opens from an empty replica, with a bounded number of requests.
 4. Engines that keep running agree with a fresh reader after calm minutes.
 5. Then the inbox is empty and the capacity is kept. Days later, all blobs of packs are named.
 
-Each engine has two namespaces and a second thread that merges. Histories have bursts of activity, and hours or days
-between them, in which all engines are suspended. A failure prints its seed and its last steps.
+Each engine has two namespaces and a second thread that merges. Histories have bursts of activity,
+and hours or days between them, in which all engines are suspended. A failure prints its seed and
+its last steps.
 """
 
 from __future__ import annotations
@@ -52,11 +53,20 @@ from tests.storage.shared.simulation import (
 )
 
 YEAR_S = 365 * DAY_S
-_GAPS_S = (5 * MINUTE_S, 20 * MINUTE_S, 2 * HOUR_S, 11 * HOUR_S, 13 * HOUR_S, 25 * HOUR_S, 8 * DAY_S)
+_GAPS_S = (
+    5 * MINUTE_S,
+    20 * MINUTE_S,
+    2 * HOUR_S,
+    11 * HOUR_S,
+    13 * HOUR_S,
+    25 * HOUR_S,
+    8 * DAY_S,
+)
 _CAPACITY = 40 << 10  # 40 KiB: about eight packs
 _SHOWN_STEPS = 300
 CALM_S = 7 * MINUTE_S
-"""Seconds in which engines merge what is left, and read what others have merged: idle ones list after 5 minutes."""
+"""Seconds in which engines merge what is left, and read what others have merged: idle ones list
+after 5 minutes."""
 
 MIXES = (
     Faults(),
@@ -92,7 +102,8 @@ class HangKind(NamedTuple):
     follows: str = ""
     """Part of the name that the process has written last; empty: any."""
     before: float = 0.7
-    """Probability that the request takes effect after the suspension. Otherwise a list hangs between its halves."""
+    """Probability that the request takes effect after the suspension. Otherwise a list hangs
+    between its halves."""
 
 
 _HANGS = (
@@ -111,7 +122,9 @@ class SimulatedStore(SharedBackend):
     """A handle of a simulated process."""
 
     @classmethod
-    def open_blobs(cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool) -> Blobs:
+    def open_blobs(
+        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+    ) -> Blobs:
         raise NotImplementedError
 
     def abandon(self) -> None:
@@ -148,13 +161,18 @@ class Timeline:
         for burst in self._bursts:
             if now < burst.begin:
                 whole = burst.begin - now
-                return whole * draw.random() if draw.random() < 0.3 else whole + draw.uniform(0, 3)
+                return (
+                    whole * draw.random()
+                    if draw.random() < 0.3
+                    else whole + draw.uniform(0, 3)
+                )
             if now < burst.end:
                 return 0.0
         return 0.0
 
     def suspension_s(self, now: float, draw: random.Random) -> float:
-        """Return the length of a suspension that begins now, in seconds. Half of them end in a later burst."""
+        """Return the length of a suspension that begins now, in seconds. Half of them end in a
+        later burst."""
         later = [burst for burst in self._bursts if burst.begin > now]
         if not later or draw.random() < 0.5:
             return 1 + draw.expovariate(1 / 10)
@@ -170,12 +188,16 @@ class History:
     :param hangs: of ``_HANGS``, those that occur; none: every now and then any.
     """
 
-    def __init__(self, seed: int, directory: Path, hangs: Sequence[HangKind] = ()) -> None:
+    def __init__(
+        self, seed: int, directory: Path, hangs: Sequence[HangKind] = ()
+    ) -> None:
         draw = self._draw = random.Random(seed)
         self._hangs = hangs
         self.world = World(seed, MIXES[seed % len(MIXES)])
         self.time = Timeline(draw)
-        self.world.draw_pause = lambda source: self.time.suspension_s(self.world.now, source)
+        self.world.draw_pause = lambda source: self.time.suspension_s(
+            self.world.now, source
+        )
         self.ttl_s = draw.choice((None, None, None, 20 * HOUR_S))
         self.capacity = draw.choice((None, None, None, _CAPACITY))
         self.model = Model(self.ttl_s)
@@ -201,7 +223,8 @@ class History:
             self._run()
 
     def _tune(self, patch: pytest.MonkeyPatch) -> None:
-        """Let some histories write bases after few segments, and sweep blobs after minutes instead of a day."""
+        """Let some histories write bases after few segments, and sweep blobs after minutes instead
+        of a day."""
         if self._draw.random() < 0.6 or self._hangs:
             patch.setattr(merge, "_MOST_SEGMENTS", 2)
             patch.setattr(merge, "_LEAST_BASE_BYTES", 0)
@@ -211,7 +234,8 @@ class History:
         if self._draw.random() < 0.3:
             patch.setattr(merge, "MOST_COMMITS", 2)
         if self._draw.random() < 0.4 or self._hangs:
-            # A commit is acknowledged only within half of the age at which a sweep deletes its blobs.
+            # A commit is acknowledged only within half of the age at which a sweep deletes its
+            # blobs.
             patch.setattr(inbox, "_MOST_COMMIT_S", 200.0)
             patch.setattr(sweep, "_LEAST_AGE_S", 400.0)
             patch.setattr(sweep, "INTERVAL_S", 20.0)
@@ -243,7 +267,8 @@ class History:
         world.hangs.clear()
         self._check("right after the last fault")
         if draw.random() < 0.6:
-            return  # only some of the histories have calm minutes: they take most of the time
+            # only some of the histories have calm minutes: they take most of the time
+            return
         world.run(self.time.calm.begin)
         world.note("CALM")
         self._process("settler", self._settle)
@@ -272,11 +297,15 @@ class History:
             cache=str(self._directory / process.machine),
         )
         blobs = SimulatedBlobs(process)
-        backend = SimulatedStore(blobs, options, read_only=reader, clock=process, background=False)
+        backend = SimulatedStore(
+            blobs, options, read_only=reader, clock=process, background=False
+        )
         self._handles.append(backend)
         return backend
 
-    def read(self, backend: SharedBackend, namespace: bytes, table: PackTable) -> bytes | None:
+    def read(
+        self, backend: SharedBackend, namespace: bytes, table: PackTable
+    ) -> bytes | None:
         """Read a pack and check its bytes; None if it is a miss."""
         data = read_pack(backend, namespace, table)
         known = self.model.payloads[table.pack_id]
@@ -287,15 +316,29 @@ class History:
     def look(self, backend: SharedBackend, namespace: bytes) -> View:
         """Return what a handle shows of a namespace."""
         packs = frozenset(tables(backend, namespace))
-        return View(packs, frozenset(manifest.id for manifest in backend.manifests(namespace)))
+        return View(
+            packs, frozenset(manifest.id for manifest in backend.manifests(namespace))
+        )
 
     # Processes
 
     def _process(
-        self, name: str, program: Callable[[Process], None], machine: str = "", *, is_recorded: bool = False
+        self,
+        name: str,
+        program: Callable[[Process], None],
+        machine: str = "",
+        *,
+        is_recorded: bool = False,
     ) -> Process:
         ahead_s = self._draw.choice((0.0, 0.0, 3.0, -40.0, YEAR_S, -YEAR_S))
-        return Process(self.world, name, program, machine=machine, wall_ahead_s=ahead_s, is_recorded=is_recorded)
+        return Process(
+            self.world,
+            name,
+            program,
+            machine=machine,
+            wall_ahead_s=ahead_s,
+            is_recorded=is_recorded,
+        )
 
     def _run_process(self, name: str, program: Callable[[Process], None]) -> None:
         process = self._process(name, program)
@@ -308,7 +351,12 @@ class History:
         name = f"{machine}.{self._lives}"
         if self._has_copies:
             self._copy_disk(machine, f"{name}.start")
-        self._process(name, self._life(machine, self._lives), machine, is_recorded=self._has_copies)
+        self._process(
+            name,
+            self._life(machine, self._lives),
+            machine,
+            is_recorded=self._has_copies,
+        )
 
     def _life(self, machine: str, number: int) -> Callable[[Process], None]:
         """Return the program of an engine. When it ends, another one starts on its machine."""
@@ -324,15 +372,24 @@ class History:
         return live
 
     def _copy(self) -> None:
-        """Take a snapshot of a machine, and start a copy of its engine from it: at once, or hours later."""
+        """Take a snapshot of a machine, and start a copy of its engine from it: at once, or hours
+        later."""
         draw, now = self._draw, self.world.now
-        pasts = [(process, process.past()) for process in self.world.processes if process.is_alive]
+        pasts = [
+            (process, process.past())
+            for process in self.world.processes
+            if process.is_alive
+        ]
         found = [(process, past) for process, past in pasts if past is not None]
         if not found:
             return
         original, past = draw.choice(found)
-        seconds = draw.choice((0.0, draw.uniform(1, 20), self.time.suspension_s(now, draw)))
-        self.world.note(f"{original.name} is COPIED, the copy starts in {seconds:.0f} s")
+        seconds = draw.choice(
+            (0.0, draw.uniform(1, 20), self.time.suspension_s(now, draw))
+        )
+        self.world.note(
+            f"{original.name} is COPIED, the copy starts in {seconds:.0f} s"
+        )
         if draw.random() < 0.2:
             original.kill()  # the snapshot replaces it
         if now + seconds < self.time.until:
@@ -361,38 +418,58 @@ class History:
         name = f"{machine}.{number}"
         live = self._life(machine, number)
         ahead_s = original.wall_ahead_s
-        Process(self.world, name, live, machine=machine, wall_ahead_s=ahead_s, original=original, past=past)
+        Process(
+            self.world,
+            name,
+            live,
+            machine=machine,
+            wall_ahead_s=ahead_s,
+            original=original,
+            past=past,
+        )
 
     def _cut_off(self) -> None:
         alive = [process for process in self.world.processes if process.is_alive]
         for process in self._draw.sample(alive, min(1, len(alive))):
             seconds = self._draw.choice((5.0, 40.0, 5 * MINUTE_S, 4 * HOUR_S))
             process.cut_off_until = min(self.world.now + seconds, self.time.calm.begin)
-            self.world.note(f"{process.name} is CUT OFF for {process.cut_off_until - self.world.now:.0f} s")
+            self.world.note(
+                f"{process.name} is CUT OFF for {process.cut_off_until - self.world.now:.0f} s"
+            )
 
     def _hang(self) -> None:
         """Let the next request of some kind suspend its thread, also in the middle of a list."""
         hang = self._draw.choice(self._hangs or _HANGS)
-        seconds = self._draw.choice((self._draw.uniform(1, 30), self.time.suspension_s(self.world.now, self._draw)))
+        seconds = self._draw.choice(
+            (
+                self._draw.uniform(1, 30),
+                self.time.suspension_s(self.world.now, self._draw),
+            )
+        )
         before = self._draw.random() < hang.before
-        self.world.hangs.append(Hang(hang.kind, hang.part, seconds, before=before, follows=hang.follows))
+        self.world.hangs.append(
+            Hang(hang.kind, hang.part, seconds, before=before, follows=hang.follows)
+        )
 
     def _sleep_machines(self, following: Span) -> None:
-        """Suspend some machines from the end of a burst until the next one: commits stay in the inbox, and other
-        engines merge them then.
+        """Suspend some machines from the end of a burst until the next one: commits stay in the
+        inbox, and other engines merge them then.
         """
         alive = [process for process in self.world.processes if process.is_alive]
         for process in alive:
             if self._draw.random() < 0.6:
                 process.frozen_until = following.begin + self._draw.uniform(0, 20)
-                self.world.note(f"{process.name} is FROZEN for {process.frozen_until - self.world.now:.0f} s")
+                self.world.note(
+                    f"{process.name} is FROZEN for {process.frozen_until - self.world.now:.0f} s"
+                )
 
     def _settle(self, process: Process) -> None:
         """Do what is due until the calm minutes end."""
         backend = self.open(process)
         for identity in IDENTITIES:
             backend.open_namespace(identity)
-        while self.world.now < self.time.calm.end + 14 * MINUTE_S:  # merges what engines publish when they are closed
+        # merges what engines publish when they are closed
+        while self.world.now < self.time.calm.end + 14 * MINUTE_S:
             process.sleep(min(max(backend.step(), 15.0), MINUTE_S))
         backend.close()
 
@@ -413,21 +490,34 @@ class History:
             for identity in IDENTITIES:
                 namespace = backend.open_namespace(identity).id
                 shown[namespace] = self.look(backend, namespace)
-                sent = sum(number for (name, _), number in world.requests.items() if name == process.name)
-                assert sent <= 40 + 4 * len(world.medium.blobs), f"{when}: {sent} requests to open"
+                sent = sum(
+                    number
+                    for (name, _), number in world.requests.items()
+                    if name == process.name
+                )
+                assert sent <= 40 + 4 * len(world.medium.blobs), (
+                    f"{when}: {sent} requests to open"
+                )
                 for name, table in tables(backend, namespace).items():
                     found[name] = self._read_again(backend, namespace, table)
                 names = sorted(shown[namespace].requests)
                 held = backend.manifest_keys(namespace, names)
-                keys.update(name for name, value in zip(names, held, strict=True) if value is not None)
+                keys.update(
+                    name
+                    for name, value in zip(names, held, strict=True)
+                    if value is not None
+                )
             self._check_capacity(backend, when)
             backend.close()
 
         self._run_process(f"reader {when}", look)
         ended = ended_in(world)
-        expected &= model.must_hold(world.now, ended, began)  # an engine that was suspended may have ended one since
+        # an engine that was suspended may have ended one since
+        expected &= model.must_hold(world.now, ended, began)
         requests &= model.must_hold_requests(world.now, ended)
-        problems = [f"pack {name.hex()[:8]} is lost" for name in sorted(expected - found.keys())]
+        problems = [
+            f"pack {name.hex()[:8]} is lost" for name in sorted(expected - found.keys())
+        ]
         for name in sorted(expected & found.keys()):
             if found[name] is None:
                 problems.append(f"pack {name.hex()[:8]} has no bytes")
@@ -435,8 +525,11 @@ class History:
         assert not problems, f"{when}: {'; '.join(problems)}"
         return shown
 
-    def _read_again(self, backend: SharedBackend, namespace: bytes, table: PackTable) -> bytes | None:
-        """Read a pack that may have several blobs, some of which are gone: each miss removes one."""
+    def _read_again(
+        self, backend: SharedBackend, namespace: bytes, table: PackTable
+    ) -> bytes | None:
+        """Read a pack that may have several blobs, some of which are gone: each miss removes
+        one."""
         for _ in range(3):
             data = self.read(backend, namespace, table)
             if data is not None:
@@ -447,13 +540,19 @@ class History:
         if self.capacity is None or when.startswith("right"):
             return
         stored = backend.stats().stored_bytes
-        assert stored <= 1.05 * self.capacity, f"{when}: {stored} bytes are stored, the capacity is {self.capacity}"
+        assert stored <= 1.05 * self.capacity, (
+            f"{when}: {stored} bytes are stored, the capacity is {self.capacity}"
+        )
 
     def _check_calm(self, shown: dict[bytes, View]) -> None:
         """Compare engines with the newest reader."""
         damaged = self.model.damaged
         ended = ended_in(self.world, since=START + self.time.calm.end - 2 * MINUTE_S)
-        ignored = damaged | {name[:ID_BYTES] for name in ended.blobs} | self._without_blobs(shown)
+        ignored = (
+            damaged
+            | {name[:ID_BYTES] for name in ended.blobs}
+            | self._without_blobs(shown)
+        )
         for name, views in sorted(self.views.items()):
             for namespace, view in views.items():
                 differ = (view.packs ^ shown[namespace].packs) - ignored
@@ -461,14 +560,22 @@ class History:
                 assert not differ, f"{name} differs from a new reader in packs {packs}"
                 if not ignored:
                     requests = view.requests ^ shown[namespace].requests
-                    assert not requests, f"{name} differs from a new reader in requests {sorted(requests)}"
+                    assert not requests, (
+                        f"{name} differs from a new reader in requests {sorted(requests)}"
+                    )
 
     def _without_blobs(self, shown: dict[bytes, View]) -> set[bytes]:
-        """Return the packs that an engine shows and whose bytes are gone. An engine that was suspended for days may
-        know a pack whose tombstone has been dropped meanwhile: its reads are misses.
+        """Return the packs that an engine shows and whose bytes are gone. An engine that was
+        suspended for days may know a pack whose tombstone has been dropped meanwhile: its reads are
+        misses.
         """
-        blobs = {name.rsplit("/", 1)[1][: 2 * ID_BYTES] for name in self.world.medium.names("/packs/")}
-        views = [view for of_engine in self.views.values() for view in of_engine.values()]
+        blobs = {
+            name.rsplit("/", 1)[1][: 2 * ID_BYTES]
+            for name in self.world.medium.names("/packs/")
+        }
+        views = [
+            view for of_engine in self.views.values() for view in of_engine.values()
+        ]
         packs = set().union(*(view.packs for view in [*views, *shown.values()]))
         return {pack for pack in packs if pack.hex() not in blobs}
 
@@ -491,12 +598,21 @@ class History:
             return
         held = set().union(*(view.packs for view in shown.values()))
         blobs = self.world.medium.names("/packs/")
-        extra = [name for name in blobs if bytes.fromhex(name.rsplit("/", 1)[1][: 2 * ID_BYTES]) not in held]
-        assert not extra, f"{len(extra)} blobs of packs are not named and not deleted: {extra[:3]}"
+        extra = [
+            name
+            for name in blobs
+            if bytes.fromhex(name.rsplit("/", 1)[1][: 2 * ID_BYTES]) not in held
+        ]
+        assert not extra, (
+            f"{len(extra)} blobs of packs are not named and not deleted: {extra[:3]}"
+        )
 
 
-def fail_or_events(seed: int, directory: Path, hangs: Sequence[HangKind] = ()) -> tuple[str, set[str]]:
-    """Run a history; return the text of its failure, empty if it has none, and which ``EVENTS`` occurred."""
+def fail_or_events(
+    seed: int, directory: Path, hangs: Sequence[HangKind] = ()
+) -> tuple[str, set[str]]:
+    """Run a history; return the text of its failure, empty if it has none, and which ``EVENTS``
+    occurred."""
     history = History(seed, directory / str(seed), hangs)
     text = ""
     try:

@@ -27,7 +27,13 @@ NAMESPACES = tuple(identity.digest for identity in IDENTITIES)
 @cache
 def pack_of(number: int, content: int = 0) -> PackWriter:
     """Return a pack; no two namespaces have equal packs."""
-    return sample_pack(NAMESPACES[number % 2], number, blocks=1 + number % 3, block_bytes=64, content=number + content)
+    return sample_pack(
+        NAMESPACES[number % 2],
+        number,
+        blocks=1 + number % 3,
+        block_bytes=64,
+        content=number + content,
+    )
 
 
 @cache
@@ -64,7 +70,8 @@ class Stored(NamedTuple):
 
     at: Span
     blobs: frozenset[bytes]
-    """Names (pack id and nonce) of blobs that the commit wrote; empty: it found the pack in its catalogue."""
+    """Names (pack id and nonce) of blobs that the commit wrote; empty: it found the pack in its
+    catalogue."""
 
 
 class Model:
@@ -86,14 +93,19 @@ class Model:
         self.damaged_requests: set[bytes] = set()
         """Digests of requests, in the same sense."""
 
-    def must_hold(self, now: float, ended: Ended, acknowledged: float = math.inf) -> set[bytes]:
+    def must_hold(
+        self, now: float, ended: Ended, acknowledged: float = math.inf
+    ) -> set[bytes]:
         """Return the packs that the store must hold.
 
-        :param acknowledged: only commits count that were acknowledged until then, in simulated seconds.
+        :param acknowledged: only commits count that were acknowledged until then, in simulated
+            seconds.
         """
         found: set[bytes] = set()
         for pack_id, all_commits in self.stored.items():
-            commits = [stored for stored in all_commits if stored.at.end <= acknowledged]
+            commits = [
+                stored for stored in all_commits if stored.at.end <= acknowledged
+            ]
             if not commits or pack_id in self.damaged:
                 continue
             newest = max(stored.at.begin for stored in commits)
@@ -103,7 +115,9 @@ class Model:
                 found.add(pack_id)
         return found
 
-    def _is_alive(self, pack_id: bytes, commits: list[Stored], tombstones: set[bytes]) -> bool:
+    def _is_alive(
+        self, pack_id: bytes, commits: list[Stored], tombstones: set[bytes]
+    ) -> bool:
         ended = any(name[:ID_BYTES] == pack_id for name in tombstones)
         if not ended:
             return True
@@ -111,7 +125,8 @@ class Model:
         return any(stored.blobs - tombstones for stored in commits)
 
     def must_hold_requests(self, now: float, ended: Ended) -> set[str]:
-        """Return the requests that the store must hold: nothing has ended them or any blob of their packs."""
+        """Return the requests that the store must hold: nothing has ended them or any blob of their
+        packs."""
         packs = self.must_hold(now, ended)
         without = {name[:ID_BYTES] for name in ended.blobs} | self.deleted
         found: set[str] = set()
@@ -133,7 +148,10 @@ class View(NamedTuple):
 def decoded(world: World) -> Iterator[tuple[str, Delta]]:
     """Iterate over all index objects that were ever written, with their names."""
     medium = world.medium
-    for name, data in [*medium.deleted.items(), *((name, held.data) for name, held in medium.blobs.items())]:
+    for name, data in [
+        *medium.deleted.items(),
+        *((name, held.data) for name, held in medium.blobs.items()),
+    ]:
         delta = decode(name, data)
         if delta is not None:
             yield name, delta
@@ -155,12 +173,18 @@ def ended_in(world: World, since: float = 0.0) -> Ended:
     """
     ended = Ended(set(), set())
     for _, delta in decoded(world):
-        ended.blobs.update(tombstone.name for tombstone in delta.removed if tombstone.time >= since)
-        ended.requests.update(dropped.digest for dropped in delta.dropped if dropped.time >= since)
+        ended.blobs.update(
+            tombstone.name for tombstone in delta.removed if tombstone.time >= since
+        )
+        ended.requests.update(
+            dropped.digest for dropped in delta.dropped if dropped.time >= since
+        )
     return ended
 
 
 def newer(name: str, namespace: bytes) -> bytes:
     """Return the bytes of an index object in a format that a later release writes."""
     with mock.patch.object(format, "FORMAT_VERSION", format.FORMAT_VERSION + 1):
-        return format.seal(name, b"content of a later release", Authenticator(), namespace)
+        return format.seal(
+            name, b"content of a later release", Authenticator(), namespace
+        )

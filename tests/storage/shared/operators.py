@@ -26,12 +26,16 @@ class Operator:
 
     def act(self) -> None:
         """Do one of the mistakes."""
-        mistake = self._draw.choice((self._delete, self._delete, self._garble, self._restore, self._add_junk))
+        mistake = self._draw.choice(
+            (self._delete, self._delete, self._garble, self._restore, self._add_junk)
+        )
         mistake()
 
     def _choose(self) -> list[str]:
         medium = self._history.world.medium
-        part = self._draw.choice(("/index/", "/inbox/", "/packs/", "/latest", "totals/", "policy"))
+        part = self._draw.choice(
+            ("/index/", "/inbox/", "/packs/", "/latest", "totals/", "policy")
+        )
         names = medium.names(part)
         return self._draw.sample(names, min(len(names), self._draw.randrange(1, 3)))
 
@@ -63,7 +67,9 @@ class Operator:
     def _add_junk(self) -> None:
         namespace = self._draw.choice(NAMESPACES)
         names = Names(namespace)
-        name = self._draw.choice((names.new_commit(self._draw), names.new_index(1, START, self._draw)))
+        name = self._draw.choice(
+            (names.new_commit(self._draw), names.new_index(1, START, self._draw))
+        )
         if self._draw.random() < 0.3:
             name += "-junk"
         data = self._draw.choice((self._draw.randbytes(50), newer(name, namespace)))
@@ -81,7 +87,10 @@ class Operator:
         delta = decode(name, data)
         if delta is not None:
             model.damaged.update(entry.pack_id for entry in delta.packs)
-            model.damaged.update(tombstone.name[:ID_BYTES] for tombstone in delta.removed)  # they may return
+            # they may return
+            model.damaged.update(
+                tombstone.name[:ID_BYTES] for tombstone in delta.removed
+            )
             for entry in delta.manifests:
                 model.damaged.update(format.split_ids(entry.packs))
 

@@ -1,4 +1,5 @@
-"""Bugs that are planted one at a time: each breaks one rule of the protocol, and some history must fail."""
+"""Bugs that are planted one at a time: each breaks one rule of the protocol, and some history must
+fail."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def plant_unread(patch: pytest.MonkeyPatch) -> None:
     def planted(self: Merger) -> None:
         infos = self._medium.listed(self._names.index, settled=True)
         self._reader._note_list(infos)
-        self._replica.mark_contained([info.name for info in infos if self._names.is_object(info.name)])
+        self._replica.mark_contained(
+            [info.name for info in infos if self._names.is_object(info.name)]
+        )
         write_base(self)
 
     patch.setattr(Merger, "write_base", planted)
@@ -46,7 +49,11 @@ def plant_inbox(patch: pytest.MonkeyPatch) -> None:
     """Open without reading the inbox."""
     read = IndexReader._read
     patch.setattr(
-        IndexReader, "_read", lambda self, *, with_inbox, settled: read(self, with_inbox=False, settled=settled)
+        IndexReader,
+        "_read",
+        lambda self, *, with_inbox, settled: read(
+            self, with_inbox=False, settled=settled
+        ),
     )
 
 
@@ -58,24 +65,36 @@ def plant_names(patch: pytest.MonkeyPatch) -> None:
 def plant_order(patch: pytest.MonkeyPatch) -> None:
     """Let a sweep read once, the index before the inbox, and delete what the replica holds."""
     patch.setattr(Replica, "live_names", lambda self, names: set())
-    patch.setattr(Sweeper, "_all_deltas", lambda self, now: _read_once(self, ("index", "inbox"), settled=True))
+    patch.setattr(
+        Sweeper,
+        "_all_deltas",
+        lambda self, now: _read_once(self, ("index", "inbox"), settled=True),
+    )
 
 
 def plant_once(patch: pytest.MonkeyPatch) -> None:
     """Let a sweep read once, trust a single list, and delete what the replica holds."""
     patch.setattr(Replica, "live_names", lambda self, names: set())
-    patch.setattr(Sweeper, "_all_deltas", lambda self, now: _read_once(self, ("inbox", "index"), settled=False))
+    patch.setattr(
+        Sweeper,
+        "_all_deltas",
+        lambda self, now: _read_once(self, ("inbox", "index"), settled=False),
+    )
 
 
 _is_second: defaultdict[Sweeper, bool] = defaultdict(bool)
 
 
-def _read_once(sweeper: Sweeper, order: Sequence[str], *, settled: bool) -> Iterator[Delta]:
+def _read_once(
+    sweeper: Sweeper, order: Sequence[str], *, settled: bool
+) -> Iterator[Delta]:
     _is_second[sweeper] = not _is_second[sweeper]
     if not _is_second[sweeper]:
         return
     for part in order:
-        for info in sweeper._medium.listed(getattr(sweeper._names, part), settled=settled):
+        for info in sweeper._medium.listed(
+            getattr(sweeper._names, part), settled=settled
+        ):
             found = sweeper._fetch(info)
             if isinstance(found, Delta):
                 yield found
@@ -106,7 +125,8 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 OF_SCHEDULES = {"order", "once"}
-"""Rules that only the schedules in ``test_sweep`` find: 330 random histories each, with the hangs below, did not."""
+"""Rules that only the schedules in ``test_sweep`` find: 330 random histories each, with the hangs
+below, did not."""
 HANGS_FOR = {
     "order": [HangKind("LIST", "/inbox/", "/swept")],
     "once": [HangKind("LIST", "/index/", "/swept", before=0.0)],

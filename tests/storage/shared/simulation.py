@@ -1,15 +1,17 @@
 """A medium in memory, and processes that use it in simulated time.
 
-1. Each process has one thread or more. One thread runs at a time: it runs until it makes a request, sleeps or waits for
-   a ``SimulatedLock``. All of these take simulated time, and the thread with the earliest time runs next. The same seed
-   gives the same history.
-2. A request takes effect at one moment, some time after it was sent and before its reply arrives. Faults move that
-   moment, also by minutes and behind the end of the process, repeat the effect, or replace the reply.
-3. The medium keeps the contract of ``Blobs``, and nothing beyond it: a list is read in two halves at different times.
-4. A machine may be copied while a process runs on it, also in the middle of calls: a snapshot that is restored, or a
-   clone. The copy runs the same program again with the recorded replies (``Past``), which takes no simulated time, and
-   goes on from there beside the original. ``Process.random`` is the random source of the operating system: the copy
-   does not repeat it.
+1. Each process has one thread or more. One thread runs at a time: it runs until it makes a request,
+   sleeps or waits for a ``SimulatedLock``. All of these take simulated time, and the thread with
+   the earliest time runs next. The same seed gives the same history.
+2. A request takes effect at one moment, some time after it was sent and before its reply arrives.
+   Faults move that moment, also by minutes and behind the end of the process, repeat the effect, or
+   replace the reply.
+3. The medium keeps the contract of ``Blobs``, and nothing beyond it: a list is read in two halves
+   at different times.
+4. A machine may be copied while a process runs on it, also in the middle of calls: a snapshot that
+   is restored, or a clone. The copy runs the same program again with the recorded replies
+   (``Past``), which takes no simulated time, and goes on from there beside the original.
+   ``Process.random`` is the random source of the operating system: the copy does not repeat it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ from typing import Generic, NamedTuple, TypeVar
 from unittest import mock
 
 from persistkv.errors import StoreError
-from persistkv.storage.blobs import MAX_NAME, BlobInfo, BlobMissingError, Blobs, RefusedError, UnavailableError
+from persistkv.storage.blobs import (
+    MAX_NAME,
+    BlobInfo,
+    BlobMissingError,
+    Blobs,
+    RefusedError,
+    UnavailableError,
+)
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.shared.clock import Clock
 
@@ -76,7 +85,8 @@ class Medium:
         self.now = now
         self.blobs: dict[str, StoredBlob] = {}
         self.replaced: defaultdict[str, list[bytes]] = defaultdict(list)
-        """For each name that was written again with other bytes, the earlier bytes, oldest first."""
+        """For each name that was written again with other bytes, the earlier bytes, oldest
+        first."""
         self.deleted: dict[str, bytes] = {}
         """Last content of each name that was deleted."""
         self._names: list[str] = []  # sorted
@@ -137,13 +147,15 @@ class Faults(NamedTuple):
     lost: float = 0.0
     """The reply is lost after the effect; a reader may have got a part."""
     late: float = 0.0
-    """``UnavailableError``; the effect of a write or deletion follows seconds, minutes or hours later."""
+    """``UnavailableError``; the effect of a write or deletion follows seconds, minutes or hours
+    later."""
     repeated: float = 0.0
     """A write or deletion takes effect at once, and again seconds, minutes or hours later."""
     slow: float = 0.0
     """Request or reply takes up to 20 s."""
     pause: float = 0.0
-    """The thread is suspended, before or after the effect; for how long, ``World.draw_pause`` says."""
+    """The thread is suspended, before or after the effect; for how long, ``World.draw_pause``
+    says."""
     freeze: float = 0.0
     """All threads of the process are suspended."""
     death: float = 0.0
@@ -155,7 +167,8 @@ _OF_WRITES = ("late", "repeated")
 
 
 class Hang(NamedTuple):
-    """Suspension of one thread in the next request of a kind, of any process; its other threads continue."""
+    """Suspension of one thread in the next request of a kind, of any process; its other threads
+    continue."""
 
     kind: str
     part: str
@@ -168,7 +181,8 @@ class Hang(NamedTuple):
 
 
 def draw_late(draw: random.Random) -> float:
-    """Return the seconds after which a late request takes effect: a minute on average, sometimes an hour."""
+    """Return the seconds after which a late request takes effect: a minute on average, sometimes an
+    hour."""
     if draw.random() < 0.15:
         return draw.uniform(10 * MINUTE_S, 90 * MINUTE_S)
     return draw.expovariate(1 / MINUTE_S)
@@ -204,8 +218,8 @@ class Wait(NamedTuple):
 class Past:
     """Replay of a process from its beginning to the moment at which its machine was copied.
 
-    The threads run in the recorded order, with the recorded replies. What a thread waited for at that moment has no
-    recorded end: the copy waits for it in its own life.
+    The threads run in the recorded order, with the recorded replies. What a thread waited for at
+    that moment has no recorded end: the copy waits for it in its own life.
 
     :param waits: what has ended before.
     :param end: the moment, in simulated seconds.
@@ -238,10 +252,13 @@ class _Turn:
         self.number = len(process.started)
         self.lock: SimulatedLock | None = None
         """What it waits for, if that is a lock."""
-        self.waits = 0  # number of waits so far: an event of an earlier wait does not wake it
+        # number of waits so far: an event of an earlier wait does not wake it
+        self.waits = 0
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._thread = threading.Thread(target=process._run, args=(self, program), name=process.name, daemon=True)
+        self._thread = threading.Thread(
+            target=process._run, args=(self, program), name=process.name, daemon=True
+        )
         self._started = False
 
     def wake(self) -> None:
@@ -344,7 +361,8 @@ class World:
         self.steps.append(f"{self.now:12.3f} {line}")
 
     def _skip_to(self, when: float) -> bool:
-        """Move the time to ``when`` unless something else comes first; return whether it was moved."""
+        """Move the time to ``when`` unless something else comes first; return whether it was
+        moved."""
         if self._events and self._events[0][0] <= when:
             return False
         if when > self._until or self._ended or self.failures:
@@ -403,7 +421,8 @@ class World:
 
 
 class SimulatedLock:
-    """A reentrant lock whose owner may make requests and sleep. Others wait in simulated time, in order of arrival."""
+    """A reentrant lock whose owner may make requests and sleep. Others wait in simulated time, in
+    order of arrival."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -422,7 +441,10 @@ class SimulatedLock:
         self._depth += 1
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._depth -= 1
         if not self._depth:
@@ -501,10 +523,12 @@ class _Random(random.Random):
 
 
 class Process(Clock):
-    """A process, and its clock. Each process has a monotonic clock that starts at a different number.
+    """A process, and its clock. Each process has a monotonic clock that starts at a different
+    number.
 
     :param name: unique.
-    :param program: called with the process in a thread of its own; ends by returning or with ``Killed``.
+    :param program: called with the process in a thread of its own; ends by returning or with
+        ``Killed``.
     :param machine: processes of one machine follow each other.
     :param wall_ahead_s: local wall-clock time minus the medium's.
     :param is_recorded: whether the machine may be copied.
@@ -544,9 +568,11 @@ class Process(Clock):
         self.ended = False
         """Whether its program has ended."""
         self.frozen_until = 0.0
-        """Simulated time until which none of its threads runs. Its requests take effect meanwhile."""
+        """Simulated time until which none of its threads runs. Its requests take effect
+        meanwhile."""
         self.suspended_s = 0.0
-        """Seconds for which the thread of its next request is suspended, before or after the effect."""
+        """Seconds for which the thread of its next request is suspended, before or after the
+        effect."""
         self.cut_off_until = 0.0
         """Simulated time until which none of its requests arrives."""
         self.wall_ahead_s = wall_ahead_s
@@ -560,7 +586,8 @@ class Process(Clock):
         self.spawn(lambda: self._main(program))
 
     def new_random(self, purpose: str) -> random.Random:
-        """Return a source of random numbers. Copies of this process draw others from it after the replay."""
+        """Return a source of random numbers. Copies of this process draw others from it after the
+        replay."""
         source = random.Random(f"{purpose} {self.world.seed} {self._first_name}")
         self._sources.append(source)
         return source
@@ -575,7 +602,8 @@ class Process(Clock):
         return self.world.now if self._past is None else self._past.now
 
     def spawn(self, program: Callable[[], None]) -> None:
-        """Run ``program`` in another thread of this process, which is killed, frozen and cut off with it."""
+        """Run ``program`` in another thread of this process, which is killed, frozen and cut off
+        with it."""
         turn = _Turn(self, program)
         self._turns.append(turn)
         self.started.append(turn)
@@ -602,15 +630,21 @@ class Process(Clock):
         return self._past is not None
 
     def past(self) -> Past | None:
-        """Return what a copy that is made now must do again; None: it has not begun, or is not recorded."""
+        """Return what a copy that is made now must do again; None: it has not begun, or is not
+        recorded."""
         return Past(list(self._waits), self.world.now) if self._waits else None
 
-    def _record(self, what: str, result: object = None, error: StoreError | None = None) -> None:
+    def _record(
+        self, what: str, result: object = None, error: StoreError | None = None
+    ) -> None:
         if self._waits is not None:
-            self._waits.append(Wait(_own_turn().number, what, self.world.now, result, error))
+            self._waits.append(
+                Wait(_own_turn().number, what, self.world.now, result, error)
+            )
 
     def _replay(self, own: _Turn, what: str) -> Wait | None:
-        """Let the replay go on until the calling thread has its reply; return it, or None if the replay has ended.
+        """Let the replay go on until the calling thread has its reply; return it, or None if the
+        replay has ended.
 
         :raises Killed: the process was killed after the replay, before anything woke the thread.
         """
@@ -630,20 +664,26 @@ class Process(Clock):
             return None
         reply = past.reply
         assert reply is not None
-        assert reply.what == what, f"{self.name} differs from its original: {what} instead of {reply.what}"
+        assert reply.what == what, (
+            f"{self.name} differs from its original: {what} instead of {reply.what}"
+        )
         return reply
 
     def _begin_own_life(self, past: Past, running: _Turn | None) -> None:
-        """End the replay: wake all threads except the running one, and those that wait for each other."""
+        """End the replay: wake all threads except the running one, and those that wait for each
+        other."""
         self._past = None
-        self._offset -= self.world.now - past.end  # the machine's clock stood still meanwhile
+        # the machine's clock stood still meanwhile
+        self._offset -= self.world.now - past.end
         sources = [*self._sources, self.random]
         if not self.repeats_names:
             sources.append(self._names)
         for number, source in enumerate(sources):
             source.seed(f"{number} {self.world.seed} {self.name}")
         for turn in self._turns:
-            if turn is not running and (turn.lock is None or not turn.lock.is_waiting(turn)):
+            if turn is not running and (
+                turn.lock is None or not turn.lock.is_waiting(turn)
+            ):
                 self.world._resume_at(self.world.now, turn)
 
     def wait_for_lock(self, turn: _Turn, is_owner: Callable[[], bool]) -> None:
@@ -679,7 +719,8 @@ class Process(Clock):
 
     def _sleep_until(self, when: float) -> None:
         turn, world = _own_turn(), self.world
-        if self.frozen_until <= when and world._skip_to(when):  # most often nobody else runs meanwhile
+        # most often nobody else runs meanwhile
+        if self.frozen_until <= when and world._skip_to(when):
             return
         world._resume_at(when, turn)
         world._wait(turn)
@@ -692,7 +733,8 @@ class Process(Clock):
                 self.world._resume_at(self.world.now, turn)
 
     def request(self, kind: str, name: str, effect: Callable[[], T]) -> T:
-        """Send a request, let it take effect, and wait for the reply; one of the world's faults may occur.
+        """Send a request, let it take effect, and wait for the reply; one of the world's faults may
+        occur.
 
         :param kind: ``PUT``, ``GET``, ``LIST`` or ``DELETE``.
         :param effect: called once, more than once or never.
@@ -710,7 +752,9 @@ class Process(Clock):
             if reply is not None:
                 return reply.result  # type: ignore[return-value]
             if self._faults.random() < 0.5:
-                raise UnavailableError(f"{what}: the copy of the machine has no connection")
+                raise UnavailableError(
+                    f"{what}: the copy of the machine has no connection"
+                )
             # Otherwise the client sends it again.
         try:
             result = self._send(kind, name, effect)
@@ -766,7 +810,9 @@ class Process(Clock):
         self.world.requests[self.name, kind] += 1
         self.world.most_requests -= 1
         if self.world.most_requests < 0:
-            raise AssertionError(f"requests without end; the last one is {self.name} {kind} {name}")
+            raise AssertionError(
+                f"requests without end; the last one is {self.name} {kind} {name}"
+            )
 
     def _draw_fault(self, *, writes: bool) -> str:
         """Draw the fault of a request; empty: none."""
@@ -795,13 +841,18 @@ class Process(Clock):
             self.world.at(self.world.now + 0.01, outcome.act)
         elif chance < 0.6:
             effect = "the effect follows late"
-            self.world.at(self.world.now + self.world.draw_late(self._faults), outcome.act_late)
+            self.world.at(
+                self.world.now + self.world.draw_late(self._faults), outcome.act_late
+            )
         self.world.note(f"{text}: the process DIES, {effect}")
         self.kill()
         raise Killed
 
-    def _suspension(self, fault: str, kind: str, name: str, text: str) -> tuple[float, float]:
-        """Return the seconds for which the thread is suspended before its request arrives, and after the effect."""
+    def _suspension(
+        self, fault: str, kind: str, name: str, text: str
+    ) -> tuple[float, float]:
+        """Return the seconds for which the thread is suspended before its request arrives, and
+        after the effect."""
         hang = self._planned_hang(kind, name)
         before = self._faults.random() < 0.5
         seconds, self.suspended_s = self.suspended_s, 0.0
@@ -818,13 +869,19 @@ class Process(Clock):
             self.frozen_until = self.world.now + seconds
         if fault != "slow":
             whole = "process FROZEN" if fault == "freeze" else "SUSPENDED"
-            self.world.note(f"{text}: {whole} {seconds:.0f} s {'before' if before else 'after'} its effect")
+            self.world.note(
+                f"{text}: {whole} {seconds:.0f} s {'before' if before else 'after'} its effect"
+            )
         return (seconds, 0.0) if before else (0.0, seconds)
 
     def _planned_hang(self, kind: str, name: str) -> Hang | None:
         """Return the planned suspension that this request meets, and remove it from the plan."""
         for hang in self.world.hangs:
-            if hang.kind == kind and hang.part in name and hang.follows in self._last_written:
+            if (
+                hang.kind == kind
+                and hang.part in name
+                and hang.follows in self._last_written
+            ):
                 self.world.hangs.remove(hang)
                 return hang
         return None
@@ -851,7 +908,8 @@ class Process(Clock):
         self._pass_on()
 
     def _begin(self, turn: _Turn) -> None:
-        """Record that a thread has begun, or note it in the replay: the first thread begins the replay."""
+        """Record that a thread has begun, or note it in the replay: the first thread begins the
+        replay."""
         if self._past is None:
             self._record("start")
         elif turn.number == 0:
@@ -887,9 +945,13 @@ class SimulatedBlobs(Blobs):
         data = b"".join(pieces)
         return self._request("PUT", name, lambda: self._medium.put(name, data))
 
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
         try:
-            data = self._request("GET", name, lambda: self._medium.get(name, offset, length))
+            data = self._request(
+                "GET", name, lambda: self._medium.get(name, offset, length)
+            )
         except LostReplyError as error:
             part = int(len(error.reply) * self._draw.random())
             _fill(buffers, error.reply[:part])
@@ -898,7 +960,11 @@ class SimulatedBlobs(Blobs):
 
     def delete(self, names: Sequence[str]) -> None:
         if names:
-            shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more: {' '.join(names[1:])}"
+            shown = (
+                names[0]
+                if len(names) == 1
+                else f"{names[0]} and {len(names) - 1} more: {' '.join(names[1:])}"
+            )
             chosen = list(names)
             self._request("DELETE", shown, lambda: self._medium.delete(chosen))
 
@@ -915,10 +981,14 @@ class SimulatedBlobs(Blobs):
             if self._process.world.faults is not CALM and self._draw.random() < 0.1:
                 self._process.sleep(self._draw.uniform(0, 20))
             try:
-                found += self._request("LIST", prefix, partial(self._medium.half, prefix, after, half))
+                found += self._request(
+                    "LIST", prefix, partial(self._medium.half, prefix, after, half)
+                )
             except UnavailableError:
                 found.sort()
-                yield from found[: self._draw.randint(0, len(found))] if half != first else ()
+                yield from (
+                    found[: self._draw.randint(0, len(found))] if half != first else ()
+                )
                 raise
         found.sort()
         yield from found

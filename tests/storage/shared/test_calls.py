@@ -69,13 +69,16 @@ def test_calls_failed_call_raises_after_all_have_ended() -> None:
 
 
 class KeepingBlobs(MemoryBlobs):
-    """A medium that keeps views of the buffers of its reads, as the traceback of a first try does."""
+    """A medium that keeps views of the buffers of its reads, as the traceback of a first try
+    does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[memoryview] = []
 
-    def read(self, name: str, offset: int, length: int, buffers: Iterable[memoryview]) -> int:
+    def read(
+        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+    ) -> int:
         views = list(buffers)
         self.kept += [view[:1] for view in views]
         return super().read(name, offset, length, views)

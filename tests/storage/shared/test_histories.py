@@ -1,7 +1,8 @@
-"""Random histories of engines on one shared store keep its promises (see ``history``), and find planted bugs.
+"""Random histories of engines on one shared store keep its promises (see ``history``), and find
+planted bugs.
 
-For the long test, ``PERSISTKV_HISTORIES`` is the number of histories, and ``PERSISTKV_FIRST_HISTORY`` the seed of the
-first one.
+For the long test, ``PERSISTKV_HISTORIES`` is the number of histories, and
+``PERSISTKV_FIRST_HISTORY`` the seed of the first one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a directory for replicas, in memory where that is possible: histories create hundreds of files each."""
+    """Return a directory for replicas, in memory where that is possible: histories create hundreds
+    of files each."""
     if not os.access(_MEMORY, os.W_OK):
         yield tmp_path
         return
@@ -32,7 +34,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield Path(path)
 
 
-def run_histories(directory: Path, first: int, number: int, hangs: Sequence[HangKind] = ()) -> set[str]:
+def run_histories(
+    directory: Path, first: int, number: int, hangs: Sequence[HangKind] = ()
+) -> set[str]:
     """Run histories until one fails; return which ``EVENTS`` occurred."""
     occurred: set[str] = set()
     for seed in range(first, first + number):
@@ -75,7 +79,8 @@ def test_histories_many_random_lose_no_acknowledged_pack(disk: Path) -> None:
     first = int(os.environ.get("PERSISTKV_FIRST_HISTORY", "1000"))
     number = int(os.environ.get("PERSISTKV_HISTORIES", "200"))
     jobs = [
-        (begin, min(_AT_ONCE, first + number - begin), str(disk)) for begin in range(first, first + number, _AT_ONCE)
+        (begin, min(_AT_ONCE, first + number - begin), str(disk))
+        for begin in range(first, first + number, _AT_ONCE)
     ]
     texts: list[str] = []
     with get_context("spawn").Pool() as pool:
@@ -84,13 +89,17 @@ def test_histories_many_random_lose_no_acknowledged_pack(disk: Path) -> None:
             if len(texts) >= 5:
                 pool.terminate()
                 break
-    assert not texts, f"{len(texts)} of {number} histories fail:\n" + "\n\n".join(texts[:5])
+    assert not texts, f"{len(texts)} of {number} histories fail:\n" + "\n\n".join(
+        texts[:5]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rule", sorted(PLANTED.keys() - OF_SCHEDULES))
-def test_histories_find_a_planted_bug(disk: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+def test_histories_find_a_planted_bug(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
     PLANTED[rule](monkeypatch)
     with pytest.raises(pytest.fail.Exception):
         run_histories(disk, 0, 2000, HANGS_FOR.get(rule, ()))

@@ -1,4 +1,5 @@
-"""Objects of the index that others include: when they are deleted, and what happens if the others vanish."""
+"""Objects of the index that others include: when they are deleted, and what happens if the others
+vanish."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_commits_that_cannot_be_deleted_are_merged_once(town: Town) -> None:
     assert (first.calls("read", "/inbox/"), len(town.names("/index/"))) == before
 
 
-def test_included_names_that_are_carried_on_are_bounded(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_included_names_that_are_carried_on_are_bounded(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("persistkv.storage.shared.merge._MOST_CARRIED", 10)
     first = town.engine()
     first.blobs.fail("delete", RefusedError("forbidden"))

@@ -62,18 +62,28 @@ def blob_of(town: Town, part: str) -> str:
     return name
 
 
-def forge(town: Town, table: PackTable, tags: bytes = b"", authenticator: Authenticator | None = None) -> None:
+def forge(
+    town: Town,
+    table: PackTable,
+    tags: bytes = b"",
+    authenticator: Authenticator | None = None,
+) -> None:
     """Write a commit that names the blob of the held pack, with another table."""
     held = NAMES.pack_name(blob_of(town, "/packs/"))
     assert held is not None
-    entry = PackEntry(table.pack_id, held[-NONCE_BYTES:], tags + table.encode(), START + 1e6)
+    entry = PackEntry(
+        table.pack_id, held[-NONCE_BYTES:], tags + table.encode(), START + 1e6
+    )
     body = encode_delta(Delta([entry]))
     name = NAMES.new_commit(random.Random(1))
-    town.server.put(name, [seal(name, body, authenticator or Authenticator(), NAMESPACE)])
+    town.server.put(
+        name, [seal(name, body, authenticator or Authenticator(), NAMESPACE)]
+    )
 
 
 def forge_commit(town: Town) -> None:
-    """Store another payload under the pack's name, and a commit without the key that describes it."""
+    """Store another payload under the pack's name, and a commit without the key that describes
+    it."""
     evil = sample_pack(NAMESPACE, 1, content=66)
     payload = payload_of(evil)
     town.server.put(blob_of(town, "/packs/"), [payload, evil.table.encode()])
@@ -97,10 +107,16 @@ def change_payload(town: Town) -> None:
 
 
 @pytest.mark.parametrize("attack", [forge_commit, forge_tags, change_payload])
-def test_read_forged_pack_misses_and_commit_replaces_it(town: Town, attack: Callable[[Town], None]) -> None:
+def test_read_forged_pack_misses_and_commit_replaces_it(
+    town: Town, attack: Callable[[Town], None]
+) -> None:
     first = keyed(town)
-    rows = Rows(memoryview(bytearray(4 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
-    store = Store(first.backend, sample_identity(), rows, StoreOptions(), url="shared://test")
+    rows = Rows(
+        memoryview(bytearray(4 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),))
+    )
+    store = Store(
+        first.backend, sample_identity(), rows, StoreOptions(), url="shared://test"
+    )
     pack = sample_pack(NAMESPACE, 1)
     keys = pack.segments[0].keys
     first.store(pack)
@@ -111,7 +127,9 @@ def test_read_forged_pack_misses_and_commit_replaces_it(town: Town, attack: Call
     assert sorted(store.read(keys, range(4))) == sorted(keys)
 
     keyed(town).store(sample_pack(NAMESPACE, 1))
-    assert read_pack(keyed(town).backend, NAMESPACE, pack.table) == payload_of(pack), "it is written again"
+    assert read_pack(keyed(town).backend, NAMESPACE, pack.table) == payload_of(pack), (
+        "it is written again"
+    )
 
 
 def test_keyed_store_is_readable_only_with_same_key(town: Town) -> None:
@@ -120,12 +138,17 @@ def test_keyed_store_is_readable_only_with_same_key(town: Town) -> None:
     for seed in (1, 2):
         packs.append(sample_pack(NAMESPACE, seed, blocks=5, block_bytes=400_000))
     names = [pack.pack_id for pack in packs]
-    ours.backend.commit(NAMESPACE, CommitBatch(packs, [sample_manifest("r", packs=names)]))
+    ours.backend.commit(
+        NAMESPACE, CommitBatch(packs, [sample_manifest("r", packs=names)])
+    )
     theirs.backend.refresh()
     for engine in (ours, theirs):
         for pack in packs:
             assert read_pack(engine.backend, NAMESPACE, pack.table) == payload_of(pack)
-        assert engine.backend.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
+        assert (
+            engine.backend.manifest_keys(NAMESPACE, ["r"])[0]
+            == sample_manifest("r").keys
+        )
     keyless = town.engine(refresh_s=0.0)
     stranger = town.engine(refresh_s=0.0, key_env="PERSISTKV_OTHER_KEY")
     for engine in (keyless, stranger):
@@ -149,7 +172,9 @@ def test_commit_copied_to_other_name_is_ignored(town: Town) -> None:
 
 def test_manifest_keys_tampered_blob_misses(town: Town) -> None:
     first = keyed(town)
-    first.backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)], [sample_manifest("r")]))
+    first.backend.commit(
+        NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)], [sample_manifest("r")])
+    )
     assert first.backend.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
     name = blob_of(town, "/keys/")
     data = town.data(name)
@@ -172,11 +197,17 @@ def test_frame_check_swapped_or_foreign_frames_rejects() -> None:
     ours, table = Authenticator(b"s" * 32), pack.table
     tags = ours.pack_tags(table, [payload[:100], payload[100:]])
     assert len(tags) == 4 * TAG_BYTES
-    frames = [payload[frame.offset : frame.offset + frame.stored_length] for frame in table.frames]
+    frames = [
+        payload[frame.offset : frame.offset + frame.stored_length]
+        for frame in table.frames
+    ]
 
     def authentic(table: PackTable, tags: bytes, order: tuple[int, ...]) -> list[bool]:
         is_ours = ours.frame_check(table, tags)
-        return [is_ours(number, [frames[place][:7], frames[place][7:]]) for number, place in enumerate(order)]
+        return [
+            is_ours(number, [frames[place][:7], frames[place][7:]])
+            for number, place in enumerate(order)
+        ]
 
     assert authentic(table, tags, (0, 1, 2)) == [True] * 3
     assert authentic(table, tags, (1, 0, 2)) == [False, False, True]
@@ -199,21 +230,31 @@ def test_authenticator_tags_match_documented_format() -> None:
     assert ours.pack_tags(pack.table, [payload]) == frame + table
     assert ours.key_id == hmac.digest(key, b"key id\0", "sha256").hex()[:16]
     name = b"some/object"
-    tag = hmac.digest(key, b"object\0" + NAMESPACE + bytes([11, 0, 0, 0]) + name + b"body", "sha256")
-    assert b"".join(ours.signed(NAMESPACE, name.decode(), [b"bo", b"dy"])) == b"body" + tag
+    tag = hmac.digest(
+        key, b"object\0" + NAMESPACE + bytes([11, 0, 0, 0]) + name + b"body", "sha256"
+    )
+    assert (
+        b"".join(ours.signed(NAMESPACE, name.decode(), [b"bo", b"dy"])) == b"body" + tag
+    )
     for data in (b"", b"short", b"bodY" + tag):
         with pytest.raises(CorruptPackError):
             ours.opened(NAMESPACE, name.decode(), data)
 
 
-def test_secret_key_file_is_read_and_invalid_key_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_key_file_is_read_and_invalid_key_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "key"
     path.write_text(f"{SECRET}\n")
     assert SharedOptions(key_file=str(path)).secret() == SECRET.encode()
     path.write_text("hunter2")
     monkeypatch.setenv(KEY, "hunter2")
     wrong = {"key_file": str(path), "key_env": KEY}
-    for name, value in [*wrong.items(), ("key_file", "/no/such/file"), ("key_env", "NOT_SET_AT_ALL")]:
+    for name, value in [
+        *wrong.items(),
+        ("key_file", "/no/such/file"),
+        ("key_env", "NOT_SET_AT_ALL"),
+    ]:
         options, _ = parse_shared({name: value}, "s3")
         with pytest.raises(ConfigurationError, match=f"{name}|cannot read") as caught:
             options.secret()
@@ -222,7 +263,9 @@ def test_secret_key_file_is_read_and_invalid_key_raises(tmp_path: Path, monkeypa
         parse_shared({"key_file": "x", "key_env": "y"}, "s3")
 
 
-def test_keyed_backend_key_is_absent_from_repr_and_log(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+def test_keyed_backend_key_is_absent_from_repr_and_log(
+    town: Town, caplog: pytest.LogCaptureFixture
+) -> None:
     first = keyed(town)
     first.store(sample_pack(NAMESPACE, 1))
     assert SECRET not in repr(first.backend) + repr(vars(first.backend)) + caplog.text

@@ -54,7 +54,9 @@ def test_merges_write_each_byte_a_few_times(town: Town) -> None:
     first.blobs.inner.put = recorded  # type: ignore[method-assign]
     store_each(town, first, range(200))
     content = sum(size for name, size in written.items() if "/inbox/" in name)
-    assert sum(size for name, size in written.items() if "/index/" in name) < 10 * content
+    assert (
+        sum(size for name, size in written.items() if "/index/" in name) < 10 * content
+    )
 
 
 def is_base(name: str) -> bool:
@@ -63,7 +65,9 @@ def is_base(name: str) -> bool:
     return found.is_base
 
 
-def test_base_is_written_only_when_segments_exceed_a_quarter_of_it(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_is_written_only_when_segments_exceed_a_quarter_of_it(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("persistkv.storage.shared.merge._LEAST_BASE_BYTES", 4096)
     first = town.engine()
     for begin, end in ((1000, 1550), (1550, 1600)):
@@ -89,7 +93,9 @@ def test_included_segments_are_deleted_after_ten_minutes(town: Town) -> None:
     assert len(town.fresh()) == 8
 
 
-def test_segments_of_a_killed_engine_are_included_and_deleted_by_another_one(town: Town) -> None:
+def test_segments_of_a_killed_engine_are_included_and_deleted_by_another_one(
+    town: Town,
+) -> None:
     first = town.engine()
     store_each(town, first, range(20))
     old = set(town.names("/index/"))
@@ -103,7 +109,9 @@ def test_segments_of_a_killed_engine_are_included_and_deleted_by_another_one(tow
     assert len(town.fresh()) == 80
 
 
-def test_reader_that_stops_for_nine_minutes_within_a_list_finds_all_segments(town: Town) -> None:
+def test_reader_that_stops_for_nine_minutes_within_a_list_finds_all_segments(
+    town: Town,
+) -> None:
     first = town.engine()
     store_each(town, first, range(7))
     listed = town.names("/index/")

@@ -53,7 +53,9 @@ def test_opening_beside_ten_thousand_namespaces_reads_none_of_them(town: Town) -
     engine.store(pack(1))
 
 
-def test_idle_namespaces_are_read_once_and_cost_one_page_of_a_list_a_minute(town: Town) -> None:
+def test_idle_namespaces_are_read_once_and_cost_one_page_of_a_list_a_minute(
+    town: Town,
+) -> None:
     fill(town, 3000)
     engine = town.engine(capacity=1 << 40)
     town.run(120)
@@ -67,7 +69,10 @@ def test_idle_namespaces_are_read_once_and_cost_one_page_of_a_list_a_minute(town
 
 
 def test_horizon_of_ten_thousand_namespaces_is_found_in_seconds(town: Town) -> None:
-    ages = [[(START + 64 * index + step, 1000 * (step + 1)) for step in range(64)] for index in range(IDLE)]
+    ages = [
+        [(START + 64 * index + step, 1000 * (step + 1)) for step in range(64)]
+        for index in range(IDLE)
+    ]
     everything = [Totals(64_000, pairs) for pairs in ages]
     began = time.process_time()
     horizon = totals_module._horizon(everything, 320_000_000)

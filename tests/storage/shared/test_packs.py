@@ -1,4 +1,5 @@
-"""Packs of a shared store: uploads that fail, blobs that are missing or damaged, and the calls that reads need."""
+"""Packs of a shared store: uploads that fail, blobs that are missing or damaged, and the calls that
+reads need."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_commit_failed_put_leaves_no_partial_batch(town: Town, where: str) -> No
     first, second = town.engine(refresh_s=0.0), town.engine(refresh_s=0.0)
     held = pack(1)
     cursor = first.backend.commit(NAMESPACE, CommitBatch([held])).cursor
-    first.blobs.fail("put", UnavailableError("pulled the plug"), only=lambda name: where in name)
+    first.blobs.fail(
+        "put", UnavailableError("pulled the plug"), only=lambda name: where in name
+    )
     batch = CommitBatch([pack(2), pack(3)], [sample_manifest("r")])
     with pytest.raises(StoreError):
         first.backend.commit(NAMESPACE, batch)
@@ -67,9 +70,13 @@ def test_commit_failed_put_leaves_no_partial_batch(town: Town, where: str) -> No
 def test_commit_of_a_request_writes_one_blob_per_pack_and_two_more(town: Town) -> None:
     first = town.engine()
     before = len(first.blobs.calls)
-    first.backend.commit(NAMESPACE, CommitBatch([pack(1), pack(2)], [sample_manifest("r")]))
+    first.backend.commit(
+        NAMESPACE, CommitBatch([pack(1), pack(2)], [sample_manifest("r")])
+    )
     sent = first.blobs.calls[before:]
-    assert [method for method, _ in sent] == ["put"] * 4, "two packs, the keys of the request, the commit"
+    assert [method for method, _ in sent] == ["put"] * 4, (
+        "two packs, the keys of the request, the commit"
+    )
 
 
 def test_touches_send_no_call_and_are_written_at_close(town: Town) -> None:
@@ -85,7 +92,10 @@ def test_touches_send_no_call_and_are_written_at_close(town: Town) -> None:
 
 def test_upload_budget_bounds_memory_of_encoded_packs() -> None:
     budget = UploadBudget(3 * 4 * BLOCK)
-    encoded, raw = sample_pack(bytes(16), 1, codec=ZstdCodec()), sample_pack(bytes(16), 2)
+    encoded, raw = (
+        sample_pack(bytes(16), 1, codec=ZstdCodec()),
+        sample_pack(bytes(16), 2),
+    )
     inside: list[int] = []
     most: list[int] = []
     lock = threading.Lock()
@@ -101,7 +111,12 @@ def test_upload_budget_bounds_memory_of_encoded_packs() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(upload, range(40)))
-        with budget.reserved(encoded), budget.reserved(encoded), budget.reserved(encoded), budget.reserved(raw):
+        with (
+            budget.reserved(encoded),
+            budget.reserved(encoded),
+            budget.reserved(encoded),
+            budget.reserved(raw),
+        ):
             waits = threads.submit(upload, 0)
             assert not wait([waits], timeout=0.05).done
         assert waits.result() is None
@@ -165,7 +180,9 @@ def test_missed_pack_written_again_by_another_engine_stays(town: Town) -> None:
 def test_store_missing_blob_misses_without_verification_failure(town: Town) -> None:
     first = town.engine(opens=False)
     memory = bytearray(8 * BLOCK)
-    store = open_store(first, Identity.of({"weights": "w"}), Rows(memoryview(memory), LAYOUT))
+    store = open_store(
+        first, Identity.of({"weights": "w"}), Rows(memoryview(memory), LAYOUT)
+    )
     packs = [sample_pack(store.namespace, seed) for seed in (1, 2)]
     first.backend.commit(store.namespace, CommitBatch(packs))
     store.refresh()
@@ -176,7 +193,9 @@ def test_store_missing_blob_misses_without_verification_failure(town: Town) -> N
     assert not store.contains(gone[0])
     assert store.counters.verification_failures == 0
 
-    first.backend.commit(store.namespace, CommitBatch([sample_pack(store.namespace, 1)]))
+    first.backend.commit(
+        store.namespace, CommitBatch([sample_pack(store.namespace, 1)])
+    )
     store.refresh()
     assert store.read(gone, range(4)) == []
     assert bytes(memory[: 4 * BLOCK]) == payload_of(packs[0])
@@ -192,7 +211,9 @@ def open_store(engine: Engine, identity: Identity, rows: Rows) -> Store:
 def test_opening_among_many_namespaces_reads_few_identities(town: Town) -> None:
     setup = town.engine(opens=False)
     for number in range(60):
-        setup.backend.open_namespace(Identity.of({"weights": f"w{number}", "config": {"block": 16}}))
+        setup.backend.open_namespace(
+            Identity.of({"weights": f"w{number}", "config": {"block": 16}})
+        )
 
     def opened(weights: str) -> tuple[int, str]:
         engine = town.engine(opens=False)
@@ -208,7 +229,9 @@ def test_opening_among_many_namespaces_reads_few_identities(town: Town) -> None:
 
 
 @pytest.mark.parametrize("commits", [1, 9])
-def test_emptied_medium_resets_changes_and_accepts_new_commits(town: Town, commits: int) -> None:
+def test_emptied_medium_resets_changes_and_accepts_new_commits(
+    town: Town, commits: int
+) -> None:
     first = town.engine(refresh_s=0.0)
     for seed in range(commits):
         first.store(pack(seed))
@@ -226,7 +249,9 @@ def test_emptied_medium_resets_changes_and_accepts_new_commits(town: Town, commi
     check_totals(first.backend)
 
 
-def test_foreign_blob_named_policy_is_kept_and_nothing_is_evicted(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_blob_named_policy_is_kept_and_nothing_is_evicted(
+    town: Town, caplog: pytest.LogCaptureFixture
+) -> None:
     notes = b"my notes on policies"
     town.server.put("plain/policy", [notes])
     first = town.engine(capacity=1_000_000)

@@ -1,4 +1,5 @@
-"""The replica of an index: its content does not depend on the order in which objects are applied."""
+"""The replica of an index: its content does not depend on the order in which objects are
+applied."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ REQUESTS = 3
 
 @pytest.fixture(scope="module")
 def packs() -> list[PackWriter]:
-    found = [sample_pack(NAMESPACE, seed, blocks=2, block_bytes=512) for seed in range(PACKS_COUNT)]
+    found = [
+        sample_pack(NAMESPACE, seed, blocks=2, block_bytes=512)
+        for seed in range(PACKS_COUNT)
+    ]
     for pack in found:
         payload_of(pack)
     return found
@@ -64,10 +68,14 @@ def random_delta(draw: random.Random, packs: Sequence[PackWriter]) -> Delta:
     def manifest() -> ManifestEntry:
         number = draw.randrange(REQUESTS)
         write = sample_manifest(f"r{number}", draw.randint(0, 5))
-        named = b"".join(pack.pack_id for pack in draw.sample(packs, draw.randint(0, 3)))
+        named = b"".join(
+            pack.pack_id for pack in draw.sample(packs, draw.randint(0, 3))
+        )
         digest = manifest_row(NAMESPACE, f"r{number}")[ID_BYTES:]
         head = encode_manifest(write.manifest)
-        return ManifestEntry(digest, draw.randint(1, 4), time(), head, named, nonce(), 0, 10)
+        return ManifestEntry(
+            digest, draw.randint(1, 4), time(), head, named, nonce(), 0, 10
+        )
 
     def some(make: Callable[[], T], most: int) -> list[T]:
         return [make() for _ in range(draw.randint(0, most))]
@@ -75,7 +83,9 @@ def random_delta(draw: random.Random, packs: Sequence[PackWriter]) -> Delta:
     return Delta(
         packs=some(entry, 2),
         uses=some(lambda: UseEntry(time(), draw.choice(packs).pack_id), 2),
-        removed=some(lambda: Tombstone(draw.choice(packs).pack_id + nonce(), time()), 1),
+        removed=some(
+            lambda: Tombstone(draw.choice(packs).pack_id + nonce(), time()), 1
+        ),
         manifests=some(manifest, 1),
         dropped=some(lambda: Dropped(digest(), draw.randint(1, 3), time()), 1),
         pins=some(lambda: Pin(digest(), draw.randint(1, 4), draw.random() < 0.5), 1),
@@ -85,7 +95,9 @@ def random_delta(draw: random.Random, packs: Sequence[PackWriter]) -> Delta:
 
 def state(replica: Replica) -> dict[str, Any]:
     """Return all that readers see."""
-    manifests = {manifest.id: manifest for manifest in replica.catalogue.manifests(NAMESPACE)}
+    manifests = {
+        manifest.id: manifest for manifest in replica.catalogue.manifests(NAMESPACE)
+    }
     found = replica.catalogue.uses(NAMESPACE, list(manifests))
     with replica.rows() as rows:
         uses = {}
@@ -96,15 +108,26 @@ def state(replica: Replica) -> dict[str, Any]:
     blobs = replica.blobs([key[ID_BYTES:] for key in uses])
     stats = replica.catalogue.states()[0]
     return {
-        "packs": {table.pack_id: table for table in replica.catalogue.changes(NAMESPACE, None).added},
+        "packs": {
+            table.pack_id: table
+            for table in replica.catalogue.changes(NAMESPACE, None).added
+        },
         "blobs": {pack_id: blob.nonce for pack_id, blob in blobs.items()},
         "uses": uses,
         "manifests": manifests,
         "places": {name: replica.keys_place(name) for name in manifests},
-        "chains": {name: replica.catalogue.chain(NAMESPACE, name) for name in manifests},
+        "chains": {
+            name: replica.catalogue.chain(NAMESPACE, name) for name in manifests
+        },
         "pinned": [use is not None and use.pinned for use in found],
         "bytes": replica.disk_bytes(),
-        "totals": (stats.packs, stats.blocks, stats.requests, stats.raw_bytes, stats.stored_bytes),
+        "totals": (
+            stats.packs,
+            stats.blocks,
+            stats.requests,
+            stats.raw_bytes,
+            stats.stored_bytes,
+        ),
         "contained": replica.contained,
     }
 
@@ -118,7 +141,10 @@ def test_replica_any_order_and_repetition_gives_the_same_content(
     packs: list[PackWriter], tmp_path: Path, seed: int
 ) -> None:
     draw = random.Random(seed)
-    objects = [(f"o{number}", random_delta(draw, packs)) for number in range(draw.randint(1, 12))]
+    objects = [
+        (f"o{number}", random_delta(draw, packs))
+        for number in range(draw.randint(1, 12))
+    ]
     first = new_replica(tmp_path)
     first.apply(objects)
     expected = state(first)
@@ -148,15 +174,26 @@ def test_replica_many_packs_at_once_are_as_one_by_one(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(seed)
-    found = [sample_pack(NAMESPACE, 100 + number, blocks=1, block_bytes=64) for number in range(60)]
+    found = [
+        sample_pack(NAMESPACE, 100 + number, blocks=1, block_bytes=64)
+        for number in range(60)
+    ]
     for pack in found:
         payload_of(pack)
     before = [(f"o{number}", random_delta(draw, found)) for number in range(6)]
     entries = [
-        PackEntry(pack.pack_id, draw.randbytes(NONCE_BYTES), pack.table.encode(), float(draw.randint(1, 50)))
+        PackEntry(
+            pack.pack_id,
+            draw.randbytes(NONCE_BYTES),
+            pack.table.encode(),
+            float(draw.randint(1, 50)),
+        )
         for pack in found
     ]
-    entries += [msgspec.structs.replace(entry, nonce=draw.randbytes(NONCE_BYTES)) for entry in entries[:5]]
+    entries += [
+        msgspec.structs.replace(entry, nonce=draw.randbytes(NONCE_BYTES))
+        for entry in entries[:5]
+    ]
     entries.append(msgspec.structs.replace(entries[9], body=b"unreadable"))
     draw.shuffle(entries)
     objects = [*before, ("many", Delta(packs=entries))]
@@ -178,11 +215,18 @@ def test_replica_many_packs_at_once_are_as_one_by_one(
 
 
 @pytest.mark.parametrize("part_bytes", [1000, 5000])
-def test_dump_of_many_packs_gives_no_part_above_the_limit(tmp_path: Path, part_bytes: int) -> None:
-    found = [sample_pack(NAMESPACE, number, blocks=2, block_bytes=64) for number in range(40)]
+def test_dump_of_many_packs_gives_no_part_above_the_limit(
+    tmp_path: Path, part_bytes: int
+) -> None:
+    found = [
+        sample_pack(NAMESPACE, number, blocks=2, block_bytes=64) for number in range(40)
+    ]
     for pack in found:
         payload_of(pack)
-    entries = [PackEntry(pack.pack_id, bytes(NONCE_BYTES), pack.table.encode(), 1.0) for pack in found]
+    entries = [
+        PackEntry(pack.pack_id, bytes(NONCE_BYTES), pack.table.encode(), 1.0)
+        for pack in found
+    ]
     replica = new_replica(tmp_path)
     replica.apply([("packs", Delta(packs=entries))])
     parts = list(replica.dump(part_bytes))

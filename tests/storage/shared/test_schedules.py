@@ -33,7 +33,9 @@ def test_commit_of_a_killed_engine_is_merged_by_a_running_one(town: Town) -> Non
     assert town.names("/inbox/") == []
 
 
-def test_own_commit_in_a_base_of_another_engine_ends_the_merges_of_its_writer(town: Town) -> None:
+def test_own_commit_in_a_base_of_another_engine_ends_the_merges_of_its_writer(
+    town: Town,
+) -> None:
     first, second = town.engine(), town.engine()
     first.store(sample_pack(NAMESPACE, 1))
     town.engines.remove(first)  # it is suspended
@@ -72,7 +74,9 @@ def test_commit_while_a_merge_hangs_returns(tmp_path: Path) -> None:
 
     def program(process: Process) -> None:
         options = SharedOptions(cache=str(tmp_path))
-        backend = SharedBackend(SimulatedBlobs(process), options, clock=process, background=False)
+        backend = SharedBackend(
+            SimulatedBlobs(process), options, clock=process, background=False
+        )
         namespace = backend.open_namespace(sample_identity()).id
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
         world.hangs.append(Hang("LIST", "/inbox/", HOUR_S, before=True))
@@ -102,7 +106,9 @@ def test_commit_that_was_suspended_for_a_day_names_no_pack(tmp_path: Path) -> No
 
     def program(process: Process) -> None:
         options = SharedOptions(cache=str(tmp_path))
-        backend = SharedBackend(SimulatedBlobs(process), options, clock=process, background=False)
+        backend = SharedBackend(
+            SimulatedBlobs(process), options, clock=process, background=False
+        )
         namespace = backend.open_namespace(sample_identity()).id
         with pytest.raises(StoreError, match="12 hours"):
             backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -113,13 +119,17 @@ def test_commit_that_was_suspended_for_a_day_names_no_pack(tmp_path: Path) -> No
     assert world.medium.names("/inbox/") == []
 
 
-def test_handle_that_never_reached_the_medium_raises_only_store_errors(tmp_path: Path) -> None:
+def test_handle_that_never_reached_the_medium_raises_only_store_errors(
+    tmp_path: Path,
+) -> None:
     world = World(0)
 
     def program(process: Process) -> None:
         process.cut_off_until = HOUR_S
         options = SharedOptions(cache=str(tmp_path))
-        backend = SharedBackend(SimulatedBlobs(process), options, clock=process, background=False)
+        backend = SharedBackend(
+            SimulatedBlobs(process), options, clock=process, background=False
+        )
         namespace = backend.open_namespace(sample_identity()).id
         assert list(backend.changes(namespace, None).added) == []
         for call in (

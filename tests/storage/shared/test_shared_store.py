@@ -1,4 +1,5 @@
-"""Rules of the shared store (docs/shared.md), one after the other, with handles whose time the test moves."""
+"""Rules of the shared store (docs/shared.md), one after the other, with handles whose time the test
+moves."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from persistkv.storage.shared import format as index_format
 from persistkv.storage.shared.format import NONCE_BYTES, Delta, StoreNames, seal
 from persistkv.testing.conformance.suite import read_pack, sample_identity
 from persistkv.testing.samples import payload_of, sample_manifest
-from tests.storage.shared.town import NAMES, NAMESPACE, START, Engine, Town, pack, town_of
+from tests.storage.shared.town import (
+    NAMES,
+    NAMESPACE,
+    START,
+    Engine,
+    Town,
+    pack,
+    town_of,
+)
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -116,9 +125,16 @@ def test_merge_paused_for_more_than_an_hour_is_begun_anew(town: Town) -> None:
     assert town.fresh() == {pack(1).pack_id}
 
 
-def test_commit_with_unknown_outcome_is_not_acknowledged_and_may_appear(town: Town) -> None:
+def test_commit_with_unknown_outcome_is_not_acknowledged_and_may_appear(
+    town: Town,
+) -> None:
     first = town.engine()
-    first.blobs.fail("put", UnavailableError("no reply"), after=True, only=lambda name: "/inbox/" in name)
+    first.blobs.fail(
+        "put",
+        UnavailableError("no reply"),
+        after=True,
+        only=lambda name: "/inbox/" in name,
+    )
     with pytest.raises(UnavailableError):
         first.store(pack(1))
     assert first.held() == set()
@@ -160,7 +176,9 @@ def junk_in(town: Town, name: str, data: bytes = b"junk" * 20) -> str:
 
 def newer_object(name: str) -> bytes:
     """Return an index object of a later release."""
-    header = index_format._HEADER.pack(index_format._MAGIC, index_format.FORMAT_VERSION + 1)
+    header = index_format._HEADER.pack(
+        index_format._MAGIC, index_format.FORMAT_VERSION + 1
+    )
     content = header + b"later"
     return content + index_format._checksum(name, content)
 
@@ -186,9 +204,14 @@ def test_object_under_another_name_is_junk(town: Town) -> None:
     assert town.fresh() == set()
 
 
-def test_newer_object_is_never_included_nor_deleted_and_blocks_the_sweep(town: Town) -> None:
+def test_newer_object_is_never_included_nor_deleted_and_blocks_the_sweep(
+    town: Town,
+) -> None:
     first = town.engine()
-    newer = [NAMES.new_commit(random.Random(1)), NAMES.new_index(1, START, random.Random(2))]
+    newer = [
+        NAMES.new_commit(random.Random(1)),
+        NAMES.new_index(1, START, random.Random(2)),
+    ]
     for name in newer:
         town.server.put(name, [newer_object(name)])
     orphan = f"{NAMES.packs}{'1' * 32}-{'2' * 32}"
@@ -217,7 +240,9 @@ def test_listed_object_that_is_missing_is_skipped(town: Town) -> None:
     second = town.engine(opens=False)
     (index,) = town.names("/index/")
     second.blobs.fail("read", StoreError("unused"), only=lambda name: False)
-    second.blobs.before("read", lambda name: town.server.delete([index]) if "/index/" in name else None)
+    second.blobs.before(
+        "read", lambda name: town.server.delete([index]) if "/index/" in name else None
+    )
     listed = second.blobs.inner.list
 
     def stale(prefix: str, after: str = "") -> object:
@@ -234,7 +259,9 @@ def test_listed_object_that_is_missing_is_skipped(town: Town) -> None:
     assert second.held() == {pack(2).pack_id}
 
 
-def test_junk_in_the_inbox_that_was_deleted_is_forgotten(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+def test_junk_in_the_inbox_that_was_deleted_is_forgotten(
+    town: Town, caplog: pytest.LogCaptureFixture
+) -> None:
     name = NAMES.new_commit(random.Random(1))
     town.engine()
     for reports in (1, 2):
@@ -258,7 +285,10 @@ def test_entry_whose_blob_is_missing_is_removed_from_the_index(town: Town) -> No
     assert second.held() == {pack(2).pack_id, pack(3).pack_id}
     first.store(pack(1))  # under a new name
     town.run(6)
-    assert read_pack(second.backend, NAMESPACE, table_of(second, pack(1).pack_id)) is not None
+    assert (
+        read_pack(second.backend, NAMESPACE, table_of(second, pack(1).pack_id))
+        is not None
+    )
 
 
 def table_of(engine: Engine, pack_id: bytes) -> PackTable:
@@ -276,7 +306,10 @@ def test_store_that_vanishes_for_a_while_loses_nothing(town: Town) -> None:
     assert read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id)) is None
     town.server._held.update(held)
     assert first.held() == {pack(1).pack_id}
-    assert read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id)) is not None
+    assert (
+        read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id))
+        is not None
+    )
 
 
 # Bases
@@ -288,7 +321,9 @@ def is_base(name: str) -> bool:
     return found.is_base
 
 
-def test_base_includes_what_was_read_and_its_objects_are_deleted_after_ten_minutes(town: Town) -> None:
+def test_base_includes_what_was_read_and_its_objects_are_deleted_after_ten_minutes(
+    town: Town,
+) -> None:
     first, second = town.engine(), town.engine()
     for seed in range(66):
         first.store(pack(seed))
@@ -315,7 +350,11 @@ def test_base_is_not_read_by_engines_that_have_read_what_it_includes(
     last = next(name for name in town.names("/index/") if town.delta(name).parts)
     parts = set(town.delta(last).parts)
     assert len(parts) > 5
-    assert not [subject for method, subject in second.blobs.calls if method == "read" and subject in parts]
+    assert not [
+        subject
+        for method, subject in second.blobs.calls
+        if method == "read" and subject in parts
+    ]
     town.run(700)
     assert len(town.fresh()) == len(second.held()) == 70
 
@@ -325,7 +364,9 @@ def test_base_keeps_requests_pins_and_young_tombstones(town: Town) -> None:
     one, two = pack(1), pack(2)
     first.backend.commit(
         NAMESPACE,
-        CommitBatch([one, two], [sample_manifest("r", packs=[one.pack_id])], pins=[("r", True)]),
+        CommitBatch(
+            [one, two], [sample_manifest("r", packs=[one.pack_id])], pins=[("r", True)]
+        ),
     )
     town.run(6)
     first.backend.commit(NAMESPACE, CommitBatch(deletions=[two.pack_id]))
@@ -334,7 +375,13 @@ def test_base_keeps_requests_pins_and_young_tombstones(town: Town) -> None:
     town.run(1000)
     (base,) = town.names("/index/")
     delta = town.delta(base)
-    assert len(delta.packs) == len(delta.manifests) == len(delta.pins) == len(delta.removed) == 1
+    assert (
+        len(delta.packs)
+        == len(delta.manifests)
+        == len(delta.pins)
+        == len(delta.removed)
+        == 1
+    )
     second = town.engine()
     (use,) = second.backend.uses(NAMESPACE, ["r"])
     assert use is not None
@@ -358,7 +405,9 @@ def test_opening_never_merges_at_once(town: Town) -> None:
     assert len(town.names("/index/")) <= 3
 
 
-def test_opening_while_others_commit_without_a_pause_finds_all_that_is_durable(town: Town) -> None:
+def test_opening_while_others_commit_without_a_pause_finds_all_that_is_durable(
+    town: Town,
+) -> None:
     first = town.engine()
     first.store(pack(1))
     second = town.engine(opens=False)
@@ -368,7 +417,9 @@ def test_opening_while_others_commit_without_a_pause_finds_all_that_is_durable(t
     assert pack(1).pack_id in second.held()
 
 
-def test_opening_while_others_merge_without_a_pause_finds_all_that_is_durable(town: Town) -> None:
+def test_opening_while_others_merge_without_a_pause_finds_all_that_is_durable(
+    town: Town,
+) -> None:
     first = town.engine()
     first.store(pack(1))
     second = town.engine(opens=False)
@@ -463,7 +514,9 @@ def test_identity_that_readers_would_refuse_is_refused(town: Town) -> None:
     assert not town.names(identity.digest.hex())
 
 
-def test_identity_that_readers_would_refuse_is_refused_while_the_medium_does_not_answer(town: Town) -> None:
+def test_identity_that_readers_would_refuse_is_refused_while_the_medium_does_not_answer(
+    town: Town,
+) -> None:
     town.server.close()
     engine = town.engine(opens=False)
     with pytest.raises(ConfigurationError, match="identity"):
@@ -540,7 +593,8 @@ def test_wrong_clock_of_the_medium_expires_nothing(town: Town) -> None:
     first.store(pack(1))
     town.run(60)
     town.server_ahead_s = 365 * DAY_S
-    with pytest.raises(StoreError, match="12 hours"):  # it cannot know that the clock jumped
+    # it cannot know that the clock jumped
+    with pytest.raises(StoreError, match="12 hours"):
         first.store(pack(2))
     first.store(pack(2))
     town.run(DAY_S)
@@ -552,7 +606,10 @@ def test_wrong_clock_of_the_medium_expires_nothing(town: Town) -> None:
     expected = {pack(seed).pack_id for seed in (1, 2, 3)}
     assert first.held() == town.fresh() == expected
     for seed in (1, 2, 3):
-        assert read_pack(first.backend, NAMESPACE, table_of(first, pack(seed).pack_id)) is not None
+        assert (
+            read_pack(first.backend, NAMESPACE, table_of(first, pack(seed).pack_id))
+            is not None
+        )
 
 
 def test_capacity_is_shared_by_namespaces(town: Town) -> None:
@@ -563,7 +620,10 @@ def test_capacity_is_shared_by_namespaces(town: Town) -> None:
             engine.store(pack(seed, blocks=2, block_bytes=8192, namespace=name))
         town.run(4)
     town.run(120)
-    total = sum(engine.backend._open(name).replica.disk_bytes() for engine, name in zip(engines, names, strict=True))
+    total = sum(
+        engine.backend._open(name).replica.disk_bytes()
+        for engine, name in zip(engines, names, strict=True)
+    )
     assert 400_000 < total <= 630_000
 
 
@@ -602,10 +662,14 @@ def test_read_of_missing_blob_tries_the_others_of_the_pack(town: Town) -> None:
     first.store(pack(1))
     second.store(pack(1))
     town.run(10)
-    (shown,) = [name for name in town.names("/packs/") if held_nonce(first).hex() in name]
+    (shown,) = [
+        name for name in town.names("/packs/") if held_nonce(first).hex() in name
+    ]
     assert len(town.names("/packs/")) == 2
     town.server.delete([shown])
-    assert read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id)) == payload_of(pack(1))
+    assert read_pack(
+        first.backend, NAMESPACE, table_of(first, pack(1).pack_id)
+    ) == payload_of(pack(1))
 
 
 def held_nonce(engine: Engine) -> bytes:
@@ -618,7 +682,9 @@ def held_nonce(engine: Engine) -> bytes:
 
 def test_sweep_deletes_old_blobs_that_nothing_names(town: Town) -> None:
     first = town.engine()
-    first.blobs.fail("put", UnavailableError("down"), only=lambda name: "/inbox/" in name)
+    first.blobs.fail(
+        "put", UnavailableError("down"), only=lambda name: "/inbox/" in name
+    )
     with pytest.raises(StoreError):
         first.backend.commit(NAMESPACE, CommitBatch([pack(1)], [sample_manifest("r")]))
     first.blobs.clear_faults()
@@ -645,7 +711,9 @@ def test_sweep_spares_packs_that_only_others_name(town: Town) -> None:
     first.store(pack(1))
     (commit,) = town.names("/inbox/")
     second = town.engine(opens=False)
-    second.blobs.fail("read", UnavailableError("down"), only=lambda name: name == commit)
+    second.blobs.fail(
+        "read", UnavailableError("down"), only=lambda name: name == commit
+    )
     town.kill(first)
     town.now += 2 * DAY_S
     second.blobs.clear_faults()
@@ -675,7 +743,9 @@ def test_objects_without_the_key_do_not_exist(town: Town, key: str) -> None:
     assert first.held() == {pack(1).pack_id}
     second = town.engine(key_env=key)
     assert second.held() == {pack(1).pack_id}
-    assert read_pack(second.backend, NAMESPACE, table_of(second, pack(1).pack_id)) == payload_of(pack(1))
+    assert read_pack(
+        second.backend, NAMESPACE, table_of(second, pack(1).pack_id)
+    ) == payload_of(pack(1))
 
 
 def test_stores_with_and_without_key_share_a_medium(town: Town, key: str) -> None:
@@ -735,7 +805,9 @@ def test_rebuild_names_packs_that_the_index_has_lost(town: Town) -> None:
     assert (found.packs, found.blocks, found.namespaces) == (2, 66, 1)
     assert found.skipped == {"deleted packs": 1, "blobs without a readable table": 1}
     assert town.fresh() == {pack(1).pack_id, large.pack_id}
-    assert read_pack(second.backend, NAMESPACE, table_of(second, large.pack_id)) == payload_of(large)
+    assert read_pack(
+        second.backend, NAMESPACE, table_of(second, large.pack_id)
+    ) == payload_of(large)
 
 
 def test_rebuild_of_whole_index_finds_nothing(town: Town) -> None:
@@ -752,4 +824,6 @@ def test_rebuild_with_key_keeps_tags(town: Town, key: str) -> None:
     second = town.engine(key_env=key)
     assert second.held() == set()
     second.backend.rebuild_index(lambda done, total: None)
-    assert read_pack(second.backend, NAMESPACE, table_of(second, pack(1).pack_id)) == payload_of(pack(1))
+    assert read_pack(
+        second.backend, NAMESPACE, table_of(second, pack(1).pack_id)
+    ) == payload_of(pack(1))

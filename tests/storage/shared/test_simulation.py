@@ -1,4 +1,5 @@
-"""The simulated medium keeps the contract of ``Blobs``, its faults occur, and the same seed gives the same history."""
+"""The simulated medium keeps the contract of ``Blobs``, its faults occur, and the same seed gives
+the same history."""
 
 from __future__ import annotations
 
@@ -10,10 +11,23 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.blobs import BlobMissingError
-from tests.storage.shared.simulation import CALM, DAY_S, START, Faults, Hang, Process, SimulatedBlobs, World
+from tests.storage.shared.simulation import (
+    CALM,
+    DAY_S,
+    START,
+    Faults,
+    Hang,
+    Process,
+    SimulatedBlobs,
+    World,
+)
 
 
-def simulated(program: Callable[[Process, SimulatedBlobs], None], faults: Faults = CALM, seed: int = 0) -> World:
+def simulated(
+    program: Callable[[Process, SimulatedBlobs], None],
+    faults: Faults = CALM,
+    seed: int = 0,
+) -> World:
     """Run a program in one process of a new world until it ends."""
     world = World(seed, faults)
     Process(world, "client", lambda process: program(process, SimulatedBlobs(process)))
@@ -35,11 +49,16 @@ def test_simulated_medium_without_faults_keeps_the_contract() -> None:
         assert START < written <= START + process.world.now
         blobs.put("a/2", [b"second"])
         blobs.put("b/1", [b"other"])
-        assert [(info.name, info.size) for info in blobs.list("a/")] == [("a/1", 10), ("a/2", 6)]
+        assert [(info.name, info.size) for info in blobs.list("a/")] == [
+            ("a/1", 10),
+            ("a/2", 6),
+        ]
         assert [info.name for info in blobs.list("", "a/1")] == ["a/2", "b/1"]
 
         first, second = bytearray(3), bytearray(4)
-        assert blobs.read("a/1", 2, 7, iter([memoryview(first), memoryview(second)])) == 7
+        assert (
+            blobs.read("a/1", 2, 7, iter([memoryview(first), memoryview(second)])) == 7
+        )
         assert bytes(first + second) == b"rst blo"
         assert blobs.read("a/2", 4, 5, iter([memoryview(bytearray(5))])) == 2
 
@@ -62,7 +81,9 @@ def test_simulated_fault_with_probability_occurs(fault: str) -> None:
     if fault == "slow":
         assert world.now > 10 * calm.now
     else:
-        assert len([line for line in world.steps if not line.endswith((": done", ": missing"))]) > (fault != "death")
+        assert len(
+            [line for line in world.steps if not line.endswith((": done", ": missing"))]
+        ) > (fault != "death")
     assert all(line.endswith(": done") for line in calm.steps)
     world.end()
     calm.end()
@@ -103,8 +124,8 @@ def test_simulated_list_is_read_in_two_halves() -> None:
     Process(world, "writer", write)
     Process(world, "reader", read)
     world.run()
-    # The second of two blobs is written after the first, and both are deleted at once. A snapshot never shows
-    # two blobs of different pairs.
+    # The second of two blobs is written after the first, and both are deleted at once. A snapshot
+    # never shows two blobs of different pairs.
     assert any(len({int(name[2:]) // 2 for name in names}) > 1 for names in shown)
     world.end()
 
@@ -164,7 +185,11 @@ def test_simulated_world_same_seed_gives_same_steps() -> None:
     for _ in range(2):
         world = World(7, faults)
         for number in range(3):
-            Process(world, f"client{number}", lambda process: put_many(process, SimulatedBlobs(process)))
+            Process(
+                world,
+                f"client{number}",
+                lambda process: put_many(process, SimulatedBlobs(process)),
+            )
         world.run()
         world.end()
         steps.append(world.steps)
@@ -185,7 +210,9 @@ def test_simulated_copy_of_a_machine_goes_on_where_its_original_was(
         def write(prefix: str) -> None:
             for number in range(20):
                 with lock:
-                    drawn[process.name].append(f"{prefix}/{number}-{process.random.randbytes(8).hex()}")
+                    drawn[process.name].append(
+                        f"{prefix}/{number}-{process.random.randbytes(8).hex()}"
+                    )
                     with suppress(StoreError):
                         blobs.put(drawn[process.name][-1], [b""])
                 process.sleep(1.0)
@@ -209,9 +236,15 @@ def test_simulated_copy_of_a_machine_goes_on_where_its_original_was(
 
     assert 10 < before < 30
     assert drawn["copy"][:before] == drawn["original"][:before]
-    names = {process: {name.split("-")[1] for name in drawn[process][before:]} for process in drawn}
+    names = {
+        process: {name.split("-")[1] for name in drawn[process][before:]}
+        for process in drawn
+    }
     assert (names["copy"] == names["original"]) == repeats_names
     assert names["copy"].isdisjoint(names["original"]) == (not repeats_names)
-    assert {name[:3] for name in drawn["copy"]} == {name[:3] for name in drawn["original"]}
+    assert {name[:3] for name in drawn["copy"]} == {
+        name[:3] for name in drawn["original"]
+    }
     assert len(drawn["copy"]) == 40
-    assert 40 - before <= world.requests["copy", "PUT"] <= 40 - before + 2  # two may be sent again
+    # two may be sent again
+    assert 40 - before <= world.requests["copy", "PUT"] <= 40 - before + 2

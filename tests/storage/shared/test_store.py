@@ -29,12 +29,18 @@ def town(tmp_path: Path) -> Iterator[Town]:
 
 
 def make_keys(count: int, first: int = 0) -> list[bytes]:
-    return [bytes(make_offload_key((first + number).to_bytes(32, "little"), 0)) for number in range(count)]
+    return [
+        bytes(make_offload_key((first + number).to_bytes(32, "little"), 0))
+        for number in range(count)
+    ]
 
 
 def make_rows(count: int) -> Rows:
     filled = np.random.default_rng(7).integers(0, 256, count * BLOCK, dtype=np.uint8)
-    return Rows(memoryview(bytearray(filled.tobytes())), RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
+    return Rows(
+        memoryview(bytearray(filled.tobytes())),
+        RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)),
+    )
 
 
 def open_on(engine: Engine, rows: Rows, options: StoreOptions) -> Store:
@@ -91,9 +97,13 @@ def test_store_reopen_loads_index_from_file(town: Town) -> None:
             engine.store(*packs[:16])
         backend = FaultyBackend.of(engine.backend)
         cursors: list[bytes | None] = []
-        backend.before("changes", lambda namespace, cursor, seen=cursors: seen.append(cursor))
+        backend.before(
+            "changes", lambda namespace, cursor, seen=cursors: seen.append(cursor)
+        )
         rows = Rows(memoryview(bytearray(4096)), layout)
-        store = Store(backend, sample_identity(), rows, StoreOptions(), url="shared://test")
+        store = Store(
+            backend, sample_identity(), rows, StoreOptions(), url="shared://test"
+        )
         held = packs[: 16 + (number == 2)]
         for one in held:
             assert all(map(store.contains, one.keys.unpack()))

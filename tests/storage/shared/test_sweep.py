@@ -1,4 +1,5 @@
-"""A sweep while another engine moves the name of an old pack: the rules protect it, and without them it is lost."""
+"""A sweep while another engine moves the name of an old pack: the rules protect it, and without
+them it is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from tests.storage.shared.planted import PLANTED
-from tests.storage.shared.simulation import HOUR_S, MINUTE_S, Hang, Process, SimulatedBlobs, World
+from tests.storage.shared.simulation import (
+    HOUR_S,
+    MINUTE_S,
+    Hang,
+    Process,
+    SimulatedBlobs,
+    World,
+)
 from tests.storage.shared.town import NAMESPACE
 
 _SEEDS = range(12)  # in which half of a list a name is depends on the seed
@@ -20,7 +28,9 @@ _SEEDS = range(12)  # in which half of a list a name is depends on the seed
 
 def opened(process: Process, directory: Path) -> SharedBackend:
     options = SharedOptions(cache=str(directory / process.name))
-    backend = SharedBackend(SimulatedBlobs(process), options, clock=process, background=False)
+    backend = SharedBackend(
+        SimulatedBlobs(process), options, clock=process, background=False
+    )
     backend.open_namespace(sample_identity())
     return backend
 
@@ -30,7 +40,8 @@ def store(backend: SharedBackend, seed: int) -> None:
 
 
 def lost_while_a_commit_is_merged(seed: int, directory: Path) -> bool:
-    """Let a sweep hang before it lists the inbox, while another engine merges a commit that is a day old.
+    """Let a sweep hang before it lists the inbox, while another engine merges a commit that is a
+    day old.
 
     :returns: whether a pack is lost.
     """
@@ -39,7 +50,9 @@ def lost_while_a_commit_is_merged(seed: int, directory: Path) -> bool:
     def sweep(process: Process) -> None:
         backend = opened(process, directory)
         process.sleep(26 * HOUR_S)
-        world.hangs.append(Hang("LIST", "/inbox/", MINUTE_S, before=True, follows="/swept"))
+        world.hangs.append(
+            Hang("LIST", "/inbox/", MINUTE_S, before=True, follows="/swept")
+        )
         backend._open(NAMESPACE).sweep()
 
     def merge(process: Process) -> None:
@@ -53,8 +66,8 @@ def lost_while_a_commit_is_merged(seed: int, directory: Path) -> bool:
 
 
 def lost_while_a_base_is_written(seed: int, directory: Path) -> bool:
-    """Let a sweep hang between the halves of its first list of the index, while another engine writes a base and
-    deletes what the base includes.
+    """Let a sweep hang between the halves of its first list of the index, while another engine
+    writes a base and deletes what the base includes.
 
     :returns: whether a pack is lost.
     """
@@ -63,7 +76,9 @@ def lost_while_a_base_is_written(seed: int, directory: Path) -> bool:
     def sweep(process: Process) -> None:
         backend = opened(process, directory)
         process.sleep(26 * HOUR_S)
-        world.hangs.append(Hang("LIST", "/index/", HOUR_S, before=False, follows="/swept"))
+        world.hangs.append(
+            Hang("LIST", "/index/", HOUR_S, before=False, follows="/swept")
+        )
         backend._open(NAMESPACE).sweep()
 
     def merge(process: Process) -> None:
@@ -95,7 +110,9 @@ MOVES = {"order": lost_while_a_commit_is_merged, "once": lost_while_a_base_is_wr
 
 
 @pytest.mark.parametrize("rule", sorted(MOVES))
-def test_sweep_while_names_move_deletes_no_named_pack(tmp_path: Path, rule: str) -> None:
+def test_sweep_while_names_move_deletes_no_named_pack(
+    tmp_path: Path, rule: str
+) -> None:
     assert not any(MOVES[rule](seed, tmp_path / str(seed)) for seed in _SEEDS)
 
 

@@ -1,4 +1,5 @@
-"""Several threads of one handle: commits and loads beside the background thread, and beside the end of a replica."""
+"""Several threads of one handle: commits and loads beside the background thread, and beside the end
+of a replica."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def quick_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def opened(blobs: MemoryBlobs | FaultyBlobs, *, background: bool = False) -> SharedBackend:
+def opened(
+    blobs: MemoryBlobs | FaultyBlobs, *, background: bool = False
+) -> SharedBackend:
     backend = SharedBackend(blobs, SharedOptions(cache=False), background=background)
     backend.open_namespace(sample_identity())
     return backend
@@ -43,8 +46,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_background_thread_survives_an_unexpected_exception() -> None:
     server = MemoryBlobs()
     reader_blobs = FaultyBlobs(server.handle())
-    reader_blobs.fail("read", ZeroDivisionError("a bug"), times=1, only=lambda name: name.endswith("latest"))
-    reader, writer = opened(reader_blobs, background=True), opened(server.handle(), background=True)
+    reader_blobs.fail(
+        "read",
+        ZeroDivisionError("a bug"),
+        times=1,
+        only=lambda name: name.endswith("latest"),
+    )
+    reader, writer = (
+        opened(reader_blobs, background=True),
+        opened(server.handle(), background=True),
+    )
     wait_for(lambda: sum(name.endswith("latest") for _, name in reader_blobs.calls) > 1)
     writer.commit(NAMESPACE, CommitBatch([pack(1)]))
     wait_for(lambda: pack(1).pack_id in tables(reader, NAMESPACE))

@@ -1,4 +1,5 @@
-"""Several handles of one shared store in one thread, on a medium in memory, with a clock that the test moves."""
+"""Several handles of one shared store in one thread, on a medium in memory, with a clock that the
+test moves."""
 
 from __future__ import annotations
 
@@ -46,10 +47,14 @@ class TownClock(Clock):
 class Engine:
     """One handle, as an engine has it."""
 
-    def __init__(self, town: Town, options: SharedOptions, *, read_only: bool = False) -> None:
+    def __init__(
+        self, town: Town, options: SharedOptions, *, read_only: bool = False
+    ) -> None:
         self.clock = TownClock(town)
         self.blobs = FaultyBlobs(town.server.handle())
-        self.backend = SharedBackend(self.blobs, options, read_only=read_only, clock=self.clock, background=False)
+        self.backend = SharedBackend(
+            self.blobs, options, read_only=read_only, clock=self.clock, background=False
+        )
         self.due_at = town.now
         self.namespace = NAMESPACE
 
@@ -67,7 +72,9 @@ class Engine:
 
     def calls(self, method: str, part: str = "") -> int:
         """Return the number of calls of a method that concerned a name with this part."""
-        return sum(name == method and part in subject for name, subject in self.blobs.calls)
+        return sum(
+            name == method and part in subject for name, subject in self.blobs.calls
+        )
 
 
 class Town:
@@ -83,7 +90,9 @@ class Town:
         self._dead: list[Engine] = []
         self._directory = directory
 
-    def engine(self, *, opens: bool = True, cache: str | None = None, **options: object) -> Engine:
+    def engine(
+        self, *, opens: bool = True, cache: str | None = None, **options: object
+    ) -> Engine:
         """Start an engine. ``cache``: name of its machine, which keeps replicas."""
         directory: str | bool = False if cache is None else str(self._directory / cache)
         values = {"cache": directory, **options}
@@ -125,7 +134,8 @@ class Town:
         self.now = max(self.now, end)
 
     def names(self, part: str) -> list[str]:
-        """Return the names of the blobs with this part, of the first namespace or the whole store."""
+        """Return the names of the blobs with this part, of the first namespace or the whole
+        store."""
         return [info.name for info in self.server.list("") if part in info.name]
 
     def delta(self, name: str, namespace: bytes = NAMESPACE) -> Delta:
@@ -140,7 +150,9 @@ class Town:
 
     def fresh(self, namespace: bytes = NAMESPACE, number: int = 0) -> set[bytes]:
         """Return what a handle finds that knows nothing."""
-        engine = Engine(self, SharedOptions(cache=False, read_only=True), read_only=True)
+        engine = Engine(
+            self, SharedOptions(cache=False, read_only=True), read_only=True
+        )
         engine.open(number)
         try:
             return engine.held(namespace)
@@ -151,7 +163,9 @@ class Town:
 NAMES = Names(NAMESPACE)
 
 
-def pack(seed: int, *, blocks: int = 2, block_bytes: int = 512, namespace: bytes = NAMESPACE) -> PackWriter:
+def pack(
+    seed: int, *, blocks: int = 2, block_bytes: int = 512, namespace: bytes = NAMESPACE
+) -> PackWriter:
     return sample_pack(namespace, seed, blocks=blocks, block_bytes=block_bytes)
 
 

@@ -18,14 +18,20 @@ def test_bench_returns_figures_and_leaves_store_unchanged(run, filled, tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     names = ["store", "load, warm", "load, cold"]
-    if any("page cache" in note for note in found["notes"]):  # for example, because the files are on a tmpfs
+    # for example, because the files are on a tmpfs
+    if any("page cache" in note for note in found["notes"]):
         names.pop()
     assert [figure["name"] for figure in found["figures"]] == names
     for figure in found["figures"]:
         assert figure["seconds"] > 0
-        assert figure["bytes_per_s"] == pytest.approx(SIZE / figure["seconds"], rel=0.01)
-        if not any("ratios" in note or "page cache" in note for note in found["notes"]):  # the disk could be measured
-            assert figure["ratio"] == pytest.approx(figure["limit_seconds"] / figure["seconds"], rel=0.01, abs=0.001)
+        assert figure["bytes_per_s"] == pytest.approx(
+            SIZE / figure["seconds"], rel=0.01
+        )
+        # the disk could be measured
+        if not any("ratios" in note or "page cache" in note for note in found["notes"]):
+            assert figure["ratio"] == pytest.approx(
+                figure["limit_seconds"] / figure["seconds"], rel=0.01, abs=0.001
+            )
     assert run("ls", filled, "--json").stdout == before
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
@@ -37,15 +43,27 @@ def test_bench_text_has_verdict_and_leaves_no_files(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_medium_without_plain_access_has_figures_and_no_ratios(run, plug_ins, tmp_path):
+def test_bench_medium_without_plain_access_has_figures_and_no_ratios(
+    run, plug_ins, tmp_path
+):
     url = f"sqlite://{tmp_path}/kv.db?cache={tmp_path}/cache"
     found = json.loads(run("bench", url, *SMALL, "--json").stdout)
-    assert [(figure["name"], figure["ratio"]) for figure in found["figures"]] == [("store", None), ("load, warm", None)]
+    assert [(figure["name"], figure["ratio"]) for figure in found["figures"]] == [
+        ("store", None),
+        ("load, warm", None),
+    ]
     assert any("no ratios" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(
-    "options", [("--size", "100KB"), ("--size", "1MiB"), ("--size", "5000KB"), ("--size", "none"), ("--rounds", "0")]
+    "options",
+    [
+        ("--size", "100KB"),
+        ("--size", "1MiB"),
+        ("--size", "5000KB"),
+        ("--size", "none"),
+        ("--rounds", "0"),
+    ],
 )
 def test_bench_bad_option_exits_2(run, tmp_path, options):
     done = run("bench", f"lmdb://{tmp_path}/new", *options)
@@ -55,7 +73,8 @@ def test_bench_bad_option_exits_2(run, tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "part"), [(None, "no plain speed"), (0.8, "as fast"), (0.5, "usable"), (0.2, "slow")]
+    ("ratio", "part"),
+    [(None, "no plain speed"), (0.8, "as fast"), (0.5, "usable"), (0.2, "slow")],
 )
 def test_verdict_ratio_selects_wording(ratio, part):
     assert part in verdict("store", ratio)

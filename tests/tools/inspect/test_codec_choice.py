@@ -26,12 +26,18 @@ Fill = Callable[..., str]
 
 def bfloat16(blocks: int) -> ByteArray:
     """Return blocks of normally distributed values in bfloat16."""
-    values = np.random.default_rng(4).standard_normal((blocks, BLOCK_BYTES // 2)).astype(np.float32)
+    values = (
+        np.random.default_rng(4)
+        .standard_normal((blocks, BLOCK_BYTES // 2))
+        .astype(np.float32)
+    )
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
 
 def noise(blocks: int) -> ByteArray:
-    return np.random.default_rng(4).integers(0, 256, (blocks, BLOCK_BYTES), dtype=np.uint8)
+    return np.random.default_rng(4).integers(
+        0, 256, (blocks, BLOCK_BYTES), dtype=np.uint8
+    )
 
 
 @pytest.fixture
@@ -41,8 +47,13 @@ def fill(url: str) -> Fill:
     def write(blocks: ByteArray, codec: Codec | None = None) -> str:
         with closing(open_backend(url)) as backend:
             namespace = backend.open_namespace(Identity.of({})).id
-            segment = Segment(0, BLOCK_BYTES, sample_keys(1, len(blocks)), StagedBlocks([blocks]))
-            backend.commit(namespace, CommitBatch([PackWriter(namespace, codec or RawCodec(), [segment])]))
+            segment = Segment(
+                0, BLOCK_BYTES, sample_keys(1, len(blocks)), StagedBlocks([blocks])
+            )
+            backend.commit(
+                namespace,
+                CommitBatch([PackWriter(namespace, codec or RawCodec(), [segment])]),
+            )
         return url
 
     return write
@@ -56,7 +67,10 @@ def codec_finding(run: Run, url: str) -> dict[str, str]:
 
 def test_doctor_raw_bfloat16_recommends_planes(run: Run, fill: Fill) -> None:
     found = codec_finding(run, fill(bfloat16(32)))
-    assert (found["level"], found["found"][:36]) == ("note", "codec ratio 1.00; with planes:2: 1.5")
+    assert (found["level"], found["found"][:36]) == (
+        "note",
+        "codec ratio 1.00; with planes:2: 1.5",
+    )
     assert "planes:2" in found["todo"]
     assert "persistkv bench" in found["todo"]
 
@@ -77,7 +91,9 @@ def test_doctor_too_little_data_is_ok(run: Run, fill: Fill) -> None:
 @pytest.mark.slow
 def test_bench_measures_each_codec_and_recommends_one(run: Run, fill: Fill) -> None:
     url = fill(bfloat16(64))
-    found = json.loads(run("bench", url, "--size", "4MiB", "--rounds", "1", "--json").stdout)
+    found = json.loads(
+        run("bench", url, "--size", "4MiB", "--rounds", "1", "--json").stdout
+    )
     figures = {figure["codec"]: figure for figure in found["codecs"]}
     assert tuple(figures) == CODECS
     assert figures["raw"]["ratio"] == figures["raw"]["time"] == 1.0
@@ -87,21 +103,37 @@ def test_bench_measures_each_codec_and_recommends_one(run: Run, fill: Fill) -> N
         assert figure["load_bytes_per_s"] > 0
     assert found["advice"]["codec"] in CODECS
     assert "raw" in found["advice"]["reason"]
-    assert "recommended codec: " in run("bench", url, "--size", "4MiB", "--rounds", "1").stdout
+    assert (
+        "recommended codec: "
+        in run("bench", url, "--size", "4MiB", "--rounds", "1").stdout
+    )
 
 
 @pytest.mark.slow
 def test_bench_absent_store_recommends_nothing(run: Run, url: str) -> None:
-    found = json.loads(run("bench", url, "--size", "4MiB", "--rounds", "1", "--json").stdout)
+    found = json.loads(
+        run("bench", url, "--size", "4MiB", "--rounds", "1", "--json").stdout
+    )
     assert (found["codecs"], found["advice"]) == ([], None)
     assert any("not compared" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(
-    ("planes", "codec"), [((1.5, 0.7), "planes:2"), ((1.5, 1.2), "planes:2"), ((1.5, 1.4), "raw"), ((1.0, 1.0), "raw")]
+    ("planes", "codec"),
+    [
+        ((1.5, 0.7), "planes:2"),
+        ((1.5, 1.2), "planes:2"),
+        ((1.5, 1.4), "raw"),
+        ((1.0, 1.0), "raw"),
+    ],
 )
-def test_recommend_weighs_ratio_against_time(planes: tuple[float, float], codec: str) -> None:
-    figures = [CodecFigure("raw", 1.0, 1e9, 1e9, 1.0), CodecFigure("zstd:1", 1.2, 1e8, 1e8, 10.0)]
+def test_recommend_weighs_ratio_against_time(
+    planes: tuple[float, float], codec: str
+) -> None:
+    figures = [
+        CodecFigure("raw", 1.0, 1e9, 1e9, 1.0),
+        CodecFigure("zstd:1", 1.2, 1e8, 1e8, 10.0),
+    ]
     ratio, time = planes
     advice = recommend([*figures, CodecFigure("planes:2", ratio, 1e9, 1e9, time)])
     assert advice.codec == codec

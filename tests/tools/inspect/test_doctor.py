@@ -43,21 +43,36 @@ def test_examine_intact_store_is_ok(store):
     assert found["store's clock"].level is Level.OK
     assert found["package lmdb"].level is Level.OK
     assert found["clock"].level is Level.OK
-    assert {"shared memory", "leftover regions", "open files", "locked memory", "free disk", "O_DIRECT"} <= found.keys()
+    assert {
+        "shared memory",
+        "leftover regions",
+        "open files",
+        "locked memory",
+        "free disk",
+        "O_DIRECT",
+    } <= found.keys()
     assert "PID namespace" in found
 
 
 def test_examine_finding_that_is_not_ok_has_remedy(store):
     for finding in examined(store).values():
-        assert bool(finding.todo) == (finding.level is not Level.OK) or "could not be tried" in finding.found
+        assert (
+            bool(finding.todo) == (finding.level is not Level.OK)
+            or "could not be tried" in finding.found
+        )
 
 
 @pytest.mark.parametrize("release", ["2.9.9", "99.0"])
 def test_examine_untested_release_is_warning_with_tested_ones(monkeypatch, release):
     installed = doctor.version
-    monkeypatch.setattr(doctor, "version", lambda name: release if name == "lmdb" else installed(name))
+    monkeypatch.setattr(
+        doctor, "version", lambda name: release if name == "lmdb" else installed(name)
+    )
     finding = examined()["package lmdb"]
-    assert (finding.level, finding.found) == (Level.WARNING, f"{release}, which is not tested")
+    assert (finding.level, finding.found) == (
+        Level.WARNING,
+        f"{release}, which is not tested",
+    )
     assert "tested with lmdb 3.0" in finding.todo
 
 
@@ -66,7 +81,9 @@ def test_examine_quarantined_files_are_reported_until_pruned(store, run):
     damaged = location / "damaged-20260101T000000Z"
     damaged.mkdir()
     (damaged / "data.mdb").write_bytes(bytes(1 << 20))
-    (finding,) = [found for found in examine(store, {}) if found.check == "damaged files"]
+    (finding,) = [
+        found for found in examine(store, {}) if found.check == "damaged files"
+    ]
     assert finding.level is Level.WARNING
     assert str(damaged) in finding.found
     assert "--quarantined" in finding.todo
@@ -74,7 +91,9 @@ def test_examine_quarantined_files_are_reported_until_pruned(store, run):
     assert found["quarantined"] == [str(damaged)]
     assert 1 << 20 <= found["quarantined_bytes"] < 2 << 20
     assert "damaged-20260101" in "".join(run("stat", store).stdout.split())
-    planned = json.loads(run("prune", store, "--quarantined", "--dry-run", "--json").stdout)
+    planned = json.loads(
+        run("prune", store, "--quarantined", "--dry-run", "--json").stdout
+    )
     assert planned["quarantined"]["directories"] == [str(damaged)]
     assert damaged.exists()
     refused = run("prune", store, "--quarantined")
@@ -95,7 +114,10 @@ def test_examine_shared_directory_checks_its_medium_and_nothing_of_lmdb(tmp_path
         backend.open_namespace(Identity.of({}))
     before = sorted((tmp_path / "shared").rglob("*"))
     found = examined(url)
-    assert {found[name].level for name in ("store", "list", "put", "read", "delete", "directory")} == {Level.OK}
+    assert {
+        found[name].level
+        for name in ("store", "list", "put", "read", "delete", "directory")
+    } == {Level.OK}
     assert "free disk" in found
     assert not {"O_DIRECT", "PID namespace"} & found.keys()
     assert sorted((tmp_path / "shared").rglob("*")) == before
@@ -131,7 +153,10 @@ def test_examine_leftover_region_is_reported_and_used_one_is_not(tmp_path):
     (tmp_path / "something_else.mmap").write_bytes(bytes(10))
     found = examined(shared_memory=tmp_path)["leftover regions"]
     used.close()
-    assert (found.level, found.found.partition(":")[0]) == (Level.WARNING, "1 region of killed engines, 8.0 KiB")
+    assert (found.level, found.found.partition(":")[0]) == (
+        Level.WARNING,
+        "1 region of killed engines, 8.0 KiB",
+    )
     assert str(left) in found.found
     assert left.exists()
 
@@ -152,19 +177,25 @@ def test_examine_absent_shared_memory_is_problem(tmp_path):
     assert "leftover regions" not in found
 
 
-@pytest.mark.parametrize(("seed", "level"), [("0", Level.OK), ("random", Level.NOTE), (None, Level.NOTE)])
+@pytest.mark.parametrize(
+    ("seed", "level"), [("0", Level.OK), ("random", Level.NOTE), (None, Level.NOTE)]
+)
 def test_examine_hash_seed_not_fixed_is_note(seed, level):
     environment = {} if seed is None else {"PYTHONHASHSEED": seed}
     assert examined(environment=environment)["PYTHONHASHSEED"].level is level
 
 
-@pytest.mark.parametrize(("limit", "level"), [(256, Level.WARNING), (4096, Level.OK), (-1, Level.OK)])
+@pytest.mark.parametrize(
+    ("limit", "level"), [(256, Level.WARNING), (4096, Level.OK), (-1, Level.OK)]
+)
 def test_examine_low_open_files_limit_is_warning(monkeypatch, limit, level):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert examined()["open files"].level is level
 
 
-@pytest.mark.parametrize(("limit", "level"), [(8 << 20, Level.NOTE), (resource.RLIM_INFINITY, Level.OK)])
+@pytest.mark.parametrize(
+    ("limit", "level"), [(8 << 20, Level.NOTE), (resource.RLIM_INFINITY, Level.OK)]
+)
 def test_examine_limited_locked_memory_is_note(monkeypatch, limit, level):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert examined()["locked memory"].level is level
@@ -205,7 +236,9 @@ def test_examine_o_direct_matches_file_system_and_leaves_no_files(store, tmp_pat
     if "could not be tried" in found.found:
         pytest.skip(f"the file system has no files without a name: {found.found}")
     works = writes_past_page_cache(tmp_path / "probe")
-    assert (found.level, found.found.startswith("works")) == ((Level.OK, True) if works else (Level.WARNING, False))
+    assert (found.level, found.found.startswith("works")) == (
+        (Level.OK, True) if works else (Level.WARNING, False)
+    )
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == before
 
 

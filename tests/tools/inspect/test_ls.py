@@ -58,13 +58,17 @@ def test_ls_json_has_exact_values(run, filled):
 
 
 class TestIds:
-    LONG = tuple(f"0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-{number:06d}" for number in range(12))
+    LONG = tuple(
+        f"0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-{number:06d}" for number in range(12)
+    )
 
     @pytest.fixture
     def store(self, contexts):
         url, writer = contexts
         for number, name in enumerate(self.LONG):
-            writer.add(name, f"a b{number}", labels={"user": "anna"}, age_s=100.0 + number)
+            writer.add(
+                name, f"a b{number}", labels={"user": "anna"}, age_s=100.0 + number
+            )
         return url
 
     def test_ls_short_ids_have_8_characters_and_differ(self, run, store):
@@ -73,27 +77,44 @@ class TestIds:
         assert [len(name) for name in shown] == [8] * 12
         assert len(set(shown)) == 12
 
-    @pytest.mark.parametrize("command", ["show", "pin", "label", "warm", "export", "prune"])
-    def test_every_command_accepts_short_and_long_ids(self, run, store, tmp_path, command):
+    @pytest.mark.parametrize(
+        "command", ["show", "pin", "label", "warm", "export", "prune"]
+    )
+    def test_every_command_accepts_short_and_long_ids(
+        self, run, store, tmp_path, command
+    ):
         for name in (short_id(self.LONG[3]), self.LONG[3]):
             chosen = ("--request", name, "--dry-run") if command == "prune" else (name,)
-            more = {"label": ("a=b",), "export": ("-o", f"{tmp_path}/{name}.pkv")}.get(command, ())
+            more = {"label": ("a=b",), "export": ("-o", f"{tmp_path}/{name}.pkv")}.get(
+                command, ()
+            )
             done = run(command, store, *chosen, *more, "--json")
             assert done.returncode == 0, done.stderr
             assert self.LONG[3] in done.stdout or command == "export"
 
     def test_ls_ids_and_csv_contain_whole_ids(self, run, store):
         assert run("ls", store, "--ids").stdout.split() == list(self.LONG)
-        assert run("ls", store, "--ids", "--limit", "2").stdout.split() == list(self.LONG[:2])
+        assert run("ls", store, "--ids", "--limit", "2").stdout.split() == list(
+            self.LONG[:2]
+        )
         rows = list(csv.DictReader(run("ls", store, "--csv").stdout.splitlines()))
         assert [row["id"] for row in rows] == list(self.LONG)
-        assert (rows[0]["labels"], rows[0]["tokens"], rows[0]["group_blocks"]) == ("user=anna", "32", "2")
+        assert (rows[0]["labels"], rows[0]["tokens"], rows[0]["group_blocks"]) == (
+            "user=anna",
+            "32",
+            "2",
+        )
         assert run("ls", store, "--ids", "--csv").returncode == 2
 
     @pytest.mark.parametrize("words", [("{url}",), ()])
     def test_shell_completion_returns_long_and_short_ids(self, start, store, words):
         def completed(incomplete: str) -> list[str]:
-            typed = ["persistkv", "show", *(word.format(url=place) for word in words), incomplete]
+            typed = [
+                "persistkv",
+                "show",
+                *(word.format(url=place) for word in words),
+                incomplete,
+            ]
             done = start(
                 _PERSISTKV_COMPLETE="complete_bash",
                 COMP_WORDS="\n".join(typed),
@@ -108,8 +129,19 @@ class TestIds:
         assert completed("nothing") == []
 
     def test_bash_completion_url_split_at_colons_returns_ids(self, start, store):
-        typed = ["persistkv", "show", "lmdb", ":", store.partition("?")[0].removeprefix("lmdb:"), "0c4d"]
-        done = start(_PERSISTKV_COMPLETE="complete_bash", COMP_WORDS="\n".join(typed), COMP_CWORD="5")
+        typed = [
+            "persistkv",
+            "show",
+            "lmdb",
+            ":",
+            store.partition("?")[0].removeprefix("lmdb:"),
+            "0c4d",
+        ]
+        done = start(
+            _PERSISTKV_COMPLETE="complete_bash",
+            COMP_WORDS="\n".join(typed),
+            COMP_CWORD="5",
+        )
         assert done.stdout.split() == list(self.LONG)
 
 
@@ -129,22 +161,37 @@ class TestCopies:
         rows = run("ls", store).stdout.splitlines()
         assert "copies" in rows[1]
         shown = {row.split()[0]: row for row in rows[3:6]}
-        assert list(shown) == list(map(short_id, ("engine-labelled", "engine-same-149", "engine-other")))
+        assert list(shown) == list(
+            map(short_id, ("engine-labelled", "engine-same-149", "engine-other"))
+        )
         assert " 150 " in shown[short_id("engine-same-149")]
         assert "152 requests" in run("ls", store).stdout
 
     @pytest.mark.parametrize("sort", list(Sort))
     @pytest.mark.parametrize("reverse", [False, True])
-    def test_list_requests_pages_contain_each_context_once(self, contexts, store, sort, reverse):
+    def test_list_requests_pages_contain_each_context_once(
+        self, contexts, store, sort, reverse
+    ):
         backend, found = contexts[1].backend, []
         for offset in range(3):
             page = list_requests(
-                "", backend, Selection(), sort=sort, reverse=reverse, offset=offset, limit=1, merge_copies=True
+                "",
+                backend,
+                Selection(),
+                sort=sort,
+                reverse=reverse,
+                offset=offset,
+                limit=1,
+                merge_copies=True,
             )
             found += page.requests
-        whole = list_requests("", backend, Selection(), sort=sort, reverse=reverse, merge_copies=True)
+        whole = list_requests(
+            "", backend, Selection(), sort=sort, reverse=reverse, merge_copies=True
+        )
         assert (page.matched, page.rows, whole.rows) == (152, 3, 3)
-        assert [(view.id, view.copies) for view in found] == [(view.id, view.copies) for view in whole.requests]
+        assert [(view.id, view.copies) for view in found] == [
+            (view.id, view.copies) for view in whole.requests
+        ]
         assert sorted(view.copies for view in found) == [1, 1, 150]
 
     def test_ls_json_and_ids_list_every_copy(self, run, store):
@@ -156,14 +203,18 @@ class TestModels:
     @pytest.fixture
     def store(self, url):
         with closing(open_backend(url)) as backend:
-            for number, name in enumerate(("/models/llama", "/models/llama", "org/qwen")):
+            for number, name in enumerate(
+                ("/models/llama", "/models/llama", "org/qwen")
+            ):
                 identity = Identity.of({"block_size": number, "model_name": name})
                 Contexts(backend, identity).add(f"request{number}", "a b c")
         return url
 
     def test_ls_and_show_print_model_of_request(self, run, store):
         text = run("ls", store).stdout
-        assert {line.split()[0]: line.split()[-2] for line in text.splitlines()[3:6]} == {
+        assert {
+            line.split()[0]: line.split()[-2] for line in text.splitlines()[3:6]
+        } == {
             short_id("request0"): "/models/llama",
             short_id("request1"): "/models/llama",
             short_id("request2"): "org/qwen",
@@ -171,12 +222,25 @@ class TestModels:
         assert "org/qwen" in run("show", store, "request2").stdout
 
     def test_stat_totals_are_grouped_by_model(self, run, store):
-        found = {one["model"]: one for one in json.loads(run("stat", store, "--json").stdout)["models"]}
+        found = {
+            one["model"]: one
+            for one in json.loads(run("stat", store, "--json").stdout)["models"]
+        }
         llama = found["/models/llama"]
         assert (llama["namespaces"], llama["requests"], llama["blocks"]) == (2, 2, 6)
         assert found["org/qwen"]["stored_bytes"] * 2 == llama["stored_bytes"]
         rows = [line.split() for line in run("stat", store).stdout.splitlines()]
-        assert ["/models/llama", "2", "2", "2", "6", "24.0", "KiB", "24.0", "KiB"] in rows
+        assert [
+            "/models/llama",
+            "2",
+            "2",
+            "2",
+            "6",
+            "24.0",
+            "KiB",
+            "24.0",
+            "KiB",
+        ] in rows
 
 
 class TestUse:
@@ -190,26 +254,59 @@ class TestUse:
         return url
 
     def test_ls_shows_hits_sharing_pins_and_stored_bytes(self, run, used):
-        found = {request["id"]: request for request in json.loads(run("ls", used, "--json").stdout)["requests"]}
-        told = {name: (view["reused"], view["shared_by"], view["pinned"]) for name, view in found.items()}
-        assert told == {"short": (True, 1, False), "lone": (False, 0, True), "long": (False, 0, False)}
-        assert {name: view["hits"] for name, view in found.items()} == {"short": 1, "lone": 0, "long": 0}
+        found = {
+            request["id"]: request
+            for request in json.loads(run("ls", used, "--json").stdout)["requests"]
+        }
+        told = {
+            name: (view["reused"], view["shared_by"], view["pinned"])
+            for name, view in found.items()
+        }
+        assert told == {
+            "short": (True, 1, False),
+            "lone": (False, 0, True),
+            "long": (False, 0, False),
+        }
+        assert {name: view["hits"] for name, view in found.items()} == {
+            "short": 1,
+            "lone": 0,
+            "long": 0,
+        }
         assert {name: view["stored_bytes"] for name, view in found.items()} == {
             "short": 8192,
             "lone": 8192,
             "long": 12288,
         }
-        rows = {line.split()[0]: line.split()[-2:] for line in run("ls", used).stdout.splitlines() if line.split()}
+        rows = {
+            line.split()[0]: line.split()[-2:]
+            for line in run("ls", used).stdout.splitlines()
+            if line.split()
+        }
         assert (rows["short"][-1], rows["lone"]) == ("1", ["0", "yes"])
-        by_hits = json.loads(run("ls", used, "--sort", "hits", "--json").stdout)["requests"]
+        by_hits = json.loads(run("ls", used, "--sort", "hits", "--json").stdout)[
+            "requests"
+        ]
         assert by_hits[0]["id"] == "short"
 
     def test_ls_hits_count_later_requests_with_same_prefix(self, run, contexts):
         url, writer = contexts
-        for name, text in (("short", "a b"), ("same", "a b"), ("long", "a b c"), ("longer", "a b c d")):
+        for name, text in (
+            ("short", "a b"),
+            ("same", "a b"),
+            ("long", "a b c"),
+            ("longer", "a b c d"),
+        ):
             writer.add(name, text)
-        found = {request["id"]: request for request in json.loads(run("ls", url, "--json").stdout)["requests"]}
-        assert {name: view["hits"] for name, view in found.items()} == {"short": 3, "same": 2, "long": 1, "longer": 0}
+        found = {
+            request["id"]: request
+            for request in json.loads(run("ls", url, "--json").stdout)["requests"]
+        }
+        assert {name: view["hits"] for name, view in found.items()} == {
+            "short": 3,
+            "same": 2,
+            "long": 1,
+            "longer": 0,
+        }
         assert {name: view["shared_by"] for name, view in found.items()} == {
             "short": 3,
             "same": 3,
@@ -226,20 +323,31 @@ class TestUse:
         url, writer = contexts
         clock = time.time()
         for number, name in enumerate(("a", "b", "c")):
-            monkeypatch.setattr(time, "time", lambda number=number: clock + 100 * number)
+            monkeypatch.setattr(
+                time, "time", lambda number=number: clock + 100 * number
+            )
             writer.add(name, f"{name} {name}{name}")
         writer.add("d", "a aa dd")  # uses the blocks of "a" again
-        found = json.loads(run("ls", url, "--sort", "used", "--json").stdout)["requests"]
+        found = json.loads(run("ls", url, "--sort", "used", "--json").stdout)[
+            "requests"
+        ]
         used = [request["last_used"] for request in found]
         assert used == sorted(used, reverse=True)
         assert found[-1]["id"] == "b"
 
     def test_list_requests_store_without_use_records_returns_none(self, memory_store):
         backend = FaultyBackend.of(memory_store())
-        backend.after("uses", lambda uses, namespace, manifest_ids: [None for _ in uses])
+        backend.after(
+            "uses", lambda uses, namespace, manifest_ids: [None for _ in uses]
+        )
         Contexts(backend).add("one", "a b")
         (view,) = list_requests("", backend, Selection(), sort=Sort.USED).requests
-        assert (view.last_used, view.reused, view.shared_by, view.pinned) == (None, None, None, None)
+        assert (view.last_used, view.reused, view.shared_by, view.pinned) == (
+            None,
+            None,
+            None,
+            None,
+        )
         assert list_requests("", backend, Selection(never_hit=True)).matched == 0
 
 
@@ -247,7 +355,9 @@ def test_ls_label_with_markup_is_printed_literally(run, url):
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({})).id
         labels = {"file": "[bold]x[/nothing]", "who": "me"}
-        backend.commit(namespace, CommitBatch(manifests=[sample_manifest("one", labels=labels)]))
+        backend.commit(
+            namespace, CommitBatch(manifests=[sample_manifest("one", labels=labels)])
+        )
     assert "file=[bold]x[/nothing] who=me" in run("ls", url).stdout
 
 
@@ -263,7 +373,10 @@ def test_ls_page_prints_offset_of_next_page(run, contexts):
     assert "r50" in rest
     assert "rows 51 to 60 of 60\n" in rest
     assert len(json.loads(run("ls", url, "--json").stdout)["requests"]) == 60
-    assert len(json.loads(run("ls", url, "--json", "--limit", "7").stdout)["requests"]) == 7
+    assert (
+        len(json.loads(run("ls", url, "--json", "--limit", "7").stdout)["requests"])
+        == 7
+    )
     everything = run("ls", url, "--limit", "0").stdout
     assert all(f"r{number:02d}" in everything for number in range(60))
 
@@ -291,9 +404,13 @@ ORDERS = {  # TestUse covers the order by last use
 def test_ls_sort_orders_requests_and_reverse_inverts(run, three, sort):
     url, _ = three
     for limit in ((), ("--limit", "3")):
-        rows = json.loads(run("ls", url, "--json", "--sort", sort.value, *limit).stdout)["requests"]
+        rows = json.loads(
+            run("ls", url, "--json", "--sort", sort.value, *limit).stdout
+        )["requests"]
         assert [row["id"] for row in rows] == ORDERS[sort]
-        rows = json.loads(run("ls", url, "--json", "--sort", sort.value, "--reverse", *limit).stdout)["requests"]
+        rows = json.loads(
+            run("ls", url, "--json", "--sort", sort.value, "--reverse", *limit).stdout
+        )["requests"]
         assert [row["id"] for row in rows] == ORDERS[sort][::-1]
 
 
@@ -346,7 +463,8 @@ def test_ls_bad_option_exits_2_naming_it(run, filled, options, part):
 
 
 def test_list_requests_page_is_usable_after_store_closes(three):
-    """A page is a list of values: the store may be closed and changed before the page is printed."""
+    """A page is a list of values: the store may be closed and changed before the page is
+    printed."""
     url, _ = three
     with closing(open_backend(url, read_only=True)) as backend:
         page = list_requests(url, backend, Selection(), limit=2)

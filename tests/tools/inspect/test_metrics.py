@@ -38,7 +38,12 @@ def shown(filled):
     """URL of a store with the status rows of two engines, one of them outdated."""
     counters = StoreCounters(stored_blocks=7, loaded_bytes=4096)
     with closing(open_backend(filled)) as backend:
-        backend.publish_status("e1", make_status("e1", time=time.time(), counters=counters, breaker="open").encode())
+        backend.publish_status(
+            "e1",
+            make_status(
+                "e1", time=time.time(), counters=counters, breaker="open"
+            ).encode(),
+        )
         backend.publish_status("e2", make_status("e2").encode())
         yield filled
 
@@ -68,7 +73,11 @@ def test_serve_metrics_exports_every_store_counter(run, shown):
 def test_grafana_dashboard_uses_only_exported_metrics(run, shown):
     names = {name for name, _ in parsed(run("serve-metrics", shown, "--once").stdout)}
     dashboard = json.loads(DASHBOARD.read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    asked = [
+        target["expr"]
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+    ]
     used = {name for expr in asked for name in re.findall(r"persistkv_\w+", expr)}
     assert len(used) > 10
     assert used <= names
@@ -77,9 +86,23 @@ def test_grafana_dashboard_uses_only_exported_metrics(run, shown):
 @contextmanager
 def serving(url, cwd):
     """Yield the address of an exporter of the store, and end it by Ctrl-C."""
-    command = [sys.executable, "-m", "persistkv_tools", "serve-metrics", url, "--listen", "127.0.0.1:0", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        "serve-metrics",
+        url,
+        "--listen",
+        "127.0.0.1:0",
+        "--json",
+    ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, preexec_fn=obey_ctrl_c
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        preexec_fn=obey_ctrl_c,
     )
     try:
         assert process.stdout is not None
@@ -119,7 +142,10 @@ def test_serve_metrics_absent_store_is_down_until_created(tmp_path):
 def test_store_collector_moved_store_is_down_until_restored(shown):
     from persistkv_tools.inspect.serve_metrics import StoreCollector
 
-    with closing(StoreCollector(f"{shown}&nonsense=1")) as broken, pytest.raises(Exception, match="nonsense"):
+    with (
+        closing(StoreCollector(f"{shown}&nonsense=1")) as broken,
+        pytest.raises(Exception, match="nonsense"),
+    ):
         broken.collect()
     path = Path(shown.partition("://")[2].partition("?")[0])
     with closing(StoreCollector(shown)) as collector:

@@ -31,17 +31,33 @@ def make_trace(seed: int = 0, count: int = 60) -> list[list[int]]:
 def trace(tmp_path):
     chains = make_trace()
     path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps({"timestamp": n, "hash_ids": chain}) + "\n" for n, chain in enumerate(chains)))
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": n, "hash_ids": chain}) + "\n"
+            for n, chain in enumerate(chains)
+        )
+    )
     return path, chains
 
 
 def test_replay_ample_capacity_reaches_unbounded_hit_rate(run, trace, tmp_path):
     path, chains = trace
-    done = run("replay", f"lmdb://{tmp_path}/store?capacity=1GiB", str(path), "--block-size", "4KiB", "--json")
+    done = run(
+        "replay",
+        f"lmdb://{tmp_path}/store?capacity=1GiB",
+        str(path),
+        "--block-size",
+        "4KiB",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     asked = sum(map(len, chains))
-    assert (found["requests"], found["blocks"], found["distinct_blocks"]) == (60, asked, distinct_blocks(chains))
+    assert (found["requests"], found["blocks"], found["distinct_blocks"]) == (
+        60,
+        asked,
+        distinct_blocks(chains),
+    )
     (replayed,) = found["runs"]
     possible = asked - distinct_blocks(chains)
     assert replayed["hits"] == possible
@@ -54,12 +70,26 @@ def test_replay_ample_capacity_reaches_unbounded_hit_rate(run, trace, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "sizes"),
-    [((), [3, 4, 5, 8, 8]), (("--pack-blocks", "16"), [3, 12, 13]), (("--pack-blocks", "0"), [13, 15])],
+    [
+        ((), [3, 4, 5, 8, 8]),
+        (("--pack-blocks", "16"), [3, 12, 13]),
+        (("--pack-blocks", "0"), [13, 15]),
+    ],
 )
 def test_replay_pack_blocks_cuts_packs_at_fixed_depths(run, tmp_path, options, sizes):
-    lines = [json.dumps({"hash_ids": list(range(length))}) + "\n" for length in (13, 28)]
+    lines = [
+        json.dumps({"hash_ids": list(range(length))}) + "\n" for length in (13, 28)
+    ]
     (tmp_path / "trace.jsonl").write_text("".join(lines))
-    done = run("replay", f"lmdb://{tmp_path}/store", "trace.jsonl", "--block-size", "4KiB", *options, "--json")
+    done = run(
+        "replay",
+        f"lmdb://{tmp_path}/store",
+        "trace.jsonl",
+        "--block-size",
+        "4KiB",
+        *options,
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     with closing(open_backend(f"lmdb://{tmp_path}/store", read_only=True)) as backend:
         (namespace,) = backend.namespaces()
@@ -76,7 +106,10 @@ def test_replay_each_share_uses_separate_store(run, trace, tmp_path):
     assert done.returncode == 0, done.stderr
     replayed = json.loads(done.stdout)
     unbounded, (half, whole) = replayed["unbounded_hit_rate"], replayed["runs"]
-    assert (half["nominal_blocks"], whole["nominal_blocks"]) == (distinct_blocks(chains) // 2, distinct_blocks(chains))
+    assert (half["nominal_blocks"], whole["nominal_blocks"]) == (
+        distinct_blocks(chains) // 2,
+        distinct_blocks(chains),
+    )
     assert half["capacity"] < whole["capacity"]
     assert 0 < half["hits"] <= whole["hits"]
     for found in (half, whole):
@@ -88,7 +121,9 @@ def test_replay_each_share_uses_separate_store(run, trace, tmp_path):
 
 
 def test_replay_text_has_rates(run, trace, tmp_path):
-    shown = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5").stdout
+    shown = run(
+        "replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5"
+    ).stdout
     for part in ("held", "evicted", "5 requests", "hit rate"):
         assert part in shown
 
@@ -96,10 +131,22 @@ def test_replay_text_has_rates(run, trace, tmp_path):
 @pytest.mark.parametrize("seconds", [1.0, 1.5])
 def test_replay_interrupted_ends_at_once(tmp_path, seconds):
     """Send Ctrl-C while the store, which runs in a thread of its own, writes."""
-    lines = [json.dumps({"hash_ids": [100 * talk + block for block in range(50)]}) + "\n" for talk in range(5000)]
+    lines = [
+        json.dumps({"hash_ids": [100 * talk + block for block in range(50)]}) + "\n"
+        for talk in range(5000)
+    ]
     (tmp_path / "trace.jsonl").write_text("".join(lines))
-    command = [sys.executable, "-m", "persistkv_tools", "replay", f"lmdb://{tmp_path}/store", "trace.jsonl"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=obey_ctrl_c)
+    command = [
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        "replay",
+        f"lmdb://{tmp_path}/store",
+        "trace.jsonl",
+    ]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=obey_ctrl_c
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "store").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -143,7 +190,9 @@ def test_replay_unreadable_file_exits_2(run, tmp_path):
         assert name in done.stderr
 
 
-@pytest.mark.parametrize("options", [("--share", "0"), ("--share", "1.5"), ("--block-size", "1000")])
+@pytest.mark.parametrize(
+    "options", [("--share", "0"), ("--share", "1.5"), ("--block-size", "1000")]
+)
 def test_replay_bad_option_exits_2(run, trace, tmp_path, options):
     done = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), *options)
     assert done.returncode == 2

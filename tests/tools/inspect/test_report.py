@@ -16,7 +16,11 @@ from persistkv_tools import render
 from persistkv_tools.inspect.report import report_data
 from tests.tools.contexts import Contexts
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
 VOID = {"meta", "link", "br"}
 
 
@@ -24,7 +28,9 @@ VOID = {"meta", "link", "br"}
 def store(url):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
-        writer.add("first", "s t a b", labels={"user": "<b>anna</b> & co"}, age_s=7200.0)
+        writer.add(
+            "first", "s t a b", labels={"user": "<b>anna</b> & co"}, age_s=7200.0
+        )
         writer.add("second", "s t a c d e", age_s=3600.0)
         writer.add("third", "s t x", age_s=60.0)
     return url
@@ -66,7 +72,8 @@ def figures(run, store):
         totals["namespaces"][0]["id"][:8],
         "zstd:1",
         "second",
-        "38.5%",  # 10 of 26 blocks also belong to earlier requests: 0 of 8, 6 of 12, 4 of 6
+        # 10 of 26 blocks also belong to earlier requests: 0 of 8, 6 of 12, 4 of 6
+        "38.5%",
     ]
 
 
@@ -96,7 +103,11 @@ class TestReportPage:
         parser = Balanced()
         parser.feed(text)
         assert parser.open == []
-        assert not [tag for tag, _ in parser.seen if tag in ("script", "img", "iframe", "object")]
+        assert not [
+            tag
+            for tag, _ in parser.seen
+            if tag in ("script", "img", "iframe", "object")
+        ]
         for _, attributes in parser.seen:
             for name in ("src", "href"):
                 assert attributes.get(name, "data:").startswith("data:")
@@ -123,7 +134,9 @@ class TestReportPage:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)"
+)
 class TestInChromium:
     @pytest.fixture
     def chromium(self, tmp_path):
@@ -139,28 +152,45 @@ class TestInChromium:
                 "--v=0",
                 *arguments,
             ]
-            return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=150, check=False
+            )
 
         return start
 
-    def test_page_shows_figures_without_console_errors(self, run, store, page, chromium):
+    def test_page_shows_figures_without_console_errors(
+        self, run, store, page, chromium
+    ):
         done = chromium("--dump-dom", page.as_uri())
         assert done.returncode == 0, done.stderr
-        text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", done.stdout, flags=re.DOTALL))
+        text = html.unescape(
+            re.sub(r"<style>.*?</style>|<[^>]+>", " ", done.stdout, flags=re.DOTALL)
+        )
         for figure in figures(run, store):
             assert figure in text
         assert not re.findall(r".*CONSOLE.*", done.stderr)
 
     def test_chromium_console_error_appears_in_stderr(self, tmp_path, chromium):
-        """``test_page_shows_figures_without_console_errors`` relies on this behaviour of Chromium."""
+        """``test_page_shows_figures_without_console_errors`` relies on this behaviour of
+        Chromium."""
         (tmp_path / "bad.html").write_text("<script>console.error('seen it')</script>")
-        assert "CONSOLE" in chromium("--dump-dom", (tmp_path / "bad.html").as_uri()).stderr
+        assert (
+            "CONSOLE" in chromium("--dump-dom", (tmp_path / "bad.html").as_uri()).stderr
+        )
 
     @pytest.mark.parametrize(("dark", "light"), [(False, True), (True, False)])
-    def test_page_follows_preferred_colour_scheme(self, page, chromium, tmp_path, dark, light):
+    def test_page_follows_preferred_colour_scheme(
+        self, page, chromium, tmp_path, dark, light
+    ):
         image = tmp_path / "page.png"
-        how = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
-        done = chromium(f"--screenshot={image}", "--window-size=900,1200", *how, page.as_uri())
+        how = (
+            ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"]
+            if dark
+            else []
+        )
+        done = chromium(
+            f"--screenshot={image}", "--window-size=900,1200", *how, page.as_uri()
+        )
         assert done.returncode == 0, done.stderr
         pixels = pytest.importorskip("PIL.Image").open(image).convert("L")
         corner = pixels.getpixel((2, 2))

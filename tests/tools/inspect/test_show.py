@@ -25,16 +25,30 @@ def shared(url):
 
 def test_show_json_has_packs_keys_and_sharers(run, shared):
     url, writer = shared
-    context = json.loads(run("show", url, "anna-2", "--json", "--keys", "2").stdout)["context"]
+    context = json.loads(run("show", url, "anna-2", "--json", "--keys", "2").stdout)[
+        "context"
+    ]
     first, second = context["packs"]
-    assert (first["id"], second["id"]) == (writer.packs["anna-1"].hex(), writer.packs["anna-2"].hex())
-    assert (first["blocks"], first["pack_blocks"], first["sharers"]) == (6, 8, ["anna-1", "bert-1"])
+    assert (first["id"], second["id"]) == (
+        writer.packs["anna-1"].hex(),
+        writer.packs["anna-2"].hex(),
+    )
+    assert (first["blocks"], first["pack_blocks"], first["sharers"]) == (
+        6,
+        8,
+        ["anna-1", "bert-1"],
+    )
     assert (second["blocks"], second["pack_blocks"], second["shared_with"]) == (4, 4, 0)
     assert context["shared_blocks"] == 6
-    assert [(group["blocks"], group["missing"]) for group in context["groups"]] == [(5, 0), (5, 0)]
+    assert [(group["blocks"], group["missing"]) for group in context["groups"]] == [
+        (5, 0),
+        (5, 0),
+    ]
     assert [group["raw_bytes"] for group in context["groups"]] == [5 * 4096] * 2
     keys = chain(["s1", "s2", "a1", "a3", "a4"])
-    assert [key["key"] for key in context["groups"][0]["keys"]] == [key.hex()[:12] for key in keys[:2]]
+    assert [key["key"] for key in context["groups"][0]["keys"]] == [
+        key.hex()[:12] for key in keys[:2]
+    ]
     assert context["groups"][1]["keys"][0] == {
         "depth": 0,
         "key": chain(["s1"], 1)[0].hex()[:12],
@@ -46,10 +60,20 @@ def test_show_json_has_packs_keys_and_sharers(run, shared):
 def test_show_text_has_labels_sharing_and_keys(run, shared):
     url, writer = shared
     shown = run("show", url, "anna-1").stdout
-    for part in ("user=anna", "6 of 8 blocks are also in other requests", chain(["s1"])[0].hex()[:12]):
+    for part in (
+        "user=anna",
+        "6 of 8 blocks are also in other requests",
+        chain(["s1"])[0].hex()[:12],
+    ):
         assert part in shown
-    (row,) = [line.split() for line in shown.splitlines() if line.strip().startswith(writer.packs["anna-1"].hex()[:8])]
-    assert (row[1], row[2], row[-1]) == ("8", "8", "2"), "own blocks, blocks of the pack, sharers"
+    (row,) = [
+        line.split()
+        for line in shown.splitlines()
+        if line.strip().startswith(writer.packs["anna-1"].hex()[:8])
+    ]
+    assert (row[1], row[2], row[-1]) == ("8", "8", "2"), (
+        "own blocks, blocks of the pack, sharers"
+    )
     assert "prefix tree" not in shown
 
 
@@ -58,12 +82,19 @@ def test_show_tree_merges_shared_prefixes(run, shared):
     top = json.loads(run("show", url, "anna-2", "--tree", "--json").stdout)["tree"]
     assert (top["requests"], top["blocks"]) == (4, 0)
     common, lone = top["children"]
-    assert (common["start"], common["blocks"], common["requests"], common["chosen"]) == (0, 2, 3, True)
+    assert (
+        common["start"],
+        common["blocks"],
+        common["requests"],
+        common["chosen"],
+    ) == (0, 2, 3, True)
     assert (lone["blocks"], lone["names"], lone["chosen"]) == (2, ["lone-1"], False)
     annas, bert = common["children"]
     assert (annas["start"], annas["blocks"], annas["requests"]) == (2, 1, 2)
     assert (bert["names"], bert["blocks"]) == (["bert-1"], 1)
-    assert [(node["names"], node["start"], node["blocks"]) for node in annas["children"]] == [
+    assert [
+        (node["names"], node["start"], node["blocks"]) for node in annas["children"]
+    ] == [
         (["anna-2"], 3, 2),
         (["anna-1"], 3, 1),
     ]
@@ -79,7 +110,12 @@ def test_show_tree_request_that_is_prefix_ends_at_inner_node(run, contexts):
     writer.add("same", "a b")
     top = json.loads(run("show", url, "long", "--tree", "--json").stdout)["tree"]
     (node,) = top["children"]
-    assert (node["blocks"], node["requests"], node["ends"], node["names"]) == (2, 3, 2, ["same", "short"])
+    assert (node["blocks"], node["requests"], node["ends"], node["names"]) == (
+        2,
+        3,
+        2,
+        ["same", "short"],
+    )
     assert node["children"][0]["names"] == ["long"]
 
 
@@ -92,7 +128,9 @@ def test_show_tree_node_limit_keeps_path_of_chosen_request(run, contexts):
     for number in range(30):
         writer.add(f"r{number}", f"a b{number} c d{number}")
     for limit in (1, 2, 12):
-        top = json.loads(run("show", url, "r7", "--tree", "--nodes", str(limit), "--json").stdout)["tree"]
+        top = json.loads(
+            run("show", url, "r7", "--tree", "--nodes", str(limit), "--json").stdout
+        )["tree"]
         assert count(top) == min(limit, 9)
         node = top["children"][0]
         assert node["hidden"] == 30 - len(node["children"])
@@ -102,7 +140,9 @@ def test_show_tree_node_limit_keeps_path_of_chosen_request(run, contexts):
 
 def test_show_blocks_without_pack_are_counted_as_missing(run, contexts):
     url, writer = contexts
-    writer.backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost", blocks=3)]))
+    writer.backend.commit(
+        writer.namespace, CommitBatch(manifests=[sample_manifest("ghost", blocks=3)])
+    )
     context = json.loads(run("show", url, "ghost", "--json").stdout)["context"]
     assert context["groups"][0]["missing"] == 3
     assert context["packs"] == []
@@ -117,7 +157,9 @@ def test_show_ambiguous_or_unknown_id_prefix_exits_2(run, shared):
     assert "anna-1" in done.stderr
     assert "anna-2" in done.stderr
     writer.add("anna", "z")
-    assert ["tokens", "16"] in map(str.split, run("show", url, "anna").stdout.splitlines())
+    assert ["tokens", "16"] in map(
+        str.split, run("show", url, "anna").stdout.splitlines()
+    )
     done = run("show", url, "nobody")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "nobody" in done.stderr
@@ -131,7 +173,9 @@ def test_show_request_with_ttl_and_priority_prints_both(run, url):
         packs = [writer.packs["batch"]]
         batch = sample_manifest("batch", packs=packs, ttl_s=90.0, priority="low")
         backend.commit(writer.namespace, CommitBatch(manifests=[batch]))
-    request = json.loads(run("show", url, "batch", "--json").stdout)["context"]["request"]
+    request = json.loads(run("show", url, "batch", "--json").stdout)["context"][
+        "request"
+    ]
     assert (request["ttl_s"], request["priority"]) == (90.0, "low")
     assert "90 s after its last use" in run("show", url, "batch").stdout
     assert "priority" not in run("show", url, "kept").stdout

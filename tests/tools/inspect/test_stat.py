@@ -35,9 +35,16 @@ def test_stat_json_totals_are_exact(run, known):
 
 def test_stat_json_namespaces_and_groups_are_exact(run, known):
     first, second = json.loads(run("stat", known, "--json").stdout)["namespaces"]
-    assert (first["requests"], first["packs"], first["blocks"], first["referenced_blocks"]) == (2, 2, 10, 16)
+    assert (
+        first["requests"],
+        first["packs"],
+        first["blocks"],
+        first["referenced_blocks"],
+    ) == (2, 2, 10, 16)
     assert first["dedup_ratio"] == 1.6
-    assert [(group["group"], group["blocks"], group["codecs"]) for group in first["groups"]] == [
+    assert [
+        (group["group"], group["blocks"], group["codecs"]) for group in first["groups"]
+    ] == [
         (0, 5, ["zstd:1"]),
         (1, 5, ["zstd:1"]),
     ]
@@ -50,22 +57,39 @@ def test_stat_json_namespaces_and_groups_are_exact(run, known):
 
 def test_stat_histograms_count_each_request_once(run, known):
     found = json.loads(run("stat", known, "--json").stdout)
-    assert {row["below"]: row["requests"] for row in found["ages"] if row["requests"]} == {"1h": 2, "7d": 1}
-    assert {row["below"]: row["requests"] for row in found["sizes"] if row["requests"]} == {"1MiB": 3}
+    assert {
+        row["below"]: row["requests"] for row in found["ages"] if row["requests"]
+    } == {"1h": 2, "7d": 1}
+    assert {
+        row["below"]: row["requests"] for row in found["sizes"] if row["requests"]
+    } == {"1MiB": 3}
     assert sum(row["raw_bytes"] for row in found["sizes"]) == 16 * 65_536 + 2 * 4096
     assert found["ages"][-1]["below"] is None
 
 
 def test_stat_text_has_ratios_codecs_and_histograms(run, known):
     shown = run("stat", known).stdout
-    for part in ("dedup ratio", "1.50", "1.0 GiB", "zstd:1", "age of requests", "raw size of requests", "█"):
+    for part in (
+        "dedup ratio",
+        "1.50",
+        "1.0 GiB",
+        "zstd:1",
+        "age of requests",
+        "raw size of requests",
+        "█",
+    ):
         assert part in shown
 
 
 def test_stat_empty_store_has_no_ratios_and_histograms(run, url):
     open_backend(url).close()
     found = json.loads(run("stat", url, "--json").stdout)
-    assert (found["requests"], found["dedup_ratio"], found["codec_ratio"], found["namespaces"]) == (0, None, None, [])
+    assert (
+        found["requests"],
+        found["dedup_ratio"],
+        found["codec_ratio"],
+        found["namespaces"],
+    ) == (0, None, None, [])
     done = run("stat", url)
     assert done.returncode == 0, done.stderr
     assert "dedup ratio" in done.stdout
@@ -81,13 +105,20 @@ def test_stat_deleted_packs_count_as_free_space(run, tmp_path):
             writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(16)))
         before = json.loads(run("stat", url, "--json").stdout)["free"]
         for number in range(0, 20, 2):
-            backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs[f"r{number}"]]))
+            backend.commit(
+                writer.namespace, CommitBatch(deletions=[writer.packs[f"r{number}"]])
+            )
         after = json.loads(run("stat", url, "--json").stdout)["free"]
-    gone = 10 * (16 + 1) * 4096  # the blocks of each pack, and the page of its table and trailer
+    # the blocks of each pack, and the page of its table and trailer
+    gone = 10 * (16 + 1) * 4096
     assert after["payload_bytes"] - before["payload_bytes"] == gone
     assert after["pieces"] > before["pieces"]
     assert after["largest_bytes"] <= after["payload_bytes"]
-    assert after["fragmentation"] == round(1 - after["largest_bytes"] / after["payload_bytes"], 4) > 0
+    assert (
+        after["fragmentation"]
+        == round(1 - after["largest_bytes"] / after["payload_bytes"], 4)
+        > 0
+    )
     shown = run("stat", url).stdout
     assert "fragmentation" in shown
     assert f"{after['pieces']} pieces" in shown

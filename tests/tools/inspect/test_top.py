@@ -38,7 +38,12 @@ def engine(url):
         client.end_request(RequestEnd("r", "r", (keys,), BLOCKS, 1))
         assert client.flush(60)
         job.load(client, 2, keys)
-        wait_for(url, lambda statuses: any(status.counters.loaded_blocks == BLOCKS for status in statuses))
+        wait_for(
+            url,
+            lambda statuses: any(
+                status.counters.loaded_blocks == BLOCKS for status in statuses
+            ),
+        )
         yield client
 
 
@@ -57,12 +62,17 @@ def test_top_engine_shows_counters_until_closed(run, url, engine):
     assert (view["live"], view["hit_rate"], view["breaker"]) == (True, 0.5, None)
     assert (view["pid"], view["engine_pid"]) == (engine.host.pid, os.getpid())
     assert view["indexed_blocks"] == BLOCKS
-    assert (view["counters"]["stored_raw_bytes"], view["counters"]["loaded_bytes"]) == (JOB_BYTES, JOB_BYTES)
+    assert (view["counters"]["stored_raw_bytes"], view["counters"]["loaded_bytes"]) == (
+        JOB_BYTES,
+        JOB_BYTES,
+    )
     assert found["requests"] == 1
     shown = run("top", url, "--interval", "1s").stdout
     assert "50.0%" in shown
     engine.close()
-    assert "no engine has published a status" in run("top", url, "--interval", "1s").stdout
+    assert (
+        "no engine has published a status" in run("top", url, "--interval", "1s").stdout
+    )
 
 
 @pytest.mark.slow
@@ -71,7 +81,12 @@ def test_top_interrupted_on_terminal_exits_0(url, engine):
     command = [sys.executable, "-m", "persistkv_tools", "top", url, "--interval", "1s"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, env=environment, preexec_fn=obey_ctrl_c
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        preexec_fn=obey_ctrl_c,
     )
     os.close(slave)
     shown = b""
@@ -98,7 +113,10 @@ def status_backend(memory_store):
 
     def report(statuses):
         backend = FaultyBackend.of(memory_store())
-        backend.after("statuses", lambda _: {name: status.encode() for name, status in statuses.items()})
+        backend.after(
+            "statuses",
+            lambda _: {name: status.encode() for name, status in statuses.items()},
+        )
         return backend
 
     return report
@@ -108,19 +126,33 @@ class TestWatch:
     def test_rates_are_change_per_second_between_status_rows(self, status_backend):
         rows = {}
         watch = Watch("lmdb:///x", status_backend(rows))
-        rows["e1"] = make_status(time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1))
+        rows["e1"] = make_status(
+            time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1)
+        )
         (view,) = watch.look().engines
         assert view.rates is None
-        rows["e1"] = make_status(time=1004.0, counters=StoreCounters(stored_raw_bytes=500, evicted_blocks=3))
+        rows["e1"] = make_status(
+            time=1004.0, counters=StoreCounters(stored_raw_bytes=500, evicted_blocks=3)
+        )
         (view,) = watch.look().engines
-        assert (view.rates.stored_raw_bytes, view.rates.evicted_blocks, view.rates.loaded_bytes) == (100.0, 0.5, 0.0)
+        assert (
+            view.rates.stored_raw_bytes,
+            view.rates.evicted_blocks,
+            view.rates.loaded_bytes,
+        ) == (100.0, 0.5, 0.0)
         (view,) = watch.look().engines  # the row is unchanged
         assert view.rates.stored_raw_bytes == 100.0
 
     def test_outdated_engines_sort_last(self, status_backend):
         now = time.time()
-        rows = {"old": make_status("old", started=1.0), "new": make_status("new", started=2.0, time=now)}
-        assert [(view.engine, view.live) for view in Watch("", status_backend(rows)).look().engines] == [
+        rows = {
+            "old": make_status("old", started=1.0),
+            "new": make_status("new", started=2.0, time=now),
+        }
+        assert [
+            (view.engine, view.live)
+            for view in Watch("", status_backend(rows)).look().engines
+        ] == [
             ("new", True),
             ("old", False),
         ]
@@ -128,11 +160,18 @@ class TestWatch:
     def test_engine_has_model_name_and_pid_of_engine_process(self, status_backend):
         rows = {}
         backend = status_backend(rows)
-        namespace = begin_namespace(backend, Identity.of({"model_name": "/models/llama"})).hex()
-        rows["e1"] = make_status(namespace=namespace, pid=7, engine_pid=6, host="here", time=time.time())
+        namespace = begin_namespace(
+            backend, Identity.of({"model_name": "/models/llama"})
+        ).hex()
+        rows["e1"] = make_status(
+            namespace=namespace, pid=7, engine_pid=6, host="here", time=time.time()
+        )
         rows["e2"] = make_status("e2", pid=9, host="here", time=time.time())
         views = {view.engine: view for view in Watch("", backend).look().engines}
-        assert (views["e1"].model, engine_name(views["e1"])) == ("/models/llama", "here:6")
+        assert (views["e1"].model, engine_name(views["e1"])) == (
+            "/models/llama",
+            "here:6",
+        )
         assert (views["e2"].model, engine_name(views["e2"])) == ("", "here:9")
 
     def test_hit_rate_is_share_of_loaded_blocks_or_none(self):

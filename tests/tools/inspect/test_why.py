@@ -12,12 +12,18 @@ from persistkv.storage.identity.verdict import Verdict, write_verdict
 from tests.tools.contexts import begin_namespace
 from tests.tools.json_fields import check_documented
 
-CONFIG = {"rope_theta": 10000.0, "hidden_size": 64, "rope_scaling": {"factor": 2.0, "type": "linear"}}
+CONFIG = {
+    "rope_theta": 10000.0,
+    "hidden_size": 64,
+    "rope_scaling": {"factor": 2.0, "type": "linear"},
+}
 
 
 def write_weights(directory, byte=0):
     """Write a checkpoint of one tensor without safetensors, which may not be installed."""
-    header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}
+    ).encode()
     directory.mkdir()
     data = struct.pack("<Q", len(header)) + header + bytes([byte] * 4)
     (directory / "model.safetensors").write_bytes(data)
@@ -27,7 +33,11 @@ def write_weights(directory, byte=0):
 def model(tmp_path):
     directory = tmp_path / "model"
     write_weights(directory)
-    config = CONFIG | {"torch_dtype": "bfloat16", "transformers_version": "5.0", "a_default_nobody_stored": 1}
+    config = CONFIG | {
+        "torch_dtype": "bfloat16",
+        "transformers_version": "5.0",
+        "a_default_nobody_stored": 1,
+    }
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -42,7 +52,10 @@ def store(url, model):
     }
     with closing(open_backend(url)) as backend:
         begin_namespace(backend, Identity.of(fields))
-        begin_namespace(backend, Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}))
+        begin_namespace(
+            backend,
+            Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}),
+        )
     return url, fields
 
 
@@ -82,7 +95,9 @@ def test_why_differing_config_exits_1_listing_fields(run, store, model):
 
 def test_why_other_weights_exits_1_listing_weights(run, store, tmp_path, model):
     write_weights(tmp_path / "tuned", byte=1)
-    (tmp_path / "tuned" / "config.json").write_bytes((model / "config.json").read_bytes())
+    (tmp_path / "tuned" / "config.json").write_bytes(
+        (model / "config.json").read_bytes()
+    )
     (found,) = compared(run, store[0], tmp_path / "tuned", code=1)
     assert [row["field"] for row in found["differences"]] == ["weights"]
 
@@ -92,7 +107,9 @@ def test_why_against_namespace_lists_differing_fields(run, store):
     ours = Identity.of(fields).digest.hex()
     (found,) = compared(run, url, ours[:6], code=1)
     assert found["ours"] == ours
-    assert {row["field"]: (row["ours"], row["theirs"]) for row in found["differences"]} == {
+    assert {
+        row["field"]: (row["ours"], row["theirs"]) for row in found["differences"]
+    } == {
         "block_size": (16, 32),
         "weights": (fields["weights"], "checkpoint:other"),
     }
@@ -105,14 +122,21 @@ def test_why_without_against_compares_nearest_namespaces(run, store):
     (found,) = json.loads(done.stdout)["comparisons"]
     assert {found["ours"], found["theirs"]} == {
         Identity.of(fields).digest.hex(),
-        Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}).digest.hex(),
+        Identity.of(
+            fields | {"block_size": 32, "weights": "checkpoint:other"}
+        ).digest.hex(),
     }
     assert [row["field"] for row in found["differences"]] == ["block_size", "weights"]
     with closing(open_backend(url)) as backend:
         third = begin_namespace(backend, Identity.of(fields | {"block_size": 8})).hex()
     shown = run("why", url).stdout
-    assert f"{third[:8]} and its nearest namespace {Identity.of(fields).digest.hex()[:8]} differ in 1 field" in shown
-    (found,) = json.loads(run("why", url, "--namespace", third[:8], "--json").stdout)["comparisons"]
+    assert (
+        f"{third[:8]} and its nearest namespace {Identity.of(fields).digest.hex()[:8]} differ "
+        f"in 1 field" in shown
+    )
+    (found,) = json.loads(run("why", url, "--namespace", third[:8], "--json").stdout)[
+        "comparisons"
+    ]
     assert (found["ours"], found["theirs"]) == (third, Identity.of(fields).digest.hex())
 
 
@@ -124,7 +148,10 @@ def test_why_without_two_namespaces_says_so_and_exits_0(run, url, count):
     done = run("why", url)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"has {count} namespace" in done.stdout
-    assert "nothing to compare. Name a model or another store with --against" in done.stdout
+    assert (
+        "nothing to compare. Name a model or another store with --against"
+        in done.stdout
+    )
     answer = json.loads(run("why", url, "--json").stdout)
     check_documented("why", answer)
     assert answer["comparisons"] == []
@@ -132,7 +159,10 @@ def test_why_without_two_namespaces_says_so_and_exits_0(run, url, count):
 
 def test_why_against_store_path_compares_stores(run, store, url):
     path = url.partition("?")[0].removeprefix("lmdb://")
-    assert [found["matches"] for found in compared(run, url, path, code=0)] == [True, True]
+    assert [found["matches"] for found in compared(run, url, path, code=0)] == [
+        True,
+        True,
+    ]
 
 
 def test_why_against_store_compares_nearest_namespaces(run, store, tmp_path):
@@ -144,7 +174,9 @@ def test_why_against_store_compares_nearest_namespaces(run, store, tmp_path):
     same, near = compared(run, url, other, code=0)
     assert same["matches"]
     assert [row["field"] for row in near["differences"]] == ["block_size"]
-    theirs = Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}).digest.hex()
+    theirs = Identity.of(
+        fields | {"block_size": 32, "weights": "checkpoint:other"}
+    ).digest.hex()
     far, _ = compared(run, url, other, "--namespace", theirs[:8], code=1)
     assert [row["field"] for row in far["differences"]] == ["block_size", "weights"]
 
@@ -168,19 +200,37 @@ def test_why_invalid_or_empty_target_exits_2(run, store, tmp_path, url):
 
 
 def test_why_shows_verdicts_about_other_releases(run, url):
-    first, second = (Identity.of({"engine": {"release": release}, "weights": "w"}) for release in ("0.31", "0.32"))
+    first, second = (
+        Identity.of({"engine": {"release": release}, "weights": "w"})
+        for release in ("0.31", "0.32")
+    )
     with closing(open_backend(url)) as backend:
         for identity in (first, second):
             begin_namespace(backend, identity)
-        verdict = Verdict(verdict="adopted", depths=(24,), tokens=512, error=0.01, limit=0.125)
+        verdict = Verdict(
+            verdict="adopted", depths=(24,), tokens=512, error=0.01, limit=0.125
+        )
         write_verdict(backend, second.digest, first.digest, verdict)
     shown = run("why", url).stdout
-    line = f"namespace {second.digest.hex()[:8]} uses the first 24 blocks of the contexts in namespace"
-    assert f"{line} {first.digest.hex()[:8]}, of another release (error 0.01, limit 0.12)" in " ".join(shown.split())
+    line = (
+        f"namespace {second.digest.hex()[:8]} uses the first 24 blocks of the contexts in "
+        f"namespace"
+    )
+    assert (
+        f"{line} {first.digest.hex()[:8]}, of another release (error 0.01, limit 0.12)"
+        in " ".join(shown.split())
+    )
     assert line in " ".join(run("stat", url).stdout.split())
     for command in ("why", "stat"):
         answer = json.loads(run(command, url, "--json").stdout)
         check_documented(command, answer)
         (found,) = answer["adoptions"]
-        assert (found["ours"], found["theirs"]) == (second.digest.hex(), first.digest.hex())
-        assert (found["verdict"], found["depths"], found["tokens"]) == ("adopted", [24], 512)
+        assert (found["ours"], found["theirs"]) == (
+            second.digest.hex(),
+            first.digest.hex(),
+        )
+        assert (found["verdict"], found["depths"], found["tokens"]) == (
+            "adopted",
+            [24],
+            512,
+        )

@@ -16,7 +16,10 @@ from tests.tools.contexts import Contexts
 
 
 def labels(run, url):
-    return {request["id"]: request["labels"] for request in json.loads(run("ls", url, "--json").stdout)["requests"]}
+    return {
+        request["id"]: request["labels"]
+        for request in json.loads(run("ls", url, "--json").stdout)["requests"]
+    }
 
 
 @pytest.fixture
@@ -28,13 +31,31 @@ def store(contexts):
 
 
 def test_label_adds_changes_and_removes_labels(run, store):
-    done = run("label", store, "one", "user=bert", "project=moon shot", "empty=", "--remove", "draft")
+    done = run(
+        "label",
+        store,
+        "one",
+        "user=bert",
+        "project=moon shot",
+        "empty=",
+        "--remove",
+        "draft",
+    )
     assert done.returncode == 0, done.stderr
     assert "project=moon shot" in done.stdout
-    assert labels(run, store) == {"one": {"user": "bert", "project": "moon shot", "empty": ""}, "two": {}}
+    assert labels(run, store) == {
+        "one": {"user": "bert", "project": "moon shot", "empty": ""},
+        "two": {},
+    }
     found = json.loads(run("label", store, "one", "--remove", "user", "--json").stdout)
-    assert (found["request"], found["labels"]) == ("one", {"project": "moon shot", "empty": ""})
-    assert json.loads(run("ls", store, "--label", "project", "--json").stdout)["matched"] == 1
+    assert (found["request"], found["labels"]) == (
+        "one",
+        {"project": "moon shot", "empty": ""},
+    )
+    assert (
+        json.loads(run("ls", store, "--label", "project", "--json").stdout)["matched"]
+        == 1
+    )
 
 
 def test_label_keeps_all_other_fields(run, store):
@@ -42,7 +63,8 @@ def test_label_keeps_all_other_fields(run, store):
     before = json.loads(run("show", store, "one", "--json").stdout)
     assert run("label", store, "one", "user=bert").returncode == 0
     after = json.loads(run("show", store, "one", "--json").stdout)
-    for name in ("labels", "last_used", "hits"):  # the manifest is written again, so hits are counted from now on
+    # the manifest is written again, so hits are counted from now on
+    for name in ("labels", "last_used", "hits"):
         before["context"]["request"].pop(name)
         after["context"]["request"].pop(name)
     assert before["context"]["request"]["reused"]
@@ -59,7 +81,10 @@ def test_relabel_pinned_request_stays_pinned(tmp_path):
         relabel(backend, find_request(backend, "kept"), {"user": "anna"}, [])
         for number in range(30):
             writer.add(f"r{number}", f"{number}-a {number}-b {number}-c")
-        held = {manifest.id: manifest.labels for manifest in backend.manifests(writer.namespace)}
+        held = {
+            manifest.id: manifest.labels
+            for manifest in backend.manifests(writer.namespace)
+        }
     assert held["kept"] == {"user": "anna"}
     assert len(held) < 31
 
@@ -85,11 +110,14 @@ def test_label_unknown_request_exits_2(run, store):
 
 
 def with_second_writer(backend, seeds):
-    """Return the store with a second writer that commits before each commit with a cursor until ``seeds`` is empty."""
+    """Return the store with a second writer that commits before each commit with a cursor until
+    ``seeds`` is empty."""
 
     def write(namespace, batch):
         if batch.seen is not None and seeds:
-            backend.commit(namespace, CommitBatch([sample_pack(namespace, seeds.pop())]))
+            backend.commit(
+                namespace, CommitBatch([sample_pack(namespace, seeds.pop())])
+            )
 
     busy = FaultyBackend.of(backend)
     busy.before("commit", write)

@@ -20,7 +20,8 @@ from tests.tools.contexts import Contexts
 
 @pytest.fixture
 def family(contexts):
-    """Four requests and an orphan pack; the pack of anna-1 holds its own block and the prefix of anna-2 and bert-1."""
+    """Four requests and an orphan pack; the pack of anna-1 holds its own block and the prefix of
+    anna-2 and bert-1."""
     url, writer = contexts
     writer.add("anna-1", "s1 s2 a1", labels={"user": "anna"}, age_s=40 * 86_400.0)
     writer.add("anna-2", "s1 s2 a1 a2 a3", labels={"user": "anna"}, age_s=3_600.0)
@@ -31,7 +32,12 @@ def family(contexts):
 
 
 def requests(run, url):
-    return [row["id"] for row in json.loads(run("ls", url, "--json", "--sort", "id").stdout)["requests"]]
+    return [
+        row["id"]
+        for row in json.loads(run("ls", url, "--json", "--sort", "id").stdout)[
+            "requests"
+        ]
+    ]
 
 
 def packs(run, url):
@@ -84,7 +90,9 @@ def test_prune_orphan_pack_is_deleted_only_with_orphans_option(run, family):
     url, _ = family
     plan = pruned(run, url, "--orphans", "--dry-run")["plan"]
     assert plan["goes"] == {"packs": 1, "blocks": 1, "stored_bytes": 4096}
-    assert pruned(run, url, "--label", "user", "--dry-run")["plan"]["goes"]["packs"] == 3
+    assert (
+        pruned(run, url, "--label", "user", "--dry-run")["plan"]["goes"]["packs"] == 3
+    )
 
 
 def test_prune_request_with_shared_packs_stays_and_exits_1(run, family):
@@ -94,7 +102,10 @@ def test_prune_request_with_shared_packs_stays_and_exits_1(run, family):
     assert plan["plan"]["goes"]["packs"] == 0
     assert plan["done"]["staying"] == ["anna-1"]
     assert len(requests(run, url)) == 4
-    assert "others use all their packs" in run("prune", url, "--request", "anna-1", "--dry-run").stdout
+    assert (
+        "others use all their packs"
+        in run("prune", url, "--request", "anna-1", "--dry-run").stdout
+    )
 
 
 def test_prune_request_whose_packs_are_gone_says_so_and_exits_1(run, tmp_path):
@@ -106,15 +117,25 @@ def test_prune_request_whose_packs_are_gone_says_so_and_exits_1(run, tmp_path):
         (file,) = tmp_path.glob("shared/**/packs/*")
         file.unlink()
         buffer = memoryview(bytearray(4096))
-        assert backend.read(writer.namespace, [ReadSpan(writer.packs["lost"], 0, [buffer])]) == [False]
+        assert backend.read(
+            writer.namespace, [ReadSpan(writer.packs["lost"], 0, [buffer])]
+        ) == [False]
     for option in ("--dry-run", "--yes"):
         done = run("prune", url, "--request", "lost", option)
         assert done.returncode == 1
         assert "the store holds none of their packs" in done.stdout
         assert "others use" not in done.stdout
-    assert "not deleted: 1 request, because the store holds none of its packs" in done.stdout
+    assert (
+        "not deleted: 1 request, because the store holds none of its packs"
+        in done.stdout
+    )
     found = pruned(run, url, "--request", "lost", "--yes", code=1)
-    assert ids(found["plan"]["staying"]) == found["plan"]["without_packs"] == found["done"]["staying"] == ["lost"]
+    assert (
+        ids(found["plan"]["staying"])
+        == found["plan"]["without_packs"]
+        == found["done"]["staying"]
+        == ["lost"]
+    )
 
 
 def test_prune_request_with_copies_deletes_all_copies(run, family):
@@ -123,10 +144,17 @@ def test_prune_request_with_copies_deletes_all_copies(run, family):
         writer.add(f"copy-{number}", "c1 c2", age_s=float(number))
     writer.add("copy-labelled", "c1 c2", labels={"user": "anna"})
     found = pruned(run, url, "--request", "copy-1", "--yes", code=1)
-    assert ids(found["plan"]["staying"]) == ["copy-2", "copy-1", "copy-0"], "another row uses the same packs"
+    assert ids(found["plan"]["staying"]) == ["copy-2", "copy-1", "copy-0"], (
+        "another row uses the same packs"
+    )
     assert run("label", url, "copy-labelled", "--remove", "user").returncode == 0
     found = pruned(run, url, "--request", "copy-1", "--yes")
-    assert sorted(ids(found["plan"]["requests"])) == ["copy-0", "copy-1", "copy-2", "copy-labelled"]
+    assert sorted(ids(found["plan"]["requests"])) == [
+        "copy-0",
+        "copy-1",
+        "copy-2",
+        "copy-labelled",
+    ]
     assert len(requests(run, url)) == 4
 
 
@@ -141,7 +169,9 @@ def test_prune_shared_packs_deletes_every_request_of_pack(run, family):
     assert sorted(ids(found["plan"]["requests"])) == ["anna-1", "anna-2", "bert-1"]
     assert found["plan"]["private_blocks_left"] == 0
     assert requests(run, url) == ["lone-1"]
-    held = {table.pack_id for table in writer.backend.changes(writer.namespace, None).added}
+    held = {
+        table.pack_id for table in writer.backend.changes(writer.namespace, None).added
+    }
     assert held == {writer.packs["lone-1"], writer.packs["orphan"]}
 
 
@@ -156,7 +186,10 @@ def test_prune_older_than_request_with_shared_packs_exits_0(run, family):
     assert "not deleted: 1 request, because others use all its packs" in done.stdout
     assert requests(run, url) == ["anna-1", "anna-2", "bert-1"]
     again = pruned(run, url, "--older-than", "30d", "--yes")
-    assert (ids(again["plan"]["staying"]), again["done"]["staying"]) == (["anna-1"], ["anna-1"])
+    assert (ids(again["plan"]["staying"]), again["done"]["staying"]) == (
+        ["anna-1"],
+        ["anna-1"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,8 +203,11 @@ def test_prune_older_than_request_with_shared_packs_exits_0(run, family):
         (("--older-than", "30d"), 0),
     ],
 )
-def test_prune_remaining_request_exits_1_if_selected_by_id_or_label(run, family, options, code):
-    """Exit code 1 is for requests selected by id, or by labels alone; other selections are housekeeping."""
+def test_prune_remaining_request_exits_1_if_selected_by_id_or_label(
+    run, family, options, code
+):
+    """Exit code 1 is for requests selected by id, or by labels alone; other selections are
+    housekeeping."""
     url, _ = family
     assert run("label", url, "anna-1", "who=first").returncode == 0
     done = run("prune", url, *options, "--yes")
@@ -189,7 +225,9 @@ def test_prune_plan_marks_pinned_requests(run, family):
     assert "yes" in row.split()
     assert "of these, 1 request is pinned" in shown
     plan = pruned(run, url, "--older-than", "30d", "--dry-run")["plan"]
-    assert [(view["id"], view["pinned"]) for view in plan["requests"]] == [("lone-1", True)]
+    assert [(view["id"], view["pinned"]) for view in plan["requests"]] == [
+        ("lone-1", True)
+    ]
 
 
 def test_prune_keep_size_prints_returned_and_remaining_bytes(run, tmp_path):
@@ -197,7 +235,11 @@ def test_prune_keep_size_prints_returned_and_remaining_bytes(run, tmp_path):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=65_536)
         for number in range(40):
-            writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(16)), age_s=100.0 - number)
+            writer.add(
+                f"r{number}",
+                " ".join(f"{number}-{word}" for word in range(16)),
+                age_s=100.0 - number,
+            )
     done = run("prune", url, "--keep-size", "10MiB", "--yes")
     assert done.returncode == 0, done.stderr
     assert "deleted: 30 requests, 30 packs, 30.0 MiB" in done.stdout
@@ -236,8 +278,18 @@ def test_prune_on_terminal_deletes_only_after_yes(run, family, answer, left):
     url, _ = family
     ours, theirs = os.openpty()
     os.write(ours, answer)
-    command = [sys.executable, "-m", "persistkv_tools", "prune", url, "--request", "lone-1"]
-    done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "persistkv_tools",
+        "prune",
+        url,
+        "--request",
+        "lone-1",
+    ]
+    done = subprocess.run(
+        command, stdin=theirs, capture_output=True, text=True, timeout=120, check=False
+    )
     os.close(ours)
     os.close(theirs)
     assert done.returncode == 0, done.stderr
@@ -273,9 +325,14 @@ class TestPruneConcurrentChanges:
         done = prune.run()
         assert done.goes.packs == 3
         assert done.staying == ["r2"]
-        held = {table.pack_id for table in backend.changes(writer.namespace, None).added}
+        held = {
+            table.pack_id for table in backend.changes(writer.namespace, None).added
+        }
         assert held == {writer.packs["r2"], writer.packs["new"]}
-        assert {manifest.id for manifest in backend.manifests(writer.namespace)} == {"r2", "new"}
+        assert {manifest.id for manifest in backend.manifests(writer.namespace)} == {
+            "r2",
+            "new",
+        }
 
     def test_pack_deleted_after_plan_is_skipped(self, store):
         backend, writer = store
@@ -350,7 +407,11 @@ def test_prune_beside_writer_returns_free_space_to_disk(run, tmp_path):
         writer = Contexts(backend, block_bytes=65_536)
         for number in range(40):
             labels = {"user": "anna"} if number % 4 else {}
-            writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(16)), labels=labels)
+            writer.add(
+                f"r{number}",
+                " ".join(f"{number}-{word}" for word in range(16)),
+                labels=labels,
+            )
         done = run("prune", url, "--label", "user=anna", "--yes", "--json")
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
@@ -364,10 +425,14 @@ def test_prune_empty_plan_reads_no_catalogue(contexts):
     _, writer = contexts
     writer.add("one", "a b")
     backend = FaultyBackend.of(writer.backend)
-    prune = Prune(backend, lambda: backend, Selection(made_before=1.0), backend.namespaces())
+    prune = Prune(
+        backend, lambda: backend, Selection(made_before=1.0), backend.namespaces()
+    )
     assert prune.plan.requests == []
     assert prune.run().requests == 0
-    prune = Prune(backend, lambda: backend, Selection(), backend.namespaces(), keep_bytes=1 << 30)
+    prune = Prune(
+        backend, lambda: backend, Selection(), backend.namespaces(), keep_bytes=1 << 30
+    )
     assert prune.plan.goes.packs == 0
     assert "changes" not in backend.calls
 
@@ -377,7 +442,12 @@ def test_prune_pack_evicted_after_plan_is_not_counted(contexts):
     writer.add("one", "a b")
     writer.add("two", "c d", labels={"user": "anna"})
     backend = writer.backend
-    prune = Prune(backend, lambda: backend, Selection(labels=(("user", "anna"),)), backend.namespaces())
+    prune = Prune(
+        backend,
+        lambda: backend,
+        Selection(labels=(("user", "anna"),)),
+        backend.namespaces(),
+    )
     backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["one"]]))
     done = prune.run()
     assert (done.requests, done.goes.packs, done.staying) == (1, 1, [])

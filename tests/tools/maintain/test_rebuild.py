@@ -18,7 +18,8 @@ CAPACITY = 64 << 20
 
 @pytest.fixture
 def store(tmp_path):
-    """URL, without options, of a closed store with ten packs and a request, and payloads in segment files."""
+    """URL, without options, of a closed store with ten packs and a request, and payloads in segment
+    files."""
     url = f"lmdb://{tmp_path}/store"
     with closing(open_backend(f"{url}?capacity={CAPACITY}")) as backend:
         namespace = backend.open_namespace(Identity.of({"architecture": "Llama"})).id

@@ -37,7 +37,11 @@ def test_set_changes_capacity_and_ttl_of_an_open_store(run, store):
     done = run("set", store, "capacity=2GiB", "ttl=7d", "--yes")
     assert done.returncode == 0, done.stderr
     assert "1.0 GiB → 2.0 GiB" in done.stdout
-    assert policy(run, store) == {"capacity": 2 * GIB, "ttl_s": 7 * DAY_S, "placement": "inline"}
+    assert policy(run, store) == {
+        "capacity": 2 * GIB,
+        "ttl_s": 7 * DAY_S,
+        "placement": "inline",
+    }
     assert run("set", store, "ttl=none", "--yes").returncode == 0
     assert policy(run, store)["ttl_s"] is None
     assert json.loads(run("stat", store, "--json").stdout)["requests"] == 2
@@ -55,14 +59,19 @@ def test_set_shorter_ttl_counts_expiring_requests(run, store, monkeypatch):
     run("pin", store, "one")
     now, since_boot = time.time, time.clock_gettime
     monkeypatch.setattr(time, "time", lambda: now() + 2 * DAY_S)
-    monkeypatch.setattr(time, "clock_gettime", lambda clock: since_boot(clock) + 2 * DAY_S)
+    monkeypatch.setattr(
+        time, "clock_gettime", lambda clock: since_boot(clock) + 2 * DAY_S
+    )
     done = run("set", store, "ttl=1d", "--dry-run")
     assert "1 of 2 requests will expire" in done.stdout
     assert "will expire" not in run("set", store, "ttl=3d", "--dry-run").stdout
 
 
 def test_set_capacity_beyond_disk_prints_missing_space(run, store):
-    assert "more than the disk has free" in run("set", store, "capacity=64TiB", "--dry-run").stdout
+    assert (
+        "more than the disk has free"
+        in run("set", store, "capacity=64TiB", "--dry-run").stdout
+    )
 
 
 def test_set_without_consent_changes_nothing(run, store):
@@ -90,8 +99,12 @@ def test_set_bad_value_exits_2_naming_it(run, store, value, named):
     assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
 
 
-@pytest.mark.parametrize("command", ["label one a=b", "pin one", "prune --older-than 30d --yes"])
-def test_writing_command_url_with_other_capacity_keeps_recorded_one(run, store, command):
+@pytest.mark.parametrize(
+    "command", ["label one a=b", "pin one", "prune --older-than 30d --yes"]
+)
+def test_writing_command_url_with_other_capacity_keeps_recorded_one(
+    run, store, command
+):
     name, *rest = command.split()
     done = run(name, f"{store}?capacity=2MiB&ttl=1m", *rest)
     assert done.returncode == 0, done.stderr

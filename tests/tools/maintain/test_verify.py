@@ -25,7 +25,13 @@ from persistkv_tools.maintain.integrity import (
 )
 from persistkv_tools.maintain.verify import Repaired, repair_packs
 from persistkv_tools.packs import NamespacePacks, Problem
-from tests.memory_store import flip, payload, set_manifest_row, set_table_row, swap_payloads
+from tests.memory_store import (
+    flip,
+    payload,
+    set_manifest_row,
+    set_table_row,
+    swap_payloads,
+)
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage, store_with_a_bad_pack
@@ -79,7 +85,11 @@ def findings(backend, state=None):
     spaces = read_catalogues(backend)
     for _ in Verifier(backend, spaces, state, ignore).packs():
         pass
-    return [*(count_rows(backend, spaces) or []), *check_manifests(backend, spaces, ignore)[1], *state.findings]
+    return [
+        *(count_rows(backend, spaces) or []),
+        *check_manifests(backend, spaces, ignore)[1],
+        *state.findings,
+    ]
 
 
 class TestVerifierFindings:
@@ -112,7 +122,9 @@ class TestVerifierFindings:
         set_manifest_row(backend, writer.namespace, "r0", "manifests", b"no head")
         set_manifest_row(backend, writer.namespace, "r1", "manifest_keys", b"no keys")
         found = findings(backend)
-        assert {(finding.problem, finding.count, finding.request) for finding in found} == {
+        assert {
+            (finding.problem, finding.count, finding.request) for finding in found
+        } == {
             (Problem.PACK_ROWS, 2, None),
             (Problem.MANIFEST_ROWS, 1, None),
             (Problem.MANIFEST_KEYS, 1, "r1"),
@@ -122,7 +134,9 @@ class TestVerifierFindings:
 
     def test_request_without_packs_is_reported_as_missing_blocks(self, memory):
         backend, writer = memory
-        backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")]))
+        backend.commit(
+            writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")])
+        )
         (found,) = findings(backend)
         assert (found.problem, found.request) == (Problem.MISSING_BLOCKS, "ghost")
         assert found.detail == "no pack holds 3 of its blocks"
@@ -140,7 +154,9 @@ class TestConcurrentChanges:
         assert check_manifests(backend, spaces, ignore) == (5, [])
 
     @pytest.mark.parametrize("damaged", [False, True])
-    def test_verifier_pack_replaced_meanwhile_is_reported_only_if_new_content_is_damaged(self, memory, damaged):
+    def test_verifier_pack_replaced_meanwhile_is_reported_only_if_new_content_is_damaged(
+        self, memory, damaged
+    ):
         backend, writer = memory
         pack = sample_pack(writer.namespace, 77)
         backend.commit(writer.namespace, CommitBatch([pack]))
@@ -152,7 +168,9 @@ class TestConcurrentChanges:
         state = VerifyState.begin(URL, 1.0)
         for _ in Verifier(backend, spaces, state, ignore).packs():
             pass
-        assert [finding.pack for finding in state.findings] == [again.pack_id.hex()] * damaged
+        assert [finding.pack for finding in state.findings] == [
+            again.pack_id.hex()
+        ] * damaged
         assert state.went_meanwhile == (not damaged)
 
     def test_count_rows_concurrent_commits_returns_none(self, memory):
@@ -180,8 +198,13 @@ class TestConcurrentChanges:
         flip(backend, writer.namespace, healed, 0)
         repair_packs(backend, state.findings, repaired := Repaired())
         assert repaired.packs == [bad]
-        assert (repaired.shortened, repaired.deleted) == ({(writer.namespace, "r1")}, set())
-        assert NamespacePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}
+        assert (repaired.shortened, repaired.deleted) == (
+            {(writer.namespace, "r1")},
+            set(),
+        )
+        assert NamespacePacks(backend, writer.namespace).tables.keys() == set(
+            writer.packs.values()
+        ) - {bad}
         assert findings(backend) == []
 
     def test_repair_packs_failed_commit_lists_earlier_deletions(self, memory):
@@ -203,7 +226,11 @@ class TestConcurrentChanges:
         repaired = Repaired()
         with pytest.raises(StoreError):
             repair_packs(faulty, state.findings, repaired)
-        assert (repaired.packs, len(repaired.shortened), repaired.deleted) == ([first], 2, set())
+        assert (repaired.packs, len(repaired.shortened), repaired.deleted) == (
+            [first],
+            2,
+            set(),
+        )
 
 
 class TestResume:
@@ -212,7 +239,9 @@ class TestResume:
         flip(backend, writer.namespace, min(writer.packs.values()), 0)
         file = tmp_path / "state"
         state = VerifyState.load(file, URL, 1.0)
-        first = Verifier(backend, read_catalogues(backend), state, ignore, portion_bytes=1)
+        first = Verifier(
+            backend, read_catalogues(backend), state, ignore, portion_bytes=1
+        )
         run = first.packs()
         for _ in range(2):
             next(run)
@@ -236,17 +265,38 @@ class TestResume:
     def test_verify_foreign_state_file_exits_2(self, run, filled, tmp_path):
         VerifyState.begin("lmdb:///elsewhere", 1.0).save(tmp_path / "other")
         (tmp_path / "text").write_text("hello")
-        for name, error in (("other", "--resume"), ("text", "cannot read text: it is not a progress file of verify")):
+        for name, error in (
+            ("other", "--resume"),
+            ("text", "cannot read text: it is not a progress file of verify"),
+        ):
             done = run("verify", filled, "--resume", name)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1)
             assert error in done.stderr
 
-    def test_verify_interrupted_exits_130_and_resumes_from_state_file(self, run, contexts, tmp_path):
+    def test_verify_interrupted_exits_130_and_resumes_from_state_file(
+        self, run, contexts, tmp_path
+    ):
         url, writer = contexts
         for number in range(16):
             writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(32)))
-        slow = [sys.executable, "-m", "persistkv_tools", "verify", url, "--rate", "64KiB", "--resume", "state"]
-        process = subprocess.Popen(slow, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=obey_ctrl_c)
+        slow = [
+            sys.executable,
+            "-m",
+            "persistkv_tools",
+            "verify",
+            url,
+            "--rate",
+            "64KiB",
+            "--resume",
+            "state",
+        ]
+        process = subprocess.Popen(
+            slow,
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=obey_ctrl_c,
+        )
         deadline = time.monotonic() + 60
         while not (tmp_path / "state").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -268,7 +318,9 @@ class TestResume:
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "absent/state" in done.stderr
 
-    def test_verify_resumed_rate_excludes_bytes_read_before(self, run, contexts, tmp_path):
+    def test_verify_resumed_rate_excludes_bytes_read_before(
+        self, run, contexts, tmp_path
+    ):
         url, writer = contexts
         writer.add("one", "a b c")
         earlier = VerifyState.load(tmp_path / "state", url, 1.0)
@@ -278,10 +330,17 @@ class TestResume:
         done = run("verify", url, "--resume", "state")
         assert done.returncode == 0
         assert "(0 B/s)" in done.stdout
-        assert "this includes 1 pack (1.0 TiB) that earlier, interrupted runs read" in done.stdout
+        assert (
+            "this includes 1 pack (1.0 TiB) that earlier, interrupted runs read"
+            in done.stdout
+        )
         earlier.save(tmp_path / "state")
         found = json.loads(run("verify", url, "--resume", "state", "--json").stdout)
-        assert (found["stored_bytes"], found["resumed_bytes"], found["resumed_packs"]) == (1 << 40, 1 << 40, 1)
+        assert (
+            found["stored_bytes"],
+            found["resumed_bytes"],
+            found["resumed_packs"],
+        ) == (1 << 40, 1 << 40, 1)
         fresh = run("verify", url)
         assert "interrupted" not in fresh.stdout
 
@@ -298,25 +357,41 @@ class TestVerifyCommand:
         assert (done.returncode, done.stderr) == (0, "")
         assert "no problems found" in done.stdout
         found = json.loads(run("verify", url, "--json", "--rate", "100MiB").stdout)
-        assert (found["packs"], found["requests"], found["problems"], found["rows_counted"]) == (1, 1, 0, True)
+        assert (
+            found["packs"],
+            found["requests"],
+            found["problems"],
+            found["rows_counted"],
+        ) == (1, 1, 0, True)
         assert found["stored_bytes"] == 3 * 4096
 
     def test_live_engine_limits_share_of_time(self, run, url):
         with closing(open_backend(url)) as backend:
             Contexts(backend).add("one", "a b c")
-            backend.publish_status("live", make_status("live", time=time.time()).encode())
+            backend.publish_status(
+                "live", make_status("live", time=time.time()).encode()
+            )
             backend.publish_status("gone", make_status("gone", time=0.0).encode())
             done = run("verify", url)
-            assert "reads were limited to 5 % of the time; 1 engine used the store" in done.stdout
+            assert (
+                "reads were limited to 5 % of the time; 1 engine used the store"
+                in done.stdout
+            )
             assert "no problems found" in done.stdout
-            assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 1
+            assert (
+                json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 1
+            )
             backend.publish_status("live", None)
-            assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
+            assert (
+                json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
+            )
 
     def test_live_engine_with_rate_limits_bytes_per_second(self, run, url):
         with closing(open_backend(url)) as backend:
             Contexts(backend).add("one", "a b c")
-            backend.publish_status("live", make_status("live", time=time.time()).encode())
+            backend.publish_status(
+                "live", make_status("live", time=time.time()).encode()
+            )
             shown = run("verify", url, "--rate", "200MiB").stdout
         assert "reads were limited to 200.0 MiB/s; 1 engine used the store" in shown
         assert "5 %" not in shown
@@ -349,38 +424,56 @@ class TestVerifyCommand:
         done = run("verify", url, "--repair", "--yes")
         plan, _, result = done.stdout.partition("deleted 1 pack")
         assert result
-        rows = {line.split()[0]: line.split() for line in plan.splitlines() if line.split()}
+        rows = {
+            line.split()[0]: line.split() for line in plan.splitlines() if line.split()
+        }
         assert rows[context.pack.hex()[:8]][1:3] == [context.namespace.hex()[:8], "2"]
         assert rows["whole"][1:] == ["6", "2"], "blocks before and after"
         assert rows["lost"][1:] == ["2", "0"]
         assert "begin" not in rows
-        assert "to delete: 1 pack, 2 blocks, 16.0 KiB, and 1 request; to shorten: 1 request" in plan
+        assert (
+            "to delete: 1 pack, 2 blocks, 16.0 KiB, and 1 request; to shorten: 1 request"
+            in plan
+        )
 
     def test_repair_json_contains_plan(self, run, url):
         context = MiddlePack(url)
         with Damage(url, context.namespace) as damage:
             damage.flip_payload(context.pack, 5000)
         assert json.loads(run("verify", url, "--json").stdout)["repair"] is None
-        plan = json.loads(run("verify", url, "--repair", "--yes", "--json").stdout)["repair"]
-        assert (plan["blocks"], plan["stored_bytes"]) == (2, 16384)
-        assert [(row["namespace"], row["pack"], row["blocks"]) for row in plan["packs"]] == [
-            (context.namespace.hex(), context.pack.hex(), 2)
+        plan = json.loads(run("verify", url, "--repair", "--yes", "--json").stdout)[
+            "repair"
         ]
-        found = [(row["request"], row["blocks"], row["kept_blocks"]) for row in plan["requests"]]
+        assert (plan["blocks"], plan["stored_bytes"]) == (2, 16384)
+        assert [
+            (row["namespace"], row["pack"], row["blocks"]) for row in plan["packs"]
+        ] == [(context.namespace.hex(), context.pack.hex(), 2)]
+        found = [
+            (row["request"], row["blocks"], row["kept_blocks"])
+            for row in plan["requests"]
+        ]
         assert sorted(found) == [("lost", 2, 0), ("whole", 6, 2)]
 
     def test_repair_prints_shortened_and_deleted_requests(self, run, url):
         store_with_a_bad_pack(url)
         shown = run("verify", url, "--repair", "--yes").stdout
         assert "deleted 1 pack" in shown
-        assert "requests: 0 shortened to the blocks before the bad packs, 1 deleted, because no block was left" in shown
+        assert (
+            "requests: 0 shortened to the blocks before the bad packs, 1 deleted, because no "
+            "block was left" in shown
+        )
 
-    @pytest.mark.parametrize("options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")])
+    @pytest.mark.parametrize(
+        "options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")]
+    )
     def test_bad_option_exits_2(self, run, filled, options):
         done = run("verify", filled, *options)
         assert done.returncode == 2
         assert options[0] in done.stderr
 
     def test_repair_absent_store_exits_3_and_creates_nothing(self, run, tmp_path):
-        assert run("verify", f"lmdb://{tmp_path}/absent", "--repair", "--yes").returncode == 3
+        assert (
+            run("verify", f"lmdb://{tmp_path}/absent", "--repair", "--yes").returncode
+            == 3
+        )
         assert not (tmp_path / "absent").exists()

@@ -1,4 +1,5 @@
-"""100 errors of ten kinds in an LMDB store of 150 packs: ``verify`` finds each of them and reports nothing else."""
+"""100 errors of ten kinds in an LMDB store of 150 packs: ``verify`` finds each of them and reports
+nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def test_verify_damaged_inline_store_reports_all_errors_and_no_others(run, url):
     rng = random.Random(7)
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=BLOCK_BYTES)
-        for number in range(100):  # without requests, so that a missing table is one problem instead of two
+        # without requests, so that a missing table is one problem instead of two
+        for number in range(100):
             writer.add(f"p{number}", f"p{number} x y", manifest=False)
         for number in range(50):
             writer.add(f"r{number}", f"r{number} x y")
@@ -56,7 +58,9 @@ def test_verify_damaged_inline_store_reports_all_errors_and_no_others(run, url):
     summary = json.loads(done.stdout)
     found: dict[str, set[str]] = {}
     for finding in summary["findings"]:
-        found.setdefault(finding["problem"], set()).add(finding["pack"] or finding["request"])
+        found.setdefault(finding["problem"], set()).add(
+            finding["pack"] or finding["request"]
+        )
     for pack in bad["name"]:  # the seed of a frame's checksum depends on its keys
         assert pack in found["payload"]
     assert found.pop("payload") == bad.pop("payload") | bad["name"]
@@ -74,7 +78,8 @@ def test_verify_damaged_inline_store_reports_all_errors_and_no_others(run, url):
 
 
 def test_verify_damaged_segments_reports_all_errors_and_no_others(run, tmp_path):
-    """Payloads in extents, 100 errors of five kinds in 160 packs: ``verify`` finds each and reports nothing else."""
+    """Payloads in extents, 100 errors of five kinds in 160 packs: ``verify`` finds each and reports
+    nothing else."""
     rng = random.Random(11)
     url = f"lmdb://{tmp_path}/segments?capacity=64MiB&placement=extents"
     with closing(open_backend(url)) as backend:
@@ -87,7 +92,9 @@ def test_verify_damaged_segments_reports_all_errors_and_no_others(run, tmp_path)
         packs = sorted(places, key=lambda pack: places[pack].offset)
         cut, rest = packs[-20:], packs[:-20]
         rng.shuffle(rest)
-        flipped, swapped, wrong, stale = (rest[start : start + 20] for start in range(0, 80, 20))
+        flipped, swapped, wrong, stale = (
+            rest[start : start + 20] for start in range(0, 80, 20)
+        )
         for pack in flipped:
             places[pack].flip(rng.randrange(3 * BLOCK_BYTES))
         for one, other in zip(swapped[::2], swapped[1::2], strict=True):
@@ -124,7 +131,9 @@ def test_verify_repair_deletes_bad_packs_and_shortens_requests(run, url):
     assert run("verify", url, "--repair", "--yes").returncode == 1
     assert run("verify", url).returncode == 0
     left = json.loads(run("ls", url, "--json").stdout)["requests"]
-    shortened = {"r3", "r4", "r5"}  # to the prefix that they share with the first request
+    # to the prefix that they share with the first request
+    shortened = {"r3", "r4", "r5"}
     assert {request["id"]: request["blocks"] for request in left} == {
-        name: 1 if name in shortened else 3 for name in (f"r{number}" for number in range(20))
+        name: 1 if name in shortened else 3
+        for name in (f"r{number}" for number in range(20))
     }

@@ -22,7 +22,10 @@ def store(contexts):
 
 def publish_engine(backend, namespace, engine="e1"):
     backend.publish_status(
-        engine, make_status(engine, namespace=namespace.hex(), time=time.time(), interval_s=60.0).encode()
+        engine,
+        make_status(
+            engine, namespace=namespace.hex(), time=time.time(), interval_s=60.0
+        ).encode(),
     )
 
 
@@ -42,7 +45,10 @@ def test_warm_label_requests_matches_and_no_selection_exits_2(run, store):
     url, writer = store
     publish_engine(writer.backend, writer.namespace)
     found = json.loads(run("warm", url, "--label", "user", "--json").stdout)["requests"]
-    assert {(one["request"], one["blocks"], one["live_engines"]) for one in found} == {("one", 4, 1), ("two", 3, 1)}
+    assert {(one["request"], one["blocks"], one["live_engines"]) for one in found} == {
+        ("one", 4, 1),
+        ("two", 3, 1),
+    }
     assert len(pending_warm(writer.backend, writer.namespace, "e1")) == 2
     assert run("warm", url).returncode == 2
     assert run("warm", url, "none").returncode == 2
@@ -50,7 +56,9 @@ def test_warm_label_requests_matches_and_no_selection_exits_2(run, store):
 
 
 @pytest.mark.parametrize(("missing", "code"), [(0, 0), (1, 1)])
-def test_warm_wait_acknowledged_exits_1_only_for_missing_blocks(run, store, missing, code):
+def test_warm_wait_acknowledged_exits_1_only_for_missing_blocks(
+    run, store, missing, code
+):
     url, writer = store
     publish_engine(writer.backend, writer.namespace)
     stop = threading.Event()
@@ -59,7 +67,9 @@ def test_warm_wait_acknowledged_exits_1_only_for_missing_blocks(run, store, miss
         with closing(open_backend(url)) as backend:
             while not stop.is_set():
                 for asked in pending_warm(backend, writer.namespace, "e1"):
-                    acknowledge_warm(backend, asked, "e1", blocks=4 - missing, missing=missing)
+                    acknowledge_warm(
+                        backend, asked, "e1", blocks=4 - missing, missing=missing
+                    )
                 publish_engine(backend, writer.namespace)
                 time.sleep(0.01)
 
@@ -79,5 +89,8 @@ def test_warm_wait_without_acknowledgement_exits_1(run, store):
     publish_engine(writer.backend, writer.namespace)
     done = run("warm", url, "one", "--wait", "1s")
     assert done.returncode == 1
-    assert "no engine answered: they prewarm only if configured (prewarm_share" in done.stdout
+    assert (
+        "no engine answered: they prewarm only if configured (prewarm_share"
+        in done.stdout
+    )
     assert "--wait 1m shows their answers" in run("warm", url, "one").stdout

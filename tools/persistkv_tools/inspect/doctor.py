@@ -1,7 +1,9 @@
-"""``persistkv doctor``: settings of this machine that prevent or slow persistkv, and their remedies.
+"""``persistkv doctor``: settings of this machine that prevent or slow persistkv, and their
+remedies.
 
-The checks leave nothing: O_DIRECT is tried on a file without a name. On the medium of a shared store, a blob of 1 KiB
-under a random name is written, read, listed and deleted, unless the URL says ``read_only=yes``.
+The checks leave nothing: O_DIRECT is tried on a file without a name. On the medium of a shared
+store, a blob of 1 KiB under a random name is written, read, listed and deleted, unless the URL says
+``read_only=yes``.
 """
 
 from __future__ import annotations
@@ -34,13 +36,22 @@ from persistkv_tools.options import STORE_VARIABLE, Json
 
 CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
-"""Factor by which a codec must be better to be recommended: than the store's present ratio (here), or than ``raw`` by
-ratio and time (``bench``)."""
+"""Factor by which a codec must be better to be recommended: than the store's present ratio (here),
+or than ``raw`` by ratio and time (``bench``)."""
 _SAMPLE_PACKS = 64
 SHARED_MEMORY = Path("/dev/shm")
 REGIONS = "persistkv_offload_*.mmap"
 """Pattern of the file names of primary tiers under /dev/shm; see ``persistkv.cpu.region_file``."""
-_PACKAGES = ("persistkv", "lmdb", "msgspec", "numpy", "rich", "typer", "xxhash", "zstandard")
+_PACKAGES = (
+    "persistkv",
+    "lmdb",
+    "msgspec",
+    "numpy",
+    "rich",
+    "typer",
+    "xxhash",
+    "zstandard",
+)
 _OPTIONAL_PACKAGES = {
     "boto3": "'persistkv[s3]'",
     "prometheus-client": "'persistkv[metrics]'",
@@ -60,12 +71,22 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/pr
 T = TypeVar("T")
 
 
-_STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+_STYLES = {
+    Level.OK: "green",
+    Level.NOTE: "cyan",
+    Level.WARNING: "yellow",
+    Level.PROBLEM: "bold red",
+}
 
 
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Also check this store: URL or path.", envvar=STORE_VARIABLE)
+        str | None,
+        typer.Argument(
+            metavar="URL",
+            help="Also check this store: URL or path.",
+            envvar=STORE_VARIABLE,
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -81,14 +102,24 @@ def doctor(
         made.columns[-1].no_wrap = False
         for finding in findings:
             level = render.plain(finding.level.value, _STYLES[finding.level])
-            found = [finding.found, f"→ {finding.todo}"] if finding.todo else [finding.found]
-            made.add_row(render.plain(finding.check), level, Text("\n").join(map(render.plain, found)))
+            found = (
+                [finding.found, f"→ {finding.todo}"]
+                if finding.todo
+                else [finding.found]
+            )
+            made.add_row(
+                render.plain(finding.check),
+                level,
+                Text("\n").join(map(render.plain, found)),
+            )
         render.console().print(made)
     if any(finding.level in (Level.WARNING, Level.PROBLEM) for finding in findings):
         raise typer.Exit(1)
 
 
-def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY) -> Iterator[Check]:
+def examine(
+    url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY
+) -> Iterator[Check]:
     """Run all checks of the machine and, unless it is None, of the store; yield their outcomes."""
     yield from _packages()
     yield from _shared_memory(shared_memory)
@@ -97,7 +128,9 @@ def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path
         yield from _store(url)
 
 
-def _passed(check: str, passed: bool, found: str, todo: str, level: Level = Level.WARNING) -> Check:
+def _passed(
+    check: str, passed: bool, found: str, todo: str, level: Level = Level.WARNING
+) -> Check:
     return Check(check, Level.OK, found) if passed else Check(check, level, found, todo)
 
 
@@ -110,7 +143,12 @@ def _packages() -> Iterator[Check]:
                 todo = f"optional: pip install {_OPTIONAL_PACKAGES[name]}"
                 yield Check(f"package {name}", Level.NOTE, "not installed", todo)
             else:
-                yield Check(f"package {name}", Level.PROBLEM, "not installed", f"pip install {name}")
+                yield Check(
+                    f"package {name}",
+                    Level.PROBLEM,
+                    "not installed",
+                    f"pip install {name}",
+                )
 
 
 def _release(name: str, installed: str) -> Check:
@@ -118,34 +156,51 @@ def _release(name: str, installed: str) -> Check:
     tested = TESTED.get(name)
     passed = tested is None or tested.covers(installed)
     found = installed if passed else f"{installed}, which is not tested"
-    return _passed(f"package {name}", passed, found, f"persistkv is tested with {name} {tested}")
+    return _passed(
+        f"package {name}", passed, found, f"persistkv is tested with {name} {tested}"
+    )
 
 
 def _shared_memory(directory: Path) -> Iterator[Check]:
     try:
         status = os.statvfs(directory)
     except OSError as error:
-        yield Check("shared memory", Level.PROBLEM, f"{directory}: {error.strerror}", "mount a tmpfs there")
+        yield Check(
+            "shared memory",
+            Level.PROBLEM,
+            f"{directory}: {error.strerror}",
+            "mount a tmpfs there",
+        )
         return
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    found = f"{render.format_size(free)} of {render.format_size(total)} free in {directory}"
-    todo = "it holds an engine's primary tier: enlarge it (docker run --shm-size, or remount with size=)"
+    found = (
+        f"{render.format_size(free)} of {render.format_size(total)} free in {directory}"
+    )
+    todo = (
+        "it holds an engine's primary tier: enlarge it (docker run --shm-size, or remount "
+        "with size=)"
+    )
     yield _passed("shared memory", free >= _MIN_SHARED, found, todo)
     left = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
     size = render.format_size(sum(path.stat().st_size for path in left))
-    found = f"{render.count(len(left), 'region')} of killed engines, {size}: {' '.join(map(str, left))}"
+    found = (
+        f"{render.count(len(left), 'region')} of killed engines, {size}: "
+        f"{' '.join(map(str, left))}"
+    )
     todo = "the next engine removes them, or delete them by hand"
     yield _passed("leftover regions", not left, found if left else "none", todo)
 
 
 def _is_left(path: Path) -> bool:
-    """Return whether a killed engine left this primary tier's file: no process locks it. False if it cannot be read."""
+    """Return whether a killed engine left this primary tier's file: no process locks it. False if
+    it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # briefly: an engine that finds it locked retries
+        # briefly: an engine that finds it locked retries
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     finally:
@@ -156,20 +211,36 @@ def _is_left(path: Path) -> bool:
 def _process(environment: Mapping[str, str]) -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
-    files, most = ("no limit" if limit == resource.RLIM_INFINITY else f"{limit:,}" for limit in (soft, hard))
+    files, most = (
+        "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,}"
+        for limit in (soft, hard)
+    )
     todo = f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service"
     yield _passed("open files", enough, f"{files} (at most {most})", todo)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     found = "no limit" if unlimited else render.format_size(soft)
-    todo = "only if pinning the primary tier for a GPU fails: ulimit -l unlimited, or LimitMEMLOCK=infinity"
+    todo = (
+        "only if pinning the primary tier for a GPU fails: ulimit -l unlimited, or "
+        "LimitMEMLOCK=infinity"
+    )
     yield _passed("locked memory", unlimited, found, todo, Level.NOTE)
     seed = environment.get("PYTHONHASHSEED", "")
-    todo = "set it to 0 for engines that name blocks with Python's hash(): otherwise they find nothing after a restart"
-    yield _passed("PYTHONHASHSEED", seed.isdecimal(), seed or "not set", todo, Level.NOTE)
+    todo = (
+        "set it to 0 for engines that name blocks with Python's hash(): otherwise they find "
+        "nothing after a restart"
+    )
+    yield _passed(
+        "PYTHONHASHSEED", seed.isdecimal(), seed or "not set", todo, Level.NOTE
+    )
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    yield _passed("clock", now >= _RELEASED, found, "the clock is behind: set it, because ages and ttl depend on it")
+    yield _passed(
+        "clock",
+        now >= _RELEASED,
+        found,
+        "the clock is behind: set it, because ages and ttl depend on it",
+    )
 
 
 def _store(url: str) -> Iterator[Check]:
@@ -179,14 +250,22 @@ def _store(url: str) -> Iterator[Check]:
         with closing(open_backend(url, read_only=True)) as backend:
             is_remote = backend.capabilities.remote
             stats = backend.stats()
-            created = [head.created for space in backend.namespaces() for head in backend.manifests(space.id)]
+            created = [
+                head.created
+                for space in backend.namespaces()
+                for head in backend.manifests(space.id)
+            ]
             sample = sample_store(backend, _SAMPLE_BYTES)
     except PersistKVError as error:
         todo = "see the message; an absent store is created by an engine"
         yield Check("store", Level.PROBLEM, " ".join(str(error).split()), todo)
         return
     packs = f"{render.count(stats.packs, 'pack')}, {render.format_size(stats.disk_bytes)} on disk"
-    yield Check("store", Level.OK, f"can be opened: {render.count(stats.requests, 'request')}, {packs}")
+    yield Check(
+        "store",
+        Level.OK,
+        f"can be opened: {render.count(stats.requests, 'request')}, {packs}",
+    )
     if sample:
         ratio = stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0
         codec, possible = smallest(sample)
@@ -194,15 +273,36 @@ def _store(url: str) -> Iterator[Check]:
         todo = f"try codec {codec}; persistkv bench {url} measures its cost here"
         yield _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
     else:
-        yield Check("codec", Level.OK, "the store holds less than 1 MiB, too little to recommend a codec")
+        yield Check(
+            "codec",
+            Level.OK,
+            "the store holds less than 1 MiB, too little to recommend a codec",
+        )
     if stats.quarantined:
-        size, names = render.format_size(stats.quarantined_bytes), " ".join(stats.quarantined)
+        size, names = (
+            render.format_size(stats.quarantined_bytes),
+            " ".join(stats.quarantined),
+        )
         todo = f"persistkv prune {url} --quarantined deletes them"
-        yield Check("damaged files", Level.WARNING, f"{size}, not counted in the capacity: {names}", todo)
+        yield Check(
+            "damaged files",
+            Level.WARNING,
+            f"{size}, not counted in the capacity: {names}",
+            todo,
+        )
     newest = max(created, default=0.0)
     right = newest <= time.time() + _SKEW_S
-    found = "no request is from the future" if right else f"the newest request has age {render.format_age(newest)}"
-    yield _passed("store's clock", right, found, "this machine's clock, or that of an engine, is wrong")
+    found = (
+        "no request is from the future"
+        if right
+        else f"the newest request has age {render.format_age(newest)}"
+    )
+    yield _passed(
+        "store's clock",
+        right,
+        found,
+        "this machine's clock, or that of an engine, is wrong",
+    )
     location = Path(parsed.location)
     if location.is_dir():
         yield _space(location, stats.disk_bytes, stats.capacity)
@@ -212,11 +312,16 @@ def _store(url: str) -> Iterator[Check]:
 
 
 def sample_store(backend: Backend, most_bytes: int) -> bytes:
-    """Return raw bytes of readable frames, spread evenly over a store's packs, with at most ``most_bytes``.
+    """Return raw bytes of readable frames, spread evenly over a store's packs, with at most
+    ``most_bytes``.
 
     Empty if there is less than one full frame, which is too little to compare codecs.
     """
-    tables = [table for space in backend.namespaces() for table in backend.changes(space.id, None).added]
+    tables = [
+        table
+        for space in backend.namespaces()
+        for table in backend.changes(space.id, None).added
+    ]
     packs = _spread(tables, _SAMPLE_PACKS)
     per_pack = max(1, most_bytes // FRAME_BYTES // max(1, len(packs)))
     sample = bytearray()
@@ -224,7 +329,12 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
         for frame in _spread(table.frames, per_pack):
             stored, raw = bytearray(frame.stored_length), bytearray(frame.raw_length)
             with suppress(CorruptPackError):
-                if all(backend.read(table.namespace, [ReadSpan(table.pack_id, frame.offset, [memoryview(stored)])])):
+                if all(
+                    backend.read(
+                        table.namespace,
+                        [ReadSpan(table.pack_id, frame.offset, [memoryview(stored)])],
+                    )
+                ):
                     decode_frame(table.codec, frame, stored, memoryview(raw))
                     sample += raw
     return bytes(sample[:most_bytes]) if len(sample) >= FRAME_BYTES else b""
@@ -236,22 +346,33 @@ def _spread(items: Sequence[T], most: int) -> Sequence[T]:
 
 def smallest(sample: bytes) -> tuple[str, float]:
     """Return the codec that makes these bytes smallest, and its ratio of raw to stored bytes."""
-    frames = [sample[start : start + FRAME_BYTES] for start in range(0, len(sample), FRAME_BYTES)]
+    frames = [
+        sample[start : start + FRAME_BYTES]
+        for start in range(0, len(sample), FRAME_BYTES)
+    ]
     sizes = {
-        name: sum(align(min(len(parse_codec(name).encode(frame)), len(frame))) for frame in frames) for name in CODECS
+        name: sum(
+            align(min(len(parse_codec(name).encode(frame)), len(frame)))
+            for frame in frames
+        )
+        for name in CODECS
     }
     best = min(sizes, key=sizes.__getitem__)
     return best, len(sample) / sizes[best]
 
 
 def _pid_namespace() -> Check:
-    """Check that this is the machine's PID namespace: LMDB identifies processes by PID, and namespaces repeat PIDs."""
+    """Check that this is the machine's PID namespace: LMDB identifies processes by PID, and
+    namespaces repeat PIDs."""
     try:
         is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
         is_initial = True
     found = "that of the machine" if is_initial else "this container's own"
-    todo = "containers that share a store need different PIDs: give them one PID namespace (docker run --pid)"
+    todo = (
+        "containers that share a store need different PIDs: give them one PID namespace "
+        "(docker run --pid)"
+    )
     return _passed("PID namespace", is_initial, found, todo, Level.NOTE)
 
 
@@ -259,24 +380,35 @@ def _space(location: Path, held: int, capacity: int | None) -> Check:
     status = os.statvfs(location)
     free = status.f_bavail * status.f_frsize
     grows = 0 if capacity is None else capacity - held
-    growth = f", and the store may grow by {render.format_size(grows)}" if grows > free else ""
+    growth = (
+        f", and the store may grow by {render.format_size(grows)}"
+        if grows > free
+        else ""
+    )
     todo = "a full disk evicts content early: make room, or lower the capacity (persistkv set)"
-    return _passed("free disk", grows <= free, f"{render.format_size(free)} free{growth}", todo)
+    return _passed(
+        "free disk", grows <= free, f"{render.format_size(free)} free{growth}", todo
+    )
 
 
 def _direct(location: Path) -> Check:
-    """Check O_DIRECT: write one page, bypassing the page cache, to a file without a name in the store's directory."""
+    """Check O_DIRECT: write one page, bypassing the page cache, to a file without a name in the
+    store's directory."""
     flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC
     works = False
     try:
         descriptor = os.open(location, flags, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            return Check("O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}")
+            return Check(
+                "O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}"
+            )
     else:
         with suppress(OSError), mmap.mmap(-1, PAGE_BYTES) as page:
             os.pwritev(descriptor, [page], 0)
             works = True
         os.close(descriptor)
     todo = "writes use the page cache and are slower; a local ext4 or xfs file system is faster"
-    return _passed("O_DIRECT", works, "works" if works else f"does not work in {location}", todo)
+    return _passed(
+        "O_DIRECT", works, "works" if works else f"does not work in {location}", todo
+    )

@@ -25,8 +25,13 @@ from persistkv_tools import options, render
 from persistkv_tools.options import RequestView, Selection
 
 _PAGE = 50
-_SORT_HELP = "Newest or largest first: created, used, tokens, blocks, size, hits. Alphabetically: id, namespace."
-_LIMIT_HELP = f"Requests to show; 0: all. By default {_PAGE} in the table, otherwise all."
+_SORT_HELP = (
+    "Newest or largest first: created, used, tokens, blocks, size, hits. "
+    "Alphabetically: id, namespace."
+)
+_LIMIT_HELP = (
+    f"Requests to show; 0: all. By default {_PAGE} in the table, otherwise all."
+)
 
 
 class NamespaceView(msgspec.Struct, frozen=True):
@@ -37,13 +42,19 @@ class NamespaceView(msgspec.Struct, frozen=True):
     created: float
     identity: dict[str, Any]
     model: str
-    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
+    """Name or path of the model, as given by the engine that created the namespace; may be
+    empty."""
 
     @classmethod
     def of(cls, namespace: Namespace) -> NamespaceView:
         """Return the view of a namespace."""
         identity = namespace.identity
-        return cls(namespace.id.hex(), namespace.created, identity.properties, identity.model_name)
+        return cls(
+            namespace.id.hex(),
+            namespace.created,
+            identity.properties,
+            identity.model_name,
+        )
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -55,7 +66,8 @@ class Page(msgspec.Struct, frozen=True):
     matched: int
     """Number of requests in the selected namespaces that match the filters."""
     rows: int
-    """Rows of the list over all pages: ``matched``, or fewer if requests of the same context and labels are merged."""
+    """Rows of the list over all pages: ``matched``, or fewer if requests of the same context and
+    labels are merged."""
     offset: int
     """Number of rows of the list before this page."""
     requests: list[RequestView]
@@ -90,8 +102,12 @@ _KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
 
 def ls(
     url: options.Url,
-    sort: Annotated[Sort, typer.Option(metavar="FIELD", help=_SORT_HELP)] = Sort.CREATED,
-    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
+    sort: Annotated[
+        Sort, typer.Option(metavar="FIELD", help=_SORT_HELP)
+    ] = Sort.CREATED,
+    reverse: Annotated[
+        bool, typer.Option("--reverse", help="Reverse the order.")
+    ] = False,
     namespace: options.InNamespace = None,
     label: options.Labels = None,
     older_than: options.OlderThan = None,
@@ -99,21 +115,36 @@ def ls(
     larger_than: options.LargerThan = None,
     smaller_than: options.SmallerThan = None,
     never_hit: options.NeverHit = False,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=0, help=_LIMIT_HELP, show_default=False)] = None,
-    offset: Annotated[int, typer.Option(metavar="N", min=0, help="Requests to skip.")] = 0,
-    ids: Annotated[bool, typer.Option("--ids", help="Print only the full ids, one per line.")] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help=_LIMIT_HELP, show_default=False),
+    ] = None,
+    offset: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Requests to skip.")
+    ] = 0,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="Print only the full ids, one per line.")
+    ] = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Print comma-separated values with a header; sizes in bytes.")
+        bool,
+        typer.Option(
+            "--csv", help="Print comma-separated values with a header; sizes in bytes."
+        ),
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """List the requests of a store, newest first. Requests with the same context and labels are one row of the table.
+    """List the requests of a store, newest first. Requests with the same context and labels are one
+    row of the table.
 
     Example: persistkv ls lmdb:///var/cache/kv --sort size --label user=anna
     """
-    selection = Selection.parse(label, older_than, newer_than, larger_than, smaller_than, never_hit=never_hit)
+    selection = Selection.parse(
+        label, older_than, newer_than, larger_than, smaller_than, never_hit=never_hit
+    )
     if ids + csv + json > 1:
-        raise ConfigurationError("output format", "several", "at most one of --ids, --csv and --json")
+        raise ConfigurationError(
+            "output format", "several", "at most one of --ids, --csv and --json"
+        )
     for_programs = ids or csv or json
     shown = (None if for_programs else _PAGE) if limit is None else limit or None
     with open_store(url) as store:
@@ -129,7 +160,9 @@ def ls(
     if json:
         render.print_json(page)
     elif ids:
-        render.print_exact("".join(f"{printable(request.id)}\n" for request in page.requests))
+        render.print_exact(
+            "".join(f"{printable(request.id)}\n" for request in page.requests)
+        )
     elif csv:
         render.print_exact(_csv(page))
     else:
@@ -137,21 +170,40 @@ def ls(
 
 
 def _csv(page: Page) -> str:
-    text, columns = StringIO(), [name for name in RequestView.__struct_fields__ if name != "copies"]
-    writer = DictWriter(text, [*columns, "model"], extrasaction="ignore", lineterminator="\n")
+    text, columns = (
+        StringIO(),
+        [name for name in RequestView.__struct_fields__ if name != "copies"],
+    )
+    writer = DictWriter(
+        text, [*columns, "model"], extrasaction="ignore", lineterminator="\n"
+    )
     writer.writeheader()
     models = {space.id: space.model for space in page.namespaces}
     for request in page.requests:
-        blocks, labels = "+".join(map(str, request.group_blocks)), render.format_labels(request.labels)
+        blocks, labels = (
+            "+".join(map(str, request.group_blocks)),
+            render.format_labels(request.labels),
+        )
         writer.writerow(
-            {**asdict(request), "group_blocks": blocks, "labels": labels, "model": models[request.namespace]}
+            {
+                **asdict(request),
+                "group_blocks": blocks,
+                "labels": labels,
+                "model": models[request.namespace],
+            }
         )
     return text.getvalue()
 
 
 def _print(page: Page) -> None:
-    wide, models = render.is_wide(), {space.id: render.format_model(space.model) for space in page.namespaces}
-    distinct, shorts = len(set(models.values())), Counter(request.short_id for request in page.requests)
+    wide, models = (
+        render.is_wide(),
+        {space.id: render.format_model(space.model) for space in page.namespaces},
+    )
+    distinct, shorts = (
+        len(set(models.values())),
+        Counter(request.short_id for request in page.requests),
+    )
     columns = render.columns(
         "request=short age=created"
         + " used=last_used" * wide
@@ -162,18 +214,30 @@ def _print(page: Page) -> None:
         + " copies hits pinned labels"
         + " model" * (distinct > 1)
         + " namespace" * (wide and len(models) > distinct),
-        short=lambda request: request.short_id if shorts[request.short_id] == 1 else request.id,
-        by_group=lambda request: "+".join(f"{n:,}" for n in request.group_blocks) * (len(request.group_blocks) > 1),
+        short=lambda request: (
+            request.short_id if shorts[request.short_id] == 1 else request.id
+        ),
+        by_group=lambda request: (
+            "+".join(f"{n:,}" for n in request.group_blocks)
+            * (len(request.group_blocks) > 1)
+        ),
         copies=lambda request: f"{request.copies:,}" * (request.copies > 1),
         hits=_hits,
         model=lambda request: models[request.namespace],
     )
     optional = "by group,stored,copies,hits,pinned,labels"
-    render.show_table(columns, page.requests, left="pinned,labels,model,namespace", optional=optional)
-    held = f"{render.count(page.total, 'request')} in {render.count(len(models), 'namespace')} of {page.url}"
+    render.show_table(
+        columns, page.requests, left="pinned,labels,model,namespace", optional=optional
+    )
+    held = (
+        f"{render.count(page.total, 'request')} in {render.count(len(models), 'namespace')} "
+        f"of {page.url}"
+    )
     if distinct == 1 and (name := next(space.model for space in page.namespaces)):
         held += f", model {render.format_model(name)}"
-    matched = "" if page.matched == page.total else f"; {page.matched:,} match the filters"
+    matched = (
+        "" if page.matched == page.total else f"; {page.matched:,} match the filters"
+    )
     render.say(held + matched)
     end = page.offset + len(page.requests)
     if page.requests and (page.offset or end < page.rows):
@@ -182,7 +246,8 @@ def _print(page: Page) -> None:
 
 
 def _hits(request: RequestView) -> str:
-    """Return the number of requests that reused a row's context, its further copies included; ``-`` if unknown.
+    """Return the number of requests that reused a row's context, its further copies included; ``-``
+    if unknown.
 
     It is at least 1 if the context was ever reused, even by a deleted request.
     """
@@ -212,22 +277,40 @@ def list_requests(
     total, views = 0, list[RequestView]()
     for space in namespaces:
         found = backend.manifests(space.id)
-        for manifest, use in options.with_uses(backend, space.id, found) if by_use else zip(found, repeat(None)):
+        for manifest, use in (
+            options.with_uses(backend, space.id, found)
+            if by_use
+            else zip(found, repeat(None))
+        ):
             total += 1
             if selection.takes(manifest, use):
                 views.append(RequestView.of(space.id, manifest, use))
     views.sort(key=_KEYS[sort], reverse=(sort in (Sort.ID, Sort.NAMESPACE)) == reverse)
     rows: dict[object, list[RequestView]] = {}
     for number, view in enumerate(views):
-        rows.setdefault((view.namespace, options.row(view)) if merge_copies else number, []).append(view)
+        rows.setdefault(
+            (view.namespace, options.row(view)) if merge_copies else number, []
+        ).append(view)
     shown = list(rows.values())[offset:][:limit]
     uses: dict[tuple[str, str], RequestUse | None] = {}
     for space_id in {copies[0].namespace for copies in shown}:
         names = [view.id for view, *_ in shown if view.namespace == space_id]
         found_uses = backend.uses(bytes.fromhex(space_id), names)
-        uses |= {(space_id, name): use for name, use in zip(names, found_uses, strict=True)}
+        uses |= {
+            (space_id, name): use for name, use in zip(names, found_uses, strict=True)
+        }
     requests = [
-        msgspec.structs.replace(view.with_use(uses[view.namespace, view.id]), copies=1 + len(others))
+        msgspec.structs.replace(
+            view.with_use(uses[view.namespace, view.id]), copies=1 + len(others)
+        )
         for view, *others in shown
     ]
-    return Page(url, total, len(views), len(rows), offset, requests, list(map(NamespaceView.of, namespaces)))
+    return Page(
+        url,
+        total,
+        len(views),
+        len(rows),
+        offset,
+        requests,
+        list(map(NamespaceView.of, namespaces)),
+    )

@@ -1,7 +1,7 @@
 """``persistkv report``: one self-contained HTML page about a store.
 
-A store keeps no history. The page computes the past from requests that are still held: for each one, the blocks that
-earlier requests had named, and the blocks that it added.
+A store keeps no history. The page computes the past from requests that are still held: for each
+one, the blocks that earlier requests had named, and the blocks that it added.
 """
 
 from __future__ import annotations
@@ -22,38 +22,57 @@ from persistkv_tools import options, render
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
 from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
-from persistkv_tools.options import FoundRequest, RequestView, Selection, chosen_requests, opened
+from persistkv_tools.options import (
+    FoundRequest,
+    RequestView,
+    Selection,
+    chosen_requests,
+    opened,
+)
 from persistkv_tools.packs import all_keys
 
 _PERIODS = 48
 _MOST = 10
 _NODES = 60
 _STYLE = """
-:root { color-scheme: light dark; --back: #ffffff; --panel: #f5f7fa; --text: #1c2733; --dim: #5b6b7b; --line: #d5dce4;
+:root { color-scheme: light dark; --back: #ffffff; --panel: #f5f7fa; --text: #1c2733;
+  --dim: #5b6b7b; --line: #d5dce4;
   --bar: #2563b0; --hot: #b4540a; }
-@media (prefers-color-scheme: dark) { :root { --back: #12181f; --panel: #1b232d; --text: #e4eaf0; --dim: #97a6b5;
+@media (prefers-color-scheme: dark) { :root { --back: #12181f; --panel: #1b232d;
+  --text: #e4eaf0; --dim: #97a6b5;
   --line: #33404e; --bar: #6aa5ee; --hot: #f0a35e; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1100px; padding: 24px; background: var(--back); color: var(--text);
+body { margin: 0 auto; max-width: 1100px; padding: 24px; background: var(--back);
+  color: var(--text);
   font: 15px/1.45 system-ui, sans-serif; }
-h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 17px; margin: 32px 0 8px; }
+h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 17px;
+  margin: 32px 0 8px; }
 p { margin: 4px 0 12px; color: var(--dim); }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 10px; margin: 16px 0; }
-.card { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }
-.card b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; } .card span { color: var(--dim); }
-.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 0 28px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr));
+  gap: 10px; margin: 16px 0; }
+.card { background: var(--panel); border: 1px solid var(--line); border-radius: 8px;
+  padding: 10px 12px; }
+.card b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; } .card
+  span { color: var(--dim); }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr));
+  gap: 0 28px; }
 @media (max-width: 520px) { .columns { grid-template-columns: 1fr; } }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--dim); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
+th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--line);
+  white-space: nowrap; }
+th { color: var(--dim); font-weight: 500; } th:first-child, td:first-child {
+  text-align: left; }
 td.bar { width: 45%; } td.tree { width: 60%; }
-.chart { display: flex; align-items: end; gap: 1px; height: 120px; border-bottom: 1px solid var(--line); }
+.chart { display: flex; align-items: end; gap: 1px; height: 120px; border-bottom: 1px
+  solid var(--line); }
 .chart i { flex: 1; background: var(--bar); }
-.ends { display: flex; justify-content: space-between; color: var(--dim); font-size: 12px; }
+.ends { display: flex; justify-content: space-between; color: var(--dim); font-size:
+  12px; }
 .track { position: relative; height: 13px; border-radius: 2px; }
 td.tree .track { min-width: 260px; background: var(--panel); }
-.track i { position: absolute; top: 0; bottom: 0; border-radius: 2px; background: var(--bar); }
+.track i { position: absolute; top: 0; bottom: 0; border-radius: 2px; background:
+  var(--bar); }
 td.tree i { min-width: 2px; }
 .track.chosen i { background: var(--hot); }
 footer { margin-top: 36px; color: var(--dim); }
@@ -61,7 +80,8 @@ footer { margin-top: 36px; color: var(--dim); }
 
 
 _CARDS = render.columns(
-    "requests packs blocks raw=raw_bytes stored=stored_bytes on_disk=disk_bytes of_the_capacity=part"
+    "requests packs blocks raw=raw_bytes stored=stored_bytes on_disk=disk_bytes "
+    "of_the_capacity=part"
     " codec_ratio dedup_ratio",
     part=lambda totals: "no limit" if totals.fill is None else f"{totals.fill:.1%}",
 )
@@ -71,7 +91,8 @@ _NAMESPACES = render.columns(
     since=lambda space: render.format_time(space.created),
 )
 _LARGEST = render.columns(
-    "request=id stored_at tokens blocks raw=raw_bytes labels", stored_at=lambda found: render.format_time(found.created)
+    "request=id stored_at tokens blocks raw=raw_bytes labels",
+    stored_at=lambda found: render.format_time(found.created),
 )
 _ENGINES = render.columns(
     "engine seen hits=hit_rate written=counters.stored_raw_bytes read=counters.loaded_bytes"
@@ -82,18 +103,20 @@ _ENGINES = render.columns(
 
 
 class Period(msgspec.Struct):
-    """One interval of the time charts of a report. All intervals have the same length, at least 1 s."""
+    """One interval of the time charts of a report. All intervals have the same length, at least 1
+    s."""
 
     start: float
     requests: int = 0
     """Requests that were created in the interval, are still held, and have readable keys."""
     blocks: int = 0
-    """Blocks of the requests that ``requests`` counts; a shared block counts once for each of them."""
+    """Blocks of the requests that ``requests`` counts; a shared block counts once for each of
+    them."""
     found_blocks: int = 0
     """Part of ``blocks`` that are also blocks of an earlier request of the namespace."""
     added_bytes: int = 0
-    """Estimated raw bytes of the part of ``blocks`` that belongs to no earlier request of the namespace: all blocks
-    of a request count as equally large."""
+    """Estimated raw bytes of the part of ``blocks`` that belongs to no earlier request of the
+    namespace: all blocks of a request count as equally large."""
     held_bytes: int = 0
     """Sum of ``added_bytes`` of this and all earlier intervals."""
 
@@ -117,11 +140,18 @@ class ReportData(msgspec.Struct, frozen=True):
 def report(
     url: options.Url,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write; an existing one is replaced.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="HTML file to write; an existing one is replaced.",
+        ),
     ],
     json: options.Json = False,
 ) -> None:
-    """Write an HTML page about a store: ages, sizes, fill and hits over time, prefix tree, codecs. It needs no network.
+    """Write an HTML page about a store: ages, sizes, fill and hits over time, prefix tree, codecs.
+    It needs no network.
 
     Example: persistkv report lmdb:///var/cache/kv -o report.html
     """
@@ -135,14 +165,24 @@ def report(
 
 
 def report_data(url: str, backend: Backend) -> ReportData:
-    """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each block."""
+    """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each
+    block."""
     found = chosen_requests(backend, [], Selection(), None)
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
     largest = [request.view(backend) for request in by_size]
     tree, group = prefix_tree(backend, by_size[0], _NODES) if by_size else (None, 0)
     periods, engines = _periods(backend, found), Watch(url, backend).look().engines
-    return ReportData(url, time.time(), store_totals(url, backend), periods, largest, tree, group, engines)
+    return ReportData(
+        url,
+        time.time(),
+        store_totals(url, backend),
+        periods,
+        largest,
+        tree,
+        group,
+        engines,
+    )
 
 
 def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
@@ -151,7 +191,10 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
         return []
     first, last = found[0].manifest.created, found[-1].manifest.created
     length = max((last - first) / _PERIODS, 1.0)
-    periods = [Period(first + number * length) for number in range(int((last - first) / length) + 1)]
+    periods = [
+        Period(first + number * length)
+        for number in range(int((last - first) / length) + 1)
+    ]
     named: dict[bytes, set[bytes]] = {}
     for namespace, request in found:
         keys = backend.manifest_keys(namespace.id, [request.id])[0]
@@ -164,7 +207,9 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
         period.requests += 1
         period.blocks += request.blocks
         period.found_blocks += known
-        period.added_bytes += request.raw_bytes * (request.blocks - known) // max(1, request.blocks)
+        period.added_bytes += (
+            request.raw_bytes * (request.blocks - known) // max(1, request.blocks)
+        )
     held = 0
     for period in periods:
         held += period.added_bytes
@@ -176,54 +221,89 @@ def report_page(data: ReportData) -> str:
     """Return the report as one self-contained page of HTML."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{_escape(f'persistkv: {data.url}')}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(_parts(data))
-        + "\n</body>\n</html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link '
+        'rel="icon" href="data:,">\n'
+        f"<title>{_escape(f'persistkv: {data.url}')}</title>\n<style>{_STYLE}</style>\n"
+        "</head>\n<body>\n" + "\n".join(_parts(data)) + "\n</body>\n</html>\n"
     )
 
 
 def _parts(data: ReportData) -> Iterator[str]:
     yield f"<h1>{_escape(data.url)}</h1><p>as of {_escape(render.format_time(data.made))}</p>"
     figures = render.pairs(_CARDS, data.totals).items()
-    cards = (f'<div class="card"><b>{_escape(figure)}</b><span>{name}</span></div>' for name, figure in figures)
+    cards = (
+        f'<div class="card"><b>{_escape(figure)}</b><span>{name}</span></div>'
+        for name, figure in figures
+    )
     yield f'<div class="cards">{"".join(cards)}</div>'
     if data.totals.requests:
-        ages, sizes = _histogram("younger than", data.totals.ages), _histogram("smaller than", data.totals.sizes)
-        yield _columns(_section("Age", "Requests by age.", ages), _section("Size", "Requests by raw size.", sizes))
+        ages, sizes = (
+            _histogram("younger than", data.totals.ages),
+            _histogram("smaller than", data.totals.sizes),
+        )
+        yield _columns(
+            _section("Age", "Requests by age.", ages),
+            _section("Size", "Requests by raw size.", sizes),
+        )
     if data.periods:
         yield _columns(_fill(data.periods), _hits(data.periods))
     if data.tree is not None:
         yield _tree(data.tree, data.group, data.largest[0])
-    yield _section("Codecs", "Raw bytes per stored byte, for each KV cache group.", _groups(data.totals))
+    yield _section(
+        "Codecs",
+        "Raw bytes per stored byte, for each KV cache group.",
+        _groups(data.totals),
+    )
     namespaces = _records(_NAMESPACES, data.totals.namespaces)
-    yield _section("Namespaces", "One for each identity (model, dtype, layout).", namespaces)
+    yield _section(
+        "Namespaces", "One for each identity (model, dtype, layout).", namespaces
+    )
     if data.largest:
-        yield _section("Largest requests", "By raw size.", _records(_LARGEST, data.largest))
+        yield _section(
+            "Largest requests", "By raw size.", _records(_LARGEST, data.largest)
+        )
     if data.engines:
-        yield _section("Engines", "Last published status.", _records(_ENGINES, data.engines))
+        yield _section(
+            "Engines", "Last published status.", _records(_ENGINES, data.engines)
+        )
     yield f"<footer>persistkv {__version__}</footer>"
 
 
 def _histogram(header: str, bins: list[Bin]) -> str:
     largest = max(found.requests for found in bins) or 1
-    rows = (_bar(found.below or "(more)", f"{found.requests:,}", found.requests / largest) for found in bins)
+    rows = (
+        _bar(found.below or "(more)", f"{found.requests:,}", found.requests / largest)
+        for found in bins
+    )
     return _table((header, "requests", ""), rows)
 
 
 def _fill(periods: list[Period]) -> str:
     top = max(1, periods[-1].held_bytes)
-    texts = [f"{render.format_size(one.held_bytes)}, {render.count(one.requests, 'request')}" for one in periods]
+    texts = [
+        f"{render.format_size(one.held_bytes)}, {render.count(one.requests, 'request')}"
+        for one in periods
+    ]
     note = "Cumulative raw bytes of the stored requests, by creation time."
     shares = [one.held_bytes / top for one in periods]
-    return _chart("Fill over time", note, periods, shares, texts, render.format_size(top))
+    return _chart(
+        "Fill over time", note, periods, shares, texts, render.format_size(top)
+    )
 
 
 def _hits(periods: list[Period]) -> str:
     rates = [one.found_blocks / one.blocks if one.blocks else 0.0 for one in periods]
-    texts = [f"{_share(one.found_blocks, one.blocks)} of {one.blocks:,} blocks" for one in periods]
-    overall = _share(sum(one.found_blocks for one in periods), sum(one.blocks for one in periods))
-    note = f"Share of blocks that earlier requests had stored; overall {overall}. Deleted requests are not counted."
+    texts = [
+        f"{_share(one.found_blocks, one.blocks)} of {one.blocks:,} blocks"
+        for one in periods
+    ]
+    overall = _share(
+        sum(one.found_blocks for one in periods), sum(one.blocks for one in periods)
+    )
+    note = (
+        f"Share of blocks that earlier requests had stored; overall {overall}. Deleted "
+        f"requests are not counted."
+    )
     return _chart("Hit rate over time", note, periods, rates, texts, "100 %")
 
 
@@ -235,12 +315,20 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
         text = f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
         text += f", {node.hidden:,} more below, not shown" * bool(node.hidden)
         begin, end = node.start / deepest, (node.start + node.blocks) / deepest
-        rows.append(_bar(node.key, text, end, begin, kind="tree", level=level, chosen=node.chosen))
+        rows.append(
+            _bar(
+                node.key, text, end, begin, kind="tree", level=level, chosen=node.chosen
+            )
+        )
     note = (
         f"Runs of blocks that the same requests share (keys of group {group} of namespace"
         f" {request.namespace[:8]}). The path of the largest request, {request.id}, is highlighted."
     )
-    return _section("Prefix tree of the largest contexts", note, _table(("first key", "shared by", ""), rows))
+    return _section(
+        "Prefix tree of the largest contexts",
+        note,
+        _table(("first key", "shared by", ""), rows),
+    )
 
 
 def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, TreeNode]]:
@@ -251,7 +339,11 @@ def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, Tree
 
 
 def _groups(totals: StoreTotals) -> str:
-    groups = [(namespace.id[:8], group) for namespace in totals.namespaces for group in namespace.groups]
+    groups = [
+        (namespace.id[:8], group)
+        for namespace in totals.namespaces
+        for group in namespace.groups
+    ]
     largest = max((group.codec_ratio or 0 for _, group in groups), default=0) or 1
     rows = []
     for namespace, group in groups:
@@ -267,7 +359,8 @@ def _share(part: int, whole: int) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return a text as HTML, with special and unprintable characters escaped: it may come from other processes."""
+    """Return a text as HTML, with special and unprintable characters escaped: it may come from
+    other processes."""
     return html.escape(printable(text))
 
 
@@ -281,14 +374,25 @@ def _columns(*parts: str) -> str:
 
 
 def _records(columns: render.Columns, records: Iterable[object]) -> str:
-    rows = ("".join(f"<td>{_escape(cell)}</td>" for cell in row) for row in render.cells(columns, records))
+    rows = (
+        "".join(f"<td>{_escape(cell)}</td>" for cell in row)
+        for row in render.cells(columns, records)
+    )
     return _table(columns, rows)
 
 
 def _bar(
-    name: str, text: str, end: float, begin: float = 0.0, *, kind: str = "bar", level: int = 0, chosen: bool = False
+    name: str,
+    text: str,
+    end: float,
+    begin: float = 0.0,
+    *,
+    kind: str = "bar",
+    level: int = 0,
+    chosen: bool = False,
 ) -> str:
-    """Return a table row with a bar between two positions from 0 (left) to 1 (right), its name indented by ``level``.
+    """Return a table row with a bar between two positions from 0 (left) to 1 (right), its name
+    indented by ``level``.
 
     :param kind: CSS class of the bar: ``bar`` or ``tree``.
     """
@@ -300,14 +404,23 @@ def _bar(
 
 
 def _table(headers: Iterable[str], rows: Iterable[str]) -> str:
-    head, body = "".join(f"<th>{header}</th>" for header in headers), "</tr><tr>".join(rows)
+    head, body = (
+        "".join(f"<th>{header}</th>" for header in headers),
+        "</tr><tr>".join(rows),
+    )
     return f'<div class="scroll"><table><tr>{head}</tr><tr>{body}</tr></table></div>'
 
 
 def _chart(
-    title: str, note: str, periods: Sequence[Period], shares: Sequence[float], texts: Sequence[str], top: str
+    title: str,
+    note: str,
+    periods: Sequence[Period],
+    shares: Sequence[float],
+    texts: Sequence[str],
+    top: str,
 ) -> str:
-    """Return a section with a chart: for each period, a column with its share of the full height and its tooltip.
+    """Return a section with a chart: for each period, a column with its share of the full height
+    and its tooltip.
 
     :param top: label of a full column.
     """
@@ -318,4 +431,8 @@ def _chart(
     )
     ends = f"<span>{times[0]}</span><span>{times[-1] if len(times) > 1 else ''}</span>"
     chart = f'<div class="chart" role="img" aria-label="{title}">{columns}</div>'
-    return _section(title, note, f'<div class="ends">{top}</div>{chart}<div class="ends">{ends}</div>')
+    return _section(
+        title,
+        note,
+        f'<div class="ends">{top}</div>{chart}<div class="ends">{ends}</div>',
+    )

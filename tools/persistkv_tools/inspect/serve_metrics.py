@@ -1,7 +1,8 @@
-"""``persistkv serve-metrics``: exports a store's totals, and the status of its engines, to Prometheus.
+"""``persistkv serve-metrics``: exports a store's totals, and the status of its engines, to
+Prometheus.
 
-Each scrape reads the store. No ids or labels of requests are exported. prometheus_client, an extra, is imported when
-the command runs.
+Each scrape reads the store. No ids or labels of requests are exported. prometheus_client, an extra,
+is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from persistkv.errors import ConfigurationError, MissingExtraError, StoreError, StoreUnavailableError
+from persistkv.errors import (
+    ConfigurationError,
+    MissingExtraError,
+    StoreError,
+    StoreUnavailableError,
+)
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.host.status import read_statuses
@@ -34,7 +40,8 @@ _STORE: dict[str, str] = {
     "raw_bytes": "Bytes of all blocks, before the codec.",
     "stored_bytes": "Bytes of all payloads, padding included.",
     "disk_bytes": "Bytes on the disk or in the bucket, catalogue included.",
-    "quarantined_bytes": "Bytes of damaged stores that were renamed; they count towards no capacity.",
+    "quarantined_bytes": "Bytes of damaged stores that were renamed; they count towards no "
+    "capacity.",
 }
 _COUNTERS: dict[str, str] = {
     "stored_blocks": "Blocks written.",
@@ -66,9 +73,14 @@ _ENGINE_LABELS = ("store", "engine", "host", "namespace")
 def serve_metrics(
     url: options.Url,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free port.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Address to listen on; port 0: any free port."
+        ),
     ] = "127.0.0.1:9464",
-    once: Annotated[bool, typer.Option("--once", help="Print the metrics once and exit.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the metrics once and exit.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Export a store's totals, and the status of its engines, to Prometheus. Ctrl-C ends it.
@@ -82,11 +94,16 @@ def serve_metrics(
         raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
     host = host.strip("[]")
     try:
-        from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+        from prometheus_client import (
+            CollectorRegistry,
+            generate_latest,
+            start_http_server,
+        )
     except ImportError:
         raise MissingExtraError("prometheus-client", "metrics") from None
     try:
-        open_backend(url, read_only=True).close()  # a store of another format, or a wrong URL, ends the command now
+        # a store of another format, or a wrong URL, ends the command now
+        open_backend(url, read_only=True).close()
     except StoreUnavailableError as error:
         if once:
             raise
@@ -95,8 +112,13 @@ def serve_metrics(
     with closing(StoreCollector(url)) as collector:
         registry.register(cast("Collector", collector))
         if once and json:
-            samples = [sample for metric in registry.collect() for sample in metric.samples]
-            metrics = [{"name": one.name, "labels": one.labels, "value": one.value} for one in samples]
+            samples = [
+                sample for metric in registry.collect() for sample in metric.samples
+            ]
+            metrics = [
+                {"name": one.name, "labels": one.labels, "value": one.value}
+                for one in samples
+            ]
             render.print_json({"url": url, "metrics": metrics})
             return
         if once:
@@ -105,7 +127,9 @@ def serve_metrics(
         try:
             server, thread = start_http_server(int(port), host, registry)
         except OSError as error:
-            raise ConfigurationError("--listen", listen, f"a free address of this machine ({error.strerror})") from None
+            raise ConfigurationError(
+                "--listen", listen, f"a free address of this machine ({error.strerror})"
+            ) from None
         address = f"http://{host}:{server.server_port}/metrics"
         if json:
             render.print_json({"url": url, "address": address})
@@ -119,7 +143,8 @@ def serve_metrics(
 
 
 class StoreCollector:
-    """Prometheus collector of one store; thread-safe. The store stays open between scrapes, unless it failed."""
+    """Prometheus collector of one store; thread-safe. The store stays open between scrapes, unless
+    it failed."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -128,7 +153,8 @@ class StoreCollector:
         self._backend: Backend | None = None
 
     def collect(self) -> list[Metric]:
-        """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot be read."""
+        """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot
+        be read."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         metrics: list[Metric] = []
@@ -157,14 +183,28 @@ class StoreCollector:
         for name, text in _STORE.items():
             add(f"persistkv_store_{name}", text, getattr(stats, name))
         if stats.capacity is not None:
-            add("persistkv_store_capacity_bytes", "Limit of disk_bytes.", stats.capacity)
-        add("persistkv_engines", "Running engines that publish their status.", len(live))
+            add(
+                "persistkv_store_capacity_bytes", "Limit of disk_bytes.", stats.capacity
+            )
+        add(
+            "persistkv_engines", "Running engines that publish their status.", len(live)
+        )
         for name, text in _COUNTERS.items():
-            metrics.append(counter := CounterMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS))
+            metrics.append(
+                counter := CounterMetricFamily(
+                    f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS
+                )
+            )
             for labels, status in live:
-                counter.add_metric(labels, getattr(status.counters, name), created=status.started)
+                counter.add_metric(
+                    labels, getattr(status.counters, name), created=status.started
+                )
         for name, text in _GAUGES.items():
-            metrics.append(gauge := GaugeMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS))
+            metrics.append(
+                gauge := GaugeMetricFamily(
+                    f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS
+                )
+            )
             for labels, status in live:
                 value = getattr(status, name)
                 if name != "breaker":

@@ -1,8 +1,8 @@
 """``persistkv show``: the context of one request, and the prefix tree of its namespace.
 
-A chain is the list of keys of one request in one KV cache group. A block's key covers all tokens before it, so requests
-that begin alike have chains that begin with the same keys. Sorted chains are a tree: what neighbours have in common is
-a node. Only nodes that are shown are made.
+A chain is the list of keys of one request in one KV cache group. A block's key covers all tokens
+before it, so requests that begin alike have chains that begin with the same keys. Sorted chains are
+a tree: what neighbours have in common is a node. Only nodes that are shown are made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from persistkv.memory.budget import no_collections
 from persistkv.storage.backend import Backend
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv_tools import options, render
-from persistkv_tools.options import FoundRequest, RequestView, find_request, opened, short_id
+from persistkv_tools.options import (
+    FoundRequest,
+    RequestView,
+    find_request,
+    opened,
+    short_id,
+)
 from persistkv_tools.packs import keys_of
 
 _SHOWN_PACKS = 40
@@ -96,23 +102,35 @@ _GROUPS = render.columns(
     ratio=lambda group: render.format_ratio(group.raw_bytes, group.stored_bytes),
 )
 _PACKS = render.columns(
-    "pack=short own_blocks=blocks blocks=pack_blocks raw=raw_bytes stored=stored_bytes codec sharers=sharing",
+    "pack=short own_blocks=blocks blocks=pack_blocks raw=raw_bytes stored=stored_bytes codec "
+    "sharers=sharing",
     short=lambda pack: pack.id[:8],
     sharing=lambda pack: f"{pack.shared_with:,}" if pack.shared_with else "-",
 )
-_KEYS = render.columns("key depth pack=held_by frame_offset=offset", held_by=lambda key: (key.pack or "(none)")[:8])
+_KEYS = render.columns(
+    "key depth pack=held_by frame_offset=offset",
+    held_by=lambda key: (key.pack or "(none)")[:8],
+)
 
 
 def show(
     url: options.Url,
     request: options.RequestId,
     tree: Annotated[
-        bool, typer.Option("--tree", help="Also draw the prefix tree of the namespace's contexts.")
+        bool,
+        typer.Option(
+            "--tree", help="Also draw the prefix tree of the namespace's contexts."
+        ),
     ] = False,
     nodes: Annotated[
-        int, typer.Option(metavar="N", min=1, max=10_000, help="Largest number of tree nodes to draw.")
+        int,
+        typer.Option(
+            metavar="N", min=1, max=10_000, help="Largest number of tree nodes to draw."
+        ),
     ] = 40,
-    keys: Annotated[int, typer.Option(metavar="N", min=0, help="Keys to show of each group.")] = 4,
+    keys: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Keys to show of each group.")
+    ] = 4,
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
@@ -129,25 +147,39 @@ def show(
         return
     _print(context)
     if top is not None:
-        tree_of = f"{render.count(top.requests, 'request')} in namespace {context.request.namespace[:8]}"
-        render.console().print(_rich_tree(top, f"prefix tree of {tree_of} (keys of group {group})"))
+        tree_of = (
+            f"{render.count(top.requests, 'request')} in namespace "
+            f"{context.request.namespace[:8]}"
+        )
+        render.console().print(
+            _rich_tree(top, f"prefix tree of {tree_of} (keys of group {group})")
+        )
 
 
 def _print(context: ContextView) -> None:
     request = context.request
     rows = {
-        "request": request.id + f" (short: {request.short_id})" * (request.short_id != request.id),
+        "request": request.id
+        + f" (short: {request.short_id})" * (request.short_id != request.id),
         "model": context.model or "-",
         "namespace": request.namespace,
-        "created": f"{render.format_time(request.created)} ({render.format_age(request.created)} ago)",
-        "last used": "-" if request.last_used is None else f"{render.format_age(request.last_used)} ago",
+        "created": f"{render.format_time(request.created)} "
+        f"({render.format_age(request.created)} ago)",
+        "last used": "-"
+        if request.last_used is None
+        else f"{render.format_age(request.last_used)} ago",
         "pinned": "yes" if request.pinned else "no",
         "tokens": f"{request.tokens:,}",
         "raw size": render.format_size(request.raw_bytes),
-        "stored size": "-" if request.stored_bytes is None else render.format_size(request.stored_bytes),
-        "hits": "-" if request.hits is None else f"{request.hits:,} (later requests that contain the whole context)",
+        "stored size": "-"
+        if request.stored_bytes is None
+        else render.format_size(request.stored_bytes),
+        "hits": "-"
+        if request.hits is None
+        else f"{request.hits:,} (later requests that contain the whole context)",
         "labels": render.format_labels(request.labels),
-        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are also in other requests",
+        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are also in other "
+        f"requests",
     }
     if request.ttl_s is not None:
         rows["ttl"] = f"{request.ttl_s:,.0f} s after its last use"
@@ -158,7 +190,10 @@ def _print(context: ContextView) -> None:
     render.show_table(_PACKS, context.packs, left="codec", most=_SHOWN_PACKS)
     for group in context.groups:
         if group.keys:
-            title = f"group {group.group}: the first {len(group.keys)} of {render.count(group.blocks, 'key')}"
+            title = (
+                f"group {group.group}: the first {len(group.keys)} of "
+                f"{render.count(group.blocks, 'key')}"
+            )
             render.show_table(_KEYS, group.keys, title=title)
 
 
@@ -168,17 +203,37 @@ def _rich_tree(top: TreeNode, title: str) -> Tree:
     while waiting:
         branch, node = waiting.pop()
         for child in node.children:
-            line = f"{child.key} blocks {child.start:,} to {child.start + child.blocks:,}"
-            line += f", {render.count(child.requests, 'request')}" if child.requests > 1 else ""
-            more = f" and {child.ends - len(child.names):,} more" if child.ends > len(child.names) else ""
-            line += f"; ends here: {', '.join(map(short_id, child.names))}{more}" if child.names else ""
-            waiting.append((branch.add(render.plain(line, "bold" if child.chosen else "")), child))
+            line = (
+                f"{child.key} blocks {child.start:,} to {child.start + child.blocks:,}"
+            )
+            line += (
+                f", {render.count(child.requests, 'request')}"
+                if child.requests > 1
+                else ""
+            )
+            more = (
+                f" and {child.ends - len(child.names):,} more"
+                if child.ends > len(child.names)
+                else ""
+            )
+            line += (
+                f"; ends here: {', '.join(map(short_id, child.names))}{more}"
+                if child.names
+                else ""
+            )
+            waiting.append(
+                (branch.add(render.plain(line, "bold" if child.chosen else "")), child)
+            )
         if node.hidden:
-            branch.add(render.plain(f"{node.hidden:,} more, not drawn (see --nodes)", "dim"))
+            branch.add(
+                render.plain(f"{node.hidden:,} more, not drawn (see --nodes)", "dim")
+            )
     return drawn
 
 
-def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: int) -> ContextView:
+def show_context(
+    url: str, backend: Backend, found: FoundRequest, *, key_limit: int
+) -> ContextView:
     """Return the view of one request, with at most ``key_limit`` keys of each group.
 
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
@@ -186,21 +241,31 @@ def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: 
     namespace, manifest, keys = found.namespace.id, found.manifest, found.keys(backend)
     chains = [group.unpack() for group in keys]
     named = backend.chain(namespace, manifest.id) or []
-    others = [head.id for head in backend.manifests_naming(namespace, named) if head.id != manifest.id]
+    others = [
+        head.id
+        for head in backend.manifests_naming(namespace, named)
+        if head.id != manifest.id
+    ]
     places = _places(backend, namespace, backend.tables(namespace, named), chains)
     sharers = _sharers(backend, namespace, others, chains)
     return ContextView(
         url,
         found.namespace.identity.model_name,
         found.view(backend),
-        [_group_view(number, keys, places, key_limit) for number, keys in enumerate(chains)],
+        [
+            _group_view(number, keys, places, key_limit)
+            for number, keys in enumerate(chains)
+        ],
         _pack_views(chains, places, sharers),
         sum(key in sharers for key in chain.from_iterable(chains)),
     )
 
 
 def _places(
-    backend: Backend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
+    backend: Backend,
+    namespace: bytes,
+    named: Iterable[PackTable],
+    chains: Sequence[list[bytes]],
 ) -> dict[bytes, _Place]:
     """Return the locations of the blocks of ``chains`` by key, without blocks that no pack holds.
 
@@ -213,7 +278,9 @@ def _places(
         for table in tables:
             keys = table.keys.unpack()
             if not wanted.isdisjoint(keys):
-                frames = chain.from_iterable(repeat(frame, frame.block_count) for frame in table.frames)
+                frames = chain.from_iterable(
+                    repeat(frame, frame.block_count) for frame in table.frames
+                )
                 for key, frame in zip(keys, frames, strict=True):
                     if key in wanted:
                         places.setdefault(key, (table, frame))
@@ -227,34 +294,47 @@ def _places(
 
 
 def _sharers(
-    backend: Backend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
+    backend: Backend,
+    namespace: bytes,
+    others: Iterable[str],
+    chains: Sequence[list[bytes]],
 ) -> dict[bytes, list[str]]:
-    """Return, for each key of ``chains`` that other requests name too, the ids of these requests."""
+    """Return, for each key of ``chains`` that other requests name too, the ids of these
+    requests."""
     wanted = [frozenset(chain) for chain in chains]
     found: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
         for among, group in zip(wanted, groups or (), strict=False):
             keys = group.unpack()
-            if not among.isdisjoint(keys):  # most requests share nothing: this test halves the time
+            # most requests share nothing: this test halves the time
+            if not among.isdisjoint(keys):
                 for key in dict.fromkeys(key for key in keys if key in among):
                     found.setdefault(key, []).append(other)
     return found
 
 
-def _group_view(number: int, keys: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:
+def _group_view(
+    number: int, keys: list[bytes], places: dict[bytes, _Place], key_limit: int
+) -> GroupView:
     frames = [places[key][1] for key in keys if key in places]
     views = []
     for depth, key in enumerate(keys[:key_limit]):
         place = places.get(key)
-        pack, offset = (None, None) if place is None else (place[0].pack_id.hex(), place[1].offset)
+        pack, offset = (
+            (None, None) if place is None else (place[0].pack_id.hex(), place[1].offset)
+        )
         views.append(KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset))
     raw_bytes = sum(frame.block_bytes for frame in frames)
     stored_bytes = sum(frame.stored_length // frame.block_count for frame in frames)
-    return GroupView(number, len(keys), len(keys) - len(frames), raw_bytes, stored_bytes, views)
+    return GroupView(
+        number, len(keys), len(keys) - len(frames), raw_bytes, stored_bytes, views
+    )
 
 
 def _pack_views(
-    chains: Sequence[list[bytes]], places: dict[bytes, _Place], sharers: dict[bytes, list[str]]
+    chains: Sequence[list[bytes]],
+    places: dict[bytes, _Place],
+    sharers: dict[bytes, list[str]],
 ) -> list[PackView]:
     keys_in: dict[bytes, list[bytes]] = {}
     for key in chain.from_iterable(zip_longest(*chains)):
@@ -265,13 +345,25 @@ def _pack_views(
         table, _ = places[keys[0]]
         others = sorted({name for key in keys for name in sharers.get(key, ())})
         sizes = len(table.keys), table.raw_length, table.payload_length
-        views.append(PackView(pack.hex(), len(keys), *sizes, table.codec, len(others), others[:_SHARERS]))
+        views.append(
+            PackView(
+                pack.hex(),
+                len(keys),
+                *sizes,
+                table.codec,
+                len(others),
+                others[:_SHARERS],
+            )
+        )
     return views
 
 
-def prefix_tree(backend: Backend, found: FoundRequest, node_limit: int) -> tuple[TreeNode, int]:
-    """Return the prefix tree of all requests in a request's namespace, and the index of the KV cache group whose keys
-    it is made of: the one with the most blocks of the request. Requests without readable keys in it are left out.
+def prefix_tree(
+    backend: Backend, found: FoundRequest, node_limit: int
+) -> tuple[TreeNode, int]:
+    """Return the prefix tree of all requests in a request's namespace, and the index of the KV
+    cache group whose keys it is made of: the one with the most blocks of the request. Requests
+    without readable keys in it are left out.
 
     The top node has no blocks.
 
@@ -291,9 +383,20 @@ def prefix_tree(backend: Backend, found: FoundRequest, node_limit: int) -> tuple
         parent, below = waiting.pop(0)
         depth = parent.start + parent.blocks
         longer = (chain for chain in below if len(chain[0]) > depth)
-        branches = [list(run) for _, run in groupby(longer, key=lambda chain: chain[0][depth])]
-        branches.sort(key=lambda branch: (not _has(branch, chosen), -len(branch), branch[0][0][depth]))
-        shown = [(_node(branch, depth, chosen), branch) for branch in branches[: min(node_limit, _BRANCHES)]]
+        branches = [
+            list(run) for _, run in groupby(longer, key=lambda chain: chain[0][depth])
+        ]
+        branches.sort(
+            key=lambda branch: (
+                not _has(branch, chosen),
+                -len(branch),
+                branch[0][0][depth],
+            )
+        )
+        shown = [
+            (_node(branch, depth, chosen), branch)
+            for branch in branches[: min(node_limit, _BRANCHES)]
+        ]
         node_limit -= len(shown)
         parent.hidden = len(branches) - len(shown)
         parent.children = [node for node, _ in shown]
@@ -304,13 +407,24 @@ def prefix_tree(backend: Backend, found: FoundRequest, node_limit: int) -> tuple
 
 
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
-    """Return the longest run of keys, from ``depth``, that all of these sorted chains share, without its children."""
-    ends = zip(branch[0][0], branch[-1][0], strict=False)  # what both begin with, so do the chains between them
+    """Return the longest run of keys, from ``depth``, that all of these sorted chains share,
+    without its children."""
+    # what both begin with, so do the chains between them
+    ends = zip(branch[0][0], branch[-1][0], strict=False)
     end = sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], ends))
     names = [name for keys, name in branch if len(keys) == end]
     names.sort(key=lambda name: name != chosen)
     first = branch[0][0][depth].hex()[:_NODE_DIGITS]
-    return TreeNode(depth, end - depth, first, len(branch), len(names), names[:_NAMES], _has(branch, chosen), [])
+    return TreeNode(
+        depth,
+        end - depth,
+        first,
+        len(branch),
+        len(names),
+        names[:_NAMES],
+        _has(branch, chosen),
+        [],
+    )
 
 
 def _has(branch: Sequence[_Chain], chosen: str) -> bool:

@@ -17,8 +17,20 @@ from persistkv.storage.stats import BackendStats, FreeSpace
 from persistkv_tools import options, render
 from persistkv_tools.options import AdoptionView, adoptions, show_adoptions
 
-_AGES = ((3600, "1h"), (86_400, "1d"), (7 * 86_400, "7d"), (30 * 86_400, "30d"), (90 * 86_400, "90d"))
-_SIZES = ((1 << 20, "1MiB"), (16 << 20, "16MiB"), (256 << 20, "256MiB"), (1 << 30, "1GiB"), (16 << 30, "16GiB"))
+_AGES = (
+    (3600, "1h"),
+    (86_400, "1d"),
+    (7 * 86_400, "7d"),
+    (30 * 86_400, "30d"),
+    (90 * 86_400, "90d"),
+)
+_SIZES = (
+    (1 << 20, "1MiB"),
+    (16 << 20, "16MiB"),
+    (256 << 20, "256MiB"),
+    (1 << 30, "1GiB"),
+    (16 << 30, "16GiB"),
+)
 
 
 class GroupTotals(msgspec.Struct):
@@ -53,7 +65,8 @@ class NamespaceTotals(msgspec.Struct):
 
     id: str
     model: str
-    """Name or path of the model, as given by the engine that created the namespace; may be empty."""
+    """Name or path of the model, as given by the engine that created the namespace; may be
+    empty."""
     created: float
     requests: int = 0
     packs: int = 0
@@ -64,9 +77,11 @@ class NamespaceTotals(msgspec.Struct):
     """Bytes of the payloads of the namespace's packs, padding included."""
     codec_ratio: float | None = None
     referenced_blocks: int = 0
-    """Number of blocks that the namespace's requests name; a shared block counts once for each request."""
+    """Number of blocks that the namespace's requests name; a shared block counts once for each
+    request."""
     dedup_ratio: float | None = None
-    """``referenced_blocks`` divided by ``blocks``, above 1 if requests share blocks; None without blocks."""
+    """``referenced_blocks`` divided by ``blocks``, above 1 if requests share blocks; None without
+    blocks."""
     groups: list[GroupTotals] = []
     waiting_commits: int | None = None
     """Commits of a shared store that are not merged into its index yet; None for a local store."""
@@ -92,7 +107,8 @@ class FreeTotals(FreeSpace):
     """Free space within a store: the part of its bytes on disk that new content can reuse."""
 
     fragmentation: float | None
-    """Share of the free payload space outside the largest extent, 0 to 1; None if no payload space is free."""
+    """Share of the free payload space outside the largest extent, 0 to 1; None if no payload space
+    is free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +121,8 @@ class StoreTotals(BackendStats):
     referenced_blocks: int
     dedup_ratio: float | None
     disk_ratio: float | None
-    """Bytes on disk per stored byte. The excess over 1 is index, requests and free space; None for an empty store."""
+    """Bytes on disk per stored byte. The excess over 1 is index, requests and free space; None for
+    an empty store."""
     fill: float | None
     """Share of the capacity that ``disk_bytes`` takes, 1 if all; None without a capacity."""
     free: FreeTotals | None
@@ -115,7 +132,8 @@ class StoreTotals(BackendStats):
     models: list[ModelTotals]
     """Totals of each model, the one with the most stored bytes first."""
     adoptions: list[AdoptionView]
-    """Recorded verdicts: whether a namespace may use the blocks of another engine release's namespace."""
+    """Recorded verdicts: whether a namespace may use the blocks of another engine release's
+    namespace."""
     ages: list[Bin]
     sizes: list[Bin]
 
@@ -129,20 +147,32 @@ def _model(totals: NamespaceTotals | ModelTotals) -> str:
 
 
 _TOTALS = render.columns(
-    "requests packs blocks raw=raw_bytes stored=stored_bytes codec_ratio dedup_ratio=dedup on_disk=disk"
+    "requests packs blocks raw=raw_bytes stored=stored_bytes codec_ratio dedup_ratio=dedup "
+    "on_disk=disk"
     " disk_ratio=more",
-    dedup=lambda store: f"{_number(store.dedup_ratio)} (blocks of all requests ÷ stored blocks)",
-    disk=lambda store: (
-        render.format_size(store.disk_bytes) + ("" if store.fill is None else f" ({store.fill:.1%} of the capacity)")
+    dedup=lambda store: (
+        f"{_number(store.dedup_ratio)} (blocks of all requests ÷ stored blocks)"
     ),
-    more=lambda store: f"{_number(store.disk_ratio)} (on disk ÷ stored; includes index and free space)",
+    disk=lambda store: (
+        render.format_size(store.disk_bytes)
+        + ("" if store.fill is None else f" ({store.fill:.1%} of the capacity)")
+    ),
+    more=lambda store: (
+        f"{_number(store.disk_ratio)} (on disk ÷ stored; includes index and free space)"
+    ),
 )
 _NAMESPACES = (
-    "model namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio"
+    "model namespace=short age=created requests packs blocks raw=raw_bytes "
+    "stored=stored_bytes dedup=dedup_ratio"
 )
 _NARROW_NAMESPACES = "model namespace=short requests packs blocks stored=stored_bytes"
-_MODELS = render.columns("model namespaces requests packs blocks raw=raw_bytes stored=stored_bytes", model=_model)
-_GROUPS = render.columns("namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs")
+_MODELS = render.columns(
+    "model namespaces requests packs blocks raw=raw_bytes stored=stored_bytes",
+    model=_model,
+)
+_GROUPS = render.columns(
+    "namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs"
+)
 
 
 def stat(url: options.Url, json: options.Json = False) -> None:
@@ -163,19 +193,36 @@ def _print(store: StoreTotals) -> None:
     if (free := store.free) is not None:
         payload = render.format_size(free.payload_bytes)
         if free.payload_bytes:
-            payload += f" in {render.count(free.pieces, 'piece')} (largest {render.format_size(free.largest_bytes)})"
-        rows["free space"] = f"{payload}; index {render.format_size(free.catalogue_bytes)}"
+            payload += (
+                f" in {render.count(free.pieces, 'piece')} (largest "
+                f"{render.format_size(free.largest_bytes)})"
+            )
+        rows["free space"] = (
+            f"{payload}; index {render.format_size(free.catalogue_bytes)}"
+        )
         if free.fragmentation is not None:
-            rows["fragmentation"] = f"{free.fragmentation:.0%} (free payload space outside the largest piece)"
-    rows["capacity"] = "none" if store.capacity is None else render.format_size(store.capacity)
+            rows["fragmentation"] = (
+                f"{free.fragmentation:.0%} (free payload space outside the largest piece)"
+            )
+    rows["capacity"] = (
+        "none" if store.capacity is None else render.format_size(store.capacity)
+    )
     if store.quarantined:
-        size, names = render.format_size(store.quarantined_bytes), " ".join(store.quarantined)
-        rows["damaged"] = f"{size}, not counted in the capacity: {names}; persistkv prune --quarantined deletes them"
+        size, names = (
+            render.format_size(store.quarantined_bytes),
+            " ".join(store.quarantined),
+        )
+        rows["damaged"] = (
+            f"{size}, not counted in the capacity: {names}; persistkv prune --quarantined "
+            f"deletes them"
+        )
     render.show_pairs(rows, title=store.url)
     shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES
     columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)
     render.show_table(columns, store.namespaces, left="namespace")
-    _print_merging([space for space in store.namespaces if space.waiting_commits is not None])
+    _print_merging(
+        [space for space in store.namespaces if space.waiting_commits is not None]
+    )
     if len(store.models) < len(store.namespaces):
         render.show_table(_MODELS, store.models)
     groups = [
@@ -217,9 +264,15 @@ def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
 
 
 def store_totals(url: str, backend: Backend) -> StoreTotals:
-    """Return totals of a store. Reads pack tables and manifest heads; no payloads, and no keys of requests."""
-    ages, sizes = ([Bin(name) for _, name in (*bounds, (0, None))] for bounds in (_AGES, _SIZES))
-    spaces = [_namespace_totals(backend, space, ages, sizes) for space in options.chosen_namespaces(backend, None)]
+    """Return totals of a store. Reads pack tables and manifest heads; no payloads, and no keys of
+    requests."""
+    ages, sizes = (
+        [Bin(name) for _, name in (*bounds, (0, None))] for bounds in (_AGES, _SIZES)
+    )
+    spaces = [
+        _namespace_totals(backend, space, ages, sizes)
+        for space in options.chosen_namespaces(backend, None)
+    ]
     stats = backend.stats()
     referenced = sum(found.referenced_blocks for found in spaces)
     models: dict[str, ModelTotals] = {}
@@ -231,7 +284,9 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
     free = None
     extents = backend.free_space()
     if extents is not None:
-        outside = _ratio(extents.payload_bytes - extents.largest_bytes, extents.payload_bytes)
+        outside = _ratio(
+            extents.payload_bytes - extents.largest_bytes, extents.payload_bytes
+        )
         free = FreeTotals(**asdict(extents), fragmentation=outside)
     return StoreTotals(
         **asdict(stats),
@@ -243,21 +298,30 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         fill=_ratio(stats.disk_bytes, stats.capacity or 0),
         free=free,
         namespaces=spaces,
-        models=sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True),
+        models=sorted(
+            models.values(), key=lambda totals: totals.stored_bytes, reverse=True
+        ),
         adoptions=adoptions(backend),
         ages=ages,
         sizes=sizes,
     )
 
 
-def _namespace_totals(backend: Backend, namespace: Namespace, ages: list[Bin], sizes: list[Bin]) -> NamespaceTotals:
+def _namespace_totals(
+    backend: Backend, namespace: Namespace, ages: list[Bin], sizes: list[Bin]
+) -> NamespaceTotals:
     """Return totals of a namespace; add its requests to the bins."""
     now = time.time()
-    totals = NamespaceTotals(namespace.id.hex(), namespace.identity.model_name, namespace.created)
+    totals = NamespaceTotals(
+        namespace.id.hex(), namespace.identity.model_name, namespace.created
+    )
     for manifest in backend.manifests(namespace.id):
         totals.requests += 1
         totals.referenced_blocks += manifest.blocks
-        for bins, bounds, value in ((ages, _AGES, now - manifest.created), (sizes, _SIZES, manifest.raw_bytes)):
+        for bins, bounds, value in (
+            (ages, _AGES, now - manifest.created),
+            (sizes, _SIZES, manifest.raw_bytes),
+        ):
             found = bins[bisect_right(bounds, value, key=itemgetter(0))]
             found.requests += 1
             found.raw_bytes += manifest.raw_bytes
@@ -273,7 +337,9 @@ def _namespace_totals(backend: Backend, namespace: Namespace, ages: list[Bin], s
             group.raw_bytes += frame.block_count * frame.block_bytes
             group.stored_bytes += frame.stored_length
             group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
-            group.codecs = sorted({*group.codecs, table.codec if frame.encoded else RawCodec.name})
+            group.codecs = sorted(
+                {*group.codecs, table.codec if frame.encoded else RawCodec.name}
+            )
     state = backend.merge_state(namespace.id)
     if state is not None:
         totals.waiting_commits, totals.oldest_waiting = state.waiting, state.oldest

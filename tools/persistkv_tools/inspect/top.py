@@ -1,4 +1,5 @@
-"""``persistkv top``: present activity of the engines of a store, from the status rows that they publish."""
+"""``persistkv top``: present activity of the engines of a store, from the status rows that they
+publish."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from persistkv_tools import options, render
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Rates per second of the counters with these names, from the difference of two status rows of an engine."""
+    """Rates per second of the counters with these names, from the difference of two status rows of
+    an engine."""
 
     stored_raw_bytes: float
     stored_bytes: float
@@ -33,7 +35,8 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class EngineView(EngineStatus, frozen=True, kw_only=True):
-    """Last published status of one engine of a store. Fields of this and the next class: docs/json.md."""
+    """Last published status of one engine of a store. Fields of this and the next class:
+    docs/json.md."""
 
     model: str
     live: bool
@@ -54,16 +57,21 @@ class Snapshot(BackendStats):
 
 def engine_name(view: EngineView) -> str:
     """Return the name of an engine in tables: host and PID, with ``(gone)`` if it is not live."""
-    return f"{view.host}:{view.engine_pid or view.pid}" + ("" if view.live else " (gone)")
+    return f"{view.host}:{view.engine_pid or view.pid}" + (
+        "" if view.live else " (gone)"
+    )
 
 
 def _per_second(name: str) -> Callable[[EngineView], str]:
     """Return a function that formats a field of ``Rates`` that is no size."""
-    return lambda view: "-" if view.rates is None else f"{getattr(view.rates, name):,.1f}"
+    return lambda view: (
+        "-" if view.rates is None else f"{getattr(view.rates, name):,.1f}"
+    )
 
 
 _TRAFFIC = (
-    "engine seen=updated hits=hit_rate stored/s=rates.stored_raw_bytes loaded/s=rates.loaded_bytes queue"
+    "engine seen=updated hits=hit_rate stored/s=rates.stored_raw_bytes "
+    "loaded/s=rates.loaded_bytes queue"
     " staged=staged_bytes"
 )
 _HEALTH = (
@@ -73,7 +81,9 @@ _HEALTH = (
 _CELLS: dict[str, Callable[[EngineView], str]] = {
     "engine": engine_name,
     "model": lambda view: render.format_model(view.model),
-    "queue": lambda view: f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
+    "queue": lambda view: (
+        f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}"
+    ),
     "commits": _per_second("commits"),
     "evicted": _per_second("evicted_blocks"),
 }
@@ -83,13 +93,19 @@ _WIDE = 150  # columns of a terminal that fit one table
 
 def top(
     url: options.Url,
-    interval: Annotated[str, typer.Option(metavar="TIME", help="Time between updates, e.g. 2s.")] = "2s",
-    count: Annotated[int | None, typer.Option(metavar="N", min=1, help=_COUNT_HELP)] = None,
+    interval: Annotated[
+        str, typer.Option(metavar="TIME", help="Time between updates, e.g. 2s.")
+    ] = "2s",
+    count: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help=_COUNT_HELP)
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """Show the activity of a store's engines: hits, bytes read and written, queues, evictions, breaker. Ctrl-C ends it.
+    """Show the activity of a store's engines: hits, bytes read and written, queues, evictions,
+    breaker. Ctrl-C ends it.
 
-    On S3, engines publish their status only if their URL has the option status: s3://bucket/kv?status=10s
+    On S3, engines publish their status only if their URL has the option status:
+    s3://bucket/kv?status=10s
 
     Example: persistkv top lmdb:///var/cache/kv
     """
@@ -99,7 +115,11 @@ def top(
     with options.opened(url) as backend:
         watch = Watch(url, backend)
         if endless:
-            with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:  # the way out
+            # the way out
+            with (
+                suppress(KeyboardInterrupt),
+                Live(console=console, auto_refresh=False) as live,
+            ):
                 watch.look()  # not shown: rates need two
                 while True:
                     time.sleep(pause_s)
@@ -115,15 +135,31 @@ def top(
 
 
 def _screen(look: Snapshot) -> Group:
-    full = "" if look.fill is None else f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
-    held = f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')}"
-    lines = [f"{look.url} at {render.format_time(look.time)}", f"{held}, {render.format_size(look.disk_bytes)}{full}"]
+    full = (
+        ""
+        if look.fill is None
+        else f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
+    )
+    held = (
+        f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')}"
+    )
+    lines = [
+        f"{look.url} at {render.format_time(look.time)}",
+        f"{held}, {render.format_size(look.disk_bytes)}{full}",
+    ]
     if not look.engines:
         return Group(*map(render.plain, [*lines, "no engine has published a status"]))
     is_wide = render.console().width >= _WIDE
-    parts = [f"{_TRAFFIC} {_HEALTH} model"] if is_wide else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
+    parts = (
+        [f"{_TRAFFIC} {_HEALTH} model"]
+        if is_wide
+        else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
+    )
     shown = [render.columns(part, **_CELLS) for part in parts]
-    tables = [render.table(part, render.cells(part, look.engines), left="model,breaker") for part in shown]
+    tables = [
+        render.table(part, render.cells(part, look.engines), left="model,breaker")
+        for part in shown
+    ]
     return Group(*map(render.plain, lines), *tables)
 
 
@@ -139,11 +175,19 @@ class Watch:
     def look(self) -> Snapshot:
         """Return the present state of the store and its engines.
 
-        The rates of an engine are those between the last two different status rows that calls of this method read.
+        The rates of an engine are those between the last two different status rows that calls of
+        this method read.
         """
         now = time.time()
         statuses = read_statuses(self._backend)
-        models = {space.id.hex(): space.identity.model_name for space in self._backend.namespaces()} if statuses else {}
+        models = (
+            {
+                space.id.hex(): space.identity.model_name
+                for space in self._backend.namespaces()
+            }
+            if statuses
+            else {}
+        )
         engines: list[EngineView] = []
         for status in statuses:
             before = self._before.get(status.engine)
@@ -163,7 +207,9 @@ class Watch:
         stats = self._backend.stats()
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
         engines.sort(key=lambda view: not view.live)
-        return Snapshot(**asdict(stats), url=self._url, time=now, fill=fill, engines=engines)
+        return Snapshot(
+            **asdict(stats), url=self._url, time=now, fill=fill, engines=engines
+        )
 
 
 def hit_rate(counters: StoreCounters) -> float | None:
@@ -174,5 +220,8 @@ def hit_rate(counters: StoreCounters) -> float | None:
 
 def _rates(before: EngineStatus, after: EngineStatus) -> Rates:
     names, seconds = Rates.__struct_fields__, after.time - before.time
-    moved = {name: getattr(after.counters, name) - getattr(before.counters, name) for name in names}
+    moved = {
+        name: getattr(after.counters, name) - getattr(before.counters, name)
+        for name in names
+    }
     return Rates(**{name: round(amount / seconds, 3) for name, amount in moved.items()})

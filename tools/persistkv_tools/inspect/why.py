@@ -1,4 +1,5 @@
-"""``persistkv why``: the identity fields in which two namespaces, or a model and a namespace, differ."""
+"""``persistkv why``: the identity fields in which two namespaces, or a model and a namespace,
+differ."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from persistkv.errors import FileError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv_tools import options, render
-from persistkv_tools.options import NotFoundError, adoptions, chosen_namespaces, opened, show_adoptions
+from persistkv_tools.options import (
+    NotFoundError,
+    adoptions,
+    chosen_namespaces,
+    opened,
+    show_adoptions,
+)
 
 _LONGEST = 200
 _AGAINST_HELP = "Directory of a model, another store, or id of a namespace."
@@ -42,27 +49,45 @@ class ComparisonView(msgspec.Struct, frozen=True):
 
 def why(
     url: options.Url,
-    against: Annotated[str | None, typer.Option(metavar="WHAT", help=_AGAINST_HELP, show_default=False)] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="WHAT", help=_AGAINST_HELP, show_default=False)
+    ] = None,
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
     """Explain why a model finds nothing in a store: show the identity fields that differ.
 
-    Without --against, each namespace is compared with the most similar older one. With --against, the given model or
-    namespaces are compared with the most similar namespace of the store; exit code 1: none matches.
+    Without --against, each namespace is compared with the most similar older one. With --against,
+    the given model or namespaces are compared with the most similar namespace of the store; exit
+    code 1: none matches.
 
-    Namespaces that differ only in the engine's release may share blocks after a test. Its result is shown, too.
+    Namespaces that differ only in the engine's release may share blocks after a test. Its result is
+    shown, too.
 
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
     path = Path(against or "")
-    is_model = against is not None and path.is_dir() and not (path / "data.mdb").exists()  # a store may be a path, too
-    is_store = against is not None and not is_model and ("://" in against or against.startswith(("/", "~")))
+    # a store may be a path, too
+    is_model = (
+        against is not None and path.is_dir() and not (path / "data.mdb").exists()
+    )
+    is_store = (
+        against is not None
+        and not is_model
+        and ("://" in against or against.startswith(("/", "~")))
+    )
     with opened(url) as backend:
         adopted, spaces = adoptions(backend), chosen_namespaces(backend, None)
-        chosen, named = chosen_namespaces(backend, namespace) if namespace else spaces, list[Namespace]()
+        chosen, named = (
+            chosen_namespaces(backend, namespace) if namespace else spaces,
+            list[Namespace](),
+        )
         if not (against is None or is_model or is_store):
-            named = chosen_namespaces(backend, against, ", nor does a model's directory or a store of this name")
+            named = chosen_namespaces(
+                backend,
+                against,
+                ", nor does a model's directory or a store of this name",
+            )
     if is_store:
         with opened(str(against)) as other:
             named = chosen_namespaces(other, None)
@@ -70,7 +95,11 @@ def why(
             raise NotFoundError(f"{against} holds no namespace")
     if against is None:
         pairs = [
-            [compare_namespaces(own, other) for other in (spaces if namespace else spaces[:place]) if other != own]
+            [
+                compare_namespaces(own, other)
+                for other in (spaces if namespace else spaces[:place])
+                if other != own
+            ]
             for place, own in enumerate(chosen)
         ]
     elif is_model:
@@ -81,36 +110,66 @@ def why(
     pairs = [others for others in pairs if others]
     if against is not None and not pairs:
         raise NotFoundError(f"{url} holds no other namespace to compare with")
-    comparisons = [min(found, key=lambda comparison: len(comparison.differences)) for found in pairs]
+    comparisons = [
+        min(found, key=lambda comparison: len(comparison.differences))
+        for found in pairs
+    ]
     if json:
-        render.print_json({"url": url, "against": against, "comparisons": comparisons, "adoptions": adopted})
+        render.print_json(
+            {
+                "url": url,
+                "against": against,
+                "comparisons": comparisons,
+                "adoptions": adopted,
+            }
+        )
     else:
         for comparison in comparisons:
             _print(comparison)
         if not comparisons:
             held = render.count(len(spaces), "namespace")
-            render.say(f"{url} has {held}: nothing to compare. Name a model or another store with --against")
+            render.say(
+                f"{url} has {held}: nothing to compare. Name a model or another store with "
+                f"--against"
+            )
         show_adoptions(adopted)
-    if against is not None and not any(comparison.matches for comparison in comparisons):
+    if against is not None and not any(
+        comparison.matches for comparison in comparisons
+    ):
         raise typer.Exit(1)
 
 
 def _print(comparison: ComparisonView) -> None:
-    ours = f"namespace {comparison.ours[:8]}" if len(comparison.ours) == 32 else comparison.ours
+    ours = (
+        f"namespace {comparison.ours[:8]}"
+        if len(comparison.ours) == 32
+        else comparison.ours
+    )
     if comparison.matches:
-        render.say(f"{ours} matches namespace {comparison.theirs[:8]} in all {comparison.compared} compared fields")
+        render.say(
+            f"{ours} matches namespace {comparison.theirs[:8]} in all {comparison.compared} "
+            f"compared fields"
+        )
     else:
         fields = render.count(len(comparison.differences), "field")
         title = f"{ours} and its nearest namespace {comparison.theirs[:8]} differ in {fields}"
-        first, second = "model" if ours == comparison.ours else ours.split()[1], comparison.theirs[:8]
+        first, second = (
+            "model" if ours == comparison.ours else ours.split()[1],
+            comparison.theirs[:8],
+        )
         columns: render.Columns = {
             "field": "field",
             first: lambda found: _value(found.ours),
             second: lambda found: _value(found.theirs),
         }
-        render.show_table(columns, comparison.differences, title=title, left=f"{first},{second}")
+        render.show_table(
+            columns, comparison.differences, title=title, left=f"{first},{second}"
+        )
     if comparison.not_compared:
-        render.say(f"not compared, because only loading the model shows them: {', '.join(comparison.not_compared)}")
+        render.say(
+            f"not compared, because only loading the model shows them: "
+            f"{', '.join(comparison.not_compared)}"
+        )
 
 
 def _value(value: object) -> str:
@@ -120,14 +179,17 @@ def _value(value: object) -> str:
 
 def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
     views = [DifferenceView(*found) for found in ours.identity.diff(theirs.identity)]
-    return ComparisonView(ours.id.hex(), theirs.id.hex(), not views, _count(theirs.identity), [], views)
+    return ComparisonView(
+        ours.id.hex(), theirs.id.hex(), not views, _count(theirs.identity), [], views
+    )
 
 
 def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     """Compare the model in a directory with a namespace, without loading the model.
 
-    Fields: the fingerprint of the weights, the dtype, and fields of config.json that the namespace has, too. Fields
-    that config.json leaves to defaults and fields that only an engine knows are not compared.
+    Fields: the fingerprint of the weights, the dtype, and fields of config.json that the namespace
+    has, too. Fields that config.json leaves to defaults and fields that only an engine knows are
+    not compared.
     """
     stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
@@ -148,7 +210,14 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     matching = Identity.of(_common(stored, ours))
     differences = [DifferenceView(*found) for found in known.diff(matching)]
     left = [name for name in stored if name not in ours]
-    return ComparisonView(str(directory), theirs.id.hex(), not differences, _count(known), sorted(left), differences)
+    return ComparisonView(
+        str(directory),
+        theirs.id.hex(),
+        not differences,
+        _count(known),
+        sorted(left),
+        differences,
+    )
 
 
 def _count(identity: Identity) -> int:
@@ -156,7 +225,8 @@ def _count(identity: Identity) -> int:
 
 
 def _common(values: Mapping[str, Any], others: Any) -> dict[str, Any]:
-    """Return the values whose names occur in ``others``, too; nested mappings are compared level by level."""
+    """Return the values whose names occur in ``others``, too; nested mappings are compared level by
+    level."""
     found = {}
     for name, value in values.items():
         if isinstance(others, Mapping) and name in others:

@@ -1,13 +1,18 @@
-"""Checks of ``persistkv verify``: all packs, rows and requests of a store, while others write to it.
+"""Checks of ``persistkv verify``: all packs, rows and requests of a store, while others write to
+it.
 
-1. A first pass reads packs as fast as the medium delivers them, in their order on the medium, and checks every stored
-   byte. Neighbouring packs are read with one call and checked in the same thread, while they are in the CPU cache.
-2. Packs that fail the first pass are suspects: another process may have deleted or replaced them meanwhile. So the
-   catalogue is read again, and ``check_pack`` checks them again. Only packs that fail both checks are findings.
-3. A store skips catalogue rows that it cannot read. Their number is the difference between the store's totals and the
-   rows that were read. It is known only if no other process writes meanwhile.
-4. Requests are compared with 64-bit fingerprints of the held keys: 8 bytes a key, where a set of keys takes 100. With a
-   million keys that are hashes, the probability that a missing key has the fingerprint of a held one is below 10^-12.
+1. A first pass reads packs as fast as the medium delivers them, in their order on the medium, and
+   checks every stored byte. Neighbouring packs are read with one call and checked in the same
+   thread, while they are in the CPU cache.
+2. Packs that fail the first pass are suspects: another process may have deleted or replaced them
+   meanwhile. So the catalogue is read again, and ``check_pack`` checks them again. Only packs that
+   fail both checks are findings.
+3. A store skips catalogue rows that it cannot read. Their number is the difference between the
+   store's totals and the rows that were read. It is known only if no other process writes
+   meanwhile.
+4. Requests are compared with 64-bit fingerprints of the held keys: 8 bytes a key, where a set of
+   keys takes 100. With a million keys that are hashes, the probability that a missing key has the
+   fingerprint of a held one is below 10^-12.
 """
 
 from __future__ import annotations
@@ -66,15 +71,17 @@ class Tally(msgspec.Struct, kw_only=True):
     frames: int = 0
     stored_bytes: int = 0
     went_meanwhile: int = 0
-    """Part of ``packs``: those that failed the first check, because other processes deleted or replaced them meanwhile,
-    and that were absent or good at the second."""
+    """Part of ``packs``: those that failed the first check, because other processes deleted or
+    replaced them meanwhile, and that were absent or good at the second."""
     other_release_packs: int = 0
-    """Packs of a codec that this release does not know: they could not be checked, and are not part of ``packs``."""
+    """Packs of a codec that this release does not know: they could not be checked, and are not part
+    of ``packs``."""
     findings: list[Finding] = []
 
 
 class VerifyState(Tally, kw_only=True):
-    """Saved progress of a run: totals, findings, and the last pack in the order of namespace and pack ids."""
+    """Saved progress of a run: totals, findings, and the last pack in the order of namespace and
+    pack ids."""
 
     version: int = _STATE_VERSION
     store: str
@@ -84,13 +91,18 @@ class VerifyState(Tally, kw_only=True):
     salt: int
     """Seed of the random sample: the same seed selects the same packs."""
     after: str = ""
-    """Ids of the last checked pack, hexadecimal: namespace id followed by pack id. Empty at first."""
+    """Ids of the last checked pack, hexadecimal: namespace id followed by pack id. Empty at
+    first."""
 
     @classmethod
     def begin(cls, url: str, sample: float) -> VerifyState:
         """Return the state of a new run, with a new random sample."""
         parsed = StoreUrl.parse(url)
-        return cls(store=f"{parsed.scheme}://{parsed.location}", sample=sample, salt=secrets.randbits(32))
+        return cls(
+            store=f"{parsed.scheme}://{parsed.location}",
+            sample=sample,
+            salt=secrets.randbits(32),
+        )
 
     @classmethod
     def load(cls, path: Path, url: str, sample: float) -> VerifyState:
@@ -106,9 +118,20 @@ class VerifyState(Tally, kw_only=True):
         except OSError as error:
             raise FileError("read", path, error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FileError("read", path, ValueError(f"it is not a progress file of verify ({error})")) from None
-        if (state.version, state.store, state.sample) != (_STATE_VERSION, fresh.store, sample):
-            expected = f"progress of {fresh.store} with --sample {sample:g}; it is of {state.store}, {state.sample:g}"
+            raise FileError(
+                "read",
+                path,
+                ValueError(f"it is not a progress file of verify ({error})"),
+            ) from None
+        if (state.version, state.store, state.sample) != (
+            _STATE_VERSION,
+            fresh.store,
+            sample,
+        ):
+            expected = (
+                f"progress of {fresh.store} with --sample {sample:g}; it is of "
+                f"{state.store}, {state.sample:g}"
+            )
             raise ConfigurationError("--resume", str(path), expected)
         return state
 
@@ -130,24 +153,34 @@ class VerifyState(Tally, kw_only=True):
 def read_catalogues(backend: Backend) -> list[NamespacePacks]:
     """Return the packs of each readable namespace, in the order of the namespace ids."""
     with no_collections():  # creates many objects that stay alive
-        return [NamespacePacks(backend, name) for name in sorted(space.id for space in backend.namespaces())]
+        return [
+            NamespacePacks(backend, name)
+            for name in sorted(space.id for space in backend.namespaces())
+        ]
 
 
 def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Finding] | None:
-    """Return a finding for each total of the store that differs from its readable rows; None if others kept writing."""
+    """Return a finding for each total of the store that differs from its readable rows; None if
+    others kept writing."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
         heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
-        moved = any(space.refresh() for space in spaces) or len(list(backend.namespaces())) != len(spaces)
+        moved = any(space.refresh() for space in spaces) or len(
+            list(backend.namespaces())
+        ) != len(spaces)
         after = backend.stats()
         totals = attrgetter("packs", "requests", "stored_bytes")
         if not moved and totals(before) == totals(after):
             packs = before.packs - sum(len(space.tables) for space in spaces)
-            unread = (Problem.PACK_ROWS, "packs", packs), (Problem.MANIFEST_ROWS, "requests", before.requests - heads)
+            unread = (
+                (Problem.PACK_ROWS, "packs", packs),
+                (Problem.MANIFEST_ROWS, "requests", before.requests - heads),
+            )
             return [
                 Finding(
                     problem=problem,
-                    detail=f"the totals count {abs(rows)} {'more' if rows > 0 else 'fewer'} {what} than can be read",
+                    detail=f"the totals count {abs(rows)} {'more' if rows > 0 else 'fewer'} "
+                    f"{what} than can be read",
                     count=abs(rows),
                 )
                 for problem, what, rows in unread
@@ -156,7 +189,9 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Finding] 
     return None
 
 
-def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[NamespacePacks, bytes]]:
+def packs_left(
+    spaces: list[NamespacePacks], state: VerifyState
+) -> list[tuple[NamespacePacks, bytes]]:
     """Return the packs that a run still has to read, in the order of namespace and pack ids."""
     return [
         (space, pack_id)
@@ -166,7 +201,9 @@ def packs_left(spaces: list[NamespacePacks], state: VerifyState) -> list[tuple[N
     ]
 
 
-def _cut(items: Iterable[T], size_of: Callable[[T], int], most_bytes: float) -> Iterator[list[T]]:
+def _cut(
+    items: Iterable[T], size_of: Callable[[T], int], most_bytes: float
+) -> Iterator[list[T]]:
     """Divide items into lists of at most ``most_bytes``; a larger item is alone in its list."""
     part, size = list[T](), 0
     for item in items:
@@ -183,10 +220,12 @@ class Verifier:
     """Reads and checks the packs of a store, in portions. A run can be resumed after each portion.
 
     :param state: progress of the run, updated after each portion.
-    :param took: called with the number of bytes of each piece after its check; may sleep to limit the pace.
-    :param threads: threads that read and check ahead; 0: the thread that iterates ``packs`` reads and checks.
-    :param portion_bytes: most payload bytes of a portion, within which packs are read in their order on the medium.
-        Infinite: all packs of a namespace are one portion.
+    :param took: called with the number of bytes of each piece after its check; may sleep to limit
+        the pace.
+    :param threads: threads that read and check ahead; 0: the thread that iterates ``packs`` reads
+        and checks.
+    :param portion_bytes: most payload bytes of a portion, within which packs are read in their
+        order on the medium. Infinite: all packs of a namespace are one portion.
     :param batch_bytes: most bytes of one read, except for a frame that is larger.
     """
 
@@ -208,7 +247,11 @@ class Verifier:
             [
                 portion
                 for _, packs in groupby(packs_left(spaces, state), key=itemgetter(0))
-                for portion in _cut(packs, lambda pack: pack[0].tables[pack[1]].payload_length, portion_bytes)
+                for portion in _cut(
+                    packs,
+                    lambda pack: pack[0].tables[pack[1]].payload_length,
+                    portion_bytes,
+                )
             ]
         )
         self._portion: list[tuple[NamespacePacks, bytes]] | None = None
@@ -217,18 +260,32 @@ class Verifier:
         self._local = threading.local()
 
     def begin(self) -> None:
-        """Prepare the next portion, unless one is in progress. With threads, start to read it; see ``packs``."""
-        if self._portion is None and (portion := next(self._portions, None)) is not None:
+        """Prepare the next portion, unless one is in progress. With threads, start to read it; see
+        ``packs``."""
+        if (
+            self._portion is None
+            and (portion := next(self._portions, None)) is not None
+        ):
             self._portion, space = portion, portion[0][0]
-            order = self._backend.scan_order(space.namespace, [name for _, name in portion])
+            order = self._backend.scan_order(
+                space.namespace, [name for _, name in portion]
+            )
             tables = (space.tables[name] for name in order if name in space.tables)
-            parts = chain.from_iterable(pieces(table, self._batch_bytes) for table in tables)
-            batches = _cut(parts, attrgetter("length"), self._batch_bytes)  # for one read each
+            parts = chain.from_iterable(
+                pieces(table, self._batch_bytes) for table in tables
+            )
+            # for one read each
+            batches = _cut(parts, attrgetter("length"), self._batch_bytes)
             looks = ((batch, self._begun(batch)) for batch in batches)
-            self._looks = looks if self._pool is None else list(looks)  # with threads, all begin now
+            # with threads, all begin now
+            self._looks = looks if self._pool is None else list(looks)
 
     def _begun(self, batch: _Batch) -> Callable[[], list[bool]]:
-        return partial(self._look, batch) if self._pool is None else self._pool.submit(self._look, batch).result
+        return (
+            partial(self._look, batch)
+            if self._pool is None
+            else self._pool.submit(self._look, batch).result
+        )
 
     def packs(self) -> Iterator[VerifyState]:
         """Check one portion after the other, and yield the run's state after each."""
@@ -241,7 +298,12 @@ class Verifier:
                     if not is_good:
                         suspects.add(piece.table.pack_id)
                     if piece.is_last:
-                        self._count(space, piece.table, tally, is_suspect=piece.table.pack_id in suspects)
+                        self._count(
+                            space,
+                            piece.table,
+                            tally,
+                            is_suspect=piece.table.pack_id in suspects,
+                        )
                     self._took(piece.length)
             self._state.take(tally, (space.namespace + last).hex())
             self._portion = None
@@ -249,19 +311,24 @@ class Verifier:
             self.begin()
 
     def close(self) -> None:
-        """Cancel reads that have not started, and wait for running reads of a local store. Those of a remote store
-        continue until their deadline at the latest; they write only to own memory.
+        """Cancel reads that have not started, and wait for running reads of a local store. Those of
+        a remote store continue until their deadline at the latest; they write only to own memory.
         """
         if self._pool is not None:
-            self._pool.shutdown(wait=not self._backend.capabilities.remote, cancel_futures=True)
+            self._pool.shutdown(
+                wait=not self._backend.capabilities.remote, cancel_futures=True
+            )
 
     def _look(self, batch: _Batch) -> list[bool]:
-        """Read a batch; return for each piece whether it is good. Pieces of an unknown codec are not."""
+        """Read a batch; return for each piece whether it is good. Pieces of an unknown codec are
+        not."""
         memory = self._memory(sum(piece.length for piece in batch))
         spans, end = [], 0
         for piece in batch:
             begin, end = end, end + piece.length
-            spans.append(ReadSpan(piece.table.pack_id, piece.start, [memory[begin:end]]))
+            spans.append(
+                ReadSpan(piece.table.pack_id, piece.start, [memory[begin:end]])
+            )
         filled = self._backend.scan(batch[0].table.namespace, spans)
         return [
             is_filled and _is_good(piece, span.buffers[0])
@@ -269,13 +336,16 @@ class Verifier:
         ]
 
     def _memory(self, size: int) -> memoryview:
-        """Return aligned memory of at least ``size`` bytes. The next call in the same thread may return it again."""
+        """Return aligned memory of at least ``size`` bytes. The next call in the same thread may
+        return it again."""
         held: memoryview | None = getattr(self._local, "memory", None)
         if held is None or len(held) < size:
             held = self._local.memory = memoryview(huge_memory(max(size, BATCH_BYTES)))
         return held
 
-    def _count(self, space: NamespacePacks, table: PackTable, tally: Tally, *, is_suspect: bool) -> None:
+    def _count(
+        self, space: NamespacePacks, table: PackTable, tally: Tally, *, is_suspect: bool
+    ) -> None:
         try:
             tally.findings += self._confirmed(space, table, tally) if is_suspect else []
         except OtherReleaseError:
@@ -285,13 +355,20 @@ class Verifier:
         tally.frames += table.frame_count
         tally.stored_bytes += table.payload_length
 
-    def _confirmed(self, space: NamespacePacks, table: PackTable, tally: Tally) -> list[Finding]:
-        """Check a suspect pack again and return its findings; none if it was deleted or replaced by a good one."""
+    def _confirmed(
+        self, space: NamespacePacks, table: PackTable, tally: Tally
+    ) -> list[Finding]:
+        """Check a suspect pack again and return its findings; none if it was deleted or replaced by
+        a good one."""
         findings: list[Finding] = []
         for _ in range(_ATTEMPTS):
             space.refresh()
             current = space.tables.get(table.pack_id)
-            findings = [] if current is None else check_pack(self._backend, current, self._took)
+            findings = (
+                []
+                if current is None
+                else check_pack(self._backend, current, self._took)
+            )
             if not findings:
                 tally.went_meanwhile += 1
                 return []
@@ -308,48 +385,70 @@ def _is_good(piece: Piece, found: memoryview) -> bool:
         return False
 
 
-def check_manifests(backend: Backend, spaces: list[NamespacePacks], took: Took) -> tuple[int, list[Finding]]:
-    """Return the number of requests, and a finding for each with unreadable keys or with blocks that are not held."""
+def check_manifests(
+    backend: Backend, spaces: list[NamespacePacks], took: Took
+) -> tuple[int, list[Finding]]:
+    """Return the number of requests, and a finding for each with unreadable keys or with blocks
+    that are not held."""
     checked, findings = 0, []
     for space in spaces:
         names = [manifest.id for manifest in backend.manifests(space.namespace)]
         checked += len(names)
         suspects = _suspects(backend, space, names, took)
-        for _ in range(2):  # others may have written, evicted or replaced what looks wrong
+        # others may have written, evicted or replaced what looks wrong
+        for _ in range(2):
             if not suspects:
                 break
             space.refresh()
             there = {manifest.id for manifest in backend.manifests(space.namespace)}
-            suspects = _suspects(backend, space, [name for name in suspects if name in there], took)
+            suspects = _suspects(
+                backend, space, [name for name in suspects if name in there], took
+            )
         findings += list(suspects.values())
     return checked, findings
 
 
-def _suspects(backend: Backend, space: NamespacePacks, names: list[str], took: Took) -> dict[str, Finding]:
-    held = HeldKeys(table.keys for table in space.tables.values()) if names else HeldKeys(())
+def _suspects(
+    backend: Backend, space: NamespacePacks, names: list[str], took: Took
+) -> dict[str, Finding]:
+    held = (
+        HeldKeys(table.keys for table in space.tables.values())
+        if names
+        else HeldKeys(())
+    )
     found: dict[str, Finding] = {}
     waiting = keys_of(backend, space.namespace, names)
     while some := list(islice(waiting, _MANIFESTS_AT_ONCE)):
         counts = held.missing([keys or () for _, keys in some])
         for (name, keys), missing in zip(some, counts, strict=True):
-            problem, detail = Problem.MISSING_BLOCKS, f"no pack holds {missing} of its blocks"
+            problem, detail = (
+                Problem.MISSING_BLOCKS,
+                f"no pack holds {missing} of its blocks",
+            )
             if keys is None:
                 problem, detail = Problem.MANIFEST_KEYS, "its keys cannot be read"
             if keys is None or missing:
-                found[name] = Finding(problem=problem, detail=detail, namespace=space.namespace.hex(), request=name)
+                found[name] = Finding(
+                    problem=problem,
+                    detail=detail,
+                    namespace=space.namespace.hex(),
+                    request=name,
+                )
         took(0)
     return found
 
 
 class HeldKeys:
-    """Sorted fingerprints of the keys that packs hold, to find keys of requests that no pack holds."""
+    """Sorted fingerprints of the keys that packs hold, to find keys of requests that no pack
+    holds."""
 
     def __init__(self, held: Iterable[PackedKeys]) -> None:
         self._held = np.sort(_fingerprints(held))
 
     def missing(self, requests: Sequence[ManifestKeys]) -> list[int]:
         """Return, for each request, the number of its keys that no pack holds."""
-        prints = np.sort(_fingerprints(chain.from_iterable(requests)))  # sorted they are found five times as fast
+        # sorted they are found five times as fast
+        prints = np.sort(_fingerprints(chain.from_iterable(requests)))
         if not self._absent(prints).any():
             return [0] * len(requests)
         return [int(self._absent(_fingerprints(keys)).sum()) for keys in requests]
@@ -357,7 +456,9 @@ class HeldKeys:
     def _absent(self, prints: _Fingerprints) -> npt.NDArray[np.bool_]:
         if not len(self._held):
             return np.ones(len(prints), dtype=bool)
-        absent: npt.NDArray[np.bool_] = self._held[np.searchsorted(self._held, prints) % len(self._held)] != prints
+        absent: npt.NDArray[np.bool_] = (
+            self._held[np.searchsorted(self._held, prints) % len(self._held)] != prints
+        )
         return absent
 
 

@@ -1,12 +1,16 @@
 """``persistkv prune``: deletes requests and the packs that only they use, while others write.
 
-1. A pack is deleted only if no request that stays names a block in it. ``--shared-packs`` relaxes this.
-2. A store deletes packs, not requests. A request disappears as soon as one of its packs is deleted. It stays if other
-   requests use all its packs, or if the store holds none of them: then ttl and capacity delete it.
-3. Before each commit, the command looks for requests that were added since the plan was made, and keeps their packs.
-4. Pack tables are read only in namespaces where something is to be deleted. A run that finds nothing to delete costs as
-   much as listing the requests.
-5. Commits are short. After each one, the command pauses for as long as the commit took (0.2 s at most).
+1. A pack is deleted only if no request that stays names a block in it. ``--shared-packs`` relaxes
+   this.
+2. A store deletes packs, not requests. A request disappears as soon as one of its packs is deleted.
+   It stays if other requests use all its packs, or if the store holds none of them: then ttl and
+   capacity delete it.
+3. Before each commit, the command looks for requests that were added since the plan was made, and
+   keeps their packs.
+4. Pack tables are read only in namespaces where something is to be deleted. A run that finds
+   nothing to delete costs as much as listing the requests.
+5. Commits are short. After each one, the command pauses for as long as the commit took (0.2 s at
+   most).
 6. At the end, the store's free space is returned to the file system.
 """
 
@@ -34,9 +38,12 @@ from persistkv_tools.options import FoundRequest, RequestView, Selection
 from persistkv_tools.packs import NamespacePacks, all_keys, keys_of
 
 _SHOWN = 20
-_COLUMNS = render.columns("request=short_id age=created tokens size=raw_bytes pinned labels namespace")
+_COLUMNS = render.columns(
+    "request=short_id age=created tokens size=raw_bytes pinned labels namespace"
+)
 _ONE_OF = (
-    "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
+    "at least one of --request, --older-than, --label, --larger-than, --never-hit, "
+    "--namespace, --keep-size,"
     " --orphans and --quarantined"
 )
 _NO_PACKS = "the store holds none of {whose} packs"
@@ -71,20 +78,24 @@ class Plan(msgspec.Struct):
     """Requests and packs that a prune will delete."""
 
     requests: list[RequestView]
-    """Requests to delete because they lose a pack, oldest first: chosen ones and, with --shared-packs, others that
-    use the same packs."""
+    """Requests to delete because they lose a pack, oldest first: chosen ones and, with
+    --shared-packs, others that use the same packs."""
     staying: list[RequestView]
-    """Chosen requests that cannot be deleted: other requests use all their packs, or the store holds none of them."""
+    """Chosen requests that cannot be deleted: other requests use all their packs, or the store
+    holds none of them."""
     without_packs: list[str]
-    """Ids of those of ``staying`` of which the store holds no pack, or whose keys cannot be read."""
+    """Ids of those of ``staying`` of which the store holds no pack, or whose keys cannot be
+    read."""
     goes: Amount
     """Totals of the packs to delete."""
     private_blocks_left: int
-    """Blocks that only chosen requests name, and that stay because other requests use their packs."""
+    """Blocks that only chosen requests name, and that stay because other requests use their
+    packs."""
 
 
 class Done(msgspec.Struct):
-    """Totals of a prune's deletions. Requests are counted after the last commit of their namespace or an error."""
+    """Totals of a prune's deletions. Requests are counted after the last commit of their namespace
+    or an error."""
 
     goes: Amount = msgspec.field(default_factory=Amount)
     requests: int = 0
@@ -99,7 +110,9 @@ def prune(
     request: Annotated[
         list[str] | None,
         typer.Option(
-            "--request", metavar="ID", help="This request and its copies (same context and labels); can be repeated."
+            "--request",
+            metavar="ID",
+            help="This request and its copies (same context and labels); can be repeated.",
         ),
     ] = None,
     older_than: options.OlderThan = None,
@@ -109,33 +122,56 @@ def prune(
     namespace: options.InNamespace = None,
     keep_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Delete the oldest until all packs take at most this, e.g. 50GiB."),
+        typer.Option(
+            metavar="SIZE",
+            help="Delete the oldest until all packs take at most this, e.g. 50GiB.",
+        ),
     ] = None,
-    orphans: Annotated[bool, typer.Option("--orphans", help="Also delete packs that no request uses.")] = False,
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="Also delete packs that no request uses.")
+    ] = False,
     shared_packs: Annotated[
         bool,
-        typer.Option("--shared-packs", help="Also delete shared packs with blocks that only these requests use."),
+        typer.Option(
+            "--shared-packs",
+            help="Also delete shared packs with blocks that only these requests use.",
+        ),
     ] = False,
     quarantined: Annotated[
-        bool, typer.Option("--quarantined", help="Also delete the renamed files of damaged stores.")
+        bool,
+        typer.Option(
+            "--quarantined", help="Also delete the renamed files of damaged stores."
+        ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be deleted.")
+    ] = False,
     yes: options.Yes = False,
     json: options.Json = False,
 ) -> None:
     """Delete requests, and the packs that only they use.
 
-    Packs that other requests use stay, and so do requests without other packs. Exit code 1: for this reason, requests
-    that were chosen by --request, or by --label alone, could not be deleted completely. Exit code 3: a commit failed;
-    earlier commits stay in effect and are shown.
+    Packs that other requests use stay, and so do requests without other packs. Exit code 1: for
+    this reason, requests that were chosen by --request, or by --label alone, could not be deleted
+    completely. Exit code 3: a commit failed; earlier commits stay in effect and are shown.
 
     Example: persistkv prune lmdb:///var/cache/kv --older-than 30d --dry-run
     """
-    selection = Selection.parse(label, older_than, larger_than=larger_than, never_hit=never_hit)
-    keep_bytes = None if keep_size is None else parse_size(keep_size, name="--keep-size")
-    names_requests = bool(request) or selection != Selection() or namespace is not None or keep_bytes is not None
+    selection = Selection.parse(
+        label, older_than, larger_than=larger_than, never_hit=never_hit
+    )
+    keep_bytes = (
+        None if keep_size is None else parse_size(keep_size, name="--keep-size")
+    )
+    names_requests = (
+        bool(request)
+        or selection != Selection()
+        or namespace is not None
+        or keep_bytes is not None
+    )
     by_labels = bool(label) and selection == Selection(labels=selection.labels)
-    must_all_go = bool(request) or (by_labels and keep_bytes is None)  # any other condition is housekeeping
+    # any other condition is housekeeping
+    must_all_go = bool(request) or (by_labels and keep_bytes is None)
     if not (names_requests or orphans or quarantined):
         raise MissingOptionError("prune", _ONE_OF)
     options.ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
@@ -154,7 +190,9 @@ def prune(
         plan, damaged = pruning.plan, pruning.quarantined
         if not json:
             _print_plan(plan, damaged)
-        if not dry_run and (not pruning.deletes or yes or typer.confirm("Delete them?")):
+        if not dry_run and (
+            not pruning.deletes or yes or typer.confirm("Delete them?")
+        ):
             done = pruning.done
             try:
                 pruning.run()
@@ -165,7 +203,10 @@ def prune(
                 free = store.backend.free_space()
     if json:
         what = {"plan": plan, "done": done, "quarantined": damaged}
-        disk = {"disk_bytes": stats and stats.disk_bytes, "free_bytes": stats and _free_bytes(free)}
+        disk = {
+            "disk_bytes": stats and stats.disk_bytes,
+            "free_bytes": stats and _free_bytes(free),
+        }
         render.print_json({"url": url, "dry_run": dry_run, **what, **disk})
     elif done is not None:
         _print_done(done, plan, damaged)
@@ -182,10 +223,14 @@ def _free_bytes(free: FreeSpace | None) -> int:
     return 0 if free is None else free.payload_bytes + free.catalogue_bytes
 
 
-def _print_sizes(stats: BackendStats, free: FreeSpace | None, keep_bytes: int | None) -> None:
+def _print_sizes(
+    stats: BackendStats, free: FreeSpace | None, keep_bytes: int | None
+) -> None:
     if keep_bytes is not None and stats.stored_bytes > keep_bytes:
         left = f"packs still take {render.format_size(stats.stored_bytes)}, more than --keep-size"
-        render.say(f"{left}: requests that were not chosen use them, or none does (see --orphans)")
+        render.say(
+            f"{left}: requests that were not chosen use them, or none does (see --orphans)"
+        )
     line = f"on disk: {render.format_size(stats.disk_bytes)}"
     if _free_bytes(free):
         line += f", of which {render.format_size(_free_bytes(free))} is free for new content"
@@ -198,36 +243,60 @@ def _print_plan(plan: Plan, damaged: Quarantine) -> None:
     tables = (
         ("requests to delete", plan.requests),
         ("requests that stay, because others use all their packs", shared),
-        (f"requests that stay, because {_NO_PACKS.format(whose='their')}; ttl and capacity delete them", empty),
+        (
+            f"requests that stay, because {_NO_PACKS.format(whose='their')}; ttl and capacity "
+            f"delete them",
+            empty,
+        ),
     )
     for title, views in tables:
         if views:
             left = "pinned,labels,namespace"
-            render.show_table(_COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN)
-    render.say(f"to delete: {render.count(len(plan.requests), 'request')}, {_amount(plan.goes)}")
+            render.show_table(
+                _COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN
+            )
+    render.say(
+        f"to delete: {render.count(len(plan.requests), 'request')}, {_amount(plan.goes)}"
+    )
     if pins := sum(bool(view.pinned) for view in plan.requests):
-        render.say(f"of these, {render.count(pins, 'request')} {'is' if pins == 1 else 'are'} pinned")
+        render.say(
+            f"of these, {render.count(pins, 'request')} {'is' if pins == 1 else 'are'} pinned"
+        )
     if plan.private_blocks_left:
-        kept = f"{render.count(plan.private_blocks_left, 'block')} that only these requests use, in shared packs"
+        kept = (
+            f"{render.count(plan.private_blocks_left, 'block')} that only these requests "
+            f"use, in shared packs"
+        )
         render.say(f"to keep: {kept}; --shared-packs deletes those, too")
     if damaged.directories:
-        render.say(f"to delete: {render.format_size(damaged.num_bytes)} in files of damaged stores:")
+        render.say(
+            f"to delete: {render.format_size(damaged.num_bytes)} in files of damaged stores:"
+        )
     for directory in damaged.directories:
         render.say(f"  {directory}")
 
 
 def _print_done(done: Done, plan: Plan, damaged: Quarantine) -> None:
-    render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
+    render.say(
+        f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}"
+    )
     if done.freed_bytes:
-        render.say(f"returned to the file system: {render.format_size(done.freed_bytes)}")
+        render.say(
+            f"returned to the file system: {render.format_size(done.freed_bytes)}"
+        )
     empty = [name for name in done.staying if name in plan.without_packs]
     shared = [name for name in done.staying if name not in plan.without_packs]
     for names, reason in ((shared, "others use all {whose} packs"), (empty, _NO_PACKS)):
         if names:
             whose = "its" if len(names) == 1 else "their"
-            render.say(f"not deleted: {render.count(len(names), 'request')}, because {reason.format(whose=whose)}")
+            render.say(
+                f"not deleted: {render.count(len(names), 'request')}, because "
+                f"{reason.format(whose=whose)}"
+            )
     if damaged.directories:
-        render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
+        render.say(
+            f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}"
+        )
 
 
 def _amount(amount: Amount) -> str:
@@ -239,11 +308,14 @@ class _Usage:
 
     def __init__(self, backend: Backend, namespace: Namespace) -> None:
         self.namespace = namespace
-        self.manifests = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
+        self.manifests = {
+            manifest.id: manifest for manifest in backend.manifests(namespace.id)
+        }
         self.doomed: set[str] = set()
         """Ids of the requests that were chosen for deletion."""
         self.going: set[str] = set()
-        """Ids of the requests that lose a pack by the plan: chosen ones, and others that use the same packs."""
+        """Ids of the requests that lose a pack by the plan: chosen ones, and others that use the
+        same packs."""
         self.deleted: set[bytes] = set()
         """Ids of the packs that the plan deletes."""
         self._backend = backend
@@ -254,51 +326,84 @@ class _Usage:
 
     @cached_property
     def packs(self) -> dict[str, set[bytes]]:
-        """By request id, the ids of the packs that hold a block of the request; no ids if its keys cannot be read."""
+        """By request id, the ids of the packs that hold a block of the request; no ids if its keys
+        cannot be read."""
         keys = keys_of(self._backend, self.namespace.id, self.manifests)
         return {name: self.held.holding(all_keys(found or ())) for name, found in keys}
 
-    def uses(self, names: Iterable[str]) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-        return options.with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
+    def uses(
+        self, names: Iterable[str]
+    ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
+        return options.with_uses(
+            self._backend, self.namespace.id, (self.manifests[name] for name in names)
+        )
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
         return set().union(*(self.packs[name] for name in requests))
 
-    def choose(self, selection: Selection, named: Collection[tuple[bytes, str]]) -> None:
+    def choose(
+        self, selection: Selection, named: Collection[tuple[bytes, str]]
+    ) -> None:
         """Choose the requests that fulfil ``selection`` for deletion.
 
-        :param named: (namespace id, request id): choose only among these and their copies, which use the same packs, so
-            none of them can be deleted alone. Empty: choose among all.
+        :param named: (namespace id, request id): choose only among these and their copies, which
+            use the same packs, so none of them can be deleted alone. Empty: choose among all.
         """
         names = list(self.manifests)
         if named:
-            held = [name for space, name in named if space == self.namespace.id and name in self.manifests]
+            held = [
+                name
+                for space, name in named
+                if space == self.namespace.id and name in self.manifests
+            ]
             rows = {options.row(self.manifests[name]) for name in held}
-            names = [name for name in names if options.row(self.manifests[name]) in rows]
-        asked = self.uses(names) if selection.never_hit else ((self.manifests[name], None) for name in names)
-        self.doomed = {manifest.id for manifest, use in asked if selection.takes(manifest, use)}
+            names = [
+                name for name in names if options.row(self.manifests[name]) in rows
+            ]
+        asked = (
+            self.uses(names)
+            if selection.never_hit
+            else ((self.manifests[name], None) for name in names)
+        )
+        self.doomed = {
+            manifest.id for manifest, use in asked if selection.takes(manifest, use)
+        }
 
     def private_blocks(self, shared: set[bytes]) -> dict[bytes, int]:
-        """Return, by pack id, how many blocks of a shared pack only chosen requests name, if there are any."""
-        where = {key: pack for pack in shared for key in self.held.tables[pack].keys.unpack()}
-        users = [name for name, packs in self.packs.items() if not packs.isdisjoint(shared)]
+        """Return, by pack id, how many blocks of a shared pack only chosen requests name, if there
+        are any."""
+        where = {
+            key: pack for pack in shared for key in self.held.tables[pack].keys.unpack()
+        }
+        users = [
+            name for name, packs in self.packs.items() if not packs.isdisjoint(shared)
+        ]
         chosen, others = set[bytes](), set[bytes]()
         for name, keys in keys_of(self._backend, self.namespace.id, users):
-            (chosen if name in self.doomed else others).update(where.keys() & all_keys(keys or ()))
+            (chosen if name in self.doomed else others).update(
+                where.keys() & all_keys(keys or ())
+            )
         return dict(Counter(where[key] for key in chosen - others))
 
     def used_since(self) -> set[bytes]:
         """Return the ids of packs that are used by requests added after the plan was made."""
-        fresh = [found.id for found in self._backend.manifests(self.namespace.id) if found.id not in self.manifests]
+        fresh = [
+            found.id
+            for found in self._backend.manifests(self.namespace.id)
+            if found.id not in self.manifests
+        ]
         keys = keys_of(self._backend, self.namespace.id, fresh)
-        return set().union(*(self.held.holding(all_keys(found or ())) for _, found in keys))
+        return set().union(
+            *(self.held.holding(all_keys(found or ())) for _, found in keys)
+        )
 
 
 class Prune:
     """A planned prune of some namespaces of a store, made by ``StoreHandle.prune``.
 
     :ivar plan: requests and packs to delete.
-    :ivar quarantined: directories of damaged stores to delete; ``run`` records the bytes that it deleted.
+    :ivar quarantined: directories of damaged stores to delete; ``run`` records the bytes that it
+        deleted.
     :ivar done: totals of what ``run`` has deleted, also if it raised an error.
     """
 
@@ -315,11 +420,14 @@ class Prune:
         shared_packs: bool = False,
         quarantined: bool = False,
     ) -> None:
-        """Make the plan; see ``StoreHandle.prune``. ``writable`` returns the same store, open for writing."""
+        """Make the plan; see ``StoreHandle.prune``. ``writable`` returns the same store, open for
+        writing."""
         self._backend, self._writable = backend, writable
         named = {(space.id, manifest.id) for space, manifest in requests}
         ids = {space for space, _ in named}
-        self._usages = [_Usage(backend, space) for space in namespaces if not ids or space.id in ids]
+        self._usages = [
+            _Usage(backend, space) for space in namespaces if not ids or space.id in ids
+        ]
         if selection is not None or named:
             for usage in self._usages:
                 usage.choose(selection or Selection(), named)
@@ -332,7 +440,11 @@ class Prune:
         for views in (self.plan.requests, self.plan.staying):
             views.sort(key=lambda view: (view.created, view.id))
         stats = backend.stats()
-        self.quarantined = Quarantine(stats.quarantined, stats.quarantined_bytes) if quarantined else Quarantine()
+        self.quarantined = (
+            Quarantine(stats.quarantined, stats.quarantined_bytes)
+            if quarantined
+            else Quarantine()
+        )
         self.done = Done()
 
     @property
@@ -341,10 +453,11 @@ class Prune:
         return bool(self.plan.goes.packs or self.quarantined.directories)
 
     def run(self) -> Done:
-        """Delete the planned packs, requests and files of damaged stores; keep packs that requests added meanwhile use.
-        Then return the store's free space to the file system.
+        """Delete the planned packs, requests and files of damaged stores; keep packs that requests
+        added meanwhile use. Then return the store's free space to the file system.
 
-        :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the commits before it.
+        :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the
+            commits before it.
         """
         backend = self._writable() if self.deletes else self._backend
         for usage in self._usages:
@@ -364,23 +477,42 @@ class Prune:
         return self.done
 
     def _shrink_to(self, stored_bytes: int) -> None:
-        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this size of packs."""
+        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this
+        size of packs."""
         if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
             for usage in self._usages:
                 usage.doomed.clear()
             return
-        held = sum(table.payload_length for usage in self._usages for table in usage.held.tables.values())
-        uses = {usage: Counter(pack for used in usage.packs.values() for pack in used) for usage in self._usages}
-        candidates = [(usage.manifests[name].created, name, usage) for usage in self._usages for name in usage.doomed]
+        held = sum(
+            table.payload_length
+            for usage in self._usages
+            for table in usage.held.tables.values()
+        )
+        uses = {
+            usage: Counter(pack for used in usage.packs.values() for pack in used)
+            for usage in self._usages
+        }
+        candidates = [
+            (usage.manifests[name].created, name, usage)
+            for usage in self._usages
+            for name in usage.doomed
+        ]
         for _, name, usage in sorted(candidates, key=lambda candidate: candidate[:2]):
             if held <= stored_bytes:
                 usage.doomed.remove(name)
                 continue
             uses[usage].subtract(usage.packs[name])
-            held -= sum(usage.held.tables[pack].payload_length for pack in usage.packs[name] if not uses[usage][pack])
+            held -= sum(
+                usage.held.tables[pack].payload_length
+                for pack in usage.packs[name]
+                if not uses[usage][pack]
+            )
 
     def _plan(self, usage: _Usage, orphans: bool, shared_packs: bool) -> None:
-        doomed, kept = usage.used(usage.doomed), usage.used(usage.manifests.keys() - usage.doomed)
+        doomed, kept = (
+            usage.used(usage.doomed),
+            usage.used(usage.manifests.keys() - usage.doomed),
+        )
         private = usage.private_blocks(doomed & kept)
         usage.deleted = doomed - kept
         if shared_packs:
@@ -391,7 +523,11 @@ class Prune:
             usage.deleted |= usage.held.tables.keys() - kept - doomed
         for pack in usage.deleted:
             self.plan.goes.add(usage.held.tables[pack])
-        usage.going = {name for name, packs in usage.packs.items() if not packs.isdisjoint(usage.deleted)}
+        usage.going = {
+            name
+            for name, packs in usage.packs.items()
+            if not packs.isdisjoint(usage.deleted)
+        }
         for manifest, use in usage.uses(usage.going | usage.doomed):
             view = RequestView.of(usage.namespace.id, manifest, use)
             if manifest.id in usage.going:
@@ -406,7 +542,9 @@ class Prune:
         wanted = [pack for pack in packs if pack not in used]
         begin = time.monotonic()
         try:
-            gone = backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
+            gone = backend.commit(
+                usage.namespace.id, CommitBatch(deletions=wanted)
+            ).evicted
         except StoreFullError:  # deleting takes room too; fewer at once take less
             if len(wanted) < 2:
                 raise

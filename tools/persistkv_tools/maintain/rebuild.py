@@ -42,11 +42,13 @@ class RebuildReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rebuild(url: options.Url, json: options.Json = False) -> None:
-    """Build a new catalogue from a store's packs, after its catalogue was lost or damaged. No engine may use a local
-    store meanwhile; the damaged catalogue is renamed. To rebuild a store that an engine has renamed, name the
-    directory damaged-… in the store. In a shared store, packs that the index has lost are named again.
+    """Build a new catalogue from a store's packs, after its catalogue was lost or damaged. No
+    engine may use a local store meanwhile; the damaged catalogue is renamed. To rebuild a store
+    that an engine has renamed, name the directory damaged-… in the store. In a shared store, packs
+    that the index has lost are named again.
 
-    Blocks are found again; requests, labels and pins are lost. Give the capacity in the URL, if it is not the default.
+    Blocks are found again; requests, labels and pins are lost. Give the capacity in the URL, if it
+    is not the default.
 
     Exit code 1: no pack was found, and nothing was changed.
 
@@ -111,4 +113,6 @@ def _print(report: RebuildReport) -> None:
     if report.capacity is None:
         return
     capacity = render.format_size(report.capacity)
-    render.say(f"capacity: {capacity}; to change it: persistkv set {shlex.quote(report.url)} capacity=SIZE")
+    render.say(
+        f"capacity: {capacity}; to change it: persistkv set {shlex.quote(report.url)} capacity=SIZE"
+    )

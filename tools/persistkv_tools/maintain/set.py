@@ -31,7 +31,8 @@ class Consequences(msgspec.Struct, frozen=True):
     evicted_bytes: int
     """Part of ``disk_bytes`` that the next commits evict to fit a new capacity."""
     expiring_requests: int
-    """Requests that the next commits delete, because their last use is too long ago for a new ttl."""
+    """Requests that the next commits delete, because their last use is too long ago for a new
+    ttl."""
     requests: int
     missing_disk_bytes: int
     """Bytes that a local disk lacks for the store to grow to the new capacity."""
@@ -41,15 +42,21 @@ def set_(
     url: options.Url,
     values: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME=VALUE", help="capacity=200GiB, ttl=7d or ttl=none. By default, show both."),
+        typer.Argument(
+            metavar="NAME=VALUE",
+            help="capacity=200GiB, ttl=7d or ttl=none. By default, show both.",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the consequences.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show the consequences.")
+    ] = False,
     yes: options.Yes = False,
     json: options.Json = False,
 ) -> None:
     """Show or change a store's capacity and ttl. Engines may use the store meanwhile.
 
-    Options in a URL do not change an existing store. This command does, after it has shown the consequences.
+    Options in a URL do not change an existing store. This command does, after it has shown the
+    consequences.
 
     Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
     """
@@ -68,13 +75,16 @@ def set_(
             done = True
     if json:
         policies = {"before": before, "after": after}
-        render.print_json({"url": url, **policies, "consequences": found, "changed": done})
+        render.print_json(
+            {"url": url, **policies, "consequences": found, "changed": done}
+        )
     elif done:
         render.say("changed; engines apply it with their next commit")
 
 
 def _changed(policy: Policy, values: list[str]) -> Policy:
-    """Return the policy with the values of ``NAME=VALUE`` texts; raise ConfigurationError if one is invalid."""
+    """Return the policy with the values of ``NAME=VALUE`` texts; raise ConfigurationError if one is
+    invalid."""
     for text in values:
         name, equals, value = text.partition("=")
         if not equals:
@@ -82,16 +92,26 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
         if name == "capacity":
             policy = replace(policy, capacity=parse_size(value, name="capacity"))
         elif name == "ttl":
-            policy = replace(policy, ttl_s=None if value == _NONE else parse_duration(value, name="ttl"))
+            policy = replace(
+                policy,
+                ttl_s=None if value == _NONE else parse_duration(value, name="ttl"),
+            )
         elif name != "placement":
-            raise ConfigurationError("set", text, "one of capacity=SIZE, ttl=DURATION and ttl=none")
+            raise ConfigurationError(
+                "set", text, "one of capacity=SIZE, ttl=DURATION and ttl=none"
+            )
         elif value != policy.placement:
-            expected = f"{policy.placement}, fixed at creation; persistkv push copies a store into a new one"
+            expected = (
+                f"{policy.placement}, fixed at creation; persistkv push copies a store "
+                f"into a new one"
+            )
             raise ConfigurationError("placement", value, expected)
     return policy
 
 
-def _consequences(backend: Backend, url: str, before: Policy, after: Policy) -> Consequences:
+def _consequences(
+    backend: Backend, url: str, before: Policy, after: Policy
+) -> Consequences:
     stats = backend.stats()
     grows = 0 if after.capacity is None else after.capacity - stats.disk_bytes
     location, missing, expiring = Path(StoreUrl.parse(url).location), 0, 0
@@ -101,13 +121,22 @@ def _consequences(backend: Backend, url: str, before: Policy, after: Policy) -> 
     if after.ttl_s is not None and after.ttl_s != before.ttl_s:
         oldest = time.time() - after.ttl_s
         for namespace in backend.namespaces():
-            for _, use in with_uses(backend, namespace.id, backend.manifests(namespace.id)):
-                expiring += use is not None and not use.pinned and use.last_used < oldest
-    return Consequences(stats.disk_bytes, max(0, -grows), expiring, stats.requests, missing)
+            for _, use in with_uses(
+                backend, namespace.id, backend.manifests(namespace.id)
+            ):
+                expiring += (
+                    use is not None and not use.pinned and use.last_used < oldest
+                )
+    return Consequences(
+        stats.disk_bytes, max(0, -grows), expiring, stats.requests, missing
+    )
 
 
 def _print(before: Policy, after: Policy, found: Consequences) -> None:
-    sizes = [_NONE if policy.capacity is None else render.format_size(policy.capacity) for policy in (before, after)]
+    sizes = [
+        _NONE if policy.capacity is None else render.format_size(policy.capacity)
+        for policy in (before, after)
+    ]
     ttls = [_duration(policy.ttl_s) for policy in (before, after)]
     rows = {
         "capacity": " → ".join(dict.fromkeys(sizes)),
@@ -121,13 +150,23 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
         render.say(f"about {size} will be evicted at once, least recently used first")
     if found.expiring_requests:
         of = render.count(found.requests, "request")
-        render.say(f"{found.expiring_requests:,} of {of} will expire: their last use is longer ago than the new ttl")
+        render.say(
+            f"{found.expiring_requests:,} of {of} will expire: their last use is longer ago "
+            f"than the new ttl"
+        )
     if found.missing_disk_bytes:
-        render.say(f"this capacity needs {render.format_size(found.missing_disk_bytes)} more than the disk has free")
+        render.say(
+            f"this capacity needs {render.format_size(found.missing_disk_bytes)} more than the "
+            f"disk has free"
+        )
 
 
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return _NONE
     units = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
-    return next(f"{seconds / unit:g}{letter}" for unit, letter in units if seconds % unit == 0 or unit == 1)
+    return next(
+        f"{seconds / unit:g}{letter}"
+        for unit, letter in units
+        if seconds % unit == 0 or unit == 1
+    )

@@ -1,10 +1,12 @@
-"""``persistkv verify``: reads a store, checks everything in it, and deletes bad packs with ``--repair``.
+"""``persistkv verify``: reads a store, checks everything in it, and deletes bad packs with
+``--repair``.
 
-1. A bad pack is checked again before it is deleted. If the store changes between this check and the commit, the commit
-   has no effect, and both are repeated.
-2. Requests that name the pack are shortened first: their manifests keep only the blocks before it. A request with no
-   block left is deleted together with the pack. Blocks behind the pack stay in the store. Lookups reach them again as
-   soon as an engine has computed and stored the pack's blocks again.
+1. A bad pack is checked again before it is deleted. If the store changes between this check and the
+   commit, the commit has no effect, and both are repeated.
+2. Requests that name the pack are shortened first: their manifests keep only the blocks before it.
+   A request with no block left is deleted together with the pack. Blocks behind the pack stay in
+   the store. Lookups reach them again as soon as an engine has computed and stored the pack's
+   blocks again.
 """
 
 from __future__ import annotations
@@ -42,12 +44,19 @@ from persistkv_tools.maintain.integrity import (
     read_catalogues,
 )
 from persistkv_tools.options import ensure_consent
-from persistkv_tools.packs import BATCH_BYTES, Finding, NamespacePacks, all_keys, check_pack
+from persistkv_tools.packs import (
+    BATCH_BYTES,
+    Finding,
+    NamespacePacks,
+    all_keys,
+    check_pack,
+)
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _SAVE_S = 5.0
 _PORTION_BYTES, _BOUNDED_PORTION_BYTES = 1 << 30, 64 << 20  # 1 GiB, 64 MiB
-_BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB: small reads, so that reads of an engine need not wait long
+# 1 MiB: small reads, so that reads of an engine need not wait long
+_BOUNDED_BATCH_BYTES = 1 << 20
 _SHARE_BESIDE_ENGINES = 0.05  # of the time
 _THREADS = 4
 _SWITCH_S = 0.0002
@@ -69,15 +78,18 @@ class Summary(Tally, kw_only=True):
     """Part of ``stored_bytes`` that interrupted runs had read before this run resumed them."""
     requests: int
     rows_counted: bool
-    """False: unreadable catalogue rows could not be counted, because other processes wrote during each attempt."""
+    """False: unreadable catalogue rows could not be counted, because other processes wrote during
+    each attempt."""
     beside_engines: int
-    """Number of live engines of the store. If above 0 and no --rate is given, reading is limited to 5 % of the time."""
+    """Number of live engines of the store. If above 0 and no --rate is given, reading is limited to
+    5 % of the time."""
     problems: int
     by_problem: dict[str, int]
     deleted_packs: int = 0
     """Number of bad packs that --repair deleted."""
     shortened_requests: int = 0
-    """Number of requests that named bad packs, and whose manifests now keep only the blocks before these."""
+    """Number of requests that named bad packs, and whose manifests now keep only the blocks before
+    these."""
     deleted_requests: int = 0
     """Number of requests that were deleted because no block was left before the bad pack."""
     repair: RepairPlan | None = None
@@ -114,7 +126,8 @@ class RepairPlan(msgspec.Struct):
 
 
 class Repaired(msgspec.Struct):
-    """Ids of the packs and requests that a repair has deleted or shortened so far, updated after each commit."""
+    """Ids of the packs and requests that a repair has deleted or shortened so far, updated after
+    each commit."""
 
     packs: list[bytes] = []
     """Ids of the packs that the repair has deleted."""
@@ -137,24 +150,33 @@ _FINDINGS = render.columns(
 def verify(
     url: options.Url,
     sample: Annotated[
-        float, typer.Option(metavar="SHARE", help="Read only a random share of the packs, e.g. 0.05.")
+        float,
+        typer.Option(
+            metavar="SHARE", help="Read only a random share of the packs, e.g. 0.05."
+        ),
     ] = 1.0,
     rate: options.Rate = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Delete bad packs; requests keep the blocks before them.")
+        bool,
+        typer.Option(
+            "--repair", help="Delete bad packs; requests keep the blocks before them."
+        ),
     ] = False,
     yes: options.Yes = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Save progress in this file, and resume from it. Deleted at the end."),
+        typer.Option(
+            metavar="FILE",
+            help="Save progress in this file, and resume from it. Deleted at the end.",
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Read a whole store and check every byte. While engines use the store, reads take at most 5 % of the time;
-    --rate sets another limit.
+    """Read a whole store and check every byte. While engines use the store, reads take at most 5 %
+    of the time; --rate sets another limit.
 
-    Exit code 1: damage was found, even if it was repaired. Exit code 3: a commit of --repair failed; earlier commits
-    stay in effect and are shown.
+    Exit code 1: damage was found, even if it was repaired. Exit code 3: a commit of --repair
+    failed; earlier commits stay in effect and are shown.
 
     Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
     """
@@ -164,13 +186,18 @@ def verify(
     failure = None
     with open_store(url, read_only=not repair) as store:
         with byte_progress() as progress:
-            summary = store.verify(sample=sample, rate=rate, resume=resume, progress=progress)
+            summary = store.verify(
+                sample=sample, rate=rate, resume=resume, progress=progress
+            )
         bad = [finding for finding in summary.findings if finding.pack]
         if repair and bad:
             plan, repaired = store.plan_repair(bad), Repaired()
             if plan.packs and not json:
                 _print_plan(plan)
-            question = f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten the requests that use them?"
+            question = (
+                f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten the "
+                f"requests that use them?"
+            )
             if plan.packs and (yes or typer.confirm(question)):
                 try:
                     store.repair(bad, repaired)
@@ -203,23 +230,42 @@ def check_store(
     resume: Path | None,
     progress: Progress | None,
 ) -> Summary:
-    """Read and check a store; see ``StoreHandle.verify``. ``bytes_per_s`` is its parsed ``rate``."""
+    """Read and check a store; see ``StoreHandle.verify``. ``bytes_per_s`` is its parsed
+    ``rate``."""
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
-    state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
+    state = (
+        VerifyState.begin(url, sample)
+        if resume is None
+        else VerifyState.load(resume, url, sample)
+    )
     if resume is not None:
-        state.save(resume)  # fails now, and not after an hour of reading, if the file cannot be written
+        # fails now, and not after an hour of reading, if the file cannot be written
+        state.save(resume)
     begin, resumed = time.monotonic(), (state.packs, state.stored_bytes)
     now = time.time()
     engines = sum(status.is_live(now) for status in read_statuses(backend))
-    throttle = Throttle(bytes_per_s, share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1)
+    throttle = Throttle(
+        bytes_per_s,
+        share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1,
+    )
     spaces = read_catalogues(backend)
-    total = sum(space.tables[pack].payload_length for space, pack in packs_left(spaces, state))
+    total = sum(
+        space.tables[pack].payload_length for space, pack in packs_left(spaces, state)
+    )
     took = counted(progress, "verify", total, throttle)
     threads, portion, batch = _THREADS, _PORTION_BYTES, BATCH_BYTES
     if throttle.bounded:
         threads, portion, batch = 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES
-    verifier = Verifier(backend, spaces, state, took, threads, math.inf if resume is None else portion, batch)
+    verifier = Verifier(
+        backend,
+        spaces,
+        state,
+        took,
+        threads,
+        math.inf if resume is None else portion,
+        batch,
+    )
     with closing(verifier), _prompt_threads():
         verifier.begin()
         rows = count_rows(backend, spaces)
@@ -247,8 +293,8 @@ def check_store(
 
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
-    """Let reading threads wait less for the GIL than the default of up to 5 ms after each read, and exclude present
-    objects, such as pack tables, from garbage collection.
+    """Let reading threads wait less for the GIL than the default of up to 5 ms after each read, and
+    exclude present objects, such as pack tables, from garbage collection.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
@@ -273,72 +319,143 @@ def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> 
 
 
 def _print_plan(plan: RepairPlan) -> None:
-    render.show_table(_PACKS, plan.packs, title="bad packs to delete", left="namespace", most=_SHOWN)
+    render.show_table(
+        _PACKS, plan.packs, title="bad packs to delete", left="namespace", most=_SHOWN
+    )
     if plan.requests:
-        title = "requests that use these packs, and the blocks that they keep (0: the request is deleted)"
+        title = (
+            "requests that use these packs, and the blocks that they keep (0: the request "
+            "is deleted)"
+        )
         render.show_table(_REQUESTS, plan.requests, title=title, most=_SHOWN)
-    packs = f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
+    packs = (
+        f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
+    )
     shortened = sum(row.kept_blocks > 0 for row in plan.requests)
-    going = f"{render.format_size(plan.stored_bytes)}, and {render.count(len(plan.requests) - shortened, 'request')}"
-    render.say(f"to delete: {packs}, {going}; to shorten: {render.count(shortened, 'request')}")
+    going = (
+        f"{render.format_size(plan.stored_bytes)}, and "
+        f"{render.count(len(plan.requests) - shortened, 'request')}"
+    )
+    render.say(
+        f"to delete: {packs}, {going}; to shorten: {render.count(shortened, 'request')}"
+    )
 
 
 def _print(summary: Summary, bytes_per_s: int | None) -> None:
     if summary.findings:
-        render.show_table(_FINDINGS, summary.findings, left="pack or request,namespace,detail", most=_SHOWN)
+        render.show_table(
+            _FINDINGS,
+            summary.findings,
+            left="pack or request,namespace,detail",
+            most=_SHOWN,
+        )
     read_bytes = summary.stored_bytes - summary.resumed_bytes
-    speed = render.format_size(int(read_bytes / summary.seconds)) if summary.seconds else "-"
+    speed = (
+        render.format_size(int(read_bytes / summary.seconds))
+        if summary.seconds
+        else "-"
+    )
     read = f"{render.count(summary.packs, 'pack')} ({render.format_size(summary.stored_bytes)})"
-    render.say(f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} s ({speed}/s)")
+    render.say(
+        f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} "
+        f"s ({speed}/s)"
+    )
     if summary.resumed_packs:
-        earlier = f"{render.count(summary.resumed_packs, 'pack')} ({render.format_size(summary.resumed_bytes)})"
+        earlier = (
+            f"{render.count(summary.resumed_packs, 'pack')} "
+            f"({render.format_size(summary.resumed_bytes)})"
+        )
         render.say(f"this includes {earlier} that earlier, interrupted runs read")
     if summary.beside_engines:
-        bound = "5 % of the time" if bytes_per_s is None else f"{render.format_size(bytes_per_s)}/s"
-        render.say(f"reads were limited to {bound}; {render.count(summary.beside_engines, 'engine')} used the store")
+        bound = (
+            "5 % of the time"
+            if bytes_per_s is None
+            else f"{render.format_size(bytes_per_s)}/s"
+        )
+        render.say(
+            f"reads were limited to {bound}; {render.count(summary.beside_engines, 'engine')} "
+            f"used the store"
+        )
     if summary.went_meanwhile:
-        render.say(f"no problem: {render.count(summary.went_meanwhile, 'pack')} deleted or replaced while verify read")
+        render.say(
+            f"no problem: {render.count(summary.went_meanwhile, 'pack')} deleted or replaced "
+            f"while verify read"
+        )
     if summary.other_release_packs:
-        render.say(f"not checked, of another release's codec: {render.count(summary.other_release_packs, 'pack')}")
+        render.say(
+            f"not checked, of another release's codec: "
+            f"{render.count(summary.other_release_packs, 'pack')}"
+        )
     if not summary.rows_counted:
-        render.say("unreadable catalogue rows could not be counted: other processes wrote continuously")
+        render.say(
+            "unreadable catalogue rows could not be counted: other processes wrote continuously"
+        )
     if summary.deleted_packs or summary.shortened_requests:
-        render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; engines compute the lost blocks again")
+        render.say(
+            f"deleted {render.count(summary.deleted_packs, 'pack')}; engines compute the lost "
+            f"blocks again"
+        )
         shortened = f"{summary.shortened_requests:,} shortened to the blocks before the bad packs"
-        render.say(f"requests: {shortened}, {summary.deleted_requests:,} deleted, because no block was left")
-    render.say("no problems found" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
+        render.say(
+            f"requests: {shortened}, {summary.deleted_requests:,} deleted, because no block "
+            f"was left"
+        )
+    render.say(
+        "no problems found"
+        if not summary.problems
+        else f"found {render.count(summary.problems, 'problem')}"
+    )
 
 
 def plan_repair(backend: Backend, findings: Iterable[Finding]) -> RepairPlan:
-    """Return the packs of ``findings`` that the store still holds, and the requests that name them."""
+    """Return the packs of ``findings`` that the store still holds, and the requests that name
+    them."""
     plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
     for space in read_catalogues(backend):
         name, doomed = space.namespace.hex(), sorted(bad & space.tables.keys())
         for table in map(space.tables.__getitem__, doomed):
-            plan.packs.append(PlannedPack(name, table.pack_id.hex(), len(table.keys), table.payload_length))
+            plan.packs.append(
+                PlannedPack(
+                    name, table.pack_id.hex(), len(table.keys), table.payload_length
+                )
+            )
             plan.blocks += len(table.keys)
             plan.stored_bytes += table.payload_length
         for heads, batch in _shortenings(backend, space, doomed) if doomed else ():
-            kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
-            plan.requests += [PlannedRequest(name, head.id, head.blocks, kept.get(head.id, 0)) for head in heads]
+            kept = {
+                write.manifest.id: write.manifest.blocks for write in batch.manifests
+            }
+            plan.requests += [
+                PlannedRequest(name, head.id, head.blocks, kept.get(head.id, 0))
+                for head in heads
+            ]
     return plan
 
 
 def repair_packs(backend: Backend, findings: Iterable[Finding], done: Repaired) -> None:
-    """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them; each commit updates
-    ``done``.
+    """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them;
+    each commit updates ``done``.
 
-    :raises StoreError: a commit failed, or other processes wrote during each attempt; earlier commits stay in effect.
+    :raises StoreError: a commit failed, or other processes wrote during each attempt; earlier
+        commits stay in effect.
     """
-    bad = sorted({(found.namespace, found.pack) for found in findings if found.namespace and found.pack})
+    bad = sorted(
+        {
+            (found.namespace, found.pack)
+            for found in findings
+            if found.namespace and found.pack
+        }
+    )
     for space in read_catalogues(backend):
         for namespace, pack in bad:
             if namespace == space.namespace.hex():
                 _delete(backend, space, bytes.fromhex(pack), done)
 
 
-def _delete(backend: Backend, space: NamespacePacks, pack_id: bytes, done: Repaired) -> None:
+def _delete(
+    backend: Backend, space: NamespacePacks, pack_id: bytes, done: Repaired
+) -> None:
     name = space.namespace
     for _ in range(_ATTEMPTS):
         space.refresh()
@@ -368,8 +485,8 @@ def _delete(backend: Backend, space: NamespacePacks, pack_id: bytes, done: Repai
 def _shortenings(
     backend: Backend, space: NamespacePacks, bad: Sequence[bytes]
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
-    """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them to the blocks before
-    their first bad pack. The commit leaves out those that would keep none.
+    """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them
+    to the blocks before their first bad pack. The commit leaves out those that would keep none.
     """
     heads = backend.manifests_naming(space.namespace, bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]
@@ -379,8 +496,17 @@ def _shortenings(
         wanted = {key for request in requests for key in all_keys(request.keys)}
         pack_of, sizes = dict[bytes, bytes](), dict[int, int]()
         for table in good:
-            if not wanted.isdisjoint(table.keys.unpack()):  # to save memory, only packs with blocks of the requests
+            # to save memory, only packs with blocks of the requests
+            if not wanted.isdisjoint(table.keys.unpack()):
                 pack_of.update(dict.fromkeys(table.keys.unpack(), table.pack_id))
                 sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
         groups = max((len(request.keys) for request in requests), default=0)
-        yield some, shortened(requests, pack_of, [sizes.get(group, 0) for group in range(groups)], None)
+        yield (
+            some,
+            shortened(
+                requests,
+                pack_of,
+                [sizes.get(group, 0) for group in range(groups)],
+                None,
+            ),
+        )

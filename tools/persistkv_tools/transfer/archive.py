@@ -1,8 +1,10 @@
-"""Files of ``persistkv export``: contexts of one or more namespaces, complete, for any store. See docs/format.md.
+"""Files of ``persistkv export``: contexts of one or more namespaces, complete, for any store. See
+docs/format.md.
 
 1. The identity, the packs and the requests in a file are all that a store needs to serve them.
-2. Each record begins with a head: kind, length and checksum. The last record has a checksum over all other heads. So
-   a file is refused if it was changed or cut off, or if records were removed or reordered.
+2. Each record begins with a head: kind, length and checksum. The last record has a checksum over
+   all other heads. So a file is refused if it was changed or cut off, or if records were removed or
+   reordered.
 3. Reading trusts nothing: lengths are checked against the file before anything is allocated.
 """
 
@@ -24,7 +26,12 @@ import xxhash
 from persistkv import __version__
 from persistkv.errors import FileError, PersistKVError
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, encode_manifest, encode_manifest_keys
+from persistkv.storage.format.manifest import (
+    ManifestKeys,
+    RequestManifest,
+    encode_manifest,
+    encode_manifest_keys,
+)
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv_tools.packs import Took
@@ -39,7 +46,8 @@ _HEAD, NAMESPACE, PACK, REQUEST, _END = b"HEAD", b"NSPC", b"PACK", b"RQST", b"EN
 
 
 class CorruptArchiveError(PersistKVError):
-    """A file is not a complete, undamaged file of ``persistkv export``, or it changed while it was imported."""
+    """A file is not a complete, undamaged file of ``persistkv export``, or it changed while it was
+    imported."""
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -67,17 +75,21 @@ def _file_errors(action: str, path: Path) -> Iterator[None]:
 
 
 class ArchiveWriter:
-    """Writes an export file, used in a ``with`` statement. A temporary file replaces the target if the block succeeds;
-    otherwise the target is unchanged. The file has mode 0600: contexts are private. Standard output (``-``) is written
-    directly; if the block raised, the output lacks its end, and ``ArchiveReader`` refuses it.
+    """Writes an export file, used in a ``with`` statement. A temporary file replaces the target if
+    the block succeeds; otherwise the target is unchanged. The file has mode 0600: contexts are
+    private. Standard output (``-``) is written directly; if the block raised, the output lacks its
+    end, and ``ArchiveReader`` refuses it.
 
-    :raises ConfigurationError: the file cannot be written. All methods and the end of the block raise it, too.
+    :raises ConfigurationError: the file cannot be written. All methods and the end of the block
+        raise it, too.
     :raises SystemExit: standard output is a pipe that its reader closed. Raised in the same places.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._part = None if path == STANDARD_OUTPUT else path.with_name(path.name + ".part")
+        self._part = (
+            None if path == STANDARD_OUTPUT else path.with_name(path.name + ".part")
+        )
         self._records = 0
         self._heads = xxhash.xxh3_64()
         with _file_errors("write", path):
@@ -85,20 +97,35 @@ class ArchiveWriter:
                 descriptor = os.dup(sys.stdout.fileno())
             else:
                 self._part.unlink(missing_ok=True)
-                descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                descriptor = os.open(
+                    self._part,
+                    os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+                    0o600,
+                )
         self._file: BinaryIO = os.fdopen(descriptor, "wb")
         self._file.write(_MAGIC)
-        self._write(_HEAD, msgspec.json.encode(_Head(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")))
+        self._write(
+            _HEAD,
+            msgspec.json.encode(
+                _Head(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")
+            ),
+        )
 
     def __enter__(self) -> ArchiveWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if error is None:
-                self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
+                self._write(
+                    _END,
+                    msgspec.json.encode(_End(self._records, self._heads.hexdigest())),
+                )
                 with _file_errors("write", self._path):
                     self._file.flush()
                     if self._part is not None:
@@ -115,13 +142,17 @@ class ArchiveWriter:
         self._write(NAMESPACE, identity.encode())
 
     def pack(self, table: PackTable, payload: Buffer) -> None:
-        """Write a pack of the namespace that was begun last; ``payload`` is its frames as stored, padding included."""
+        """Write a pack of the namespace that was begun last; ``payload`` is its frames as stored,
+        padding included."""
         self._write(PACK, payload, table.encode())
 
     def request(self, manifest: RequestManifest, keys: ManifestKeys) -> None:
-        """Write a request of the namespace that was begun last; its packs must be written already."""
+        """Write a request of the namespace that was begun last; its packs must be written
+        already."""
         head = encode_manifest(manifest)
-        self._write(REQUEST, MANIFEST_LENGTH.pack(len(head)), head, encode_manifest_keys(keys))
+        self._write(
+            REQUEST, MANIFEST_LENGTH.pack(len(head)), head, encode_manifest_keys(keys)
+        )
 
     def _write(self, kind: bytes, *parts: Buffer) -> None:
         digest = xxhash.xxh3_64()
@@ -137,7 +168,8 @@ class ArchiveWriter:
 class ArchiveReader:
     """Reads an export file: first all records in order, then single records again by position.
 
-    :raises ConfigurationError: the file cannot be opened, or is a pipe. All methods raise it if a read fails.
+    :raises ConfigurationError: the file cannot be opened, or is a pipe. All methods raise it if a
+        read fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,7 +178,9 @@ class ArchiveReader:
             self._file = path.open("rb")
         if not self._file.seekable():
             self._file.close()
-            raise FileError("read", path, ValueError("it is a pipe, and import reads a file twice"))
+            raise FileError(
+                "read", path, ValueError("it is a pipe, and import reads a file twice")
+            )
         self._size = os.fstat(self._file.fileno()).st_size
         self._heads: dict[int, bytes] = {}
         """Head of each record, by its position."""
@@ -155,7 +189,8 @@ class ArchiveReader:
         self._file.close()
 
     def records(self, took: Took) -> Iterator[tuple[int, bytes, memoryview]]:
-        """Yield byte position, kind and body of each record; raise CorruptArchiveError, also if one is missing."""
+        """Yield byte position, kind and body of each record; raise CorruptArchiveError, also if one
+        is missing."""
         if self._read(len(_MAGIC)) != _MAGIC:
             raise CorruptArchiveError(f"{self._path} is not a file of persistkv export")
         heads, at = xxhash.xxh3_64(), len(_MAGIC)
@@ -163,7 +198,9 @@ class ArchiveReader:
             kind, body = self._record()
             head = msgspec.json.decode(body, type=_Head)
             if kind != _HEAD or head.version != ARCHIVE_VERSION:
-                raise self.corrupt(at, f"version {head.version}; this release reads {ARCHIVE_VERSION}")
+                raise self.corrupt(
+                    at, f"version {head.version}; this release reads {ARCHIVE_VERSION}"
+                )
             while kind != _END:
                 heads.update(self._heads[at])
                 at = self._file.tell()
@@ -174,11 +211,15 @@ class ArchiveReader:
             end = msgspec.json.decode(body, type=_End)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self.corrupt(at, str(error)) from None
-        if (end.records, end.heads) != (len(self._heads) - 1, heads.hexdigest()) or self._read(1):
+        if (end.records, end.heads) != (
+            len(self._heads) - 1,
+            heads.hexdigest(),
+        ) or self._read(1):
             raise self.corrupt(at, "records are missing, or bytes follow the last one")
 
     def again(self, at: int) -> memoryview:
-        """Read the body of the record at byte ``at`` again; raise CorruptArchiveError if the file changed."""
+        """Read the body of the record at byte ``at`` again; raise CorruptArchiveError if the file
+        changed."""
         self._file.seek(at)
         return self._record()[1]
 
@@ -193,7 +234,9 @@ class ArchiveReader:
         if reserved:
             raise self.corrupt(at, f"{reserved:#x} instead of 0 in a reserved field")
         if length > self._size - at - _RECORD.size:
-            raise self.corrupt(at, f"a record of {length:,} bytes is longer than the file")
+            raise self.corrupt(
+                at, f"a record of {length:,} bytes is longer than the file"
+            )
         body = memoryview(self._read(length))
         if len(body) != length or xxhash.xxh3_64_intdigest(body) != checksum:
             raise self.corrupt(at, "the checksum does not match")
@@ -204,5 +247,6 @@ class ArchiveReader:
             return self._file.read(length)
 
     def corrupt(self, at: int, problem: str) -> CorruptArchiveError:
-        """Return the error that names the file, the byte ``at`` where a bad record begins, and the problem."""
+        """Return the error that names the file, the byte ``at`` where a bad record begins, and the
+        problem."""
         return CorruptArchiveError(f"{self._path}, at byte {at:,}: {problem}")

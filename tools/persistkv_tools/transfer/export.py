@@ -20,7 +20,14 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv_tools import options, render
 from persistkv_tools.options import FoundRequest, Selection
-from persistkv_tools.packs import NamespacePacks, OtherReleaseError, Packs, Took, all_keys, check_pack
+from persistkv_tools.packs import (
+    NamespacePacks,
+    OtherReleaseError,
+    Packs,
+    Took,
+    all_keys,
+    check_pack,
+)
 from persistkv_tools.progress import byte_progress
 from persistkv_tools.transfer.archive import STANDARD_OUTPUT, ArchiveWriter
 
@@ -35,10 +42,13 @@ class Source(NamedTuple):
     keys: Callable[[str], ManifestKeys | None]
     """Return the keys of a request by its id; None if they are gone or damaged."""
     read: Callable[[PackTable, Took], Buffer | None]
-    """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown codec."""
+    """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown
+    codec."""
 
     @classmethod
-    def of(cls, backend: Backend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
+    def of(
+        cls, backend: Backend, namespace: Namespace, requests: Iterable[RequestManifest]
+    ) -> Source:
         """Return a source for some requests of a namespace in a store."""
         found = sorted(requests, key=lambda manifest: (manifest.created, manifest.id))
 
@@ -52,13 +62,22 @@ class Source(NamedTuple):
         def keys(name: str) -> ManifestKeys | None:
             return backend.manifest_keys(namespace.id, [name])[0]
 
-        return cls(namespace.identity, NamespacePacks(backend, namespace.id), found, keys, read)
+        return cls(
+            namespace.identity, NamespacePacks(backend, namespace.id), found, keys, read
+        )
 
     def stored_bytes(self, backend: Backend) -> int:
         """Return the payload bytes of the packs that the requests name; each pack counts once."""
-        chains = (backend.chain(self.identity.digest, manifest.id) or () for manifest in self.requests)
+        chains = (
+            backend.chain(self.identity.digest, manifest.id) or ()
+            for manifest in self.requests
+        )
         tables = self.packs.tables
-        return sum(tables[pack].payload_length for pack in set().union(*chains) if pack in tables)
+        return sum(
+            tables[pack].payload_length
+            for pack in set().union(*chains)
+            if pack in tables
+        )
 
     def complete(self, keys: ManifestKeys | None) -> bool:
         """Return whether packs hold all keys of a request; False if ``keys`` is None."""
@@ -78,16 +97,26 @@ class Sent(msgspec.Struct):
 
 def export(
     url: options.Url,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; -: standard output.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="File to write; -: standard output."
+        ),
+    ],
     requests: options.RequestIds = None,
-    everything: Annotated[bool, typer.Option("--all", help="Export all requests.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Export all requests.")
+    ] = False,
     label: options.Labels = None,
     namespace: options.InNamespace = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing file.")
+    ] = False,
     rate: options.Rate = None,
     json: options.Json = False,
 ) -> None:
-    """Write requests and their packs to a file that any store can import. Exit code 1: damaged requests were left out.
+    """Write requests and their packs to a file that any store can import. Exit code 1: damaged
+    requests were left out.
 
     Example: persistkv export lmdb:///var/cache/kv 0c4de6a0 -o context.pkv
     """
@@ -95,14 +124,23 @@ def export(
         raise MissingOptionError("export", "requests, --label or --all")
     to_pipe = output == STANDARD_OUTPUT
     if to_pipe and (json or sys.stdout.isatty()):
-        reason = "--json uses standard output" if json else "standard output is a terminal"
+        reason = (
+            "--json uses standard output" if json else "standard output is a terminal"
+        )
         raise ConfigurationError("--output", "-", f"a file, because {reason}")
     if output.exists() and not force and not to_pipe:
-        raise FileError("write", output, FileExistsError("the file exists; --force replaces it"))
+        raise FileError(
+            "write", output, FileExistsError("the file exists; --force replaces it")
+        )
     selection, begin = Selection.parse(label), time.monotonic()
     with open_store(url) as store, byte_progress() as progress:
         sent = store.export(
-            output, selection, requests=requests or [], namespace=namespace, rate=rate, progress=progress
+            output,
+            selection,
+            requests=requests or [],
+            namespace=namespace,
+            rate=rate,
+            progress=progress,
         )
     if json:
         render.print_json({"url": url, "file": str(output), "exported": sent})
@@ -110,24 +148,34 @@ def export(
         packs = f"{render.count(sent.packs, 'pack')} ({render.format_size(sent.stored_bytes)})"
         to = "standard output" if to_pipe else output
         spent = render.format_pace(sent.stored_bytes, time.monotonic() - begin)
-        render.say(f"exported {render.count(sent.requests, 'request')} with {packs} to {to} {spent}", stderr=to_pipe)
+        render.say(
+            f"exported {render.count(sent.requests, 'request')} with {packs} to {to} {spent}",
+            stderr=to_pipe,
+        )
         print_incomplete(sent.incomplete, stderr=to_pipe)
     if sent.incomplete:
         raise typer.Exit(1)
 
 
 def export_requests(
-    backend: Backend, found: Iterable[FoundRequest], writer: ArchiveWriter, begin: Callable[[int], Took]
+    backend: Backend,
+    found: Iterable[FoundRequest],
+    writer: ArchiveWriter,
+    begin: Callable[[int], Took],
 ) -> Sent:
-    """Write requests with their packs, each pack once and whole, with blocks of other requests; leave out requests with
-    blocks that are damaged or gone.
+    """Write requests with their packs, each pack once and whole, with blocks of other requests;
+    leave out requests with blocks that are damaged or gone.
 
-    :param begin: called with the total of bytes to read; returns the function to call with the bytes of each read.
+    :param begin: called with the total of bytes to read; returns the function to call with the
+        bytes of each read.
     """
     by_namespace: dict[bytes, list[FoundRequest]] = {}
     for request in found:
         by_namespace.setdefault(request.namespace.id, []).append(request)
-    sources = [Source.of(backend, some[0].namespace, [one.manifest for one in some]) for some in by_namespace.values()]
+    sources = [
+        Source.of(backend, some[0].namespace, [one.manifest for one in some])
+        for some in by_namespace.values()
+    ]
     sent = Sent(namespaces=len(sources))
     took = begin(sum(source.stored_bytes(backend) for source in sources))
     for source in sources:
@@ -136,7 +184,9 @@ def export_requests(
         for manifest in source.requests:
             keys = source.keys(manifest.id)
             is_complete = source.complete(keys)
-            for pack in source.packs.in_order(keys) if keys is not None and is_complete else ():
+            for pack in (
+                source.packs.in_order(keys) if keys is not None and is_complete else ()
+            ):
                 if pack not in written:
                     table = source.packs.tables[pack]
                     payload = source.read(table, took)
@@ -156,4 +206,7 @@ def export_requests(
 
 def print_incomplete(names: list[str], *, stderr: bool = False) -> None:
     for name in names:
-        render.say(f"left out, because some of its blocks are damaged or missing: {name}", stderr=stderr)
+        render.say(
+            f"left out, because some of its blocks are damaged or missing: {name}",
+            stderr=stderr,
+        )

@@ -1,4 +1,5 @@
-"""In the engine's process: a persistent tier that serves and stores only KV of the weights in its identity."""
+"""In the engine's process: a persistent tier that serves and stores only KV of the weights in its
+identity."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _IDLE_S = 1.0  # without a step: then earlier comparisons say nothing
 class GuardedTier:
     """A persistent tier that is given jobs only for KV of the weights in its identity.
 
-    When a request has named new weights, a thread shuts the tier down and opens one of another identity. Meanwhile
-    lookups miss and jobs fail, as they do between a change and that request.
+    When a request has named new weights, a thread shuts the tier down and opens one of another
+    identity. Meanwhile lookups miss and jobs fail, as they do between a change and that request.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class GuardedTier:
         watch: WeightsWatch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """:param make_tier: opens a tier for the weights of this name; None: those at the start of the engine.
+        """:param make_tier: opens a tier for the weights of this name; None: those at the start of
+        the engine.
         :param clock: returns seconds.
         """
         self.tier = make_tier(watch.weights if watch.epoch else None)
-        """The tier of the present weights, or the last one. Must not be used while ``is_opening``."""
+        """The tier of the present weights, or the last one. Must not be used while
+        ``is_opening``."""
         self.watch = watch
         self._make_tier = make_tier
         self._opening: threading.Thread | None = None
@@ -43,7 +46,8 @@ class GuardedTier:
         self._clock = clock
         self._called = clock()
         self.dropped_blocks = 0
-        """Blocks in flight that were not stored or not served, because the weights had changed or might have."""
+        """Blocks in flight that were not stored or not served, because the weights had changed or
+        might have."""
         self._epoch = watch.epoch
         """Epoch of ``tier``, or of the one that is being opened."""
         self._held: deque[JobMetadata | ReqContext] = deque()
@@ -59,7 +63,8 @@ class GuardedTier:
     def is_detached(self) -> bool:
         """Whether the weights have changed: lookups miss, and all jobs fail."""
         now = self._clock()
-        if now - self._called > _IDLE_S:  # another process may have written the parameters
+        # another process may have written the parameters
+        if now - self._called > _IDLE_S:
             self.watch.suspect()
         self._called = now
         if self._opening is not None or self._epoch != self.watch.epoch:
@@ -71,11 +76,15 @@ class GuardedTier:
     def _detach(self, reason: str) -> None:
         self._is_detached = True
         self.tier.detach()
-        stores = sum(len(entry.keys) for entry in self._held if isinstance(entry, JobMetadata))
+        stores = sum(
+            len(entry.keys) for entry in self._held if isinstance(entry, JobMetadata)
+        )
         loads = sum(num_blocks for _, num_blocks in self._tickets.values())
         logger.error(
-            "weights changed while the engine runs (%s): persistkv is detached. Lookups miss, and nothing is stored. "
-            "In flight: %d blocks are not stored, %d are not served. To use the store again, restart the engine or "
+            "weights changed while the engine runs (%s): persistkv is detached. Lookups miss, "
+            "and nothing is stored. "
+            "In flight: %d blocks are not stored, %d are not served. To use the store again, "
+            "restart the engine or "
             "name the new weights (docs/vllm.md, weights that change)",
             reason,
             stores,
@@ -104,7 +113,10 @@ class GuardedTier:
         self.tier, self._opened = self._opened, None
         if self._epoch == self.watch.epoch:  # else the weights have another name by now
             self._is_detached = False
-            logger.warning("persistkv continues with the weights %s, under their own identity", self.watch.weights)
+            logger.warning(
+                "persistkv continues with the weights %s, under their own identity",
+                self.watch.weights,
+            )
 
     def _begin_opening(self) -> None:
         if not self._is_detached:
@@ -113,7 +125,9 @@ class GuardedTier:
             return
         self._epoch = self.watch.epoch
         arguments = (self.tier, self.watch.weights)
-        self._opening = threading.Thread(target=self._open, args=arguments, name="persistkv-epoch")
+        self._opening = threading.Thread(
+            target=self._open, args=arguments, name="persistkv-epoch"
+        )
         self._opening.start()
 
     def _open(self, old: PersistentTier, weights: str | None) -> None:
@@ -121,7 +135,10 @@ class GuardedTier:
             old.shutdown()
             self._opened = self._make_tier(weights)
         except Exception:
-            logger.exception("the store does not open for the weights %s: persistkv stays detached", weights)
+            logger.exception(
+                "the store does not open for the weights %s: persistkv stays detached",
+                weights,
+            )
 
     def shutdown(self) -> None:
         """Wait for a tier that is being opened, and shut the tier down."""
@@ -144,7 +161,8 @@ class GuardedTier:
     def begin_request(self, weights: str | None) -> int | None:
         """Return the epoch of a request that begins; None: it may neither use nor fill the store.
 
-        :param weights: name of the weights that the request expects; None: those at the start of the engine.
+        :param weights: name of the weights that the request expects; None: those at the start of
+            the engine.
         """
         watch = self.watch
         fits = watch.epoch == 0 if weights is None else watch.name_weights(weights)
@@ -154,7 +172,8 @@ class GuardedTier:
     def lookup(self, key: OffloadKey, context: ReqContext, epoch: int | None) -> bool:
         """Return whether the store of the present weights holds a block.
 
-        :param epoch: of the request, here and in the methods below, which refuse those of earlier epochs.
+        :param epoch: of the request, here and in the methods below, which refuse those of earlier
+            epochs.
         """
         if epoch != self._epoch or self._epoch != self.watch.epoch or self.is_opening:
             return False
@@ -202,7 +221,9 @@ class GuardedTier:
             ticket, num_blocks = self._tickets[result.job_id]
             if detached:
                 self.dropped_blocks += num_blocks
-                self._finished.append(JobResult(result.job_id, False, (), 0, result.seconds))
+                self._finished.append(
+                    JobResult(result.job_id, False, (), 0, result.seconds)
+                )
             elif self.watch.is_answered(ticket) and self.watch.is_sure:
                 self._finished.append(result)
             else:
@@ -224,8 +245,9 @@ class GuardedTier:
         return not self.is_opening and self.tier.has_pending_work()
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """End all jobs, for a reset of the engine's cache: those that wait for a comparison fail, because the engine
-        takes no step meanwhile. Return False if one has not ended after ``timeout_s`` seconds.
+        """End all jobs, for a reset of the engine's cache: those that wait for a comparison fail,
+        because the engine takes no step meanwhile. Return False if one has not ended after
+        ``timeout_s`` seconds.
         """
         drained = self.is_opening or self.tier.drain_jobs(timeout_s)
         self._advance()
@@ -233,6 +255,8 @@ class GuardedTier:
         for result in self._loaded:
             _, num_blocks = self._tickets.pop(result.job_id)
             self.dropped_blocks += num_blocks
-            self._finished.append(JobResult(result.job_id, False, (), 0, result.seconds))
+            self._finished.append(
+                JobResult(result.job_id, False, (), 0, result.seconds)
+            )
         self._loaded.clear()
         return drained

@@ -13,15 +13,20 @@ from persistkv.integrations.vllm.weights.word import WeightsWord
 logger = logging.getLogger(__name__)
 
 _SAMPLES = 16  # elements of each parameter
-_COST_FACTOR = 50  # a comparison before a copy follows the last one after 50 times its duration: 2 % of the time
+# a comparison before a copy follows the last one after 50 times its duration: 2 % of the time
+_COST_FACTOR = 50
 _LONGEST_PAUSE_S = 1.0
 
 
 class WeightsProbe:
-    """Compares a worker's parameters with those of the epoch's beginning, and publishes the result in its word."""
+    """Compares a worker's parameters with those of the epoch's beginning, and publishes the result
+    in its word."""
 
     def __init__(
-        self, sample: Callable[[], bytes], word: WeightsWord, clock: Callable[[], float] = time.monotonic
+        self,
+        sample: Callable[[], bytes],
+        word: WeightsWord,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """:param sample: returns the same bytes as long as the weights are the same.
         :param clock: returns seconds.
@@ -51,14 +56,20 @@ class WeightsProbe:
             self.check()
 
     def check_if_due(self) -> None:
-        """Compare, unless the last comparison is recent and the engine has not asked for another."""
+        """Compare, unless the last comparison is recent and the engine has not asked for
+        another."""
         if self._word.asked != self._word.answered or self._clock() >= self._next_due:
             self.check()
 
 
 def watch_worker(worker: Any, probe: WeightsProbe) -> None:
-    """Let ``probe`` compare before each copy of vLLM's ``OffloadingWorker``, and in each step if the engine asks."""
-    submit_store, submit_load, get_finished = worker.submit_store, worker.submit_load, worker.get_finished
+    """Let ``probe`` compare before each copy of vLLM's ``OffloadingWorker``, and in each step if
+    the engine asks."""
+    submit_store, submit_load, get_finished = (
+        worker.submit_store,
+        worker.submit_load,
+        worker.get_finished,
+    )
 
     def checked_store(*args: Any, **kwargs: Any) -> Any:
         probe.check_if_due()
@@ -72,13 +83,18 @@ def watch_worker(worker: Any, probe: WeightsProbe) -> None:
         probe.check_if_asked()
         return get_finished()
 
-    worker.submit_store, worker.submit_load, worker.get_finished = checked_store, checked_load, checked_finished
+    worker.submit_store, worker.submit_load, worker.get_finished = (
+        checked_store,
+        checked_load,
+        checked_finished,
+    )
 
 
 def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
     """Return a digest of 16 elements of each parameter of these ``torch.nn.Module`` objects.
 
-    :param experts: whether the parameters of experts count: a load balancer moves them, which changes no KV.
+    :param experts: whether the parameters of experts count: a load balancer moves them, which
+        changes no KV.
     """
     import torch
 
@@ -95,7 +111,10 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
             count = min(_SAMPLES, tensor.numel())
             step = (tensor.numel() - 1) // count or 1
             if not tensor.is_contiguous():
-                room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+                room = (
+                    tensor.untyped_storage().nbytes() // tensor.element_size()
+                    - tensor.storage_offset()
+                )
                 step = max(1, min(step, (room - 1) // count))
                 count = min(count, room)
             picked = tensor.as_strided((count,), (step,)).view(kind)
@@ -107,18 +126,24 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
 
 
 def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
-    """Let a worker compare its weights, for the engine of ``spec``; do nothing if no persistkv tier is configured.
+    """Let a worker compare its weights, for the engine of ``spec``; do nothing if no persistkv tier
+    is configured.
 
     :param offloading_worker: vLLM's ``OffloadingWorker``, which copies the KV.
     :param spec: vLLM's ``OffloadingSpec``.
-    :param worker: vLLM's ``WorkerBase``, with its model; None if unknown: the engine then watches calls alone.
+    :param worker: vLLM's ``WorkerBase``, with its model; None if unknown: the engine then watches
+        calls alone.
     """
     tiers = spec.config.extra_config.get("secondary_tiers") or ()
-    if worker is None or not any(str(tier.get("type", "")).lower().startswith("persistkv") for tier in tiers):
+    if worker is None or not any(
+        str(tier.get("type", "")).lower().startswith("persistkv") for tier in tiers
+    ):
         return
     if getattr(offloading_worker, "watches_weights", False):
         return
-    moves_experts = bool(getattr(worker.vllm_config.parallel_config, "enable_eplb", False))
+    moves_experts = bool(
+        getattr(worker.vllm_config.parallel_config, "enable_eplb", False)
+    )
 
     def sample() -> bytes:
         return sample_parameters(_modules(worker), experts=not moves_experts)
@@ -134,7 +159,8 @@ def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
 
 
 def _modules(worker: Any) -> list[Any]:
-    """Return the modules with the parameters of a worker: its model, and a draft model if it has one."""
+    """Return the modules with the parameters of a worker: its model, and a draft model if it has
+    one."""
     runner = worker.model_runner
     modules = [getattr(runner, "model", None)]
     for name in ("drafter", "speculator"):

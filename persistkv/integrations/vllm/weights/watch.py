@@ -66,16 +66,21 @@ Rpc = Callable[..., Any]
 
 
 class WeightsWatch:
-    """State of the workers' weights, in the engine's process. Must be used from its scheduler's thread.
+    """State of the workers' weights, in the engine's process. Must be used from its scheduler's
+    thread.
 
-    :param words: those of all workers; empty if they are not known. Then calls alone notice changes, and an unknown
-        method counts as a change.
+    :param words: those of all workers; empty if they are not known. Then calls alone notice
+        changes, and an unknown method counts as a change.
     :param weights: name of the weights at the start; None: those of the checkpoint.
     :param is_only_source: whether all of vLLM's KV comes from its workers and these tiers.
     """
 
     def __init__(
-        self, words: Sequence[WeightsWord], weights: str | None = None, *, is_only_source: bool = True
+        self,
+        words: Sequence[WeightsWord],
+        weights: str | None = None,
+        *,
+        is_only_source: bool = True,
     ) -> None:
         self.weights = weights
         """Name of the present weights; None: those of the checkpoint."""
@@ -99,17 +104,21 @@ class WeightsWatch:
 
     @property
     def change(self) -> str | None:
-        """Reason for which the weights count as changed in this epoch; None: they have not changed."""
+        """Reason for which the weights count as changed in this epoch; None: they have not
+        changed."""
         if self._reason is None:
             for rank, word in enumerate(self._words):
                 if word.changed == self._epoch + 1:
-                    self._reason = f"parameters of worker {rank} differ from those at the start"
+                    self._reason = (
+                        f"parameters of worker {rank} differ from those at the start"
+                    )
                     break
         return self._reason
 
     @property
     def is_sure(self) -> bool:
-        """Whether nothing has happened since the last comparison after which the weights may be others."""
+        """Whether nothing has happened since the last comparison after which the weights may be
+        others."""
         return not self._calls and self.is_answered(self._suspected)
 
     def ask(self) -> int:
@@ -140,21 +149,27 @@ class WeightsWatch:
         self._may_hold_kv = False
 
     def name_weights(self, weights: str) -> bool:
-        """Declare the name of the present weights. A new name begins an epoch, unless vLLM may hold KV of earlier
-        weights: then an error is logged.
+        """Declare the name of the present weights. A new name begins an epoch, unless vLLM may hold
+        KV of earlier weights: then an error is logged.
 
-        :returns: whether this is the name of the present weights now. A name that was left or refused never is.
+        :returns: whether this is the name of the present weights now. A name that was left or
+            refused never is.
         """
         if weights == self.weights or weights in self._left:
             return weights == self.weights
         if self._may_hold_kv or self._calls or not self._is_only_source:
-            self._left.add(weights)  # the weights may change again before vLLM holds no KV
+            # the weights may change again before vLLM holds no KV
+            self._left.add(weights)
             logger.error(
-                "requests with the weights %s neither use nor fill the store: vLLM may hold KV of earlier weights%s. "
-                "After an update, call reset_prefix_cache(reset_connector=True) while no request runs; the next "
+                "requests with the weights %s neither use nor fill the store: vLLM may hold KV "
+                "of earlier weights%s. "
+                "After an update, call reset_prefix_cache(reset_connector=True) while no "
+                "request runs; the next "
                 "request must then have the new name, another than this",
                 weights,
-                "" if self._is_only_source else ", because other connectors or tiers than persistkv's provide KV",
+                ""
+                if self._is_only_source
+                else ", because other connectors or tiers than persistkv's provide KV",
             )
             return False
         self._left.add(self.weights)
@@ -175,18 +190,32 @@ class WeightsWatch:
         rpc: Rpc = executor.collective_rpc
 
         def observed(method: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(method, str) and method in _HARMLESS and not _loads_in_place(method, args, kwargs):
+            if (
+                isinstance(method, str)
+                and method in _HARMLESS
+                and not _loads_in_place(method, args, kwargs)
+            ):
                 return rpc(method, *args, **kwargs)
             return self._observe(rpc, method, args, kwargs)
 
         executor.collective_rpc = observed
 
-    def _observe(self, rpc: Rpc, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
-        if isinstance(method, str) and (method in _PROOF or _loads_in_place(method, args, kwargs)):
+    def _observe(
+        self, rpc: Rpc, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        name = (
+            method
+            if isinstance(method, str)
+            else getattr(method, "__name__", "a function")
+        )
+        if isinstance(method, str) and (
+            method in _PROOF or _loads_in_place(method, args, kwargs)
+        ):
             self._reason = self._reason or f"call of {name}"
         if not self._words and method not in _SLEEP and method not in _WAKE:
-            self._reason = self._reason or f"call of {name}, with workers that report nothing"
+            self._reason = (
+                self._reason or f"call of {name}, with workers that report nothing"
+            )
         if method in _SLEEP:
             self._asleep = True
         self.suspect()
@@ -202,7 +231,9 @@ class WeightsWatch:
             self._ended(method, args, kwargs)
         return result
 
-    def _ended(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _ended(
+        self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._calls -= 1
         tags = _arguments(args, kwargs)[1].get("tags")
         if method in _WAKE and (not tags or "weights" in tags):
@@ -215,17 +246,24 @@ def _loads_in_place(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if method != "add_lora":
         return False
     given, named = _arguments(args, kwargs)
-    return any(getattr(request, "load_inplace", False) for request in (*given, *named.values()))
+    return any(
+        getattr(request, "load_inplace", False) for request in (*given, *named.values())
+    )
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the worker's method, from those of ``collective_rpc`` after ``method``."""
+def _arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the worker's method, from those of ``collective_rpc`` after
+    ``method``."""
     positional = dict(zip(("timeout", "args", "kwargs"), args, strict=False))
     given = positional | kwargs
     return tuple(given.get("args") or ()), dict(given.get("kwargs") or {})
 
 
-def attach_watch(spec: Any, executor: Any, weights: str | None, *, is_only_source: bool) -> WeightsWatch:
+def attach_watch(
+    spec: Any, executor: Any, weights: str | None, *, is_only_source: bool
+) -> WeightsWatch:
     """Return the watch of an engine, one for all of its tiers.
 
     :param spec: vLLM's ``OffloadingSpec``, which keeps the watch.
@@ -243,7 +281,8 @@ def attach_watch(spec: Any, executor: Any, weights: str | None, *, is_only_sourc
     except OSError:
         words = []
         logger.warning(
-            "not all workers report changes of their weights: calls of collective_rpc alone are noticed. Install "
+            "not all workers report changes of their weights: calls of collective_rpc alone "
+            "are noticed. Install "
             "persistkv in the environment of each worker, on this host"
         )
     watch = WeightsWatch(words, weights, is_only_source=is_only_source)

@@ -15,14 +15,17 @@ _WORD_BYTES = 4 * 8
 
 
 class WeightsWord:
-    """Memory that one worker shares with the engine's process: four numbers, each written by one side only."""
+    """Memory that one worker shares with the engine's process: four numbers, each written by one
+    side only."""
 
     def __init__(self, file: int) -> None:
         """:param file: descriptor of the word's file; the caller closes it."""
         self._numbers = memoryview(mmap.mmap(file, _WORD_BYTES)).cast("Q")
 
     @classmethod
-    def create(cls, engine_id: str, rank: int, directory: str = SHARED_MEMORY_DIRECTORY) -> WeightsWord:
+    def create(
+        cls, engine_id: str, rank: int, directory: str = SHARED_MEMORY_DIRECTORY
+    ) -> WeightsWord:
         """Create the word of a worker, in place of one that an earlier engine left.
 
         :raises OSError: the file cannot be created.
@@ -30,7 +33,11 @@ class WeightsWord:
         path = _path(engine_id, rank, directory)
         with suppress(FileNotFoundError):
             path.unlink()
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = os.open(
+            path,
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
+            0o600,
+        )
         try:
             os.ftruncate(file, _WORD_BYTES)
             return cls(file)
@@ -38,7 +45,9 @@ class WeightsWord:
             os.close(file)
 
     @classmethod
-    def attach(cls, engine_id: str, rank: int, directory: str = SHARED_MEMORY_DIRECTORY) -> WeightsWord:
+    def attach(
+        cls, engine_id: str, rank: int, directory: str = SHARED_MEMORY_DIRECTORY
+    ) -> WeightsWord:
         """Map the word that a worker of this engine has created, and remove its file.
 
         :raises OSError: there is none, or it is another user's.
@@ -66,7 +75,8 @@ class WeightsWord:
 
     @property
     def answered(self) -> int:
-        """Value of ``asked`` when the last comparison began. Written by the worker, after ``changed``."""
+        """Value of ``asked`` when the last comparison began. Written by the worker, after
+        ``changed``."""
         return self._numbers[1]
 
     @answered.setter
@@ -75,8 +85,8 @@ class WeightsWord:
 
     @property
     def epoch(self) -> int:
-        """Number of weights that the engine has known. The first comparison in an epoch only takes the sample with
-        which later ones compare. Written by the engine.
+        """Number of weights that the engine has known. The first comparison in an epoch only takes
+        the sample with which later ones compare. Written by the engine.
         """
         return self._numbers[2]
 
@@ -86,7 +96,8 @@ class WeightsWord:
 
     @property
     def changed(self) -> int:
-        """One more than the last epoch in which the weights changed; 0: none. Written by the worker."""
+        """One more than the last epoch in which the weights changed; 0: none. Written by the
+        worker."""
         return self._numbers[3]
 
     @changed.setter

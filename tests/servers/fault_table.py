@@ -54,7 +54,8 @@ from tests.servers.writers import wait_until_merged
 PROMPT = "deadline=5s&slow=5s"
 COMMON = "refresh=1s&cache=no&ttl=1h&capacity=100GiB"
 YEAR_S = 365 * 86_400
-MOST_LATE_S = 0.0005
+# 2 ms: a step of an engine on a GPU takes 10 ms and more
+MOST_LATE_S = 0.002
 MARKS = ("<!-- fault table: begin -->", "<!-- fault table: end -->")
 STS_ANSWER = """<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
 <AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{key}</AccessKeyId><SecretAccessKey>{secret}</SecretAccessKey>
@@ -179,7 +180,7 @@ def ceph(world: World, action: str) -> None:
         stdout=log,
         stderr=log,
         check=True,
-        timeout=120,
+        timeout=180,
     )
 
 
@@ -342,7 +343,7 @@ class Outcome(NamedTuple):
     @property
     def cells(self) -> list[str]:
         before, during = self.calls_s
-        held = "yes" if during.median - before.median <= MOST_LATE_S else "no"
+        held = "yes" if during.p99 - before.p99 <= MOST_LATE_S else "no"
         breaker = f"{self.opened} / {self.closed}"
         counts = [self.misses, self.wrong, self.missing, self.twice]
         late = f"{before} / {during} ms: {held}"
@@ -358,7 +359,7 @@ COLUMNS = [
     "missing",
     "twice",
     "breaker opened / closed",
-    f"engine's calls, median and p99, before / during: median + {MOST_LATE_S * 1e3:g} ms at most",
+    f"engine's calls, median and p99, before / during: p99 + {MOST_LATE_S * 1e3:g} ms at most",
     "longest load before / during",
 ]
 

@@ -120,12 +120,12 @@ class IsolatedTier:
             self._is_stale = guard.raised
             self.is_usable = not (self.is_silent or self._is_stale)
 
-    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
+    def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
         """See ``RecentContexts``, which the tier must implement."""
         ask = partial(
             cast(RecentContexts, self.tier).ask_recent,
             max_blocks,
-            only_asked=only_asked,
+            prefetched=prefetched,
         )
         return self._attempt(
             "ask_recent", "recently used contexts are not promoted", False, ask

@@ -343,8 +343,9 @@ class TieringOffloadingManager(OffloadingManager):
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the promotion of the next recently used context once all promotions of the previous
         one have ended."""
+        is_idle = prewarming.ended and not prewarming.waits
         if (
-            not prewarming.is_due
+            is_idle
             or any(req_id == _PREWARM.req_id for _, req_id in self._pending)
             or any(job.data.req_context is _PREWARM for job in self._jobs.values())
         ):

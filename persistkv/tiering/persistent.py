@@ -341,31 +341,31 @@ class PersistentTier(SecondaryTierManager):
         if len(self._ended) > _REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
 
-    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask the store for keys of stored requests, to promote their blocks: first requests that
-        ``persistkv warm`` named, then the most recently used ones. ``take_recent`` returns the
-        keys.
+    def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
+        """Ask the store for keys of stored requests, to promote their blocks, most recently used
+        requests first. ``take_recent`` returns the keys.
 
         :param max_blocks: most keys to return, over all requests.
-        :param only_asked: ask only for the oldest entry of ``prefetch`` or, if there is none, for
-            requests that ``persistkv warm`` named.
-        :returns: False if nothing was requested: the store is not open (retry later), or the tier
-            is detached.
+        :param prefetched: ask only for the oldest entry of ``prefetch``, and remove it.
+        :returns: False if nothing was asked for: the store is not open (retry later), ``prefetch``
+            has no entry, or the tier is detached.
         """
-        choice = self._prefetches[0] if only_asked and self._prefetches else None
-        if isinstance(choice, list):  # the keys are known: there is nothing to ask
+        if self._detached or (prefetched and not self._prefetches):
+            return False
+        if not prefetched:
+            return self._client.ask_recent(max_blocks)
+        choice = self._prefetches[0]
+        if isinstance(choice, Choice):
+            asked = self._client.ask_recent(max_blocks, choice)
+        else:  # the keys are known: the store has nothing to add
             self._known = [choice[:max_blocks]]
-            self._prefetches.popleft()
-            return True
-        asked = not self._detached and self._client.ask_recent(
-            max_blocks, only_asked=only_asked, choice=choice
-        )
-        if asked and choice is not None:
+            asked = True
+        if asked:
             self._prefetches.popleft()
         return asked
 
     def prefetch(self, choice: Choice | list[OffloadKey]) -> None:
-        """Queue contexts to promote. Each later ``ask_recent`` with ``only_asked`` takes the oldest
+        """Queue contexts to promote. Each later ``ask_recent`` with ``prefetched`` takes the oldest
         entry.
 
         At most 64 entries are queued; a further one replaces the oldest.

@@ -253,7 +253,7 @@ def test_reset_cache_tier_raises_old_weights_are_not_served(
 class RaisingContexts(RaisingTier):
     """Tier that offers the interface of recent contexts, and raises in its methods."""
 
-    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
+    def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
         raise OSError("ask_recent")
 
     def take_recent(self) -> list[list[OffloadKey]] | None:

@@ -376,7 +376,7 @@ def test_prefetch_text_without_encoding_is_ignored(
         assert not tier.prefetch_waits
     assert "a prefetch is ignored" in caplog.text
     tier.prefetch(Choice(labels={"session": "7"}))
-    assert tier.ask_recent(1, only_asked=True)
+    assert tier.ask_recent(1, prefetched=True)
 
 
 def test_prefetch_after_changed_weights_keeps_no_engine_awake(

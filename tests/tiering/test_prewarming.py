@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,6 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.errors import ConfigurationError
-from persistkv.storage import open_backend
-from persistkv.storage.backend import Backend
-from persistkv.storage.host.prewarm import WarmRequest, request_warm, warm_answers
-from persistkv.tiering import prewarming as prewarming_module
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming
 
@@ -26,17 +21,21 @@ Described = Callable[..., ReqContext]
 
 
 class FakeTier:
-    """Tier whose readiness (``open``) and answer the test sets."""
+    """Tier whose readiness (``open``), hints and answer the test sets."""
 
     def __init__(self) -> None:
         self.open = False
+        self.hints = 0
+        """Number of questions for prefetched contexts that the tier accepts."""
         self.asked: list[tuple[int, bool]] = []
         self.answer: list[list[OffloadKey]] | None = None
 
-    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        if self.open:
-            self.asked.append((max_blocks, only_asked))
-        return self.open
+    def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
+        if not self.open or (prefetched and not self.hints):
+            return False
+        self.hints -= prefetched
+        self.asked.append((max_blocks, prefetched))
+        return True
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
         answer, self.answer = self.answer, None
@@ -54,36 +53,36 @@ def test_next_context_answered_tier_yields_contexts_one_by_one(keys: Keys) -> No
     assert not prewarming.ended
     assert prewarming.next_context() is None
     assert prewarming.ended
+    assert not prewarming.waits
     assert tier.asked == [(5, False)]
 
 
-def test_next_context_after_end_yields_contexts_requested_later(
-    keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.0)
+def test_next_context_after_end_yields_prefetched_contexts(keys: Keys) -> None:
     tier, later = FakeTier(), [keys(3), keys(2)]
     tier.open, tier.answer = True, []
     prewarming = Prewarming(tier, 5)
     assert prewarming.next_context() is None
     assert prewarming.ended
+    tier.hints = 1
     assert prewarming.next_context() is None
-    assert tier.asked == [(5, False), (5, True)]
+    assert prewarming.waits
     tier.answer = list(later)
     assert [prewarming.next_context() for _ in range(2)] == later
     assert prewarming.next_context() is None
-    assert tier.asked == [(5, False), (5, True), (5, True)]
+    assert not prewarming.waits
+    assert tier.asked == [(5, False), (5, True)]
 
 
 def test_next_context_lost_answer_is_requested_again(
-    keys: Keys, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     tier = FakeTier()
-    tier.open, tier.answer = True, []
+    tier.open, tier.answer, tier.hints = True, [], 2
     prewarming = Prewarming(tier, 5)
     assert prewarming.next_context() is None
-    for seconds, asked in ((1, 1), (6, 2), (30, 2), (61, 2), (1, 3)):
+    for seconds, asked in ((1, 2), (59, 2), (2, 3)):
         now += seconds
         assert prewarming.next_context() is None
         assert len(tier.asked) == asked
@@ -122,17 +121,6 @@ def two_contexts(
     return old, new
 
 
-def request_prewarming(backend: Backend, chain: list[OffloadKey]) -> WarmRequest:
-    """Request prewarming, as ``persistkv warm`` does, of the context that begins with this
-    chain."""
-    (space,) = backend.namespaces()
-    for head in backend.manifests(space.id):
-        groups = backend.manifest_keys(space.id, [head.id])[0]
-        if groups and chain[0] in groups[0].unpack():
-            return request_warm(backend, space.id, head.id)
-    raise AssertionError("no request names the chain")
-
-
 @pytest.mark.parametrize("host", ["inline", "process"])
 def test_prewarming_restarted_stack_promotes_most_recent_context(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
@@ -156,59 +144,6 @@ def test_prewarming_restarted_stack_promotes_most_recent_context(
     ] * 4
     second.check(new, second.manager.prepare_load(new, asking))
     second.manager.complete_load(new, asking)
-
-
-def test_prewarming_requested_context_is_promoted_first(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
-) -> None:
-    url = f"lmdb://{tmp_path}/store"
-    tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
-    old, _ = two_contexts(make_stack, tier, keys, described)
-    with closing(open_backend(url)) as backend:
-        asked = request_prewarming(backend, old)
-        second = make_stack(16, tier, prewarm_share=0.375)
-        deadline = time.monotonic() + 90
-        while second.manager.has_pending_work():
-            assert time.monotonic() < deadline
-            second.step()
-        asking = described("asking", old)
-        second.manager.on_new_request(asking)
-        assert [second.manager.lookup(key, asking) for key in old] == [True] * 6
-        (answer,) = warm_answers(backend, asked)
-        assert (answer.blocks, answer.missing) == (6, 0)
-    second.check(old, second.manager.prepare_load(old, asking))
-    second.manager.complete_load(old, asking)
-
-
-def test_prewarming_request_to_running_engine_promotes_context(
-    make_stack: MakeStack,
-    keys: Keys,
-    described: Described,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.01)
-    url = f"lmdb://{tmp_path}/store"
-    tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
-    old, new = two_contexts(make_stack, tier, keys, described)
-    second = make_stack(16, tier, prewarm_share=0.375)
-    asking = described("asking", old)
-    deadline = time.monotonic() + 90
-    while second.manager.has_pending_work():
-        assert time.monotonic() < deadline
-        second.step()
-    assert second.manager.stats.promoted_blocks == 6
-    assert second.manager.lookup(new[0], asking) is True
-    with closing(open_backend(url)) as backend:
-        asked = request_prewarming(backend, old)
-    while second.manager.stats.promoted_blocks < 12:
-        assert time.monotonic() < deadline
-        second.step()
-    second.manager.on_new_request(asking)
-    assert [second.manager.lookup(key, asking) for key in old] == [True] * 6
-    with closing(open_backend(url)) as backend:
-        (answer,) = warm_answers(backend, asked)
-        assert (answer.blocks, answer.missing) == (6, 0)
 
 
 def test_prewarm_share_above_one_raises(make_stack: MakeStack) -> None:

@@ -120,7 +120,6 @@ class TestCliErrors:
             "label requires NAME=VALUE or --remove NAME",
         ),
         (("export", "{url}", "-o", "x"), "export requires requests, --label or --all"),
-        (("warm", "{url}"), "warm requires ids of requests, or --label"),
         (
             ("export", "{url}", "--all", "-o", "{tmp}/here"),
             "cannot write {tmp}/here: the file exists; --force replaces it",
@@ -183,7 +182,6 @@ class TestStoreVariable:
             ("prune", "--older-than", "1000d", "--dry-run"),
             ("export", "engine-0-0", "-o", "{here}/all.pkv"),
             ("push", "{here}/pushed"),
-            ("warm", "engine-0-0"),
             ("verify",),
         ],
         ids=lambda arguments: arguments[0],

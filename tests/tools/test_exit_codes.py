@@ -21,7 +21,6 @@ import pytest
 from persistkv import open_store
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
-from persistkv.storage.host.prewarm import acknowledge_warm, pending_warm
 from persistkv.storage.identity import Identity
 from persistkv_tools.options import AdoptionView
 from tests.storage.statuses import make_status
@@ -246,7 +245,7 @@ def test_command_refused_prints_error_and_writes_no_files(
 
 def test_documented_exit_codes_all_have_test_cases() -> None:
     elsewhere = {("serve-metrics", 0), ("top", 0)}  # test_metrics.py and test_top.py
-    elsewhere |= {("bench", 0), ("warm", 1)}  # below
+    elsewhere |= {("bench", 0)}  # below
     elsewhere |= {("rebuild", 1)}  # test_rebuild.py
     tested = {
         (case.arguments[0], case.code) for case in (*FINDINGS, *SUCCESSES, *REFUSALS)
@@ -308,8 +307,7 @@ def test_command_json_has_every_documented_field(
 
 @pytest.fixture
 def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
-    """URL of a store with a request ``one`` and an engine that lacks one of the blocks that it is
-    asked to promote."""
+    """URL of a store with a request ``one`` that an engine uses."""
     url, writer = contexts
     writer.add("one", "a b c d")
     stop = threading.Event()
@@ -322,8 +320,6 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
         with closing(open_backend(url)) as backend:
             while not stop.is_set():
                 publish(backend)
-                for asked in pending_warm(backend, writer.namespace, "e1"):
-                    acknowledge_warm(backend, asked, "e1", blocks=3, missing=1)
                 time.sleep(0.01)
 
     publish(writer.backend)
@@ -336,16 +332,10 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
         thread.join(60)
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "code"),
-    [("top", ("--interval", "0.4s"), 0), ("warm", ("one", "--wait", "100s"), 1)],
-)
-def test_top_and_warm_json_with_engine_has_every_documented_field(
-    run: Run, engine: str, command: str, options: tuple[str, ...], code: int
-) -> None:
-    done = run(command, engine, *options, "--json")
-    assert (done.returncode, done.stderr) == (code, "")
-    check_documented(command, json.loads(done.stdout), complete=True)
+def test_top_json_with_engine_has_every_documented_field(run: Run, engine: str) -> None:
+    done = run("top", engine, "--interval", "0.4s", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    check_documented("top", json.loads(done.stdout), complete=True)
 
 
 def test_bench_json_has_every_documented_field(run: Run, made: Path) -> None:

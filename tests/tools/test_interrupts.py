@@ -14,7 +14,6 @@ from tests.tools.signals import interrupt, obey_ctrl_c, wait_for_store
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (("warm", "{url}", "one", "--wait", "5m"), 130),
         (("top", "{url}", "--interval", "5m"), 130),
         (("verify", "{url}", "--rate", "1KiB"), 130),
         (("pull", "lmdb://{tmp}/pulled", "{url}", "--rate", "1KiB"), 130),

@@ -13,7 +13,6 @@ import pytest
 
 from persistkv.errors import printable
 from persistkv.storage import open_backend
-from persistkv.storage.host.prewarm import acknowledge_warm, request_warm
 from persistkv.storage.identity import Identity
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
@@ -39,7 +38,6 @@ COMMANDS = {
     "pin": ("pin", "{url}", "bert"),
     "unpin": ("unpin", "{url}", "bert"),
     "label": ("label", "{url}", "bert", "a={evil}"),
-    "warm": ("warm", "{url}", "bert", "--wait", "1s"),
     "why": ("why", "{url}", "--against", "{other}"),
     "doctor": ("doctor", "{url}"),
     "export": ("export", "{url}", "--all", "-o", "{evil}.pkv"),
@@ -57,7 +55,6 @@ NAMED = {
     "pin": f"bert{EVIL}",
     "unpin": f"bert{EVIL}",
     "label": EVIL,
-    "warm": f"bert{EVIL}",
     "why": EVIL,
     "export": f"{EVIL}.pkv",
     "push": f"anna{EVIL}2",
@@ -83,9 +80,6 @@ def store(url, tmp_path, run):
         backend.publish_status("e1", row.encode())
     with Damage(url, writer.namespace) as damage:
         damage.flip_keys(f"anna{EVIL}2", 20)
-    with closing(open_backend(url)) as backend:
-        asked = request_warm(backend, writer.namespace, f"bert{EVIL}")
-        acknowledge_warm(backend, asked, "e1", blocks=1, missing=0)
     other = f"lmdb://{tmp_path}/other"
     with closing(open_backend(other)) as backend:
         Contexts(backend, Identity.of({"weights": "w", "config": {EVIL: "other"}})).add(

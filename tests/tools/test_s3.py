@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.host.prewarm import pending_warm
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.middle_pack import MiddlePack
@@ -165,15 +164,6 @@ def test_replay_s3_store_counts_requests_sent(run, store, tmp_path):
     assert replayed["hits"] == 2
     assert replayed["requests_sent"]["PUT"] >= 2
     assert replayed["loaded_bytes"] == 2 * found["block_bytes"]
-
-
-def test_warm_s3_request_is_pending_until_withdrawn(run, store):
-    (asked,) = shown(run, "warm", store, "three", "--ttl", "10m")["requests"]
-    assert (asked["request"], asked["blocks"]) == ("three", 2)
-    with closing(open_backend(store)) as backend:
-        (pending,) = pending_warm(backend, bytes.fromhex(asked["namespace"]), "e1")
-    assert (pending.request, pending.ttl_s) == ("three", 600.0)
-    assert shown(run, "warm", store, "three", "--withdraw")["withdrawn"] == 1
 
 
 def test_bench_s3_store_compares_with_plain_client_and_cleans_up(run, store, endpoint):

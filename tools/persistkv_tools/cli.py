@@ -54,7 +54,6 @@ COMMANDS: dict[str, str] = {
     "pin": "persistkv_tools.maintain.label:pin",
     "unpin": "persistkv_tools.maintain.label:unpin",
     "label": "persistkv_tools.maintain.label:label",
-    "warm": "persistkv_tools.maintain.warm:warm",
     "why": "persistkv_tools.inspect.why:why",
     "doctor": "persistkv_tools.inspect.doctor:doctor",
     "export": "persistkv_tools.transfer.export:export",

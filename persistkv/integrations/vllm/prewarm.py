@@ -89,8 +89,6 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
 
     def serve_external_requests(self, parent: ParentManager) -> None:
         if self._context is None:
-            if self._tier.prefetch_waits:
-                self._prewarming.look_now()
             keys = self._prewarming.next_context()
             if keys is None:
                 return

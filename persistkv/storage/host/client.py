@@ -506,15 +506,11 @@ class StoreClient:
         persisted, self._persisted = self._persisted, {}
         return persisted
 
-    def ask_recent(
-        self, max_blocks: int, *, only_asked: bool = False, choice: Choice | None = None
-    ) -> bool:
+    def ask_recent(self, max_blocks: int, choice: Choice | None = None) -> bool:
         """Send ``protocol.AskRecent``, whose fields the parameters are; return False if the store
         is not open."""
         if self.state is State.OPEN:
-            self.supervisor.connection.send(
-                protocol.AskRecent(max_blocks, only_asked, choice)
-            )
+            self.supervisor.connection.send(protocol.AskRecent(max_blocks, choice))
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:

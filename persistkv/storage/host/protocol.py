@@ -115,7 +115,6 @@ class AskRecent(_Message):
     ``recent_contexts``."""
 
     max_blocks: int
-    only_asked: bool = False
     choice: Choice | None = None
 
 

@@ -224,20 +224,17 @@ class StoreServer:
         self._send(stats)
 
     async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:
-        backend, contexts = store.catalogue.backend, list[list[bytes]]()
-        engine = "" if self._status is None else self._status.engine
+        contexts: list[list[bytes]] = []
+        read = partial(
+            recent_contexts,
+            store.catalogue.backend,
+            store.namespace,
+            store.contains,
+            ask.max_blocks,
+            ask.choice,
+        )
         try:
-            read = partial(
-                recent_contexts,
-                backend,
-                store.namespace,
-                store.contains,
-                ask.max_blocks,
-                engine,
-            )
-            contexts = await store.catalogue.call(
-                partial(read, only_asked=ask.only_asked, choice=ask.choice)
-            )
+            contexts = await store.catalogue.call(read)
         except StoreError as error:
             logger.warning(
                 "the most recently used contexts cannot be read: %s", str(error)

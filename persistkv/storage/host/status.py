@@ -11,10 +11,9 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,8 +24,6 @@ from persistkv.storage.records import StoreCounters
 
 if TYPE_CHECKING:
     from persistkv.storage.store import Store
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -89,19 +86,11 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
 
     :raises StoreError: the medium failed.
     """
-    found = [status for _, status in decoded(backend.statuses(), _DECODE)]
+    found = []
+    for row in backend.statuses().values():
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            found.append(_DECODE(row))
     return sorted(found, key=lambda status: (status.started, status.engine))
-
-
-def decoded(
-    rows: dict[str, bytes], decode: Callable[[bytes], T], prefix: str = ""
-) -> Iterator[tuple[str, T]]:
-    """Yield the name and the decoded content of each row whose name starts with the prefix; skip
-    undecodable rows."""
-    for name, row in rows.items():
-        if name.startswith(prefix):
-            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                yield name, decode(row)
 
 
 class StatusPublisher:

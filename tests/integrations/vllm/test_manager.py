@@ -414,5 +414,5 @@ def test_manager_prefetch_hint_with_two_stores_is_queued_once(start, tmp_path):
     first, second = persistent_tiers(engine.spec)
     assert first.prefetch_waits
     assert not second.prefetch_waits
-    first.ask_recent(1 << 20, only_asked=True)
+    first.ask_recent(1 << 20, prefetched=True)
     assert not first.prefetch_waits

@@ -77,9 +77,7 @@ class TestIds:
         assert [len(name) for name in shown] == [8] * 12
         assert len(set(shown)) == 12
 
-    @pytest.mark.parametrize(
-        "command", ["show", "pin", "label", "warm", "export", "prune"]
-    )
+    @pytest.mark.parametrize("command", ["show", "pin", "label", "export", "prune"])
     def test_every_command_accepts_short_and_long_ids(
         self, run, store, tmp_path, command
     ):

@@ -34,7 +34,6 @@ from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import (
     Backend,
     Capabilities,
-    Changes,
     CommitBatch,
     CommitResult,
     Namespace,
@@ -48,18 +47,18 @@ from persistkv.storage.catalog.rows import (
     PACKS,
     SEQUENCE,
     STATES,
+    NamespaceState,
     TableRows,
     decode_namespace,
     encode_namespace,
     note_row,
 )
 from persistkv.storage.format.files import replace_file
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.format.pack import PackTable, table_lengths
+from persistkv.storage.format.pack import table_lengths
 from persistkv.storage.identity import Identity
 from persistkv.storage.mounts import existing_parent, remote_type
 from persistkv.storage.policy import Policy
-from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt, RequestUse
+from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release_free
@@ -79,6 +78,7 @@ from persistkv_lmdb.segments import Extent
 logger = logging.getLogger(__name__)
 
 _REPLACEMENTS = 4  # of the store's files that one operation follows
+_PACKS_AT_ONCE = 256  # whose places one transaction reads
 _STATUS_SUFFIX = ".json"
 _STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
 _STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
@@ -159,7 +159,6 @@ class LmdbBackend(Backend):
         if read_only:
             self.status_interval_s = None
         self._direct = False if cached else None
-        self._catalogue = Catalogue(self.rows, self.disk_bytes)
 
     @property
     def environment(self) -> Environment:
@@ -275,7 +274,14 @@ class LmdbBackend(Backend):
     # or manifest writes them, and the one that removes the last deletes them.
 
     def namespaces(self) -> Iterator[Namespace]:
-        return self._catalogue.namespaces()
+        with self.rows() as rows:
+            found = [
+                decode_namespace(key, row) for key, row in rows.range(NAMESPACES, b"")
+            ]
+        return iter([namespace for namespace in found if namespace is not None])
+
+    def catalogue(self, namespace: bytes) -> Catalogue:
+        return Catalogue(namespace, self.rows, self.disk_bytes)
 
     def open_namespace(self, identity: Identity) -> Namespace:
         name = identity.digest
@@ -295,40 +301,15 @@ class LmdbBackend(Backend):
         return namespace
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
-        return self._catalogue.note(namespace, name)
+        with self.rows() as rows:
+            found = rows.get(META, note_row(namespace, name))
+            return None if found is None else bytes(found)
 
     def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
         with self.rows(write=True) as rows:
             rows.put(META, note_row(namespace, name), content)
 
     # Content
-
-    def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        return self._catalogue.changes(namespace, cursor)
-
-    def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        return self._catalogue.tables(namespace, pack_ids)
-
-    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        return self._catalogue.manifests(namespace)
-
-    def manifest_keys(
-        self, namespace: bytes, manifest_ids: Sequence[str]
-    ) -> list[ManifestKeys | None]:
-        return self._catalogue.manifest_keys(namespace, manifest_ids)
-
-    def manifests_naming(
-        self, namespace: bytes, packs: Sequence[bytes]
-    ) -> list[RequestManifest]:
-        return self._catalogue.manifests_naming(namespace, packs)
-
-    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        return self._catalogue.chain(namespace, manifest_id)
-
-    def uses(
-        self, namespace: bytes, manifest_ids: Sequence[str]
-    ) -> list[RequestUse | None]:
-        return self._catalogue.uses(namespace, manifest_ids)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         check_batch(namespace, batch)
@@ -384,19 +365,20 @@ class LmdbBackend(Backend):
         return self.read(namespace, spans, bypass=True)
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        names = [namespace + pack_id for pack_id in pack_ids]
-        firsts = self._catalogue.each(names, _first_extent)
-        return [
-            pack_id
-            for _, pack_id in sorted(
-                zip(firsts, pack_ids, strict=True), key=lambda pair: pair[0]
-            )
-        ]
+        first_extents: dict[bytes, list[Extent]] = {}
+        for start in range(0, len(pack_ids), _PACKS_AT_ONCE):
+            with self.rows() as rows:
+                for pack_id in pack_ids[start : start + _PACKS_AT_ONCE]:
+                    extents = read_extents(rows, namespace + pack_id) or []
+                    first_extents[pack_id] = extents[:1]
+        return sorted(pack_ids, key=first_extents.__getitem__)
 
     def stats(self) -> BackendStats:
         damaged = quarantined(self._path)
+        with self.rows() as rows:
+            states = [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
         return replace(
-            totals(self._catalogue.states(), self.disk_bytes(), self.policy().capacity),
+            totals(states, self.disk_bytes(), self.policy().capacity),
             quarantined=tuple(map(str, damaged)),
             quarantined_bytes=sum(damaged.values()),
         )
@@ -501,11 +483,6 @@ def _path_of(url: StoreUrl) -> Path:
         )
         raise ConfigurationError("url", f"lmdb://{url.location}", expected)
     return path
-
-
-def _first_extent(rows: TableRows, name: bytes) -> list[Extent]:
-    """Return the first extent of a pack; none if it is not in extents."""
-    return (read_extents(rows, name) or [])[:1]
 
 
 def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent] | None:

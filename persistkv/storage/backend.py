@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import StoreError
@@ -25,13 +26,10 @@ from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
-from persistkv.storage.stats import (
-    BackendStats,
-    FreeSpace,
-    MergeState,
-    Rebuilt,
-    RequestUse,
-)
+from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt
+
+if TYPE_CHECKING:
+    from persistkv.storage.catalog import Catalogue
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,6 @@ class Backend(ABC):
             raised unchanged.
         """
 
-    @abstractmethod
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         """Return the packs that any process added or removed after ``cursor``; the whole catalogue
         for None. Packs with a damaged table are left out: their blocks are misses. Positions from
@@ -228,6 +225,7 @@ class Backend(ABC):
         :raises StoreError: the medium failed; the cursor stays valid for a retry. Drivers may raise
             it, too, for a namespace that is neither held nor opened.
         """
+        return self.catalogue(namespace).changes(cursor)
 
     @abstractmethod
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
@@ -261,10 +259,10 @@ class Backend(ABC):
             if self.read(namespace, [span]) == [True]:
                 take(number, stored)
 
-    @abstractmethod
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         """Return the tables of these packs, in order, without packs that are not held or whose
         table is damaged."""
+        return self.catalogue(namespace).tables(pack_ids)
 
     @abstractmethod
     def note(self, namespace: bytes, name: str) -> bytes | None:
@@ -309,36 +307,20 @@ class Backend(ABC):
         return any(found.id == namespace for found in self.namespaces())
 
     @abstractmethod
-    def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
-        """Iterate over the heads of all manifests, in any order, except damaged ones. No snapshot
-        is held: manifests that are written or deleted meanwhile may be included or not.
+    def catalogue(self, namespace: bytes) -> Catalogue:
+        """Return queries of a namespace's packs and requests, as they are now. Ask for them anew
+        after a pause: a store that is deleted or replaced ends those of a shared one.
+
+        :raises StoreError: the medium failed. Drivers may raise it, too, for a namespace that is
+            neither held nor opened.
         """
 
-    @abstractmethod
     def manifest_keys(
         self, namespace: bytes, manifest_ids: Sequence[str]
     ) -> list[ManifestKeys | None]:
         """Return the keys of each manifest, in order; None for keys that are damaged or not
         held."""
-
-    @abstractmethod
-    def manifests_naming(
-        self, namespace: bytes, packs: Sequence[bytes]
-    ) -> list[RequestManifest]:
-        """Return the heads of the manifests that name any of these packs."""
-
-    @abstractmethod
-    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        """Return the ids of the packs that a manifest names, from the beginning of the context on;
-        None if it is not held.
-        """
-
-    @abstractmethod
-    def uses(
-        self, namespace: bytes, manifest_ids: Sequence[str]
-    ) -> list[RequestUse | None]:
-        """Return the use of each request, in order; None for a request that is not held or whose
-        use is unknown."""
+        return self.catalogue(namespace).manifest_keys(manifest_ids)
 
     @abstractmethod
     def stats(self) -> BackendStats:

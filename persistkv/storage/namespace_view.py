@@ -491,7 +491,8 @@ class NamespaceView:
         has committed since the last refresh.
         """
         batch, backend = CommitBatch(), self.backend
-        heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
+        catalogue = await self.call(partial(backend.catalogue, self.namespace))
+        heads = await self.call(partial(catalogue.manifests_naming, bad))
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
             if batch.manifests:
                 result = await self.commit(batch)
@@ -615,7 +616,7 @@ def read_requests(
     rows = zip(
         heads,
         backend.manifest_keys(namespace, names),
-        backend.uses(namespace, names),
+        backend.catalogue(namespace).uses(names),
         strict=True,
     )
     return [

@@ -103,7 +103,7 @@ class CatalogueRules(BackendSuite):
         )
         assert not ended.stale
         assert list(backend.namespaces()) == [theirs]
-        assert list(backend.manifests(ours.id)) == []
+        assert list(backend.catalogue(ours.id).manifests()) == []
         assert tables(backend, ours.id) == {}
         assert list(backend.changes(ours.id, ended.cursor).added) == []
         gone = backend.changes(ours.id, cursor)
@@ -118,7 +118,7 @@ class CatalogueRules(BackendSuite):
         backend.commit(namespace, CommitBatch([pack], [manifest], pins=[("r", True)]))
         cursor = backend.commit(namespace, CommitBatch(deletions=[pack.pack_id])).cursor
         assert [space.id for space in backend.namespaces()] == [namespace]
-        assert [head.id for head in backend.manifests(namespace)] == ["r"]
+        assert [head.id for head in backend.catalogue(namespace).manifests()] == ["r"]
         assert not backend.changes(namespace, cursor).reset
 
     def test_namespace_last_pack_replaced_in_one_commit_goes_on(
@@ -198,7 +198,9 @@ class CatalogueRules(BackendSuite):
         assert read_pack(backend, ours, mine.table) == payload_of(mine)
         assert read_pack(backend, theirs, other.table) == payload_of(other)
         assert read_pack(backend, ours, other.table) is None
-        assert [manifest.id for manifest in backend.manifests(ours)] == ["same"]
+        assert [manifest.id for manifest in backend.catalogue(ours).manifests()] == [
+            "same"
+        ]
         assert (
             backend.manifest_keys(ours, ["same"])[0] == sample_manifest("same", 1).keys
         )
@@ -405,7 +407,10 @@ class CatalogueRules(BackendSuite):
         )
         newer = sample_manifest("r1", 3, blocks=5)
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], [newer]))
-        assert {manifest.id: manifest for manifest in backend.manifests(namespace)} == {
+        assert {
+            manifest.id: manifest
+            for manifest in backend.catalogue(namespace).manifests()
+        } == {
             "r1": newer.manifest,
             "r2": sample_manifest("r2", 2).manifest,
         }
@@ -423,7 +428,7 @@ class CatalogueRules(BackendSuite):
             sample_manifest("bare", 3),
         )
         backend.commit(namespace, CommitBatch([first], [short, bare]))
-        uses = backend.uses(namespace, ["short", "nobody", "bare"])
+        uses = backend.catalogue(namespace).uses(["short", "nobody", "bare"])
         if uses == [None] * 3:
             pytest.skip("the driver does not record uses")
         assert uses[1] is None
@@ -433,7 +438,7 @@ class CatalogueRules(BackendSuite):
             assert before - 2 <= use.last_used <= time.time() + 2
 
         backend.commit(namespace, CommitBatch([second], [long], pins=[("long", True)]))
-        shorter, longer = backend.uses(namespace, ["short", "long"])
+        shorter, longer = backend.catalogue(namespace).uses(["short", "long"])
         assert shorter is not None
         assert longer is not None
         assert (shorter.reused, shorter.shared_by, shorter.pinned) == (True, 1, False)
@@ -446,7 +451,7 @@ class CatalogueRules(BackendSuite):
         )
 
         backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
-        assert backend.uses(namespace, ["short", "long"]) == [None, None]
+        assert backend.catalogue(namespace).uses(["short", "long"]) == [None, None]
 
     def test_manifests_abandoned_iteration_blocks_neither_commit_nor_close(
         self, url: str
@@ -459,7 +464,7 @@ class CatalogueRules(BackendSuite):
                 manifests=[sample_manifest(f"r{number}") for number in range(3)]
             ),
         )
-        iterator = iter(backend.manifests(namespace))
+        iterator = iter(backend.catalogue(namespace).manifests())
         next(iterator)
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
         backend.close()
@@ -475,7 +480,9 @@ class CatalogueRules(BackendSuite):
         assert tables(backend, namespace) == {
             pack.pack_id: pack.table for pack in packs
         }
-        assert {manifest.id for manifest in backend.manifests(namespace)} == {
+        assert {
+            manifest.id for manifest in backend.catalogue(namespace).manifests()
+        } == {
             "r0",
             "r1",
             "r2",
@@ -487,7 +494,7 @@ class CatalogueRules(BackendSuite):
         writes = [sample_manifest(f"r{number}", number) for number in range(700)]
         backend.commit(namespace, CommitBatch(manifests=writes))
         seen = []
-        for count, manifest in enumerate(backend.manifests(namespace)):
+        for count, manifest in enumerate(backend.catalogue(namespace).manifests()):
             seen.append(manifest.id)
             # the iteration must not hold a lock that this call waits for
             if count % 100 == 0:
@@ -532,7 +539,7 @@ class CatalogueRules(BackendSuite):
         backend.commit(
             namespace, CommitBatch(manifests=[ManifestWrite(manifest, keys)])
         )
-        assert list(backend.manifests(namespace)) == [manifest]
+        assert list(backend.catalogue(namespace).manifests()) == [manifest]
         assert backend.manifest_keys(namespace, [manifest_id, "nobody"]) == [keys, None]
         assert check_totals(backend).requests == 1
 

@@ -139,7 +139,7 @@ class EvictionRules(BackendSuite):
         evicted_ids = write_until_evicted(small, name, until=packs[0].pack_id)
         assert evicted_ids[:5] == [packs[number].pack_id for number in (3, 4, 1, 2, 0)]
         write_until_evicted(small, name, rounds=3)
-        assert not list(small.manifests(name))
+        assert not list(small.catalogue(name).manifests())
 
     def test_commit_large_pack_evicts_many_small_packs(
         self, small: Backend, name: bytes
@@ -167,7 +167,7 @@ class EvictionRules(BackendSuite):
         evicted_ids = [table.pack_id for table in small.commit(name, batch).evicted]
         assert evicted_ids
         assert not {pack.pack_id for pack in held} & set(evicted_ids)
-        assert [manifest.id for manifest in small.manifests(name)] == ["r"]
+        assert [manifest.id for manifest in small.catalogue(name).manifests()] == ["r"]
 
     def test_eviction_all_packs_touched_in_batch_evicts_deepest_first(
         self, small: Backend, name: bytes
@@ -195,7 +195,9 @@ class EvictionRules(BackendSuite):
         )
         evicted_ids = write_until_evicted(small, name, until=ids[2])
         assert evicted_ids[0] == ids[2]
-        assert [manifest.id for manifest in small.manifests(name)] == ["short"]
+        assert [manifest.id for manifest in small.catalogue(name).manifests()] == [
+            "short"
+        ]
         assert small.manifest_keys(name, ["long"])[0] is None
         assert ids[0] in tables(small, name)
 
@@ -207,7 +209,7 @@ class EvictionRules(BackendSuite):
             name, CommitBatch([used], [sample_manifest("old", packs=[used.pack_id])])
         )
         seed = 1000
-        while list(small.manifests(name)):
+        while list(small.catalogue(name).manifests()):
             small.commit(
                 name, CommitBatch([large_pack(name, seed)], touches=[used.pack_id])
             )
@@ -239,7 +241,9 @@ class EvictionRules(BackendSuite):
             ids[4],
             other.pack_id,
         }
-        assert [manifest.id for manifest in backend.manifests(namespace)] == ["second"]
+        assert [
+            manifest.id for manifest in backend.catalogue(namespace).manifests()
+        ] == ["second"]
 
     @pytest.mark.parametrize("kind", ["deletions", "bad"])
     def test_commit_deletion_of_pack_in_many_requests_drops_them_all(
@@ -266,7 +270,9 @@ class EvictionRules(BackendSuite):
         result = backend.commit(namespace, batch)
         assert not result.stale
         assert len(result.evicted) == (1301 if kind == "deletions" else 1)
-        assert [manifest.id for manifest in backend.manifests(namespace)] == ["kept"]
+        assert [
+            manifest.id for manifest in backend.catalogue(namespace).manifests()
+        ] == ["kept"]
         assert other.pack_id in tables(backend, namespace)
         assert list(backend.changes(namespace, result.cursor).added) == []
 
@@ -284,15 +290,16 @@ class EvictionRules(BackendSuite):
             namespace, CommitBatch(packs, [long, other, lost], pins=[("long", True)])
         )
         named = {
-            head.id for head in backend.manifests_naming(namespace, [ids[1], ids[1]])
+            head.id
+            for head in backend.catalogue(namespace).manifests_naming([ids[1], ids[1]])
         }
         assert named == {"long", "lost"}
-        chain = backend.chain(namespace, "long")
+        chain = backend.catalogue(namespace).chain("long")
         assert chain == ids[:3]
         assert [
             table.pack_id for table in backend.tables(namespace, [*chain, bytes(16)])
         ] == chain
-        assert backend.chain(namespace, "nobody") is None
+        assert backend.catalogue(namespace).chain("nobody") is None
         shorter = sample_manifest("long", 3, packs=ids[:1])
         batch = CommitBatch(
             bad=[ids[1], bytes(16)], manifests=[shorter], pins=[("long", True)]
@@ -300,7 +307,10 @@ class EvictionRules(BackendSuite):
         result = backend.commit(namespace, batch)
         assert [table.pack_id for table in result.evicted] == [ids[1]]
         assert set(tables(backend, namespace)) == {ids[0], ids[2], ids[3]}
-        assert {head.id for head in backend.manifests(namespace)} == {"long", "other"}
+        assert {head.id for head in backend.catalogue(namespace).manifests()} == {
+            "long",
+            "other",
+        }
         assert backend.manifest_keys(namespace, ["long"])[0] == shorter.keys
 
     def test_eviction_pinned_request_is_kept_until_unpinned(
@@ -315,7 +325,7 @@ class EvictionRules(BackendSuite):
         )
         small.commit(name, batch)
         write_until_evicted(small, name, rounds=30)
-        assert [manifest.id for manifest in small.manifests(name)] == ["r"]
+        assert [manifest.id for manifest in small.catalogue(name).manifests()] == ["r"]
         for pack in packs:
             assert read_pack(small, name, pack.table) == payload_of(pack)
         check_totals(small)
@@ -332,7 +342,7 @@ class EvictionRules(BackendSuite):
         )
         small.commit(name, CommitBatch(pins=[("r", False)]))
         assert ids[0] in write_until_evicted(small, name, rounds=30)
-        assert not list(small.manifests(name))
+        assert not list(small.catalogue(name).manifests())
 
     def test_commit_store_full_of_pins_raises_full_and_evicts_nothing(
         self, small: Backend, name: bytes
@@ -366,7 +376,7 @@ class EvictionRules(BackendSuite):
         changes = small.changes(other, cursor)
         assert changes.reset, "it has lost its last content"
         assert not list(changes.added)
-        assert not list(small.manifests(other))
+        assert not list(small.catalogue(other).manifests())
         assert [space.id for space in small.namespaces()] == [name]
 
     def test_eviction_other_namespaces_pack_is_in_its_changes(
@@ -403,7 +413,7 @@ class EvictionRules(BackendSuite):
         assert [
             table.pack_id for table in aging.commit(name, CommitBatch()).evicted
         ] == [idle.pack_id]
-        assert [manifest.id for manifest in aging.manifests(name)] == ["p"]
+        assert [manifest.id for manifest in aging.catalogue(name).manifests()] == ["p"]
         set_clocks(1.5 * _HOUR_S, 1.5 * _HOUR_S)
         assert not aging.commit(name, CommitBatch()).evicted
         set_clocks(1.8 * _HOUR_S, 1.8 * _HOUR_S)
@@ -458,7 +468,10 @@ class EvictionRules(BackendSuite):
         assert [
             table.pack_id for table in aging.commit(name, CommitBatch()).evicted
         ] == [own.pack_id]
-        assert {manifest.id for manifest in aging.manifests(name)} == {"longer", "kept"}
+        assert {manifest.id for manifest in aging.catalogue(name).manifests()} == {
+            "longer",
+            "kept",
+        }
         set_clocks(0.7 * _HOUR_S, 0.7 * _HOUR_S)
         assert [
             table.pack_id for table in aging.commit(name, CommitBatch()).evicted
@@ -537,7 +550,7 @@ class EvictionRules(BackendSuite):
         assert [
             table.pack_id for table in aging.commit(name, CommitBatch()).evicted
         ] == [low.pack_id]
-        assert not list(aging.manifests(name))
+        assert not list(aging.catalogue(name).manifests())
 
     def test_commit_wall_clock_set_back_expires_nothing(
         self, aging: Backend, set_clocks: Callable[[float, float], None]

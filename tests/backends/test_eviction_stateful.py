@@ -134,7 +134,10 @@ class EvictionMachine(RuleBasedStateMachine):
         type(self).evictions += len(expected)
 
     def present(self) -> set[str]:
-        return {manifest.id for manifest in self.backend.manifests(self.namespace)}
+        return {
+            manifest.id
+            for manifest in self.backend.catalogue(self.namespace).manifests()
+        }
 
     def commit(self, batch: CommitBatch) -> list[int]:
         by_id = {pack_id: number for number, pack_id in self.ids.items()}

@@ -396,7 +396,9 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     assert all(
         bytes(rows.places(0, row)[0]) == right[key] for row, key in enumerate(held)
     ), "wrong bytes"
-    manifests = {manifest.id for manifest in backend.manifests(opened.namespace)}
+    manifests = {
+        manifest.id for manifest in backend.catalogue(opened.namespace).manifests()
+    }
     assert known.persisted != LAST or str(LAST) in manifests, (
         "the request that was persisted last is missing"
     )

@@ -201,7 +201,7 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
         expected.packs.update(
             {pack_id: number for pack_id, number in names.items() if pack_id in held}
         )
-    manifests = {manifest.id for manifest in backend.manifests(namespace)}
+    manifests = {manifest.id for manifest in backend.catalogue(namespace).manifests()}
     for writer in expected.writers:
         if writer.running:
             pack_id = make_pack(namespace, writer.running[0]).pack_id

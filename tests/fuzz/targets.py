@@ -507,14 +507,14 @@ class SharedDeltas(Target):
         with tempfile.TemporaryDirectory() as directory:
             replica = Replica(Path(directory), IDENTITY.digest, map_bytes=64 << 20)
             replica.apply([(SHARED_OBJECT, delta)])
-            added = list(replica.catalogue.changes(IDENTITY.digest, None).added)
+            added = list(replica.catalogue.changes(None).added)
             for table in added:
                 require(
                     any(table == pack.table for pack in PACKS),
                     "the replica has a table that was never written",
                 )
             require(replica.disk_bytes() >= 0, "wrong totals")
-            list(replica.catalogue.manifests(IDENTITY.digest))
+            list(replica.catalogue.manifests())
             list(replica.dump(part_bytes=1 << 20))
             replica.close()
         return True

@@ -23,7 +23,7 @@ def end(
 
 def manifests(store: Store) -> list[RequestManifest]:
     return sorted(
-        store.catalogue.backend.manifests(store.namespace),
+        store.catalogue.backend.catalogue(store.namespace).manifests(),
         key=lambda manifest: manifest.id,
     )
 

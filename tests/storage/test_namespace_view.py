@@ -31,7 +31,7 @@ def test_read_damaged_pack_shortens_manifest_and_keeps_other_packs(
     store.end_request(RequestEnd("r", "m", (names,), 12 * 16, 16, retention=retention))
     store.flush()
     backend = inject_faults(store)
-    (before,) = backend.manifests(store.namespace)
+    (before,) = backend.catalogue(store.namespace).manifests()
     lost = names[4 * bad : 4 * bad + 4]
     (where,) = store.index.candidates(lost[0])
     flip_reads(backend, where)
@@ -39,14 +39,15 @@ def test_read_damaged_pack_shortens_manifest_and_keeps_other_packs(
     backend.clear_faults()
     good = [key for key in names if key not in lost]
     assert store.read(good, rows[:8]) == []
-    found = list(backend.manifests(store.namespace))
+    found = list(backend.catalogue(store.namespace).manifests())
     if bad:
         assert [(head.group_blocks, head.tokens, head.created) for head in found] == [
             ((4,), 64, before.created)
         ]
         assert [(head.ttl_s, head.priority) for head in found] == [(3600.0, "low")]
         assert [
-            use is None or use.pinned for use in backend.uses(store.namespace, ["m"])
+            use is None or use.pinned
+            for use in backend.catalogue(store.namespace).uses(["m"])
         ] == [True]
     else:
         assert found == [], "nothing of its context can be restored"

@@ -112,7 +112,7 @@ def test_persistent_tier_restarted_stack_promotes_stored_blocks(
 
     backend = open_backend(f"lmdb://{tmp_path}/store", read_only=True)
     (namespace,) = backend.namespaces()
-    (manifest,) = backend.manifests(namespace.id)
+    (manifest,) = backend.catalogue(namespace.id).manifests()
     assert (manifest.group_blocks, manifest.tokens) == ((6, 6, 0), 96)
     backend.close()
 
@@ -136,9 +136,10 @@ def test_persistent_tier_pin_and_ttl_apply_only_to_their_request(
     backend = open_backend(f"lmdb://{tmp_path}/store", read_only=True)
     (namespace,) = backend.namespaces()
     manifests = sorted(
-        backend.manifests(namespace.id), key=lambda manifest: manifest.created
+        backend.catalogue(namespace.id).manifests(),
+        key=lambda manifest: manifest.created,
     )
-    uses = backend.uses(namespace.id, [manifest.id for manifest in manifests])
+    uses = backend.catalogue(namespace.id).uses([manifest.id for manifest in manifests])
     assert [use is not None and use.pinned for use in uses] == [True, False]
     assert [manifest.ttl_s for manifest in manifests] == [3600.0, None]
     backend.close()

@@ -125,7 +125,7 @@ def test_prune_plan_run_deletes_planned_requests(filled: str) -> None:
 def test_verify_and_repair_delete_bad_packs(filled: str, tmp_path: Path) -> None:
     with open_store(filled) as store:
         (namespace,) = store.backend.namespaces()
-        (pack,) = store.backend.chain(namespace.id, "carl") or []
+        (pack,) = store.backend.catalogue(namespace.id).chain("carl") or []
     with Damage(filled, namespace.id) as damage:
         damage.flip_payload(pack, 10)
     with open_store(filled, read_only=False) as store:

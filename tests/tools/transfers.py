@@ -13,7 +13,11 @@ def ignore(num_bytes):
 
 def push(source, target, namespaces, selection, took, **options):
     sources = [
-        Source.of(source, space, filter(selection.takes, source.manifests(space.id)))
+        Source.of(
+            source,
+            space,
+            filter(selection.takes, source.catalogue(space.id).manifests()),
+        )
         for space in namespaces
     ]
     transfer = Transfer(

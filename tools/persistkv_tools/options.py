@@ -58,7 +58,7 @@ def _complete_request(ctx: typer.Context, incomplete: str) -> list[tuple[str, st
                     f"{labels}".strip(),
                 )
                 for space in backend.namespaces()
-                for manifest in backend.manifests(space.id)
+                for manifest in backend.catalogue(space.id).manifests()
                 for name in (manifest.id, short_id(manifest.id))
                 for labels in [render.format_labels(manifest.labels)]
                 if name.startswith(incomplete)
@@ -328,7 +328,7 @@ class FoundRequest(NamedTuple):
         return RequestView.of(
             self.namespace.id,
             self.manifest,
-            backend.uses(self.namespace.id, [self.manifest.id])[0],
+            backend.catalogue(self.namespace.id).uses([self.manifest.id])[0],
         )
 
 
@@ -451,7 +451,7 @@ def find_request(
     similar = [
         FoundRequest(space, manifest)
         for space in chosen_namespaces(backend, namespace)
-        for manifest in backend.manifests(space.id)
+        for manifest in backend.catalogue(space.id).manifests()
         if manifest.id.startswith(wanted) or short_id(manifest.id) == wanted
     ]
     candidates = [found for found in similar if found.manifest.id == wanted] or similar
@@ -486,7 +486,7 @@ def chosen_requests(
     return [
         FoundRequest(space, manifest)
         for space in chosen_namespaces(backend, namespace)
-        for manifest in backend.manifests(space.id)
+        for manifest in backend.catalogue(space.id).manifests()
         if selection.takes(manifest)
     ]
 
@@ -499,7 +499,7 @@ def with_uses(
     while some := list(islice(waiting, _AT_ONCE)):
         yield from zip(
             some,
-            backend.uses(namespace, [manifest.id for manifest in some]),
+            backend.catalogue(namespace).uses([manifest.id for manifest in some]),
             strict=True,
         )
 

@@ -330,7 +330,7 @@ class StoreHandle:
             Source.of(
                 self.backend,
                 space,
-                filter(selection.takes, self.backend.manifests(space.id)),
+                filter(selection.takes, self.backend.catalogue(space.id).manifests()),
             )
             for space in chosen_namespaces(self.backend, namespace)
         ]

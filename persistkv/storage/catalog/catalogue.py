@@ -1,4 +1,4 @@
-"""Queries of a catalogue: its packs, requests and their uses, in pages."""
+"""Queries of a namespace in a catalogue: its packs, requests and their uses, in pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TypeVar
 
 from persistkv.errors import StoreError
-from persistkv.storage.backend import Changes, CommitBatch, Namespace
+from persistkv.storage.backend import Changes, CommitBatch
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
     ADDED,
@@ -18,11 +18,8 @@ from persistkv.storage.catalog.rows import (
     LOG_KEY,
     MANIFEST_KEYS,
     MANIFESTS,
-    META,
-    NAMESPACES,
     PACKS,
     SEQUENCE,
-    STATES,
     USES,
     Chain,
     NamespaceState,
@@ -30,11 +27,9 @@ from persistkv.storage.catalog.rows import (
     Use,
     cursor_sequence,
     decode_change,
-    decode_namespace,
     decoded,
     manifest_row,
     manifests_of,
-    note_row,
     pack_table,
     read_state,
 )
@@ -56,11 +51,11 @@ _KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
 
 
 class Catalogue:
-    """Queries of the packs, manifests and uses that the tables of a store record. Thread-safe.
+    """Queries of the packs and requests of one namespace, as the tables of a store record them.
+    Thread-safe.
 
     Long answers are read in pages: no transaction lasts longer than one of them, so none keeps
-    pages of the environment from being reused. ``Backend`` specifies the methods without a
-    docstring.
+    pages of the environment from being reused.
 
     :param read: returns a read transaction for a ``with`` block. Any thread may begin one, also
         during a write transaction, for which it must not wait: a commit may wait for packs that are
@@ -70,116 +65,110 @@ class Catalogue:
 
     def __init__(
         self,
+        namespace: bytes,
         read: Callable[[], AbstractContextManager[TableRows]],
         disk_bytes: Callable[[], int],
     ) -> None:
+        self._namespace = namespace
         self._read = read
         self._disk_bytes = disk_bytes
 
-    def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
+    def changes(self, cursor: bytes | None) -> Changes:
+        """See ``Backend.changes``."""
         with self._read() as rows:
-            state = read_state(rows, namespace)
+            state = read_state(rows, self._namespace)
             since = None if cursor is None else cursor_sequence(state, cursor)
-            if (
-                since is not None
-                and (changes := _changes_since(rows, namespace, since, state))
-                is not None
-            ):
-                return changes
+            if since is not None:
+                changes = _changes_since(rows, self._namespace, since, state)
+                if changes is not None:
+                    return changes
         # the count may be damaged
         blocks = min(state.blocks, self._disk_bytes() // _KEY_BYTES)
-        return Changes(
-            state.cursor,
-            self._all(PACKS, namespace, pack_table),
-            reset=True,
-            blocks=blocks,
-        )
+        added = self._all(PACKS, pack_table)
+        return Changes(state.cursor, added, reset=True, blocks=blocks)
 
     def _all(
-        self, table: str, namespace: bytes, decode: Callable[[Buffer, Buffer], T | None]
+        self, table: str, decode: Callable[[Buffer, Buffer], T | None]
     ) -> Iterator[T]:
-        """Yield the decoded rows of a namespace, a bounded number per transaction; skip those for
+        """Yield the decoded rows of the namespace, a bounded number per transaction; skip those for
         which ``decode`` returns None.
         """
-        start = namespace
+        start = self._namespace
         while start:
             with self._read() as rows:
                 found = islice(rows.range(table, start), _ROWS_AT_ONCE)
                 some = [
                     (bytes(key), decode(key, row))
                     for key, row in found
-                    if key[:ID_BYTES] == namespace
+                    if key[:ID_BYTES] == self._namespace
                 ]
             yield from (item for _, item in some if item is not None)
             start = some[-1][0] + b"\0" if len(some) == _ROWS_AT_ONCE else b""
 
-    def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        names = [namespace + pack_id for pack_id in pack_ids]
-        found = self.each(
-            names, lambda rows, name: pack_table(name, rows.get(PACKS, name))
-        )
+    def tables(self, pack_ids: Sequence[bytes]) -> list[PackTable]:
+        """See ``Backend.tables``."""
+        names = [self._namespace + pack_id for pack_id in pack_ids]
+        found = self._each(names, _table_at)
         return [table for table in found if table is not None]
 
-    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        return self._all(
-            MANIFESTS, namespace, lambda key, row: decoded(decode_manifest, row)
-        )
+    def manifests(self) -> Iterator[RequestManifest]:
+        """Iterate over the heads of all manifests, in any order, except damaged ones. No snapshot
+        is held: manifests that are written or deleted meanwhile may be included or not.
+        """
+        return self._all(MANIFESTS, lambda _, row: decoded(decode_manifest, row))
 
-    def manifest_keys(
-        self, namespace: bytes, manifest_ids: Sequence[str]
-    ) -> list[ManifestKeys | None]:
-        names = [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids]
-        return self.each(
-            names,
-            lambda rows, name: decoded(
-                decode_manifest_keys, rows.get(MANIFEST_KEYS, name)
-            ),
-        )
+    def manifest_keys(self, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+        """See ``Backend.manifest_keys``."""
+        return self._each(self._names(manifest_ids), _keys_at)
 
-    def manifests_naming(
-        self, namespace: bytes, packs: Sequence[bytes]
-    ) -> list[RequestManifest]:
+    def manifests_naming(self, packs: Sequence[bytes]) -> list[RequestManifest]:
+        """Return the heads of the manifests that name any of these packs."""
+        names: dict[bytes, None] = {}
         with self._read() as rows:
-            names = dict.fromkeys(
-                name
-                for pack_id in packs
-                for name in manifests_of(rows, namespace + pack_id)
-            )
-            return list(
-                filter(
-                    None,
-                    (
-                        decoded(decode_manifest, rows.get(MANIFESTS, name))
-                        for name in names
-                    ),
+            for pack_id in packs:
+                names.update(
+                    dict.fromkeys(manifests_of(rows, self._namespace + pack_id))
                 )
-            )
+            heads = [
+                decoded(decode_manifest, rows.get(MANIFESTS, name)) for name in names
+            ]
+        return [head for head in heads if head is not None]
 
-    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
+    def chain(self, manifest_id: str) -> list[bytes] | None:
+        """Return the ids of the packs that a manifest names, from the beginning of the context on;
+        None if it is not held.
+        """
+        name = manifest_row(self._namespace, manifest_id)
         with self._read() as rows:
-            chain = Chain.decode(rows.get(CHAINS, manifest_row(namespace, manifest_id)))
+            chain = Chain.decode(rows.get(CHAINS, name))
         return None if chain is None else list(chain.packs)
 
-    def uses(
-        self, namespace: bytes, manifest_ids: Sequence[str]
-    ) -> list[RequestUse | None]:
+    def uses(self, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+        """Return the use of each request, in order; None for a request that is not held or whose
+        use is unknown."""
         moments: dict[bytes, list[int]] = {}
         with self._read() as rows:
             skew = read_clock(rows)[1].skew
 
-        def read(rows: TableRows, name: bytes) -> RequestUse | None:
+        def read_use(rows: TableRows, name: bytes) -> RequestUse | None:
             chain = Chain.decode(rows.get(CHAINS, name))
-            return (
-                None
-                if chain is None
-                else _use_of(rows, namespace, chain, skew, moments)
-            )
+            if chain is None:
+                return None
+            return _use_of(rows, self._namespace, chain, skew, moments)
 
-        return self.each(
-            [manifest_row(namespace, manifest_id) for manifest_id in manifest_ids], read
-        )
+        return self._each(self._names(manifest_ids), read_use)
 
-    def each(
+    def state(self) -> NamespaceState:
+        """Return the totals of the namespace."""
+        with self._read() as rows:
+            return read_state(rows, self._namespace)
+
+    def _names(self, manifest_ids: Sequence[str]) -> list[bytes]:
+        return [
+            manifest_row(self._namespace, manifest_id) for manifest_id in manifest_ids
+        ]
+
+    def _each(
         self, names: Sequence[bytes], read: Callable[[TableRows, bytes], T]
     ) -> list[T]:
         """Return what ``read`` returns for each name. Up to 256 names share a read transaction."""
@@ -189,22 +178,13 @@ class Catalogue:
                 found += [read(rows, name) for name in names[start : start + _AT_ONCE]]
         return found
 
-    def namespaces(self) -> Iterator[Namespace]:
-        with self._read() as rows:
-            found = [
-                decode_namespace(key, row) for key, row in rows.range(NAMESPACES, b"")
-            ]
-        return iter([namespace for namespace in found if namespace is not None])
 
-    def note(self, namespace: bytes, name: str) -> bytes | None:
-        with self._read() as rows:
-            found = rows.get(META, note_row(namespace, name))
-            return None if found is None else bytes(found)
+def _table_at(rows: TableRows, name: bytes) -> PackTable | None:
+    return pack_table(name, rows.get(PACKS, name))
 
-    def states(self) -> list[NamespaceState]:
-        """Return the state of each namespace."""
-        with self._read() as rows:
-            return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+
+def _keys_at(rows: TableRows, name: bytes) -> ManifestKeys | None:
+    return decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name))
 
 
 def totals(

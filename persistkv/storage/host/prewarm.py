@@ -69,10 +69,10 @@ def _uses(
 ) -> Iterator[tuple[float, str]]:
     """Yield the time of the last use and the manifest id of each request that ``choice``
     includes."""
-    heads = filter(choice.includes, backend.manifests(namespace))
+    heads = filter(choice.includes, backend.catalogue(namespace).manifests())
     # in batches, because a store can have millions of requests
     while batch := list(islice(heads, _MANIFESTS_PER_CALL)):
-        uses = backend.uses(namespace, [head.id for head in batch])
+        uses = backend.catalogue(namespace).uses([head.id for head in batch])
         for head, use in zip(batch, uses, strict=True):
             last_used = head.created
             if use is not None:

@@ -97,7 +97,8 @@ def _last_write(backend: Backend, namespace: Namespace) -> float:
     written = namespace.created
     try:
         written = max(
-            (head.created for head in backend.manifests(namespace.id)), default=written
+            (head.created for head in backend.catalogue(namespace.id).manifests()),
+            default=written,
         )
     except StoreError as error:
         logger.info(

@@ -41,7 +41,7 @@ from persistkv.storage.backend import (
     TakeFrame,
 )
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
-from persistkv.storage.catalog.catalogue import check_batch, totals
+from persistkv.storage.catalog.catalogue import Catalogue, check_batch, totals
 from persistkv.storage.catalog.rows import (
     EMPTY_CURSOR,
     decode_namespace,
@@ -49,7 +49,7 @@ from persistkv.storage.catalog.rows import (
 )
 from persistkv.storage.checks import Check
 from persistkv.storage.format.authentication import Authenticator
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
@@ -65,7 +65,7 @@ from persistkv.storage.shared.options import SharedOptions, parse_shared
 from persistkv.storage.shared.rebuild import FoundPack
 from persistkv.storage.shared.replica import ReplicaFolder
 from persistkv.storage.shared.totals import TotalsBoard
-from persistkv.storage.stats import BackendStats, MergeState, Rebuilt, RequestUse
+from persistkv.storage.stats import BackendStats, MergeState, Rebuilt
 
 logger = logging.getLogger(__name__)
 
@@ -554,6 +554,9 @@ class SharedBackend(Backend):
             self._wake.set()
         return opened
 
+    def catalogue(self, namespace: bytes) -> Catalogue:
+        return self._fresh(namespace).replica.catalogue
+
     def _make_namespace(self, name: bytes) -> SharedNamespace:
         stored = self._stored
         if stored is None:
@@ -641,7 +644,7 @@ class SharedBackend(Backend):
         self._check_open()
         if self._is_dark() and namespace in self._namespaces:
             return Changes(EMPTY_CURSOR, [], reset=True)
-        return self._fresh(namespace).replica.catalogue.changes(namespace, cursor)
+        return super().changes(namespace, cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         opened = self._searched(namespace, [span.pack_id for span in spans])
@@ -661,12 +664,7 @@ class SharedBackend(Backend):
         opened.packs.read_frames(pack_id, frames, buffer, take)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        return self._searched(namespace, pack_ids).replica.catalogue.tables(
-            namespace, pack_ids
-        )
-
-    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        return self._fresh(namespace).replica.catalogue.manifests(namespace)
+        return self._searched(namespace, pack_ids).replica.catalogue.tables(pack_ids)
 
     def manifest_keys(
         self, namespace: bytes, manifest_ids: Sequence[str]
@@ -674,26 +672,11 @@ class SharedBackend(Backend):
         packs = self._open(namespace).packs
         return self._medium.loads.all(packs.manifest_keys, manifest_ids)
 
-    def manifests_naming(
-        self, namespace: bytes, packs: Sequence[bytes]
-    ) -> list[RequestManifest]:
-        return self._open(namespace).replica.catalogue.manifests_naming(
-            namespace, packs
-        )
-
-    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        return self._open(namespace).replica.catalogue.chain(namespace, manifest_id)
-
-    def uses(
-        self, namespace: bytes, manifest_ids: Sequence[str]
-    ) -> list[RequestUse | None]:
-        return self._open(namespace).replica.catalogue.uses(namespace, manifest_ids)
-
     def stats(self) -> BackendStats:
         replicas = [
             self._fresh(namespace.id).replica for namespace in self.namespaces()
         ]
-        states = [state for replica in replicas for state in replica.catalogue.states()]
+        states = [replica.catalogue.state() for replica in replicas]
         disk_bytes = sum(replica.disk_bytes() for replica in replicas)
         return totals(states, disk_bytes, self.policy_now().capacity)
 

@@ -211,7 +211,7 @@ class Replica:
             raise StoreError(
                 f"{directory}: the replica of the index failed ({error})"
             ) from None
-        self.catalogue = Catalogue(self.rows, self.disk_bytes)
+        self.catalogue = Catalogue(namespace, self.rows, self.disk_bytes)
         """Queries of what the replica shows."""
         self._prepare()
         self.includers: dict[str, str] = {}

@@ -93,7 +93,7 @@ class BackendConformance(BackendSuite):
         assert again.open_namespace(sample_identity()) == opened
         assert tables(again, opened.id) == {pack.pack_id: pack.table}
         assert read_pack(again, opened.id, pack.table) == payload_of(pack)
-        assert list(again.manifests(opened.id)) == [manifest.manifest]
+        assert list(again.catalogue(opened.id).manifests()) == [manifest.manifest]
         assert again.manifest_keys(opened.id, ["r1"])[0] == manifest.keys
         assert list(again.changes(opened.id, cursor).added) == []
         assert replace(check_totals(again), disk_bytes=0) == replace(
@@ -177,7 +177,9 @@ class BackendConformance(BackendSuite):
         writer.commit(namespace, CommitBatch([pack], [sample_manifest("r1")]))
         assert list(reader.changes(namespace, cursor).added) == [pack.table]
         assert read_pack(reader, namespace, pack.table) == payload_of(pack)
-        assert [manifest.id for manifest in reader.manifests(namespace)] == ["r1"]
+        assert [
+            manifest.id for manifest in reader.catalogue(namespace).manifests()
+        ] == ["r1"]
         writer.close()
         assert reader.stats().packs == 1
         again = self.open(url)
@@ -273,7 +275,7 @@ class BackendConformance(BackendSuite):
         assert tables(backend, namespace) == {held.pack_id: held.table}
         assert read_pack(backend, namespace, held.table) == payload_of(held)
         assert read_pack(backend, namespace, good.table) is None
-        assert list(backend.manifests(namespace)) == []
+        assert list(backend.catalogue(namespace).manifests()) == []
         assert list(backend.changes(namespace, cursor).added) == []
         assert replace(check_totals(backend), disk_bytes=0) == replace(
             stats, disk_bytes=0
@@ -293,7 +295,7 @@ class BackendConformance(BackendSuite):
             )
         assert tables(small, name) == {held.pack_id: held.table}
         assert read_pack(small, name, held.table) == payload_of(held)
-        assert list(small.manifests(name)) == []
+        assert list(small.catalogue(name).manifests()) == []
         check_totals(small)
 
         fits = sample_pack(name, 3)
@@ -344,7 +346,7 @@ class BackendConformance(BackendSuite):
         assert evicted == [pack.pack_id for pack in (idle, used, *new)][: len(evicted)]
         assert len(evicted) > 10
         assert read_pack(small, name, pinned.table) == payload_of(pinned)
-        assert [manifest.id for manifest in small.manifests(name)] == ["r"]
+        assert [manifest.id for manifest in small.catalogue(name).manifests()] == ["r"]
 
     def test_commit_deletion_removes_pack_and_reports_it(
         self, backend: Backend, namespace: bytes
@@ -398,7 +400,7 @@ class BackendConformance(BackendSuite):
         assert result.stale
         assert list(backend.changes(namespace, result.cursor).added) == [first.table]
         assert tables(backend, namespace) == {first.pack_id: first.table}
-        assert list(backend.manifests(namespace)) == []
+        assert list(backend.catalogue(namespace).manifests()) == []
 
         assert backend.commit(namespace, CommitBatch()).cursor == cursor, (
             "an empty batch changed the store"
@@ -606,7 +608,9 @@ class BackendConformance(BackendSuite):
         backend.commit(namespace, CommitBatch(manifests=writes))
         raw.flip(RawKind.MANIFEST, namespace, b"r0", -1)
         raw.flip(RawKind.MANIFEST_KEYS, namespace, b"r1", -1)
-        assert {manifest.id for manifest in backend.manifests(namespace)} == {
+        assert {
+            manifest.id for manifest in backend.catalogue(namespace).manifests()
+        } == {
             "r1",
             "r2",
         }
@@ -615,7 +619,9 @@ class BackendConformance(BackendSuite):
         assert backend.manifest_keys(namespace, ["r2"])[0] == writes[2].keys
 
         backend.commit(namespace, CommitBatch(manifests=writes[:2]))
-        assert {manifest.id for manifest in backend.manifests(namespace)} == {
+        assert {
+            manifest.id for manifest in backend.catalogue(namespace).manifests()
+        } == {
             "r0",
             "r1",
             "r2",

@@ -156,7 +156,9 @@ def check_totals(backend: Backend) -> BackendStats:
     assert stats.blocks == sum(len(table.keys) for table in found)
     assert stats.raw_bytes == sum(table.raw_length for table in found)
     assert stats.stored_bytes == sum(table.payload_length for table in found)
-    assert stats.requests == sum(len(list(backend.manifests(name))) for name in names)
+    assert stats.requests == sum(
+        len(list(backend.catalogue(name).manifests())) for name in names
+    )
     assert stats.disk_bytes >= stats.stored_bytes or not stats.stored_bytes
     assert stats.capacity is None or stats.disk_bytes <= stats.capacity
     return stats

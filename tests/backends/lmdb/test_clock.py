@@ -119,7 +119,7 @@ def test_commit_wall_clock_was_ahead_expires_after_elapsed_time(
     machine.advance(2 * DAY_S)
     commit_empty(week, namespace)
     assert tables(week, namespace) == {}
-    assert list(week.manifests(namespace)) == []
+    assert list(week.catalogue(namespace).manifests()) == []
 
 
 def test_commit_wall_clock_set_back_slightly_expires_after_elapsed_time(
@@ -172,6 +172,6 @@ def test_uses_after_clock_jump_return_wall_clock_times(
     machine.advance(HOUR_S)
     put(week, namespace, 2)
     machine.advance(10)
-    (use,) = week.uses(namespace, ["r2"])
+    (use,) = week.catalogue(namespace).uses(["r2"])
     assert use is not None
     assert machine.wall - use.last_used == pytest.approx(10, abs=1)

@@ -318,7 +318,7 @@ def test_open_after_many_killed_writers_keeps_content(
         run_killed_writer(path, filled, where="writing")
     backend = open_store()
     assert len(tables(backend, filled)) == 1
-    assert [manifest.id for manifest in backend.manifests(filled)] == ["r"]
+    assert [manifest.id for manifest in backend.catalogue(filled).manifests()] == ["r"]
     assert not quarantined_copies(path)
 
 

@@ -449,7 +449,7 @@ def test_reads_hold_no_snapshot_and_freed_pages_are_reused(
         backend.commit(namespace, CommitBatch([pack]))
         reader.changes(namespace, None)
         read_all(reader, namespace, pack)
-        iterators.append(iter(reader.manifests(namespace)))
+        iterators.append(iter(reader.catalogue(namespace).manifests()))
         next(iterators[-1])
         reader.stats()
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))

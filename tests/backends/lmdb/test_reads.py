@@ -205,9 +205,10 @@ def test_tables_damaged_row_raises_store_error(
         for read_rows in (backend.tables, backend.scan_order):
             with pytest.raises(CorruptStoreError):
                 read_rows(namespace, [pack.pack_id])
-        for read_requests in (backend.manifest_keys, backend.uses):
+        catalogue = backend.catalogue(namespace)
+        for read_requests in (catalogue.manifest_keys, catalogue.uses):
             with pytest.raises(CorruptStoreError):
-                read_requests(namespace, ["request"])
+                read_requests(["request"])
 
 
 @pytest.mark.parametrize("fault", ["cannot be opened", "is lost"])

@@ -85,10 +85,10 @@ def test_uses_touch_within_same_second_counts_as_reuse(
     backend.commit(
         namespace, CommitBatch(manifests=[sample_manifest("r", packs=[pack.pack_id])])
     )
-    (use,) = backend.uses(namespace, ["r"])
+    (use,) = backend.catalogue(namespace).uses(["r"])
     assert use is not None
     assert not use.reused, "only the request that stored the pack names it"
     backend.commit(namespace, CommitBatch(touches=[pack.pack_id]))
-    (use,) = backend.uses(namespace, ["r"])
+    (use,) = backend.catalogue(namespace).uses(["r"])
     assert use is not None
     assert use.reused

@@ -717,7 +717,7 @@ def test_manifests_and_namespaces_hold_no_snapshot_between_items(
         CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(600)]),
     )
     reader = open_store(read_only=True)
-    for iterator in (reader.manifests(namespace), reader.namespaces()):
+    for iterator in (reader.catalogue(namespace).manifests(), reader.namespaces()):
         next(iter(iterator))
         assert active_readers(path) == []
 

@@ -94,7 +94,9 @@ def test_backend_lasting_fault_raises_in_time_then_recovers(
     (other, _) = open_store()
     for handle in (backend, other):
         assert set(tables(handle, NAMESPACE)) == {held.pack_id, lost.pack_id}
-        assert {manifest.id for manifest in handle.manifests(NAMESPACE)} == {"r1", "r2"}
+        assert {
+            manifest.id for manifest in handle.catalogue(NAMESPACE).manifests()
+        } == {"r1", "r2"}
         assert read_pack(handle, NAMESPACE, lost.table) == payload_of(lost)
         check_totals(handle)
 

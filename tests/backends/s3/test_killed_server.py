@@ -90,7 +90,7 @@ def test_acknowledged_commits_survive_killed_server(
 
     (other, _) = open_store()
     held = tables(other, NAMESPACE)
-    listed = {manifest.id for manifest in other.manifests(NAMESPACE)}
+    listed = {manifest.id for manifest in other.catalogue(NAMESPACE).manifests()}
     for number in durable:
         for pack in batch(number).packs:
             payload = payload_of(pack)

@@ -77,9 +77,11 @@ def read_everything(reader: S3Backend) -> None:
     assert [namespace.id for namespace in reader.namespaces()] == [NAMESPACE]
     assert set(tables(reader, NAMESPACE)) == {pack.pack_id}
     assert read_pack(reader, NAMESPACE, pack.table) == payload
-    assert [manifest.id for manifest in reader.manifests(NAMESPACE)] == ["r"]
+    assert [manifest.id for manifest in reader.catalogue(NAMESPACE).manifests()] == [
+        "r"
+    ]
     assert reader.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
-    assert reader.uses(NAMESPACE, ["r"])[0] is not None
+    assert reader.catalogue(NAMESPACE).uses(["r"])[0] is not None
     assert reader.statuses() == {}
     check_totals(reader)
     with pytest.raises(StoreError, match="read-only"):

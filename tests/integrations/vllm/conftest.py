@@ -211,7 +211,7 @@ def stored_contexts(url: str) -> int:
         return 0
     try:
         return sum(
-            len(list(backend.manifests(namespace.id)))
+            len(list(backend.catalogue(namespace.id).manifests()))
             for namespace in backend.namespaces()
         )
     finally:

@@ -28,7 +28,7 @@ def test_engine_restart_sliding_window_model_starts_warm(start_engine, url, tmp_
         (namespace,) = store.namespaces()
         assert all(
             len(manifest.group_blocks) == 2
-            for manifest in store.manifests(namespace.id)
+            for manifest in store.catalogue(namespace.id).manifests()
         )
     warm = start_engine(tier(url), checkpoint=checkpoint)
     again = warm.generate(*PROMPTS)

@@ -40,7 +40,8 @@ def test_engine_restart_hybrid_model_restores_layer_states_and_answer(
     with contextlib.closing(open_backend(url, read_only=True)) as store:
         (namespace,) = store.namespaces()
         groups = [
-            sorted(manifest.group_blocks) for manifest in store.manifests(namespace.id)
+            sorted(manifest.group_blocks)
+            for manifest in store.catalogue(namespace.id).manifests()
         ]
     # states of a few positions only
     assert all(0 < states < attention for states, attention in groups), groups

@@ -241,7 +241,7 @@ def test_canary_used_adopted_blocks_are_stored_in_own_namespace(
     new.load(PROMPTS[2])
     new.run(PROMPTS[2], contexts[2])
     assert new.store.counters.stored_blocks == before + BLOCKS
-    assert len(list(backend.manifests(identity(NEW).digest))) == 3
+    assert len(list(backend.catalogue(identity(NEW).digest).manifests())) == 3
 
 
 def test_canary_deleted_blocks_of_old_release_miss(

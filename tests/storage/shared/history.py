@@ -317,7 +317,10 @@ class History:
         """Return what a handle shows of a namespace."""
         packs = frozenset(tables(backend, namespace))
         return View(
-            packs, frozenset(manifest.id for manifest in backend.manifests(namespace))
+            packs,
+            frozenset(
+                manifest.id for manifest in backend.catalogue(namespace).manifests()
+            ),
         )
 
     # Processes

@@ -58,12 +58,14 @@ def test_commit_failed_put_leaves_no_partial_batch(town: Town, where: str) -> No
     first.blobs.clear_faults()
     for engine in (first, second):
         assert tables(engine.backend, NAMESPACE) == {held.pack_id: held.table}
-        assert not list(engine.backend.manifests(NAMESPACE))
+        assert not list(engine.backend.catalogue(NAMESPACE).manifests())
     assert first.backend.changes(NAMESPACE, cursor).added == []
 
     first.backend.commit(NAMESPACE, batch)
     assert len(second.held()) == 3
-    assert [manifest.id for manifest in second.backend.manifests(NAMESPACE)] == ["r"]
+    assert [
+        manifest.id for manifest in second.backend.catalogue(NAMESPACE).manifests()
+    ] == ["r"]
     check_totals(first.backend)
 
 

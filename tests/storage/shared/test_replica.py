@@ -95,10 +95,8 @@ def random_delta(draw: random.Random, packs: Sequence[PackWriter]) -> Delta:
 
 def state(replica: Replica) -> dict[str, Any]:
     """Return all that readers see."""
-    manifests = {
-        manifest.id: manifest for manifest in replica.catalogue.manifests(NAMESPACE)
-    }
-    found = replica.catalogue.uses(NAMESPACE, list(manifests))
+    manifests = {manifest.id: manifest for manifest in replica.catalogue.manifests()}
+    found = replica.catalogue.uses(list(manifests))
     with replica.rows() as rows:
         uses = {}
         for key, _ in rows.range(PACKS, b""):
@@ -106,19 +104,16 @@ def state(replica: Replica) -> dict[str, Any]:
             assert use is not None
             uses[bytes(key)] = (use.time, use.pins)
     blobs = replica.blobs([key[ID_BYTES:] for key in uses])
-    stats = replica.catalogue.states()[0]
+    stats = replica.catalogue.state()
     return {
         "packs": {
-            table.pack_id: table
-            for table in replica.catalogue.changes(NAMESPACE, None).added
+            table.pack_id: table for table in replica.catalogue.changes(None).added
         },
         "blobs": {pack_id: blob.nonce for pack_id, blob in blobs.items()},
         "uses": uses,
         "manifests": manifests,
         "places": {name: replica.keys_place(name) for name in manifests},
-        "chains": {
-            name: replica.catalogue.chain(NAMESPACE, name) for name in manifests
-        },
+        "chains": {name: replica.catalogue.chain(name) for name in manifests},
         "pinned": [use is not None and use.pinned for use in found],
         "bytes": replica.disk_bytes(),
         "totals": (
@@ -207,9 +202,9 @@ def test_replica_many_packs_at_once_are_as_one_by_one(
         for item in order:
             fast.apply([item])
         assert state(fast) == expected
-        cursor = fast.catalogue.changes(NAMESPACE, None).cursor
+        cursor = fast.catalogue.changes(None).cursor
         fast.apply([("x", Delta())])
-        assert fast.catalogue.changes(NAMESPACE, cursor).added == []
+        assert fast.catalogue.changes(cursor).added == []
         fast.close()
     slow.close()
 

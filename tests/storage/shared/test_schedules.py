@@ -133,7 +133,7 @@ def test_handle_that_never_reached_the_medium_raises_only_store_errors(
         namespace = backend.open_namespace(sample_identity()).id
         assert list(backend.changes(namespace, None).added) == []
         for call in (
-            lambda: backend.manifests(namespace),
+            lambda: backend.catalogue(namespace).manifests(),
             lambda: backend.tables(namespace, [bytes(16)]),
             lambda: backend.manifest_keys(namespace, ["request"]),
             lambda: backend.read(namespace, []),

@@ -383,7 +383,7 @@ def test_base_keeps_requests_pins_and_young_tombstones(town: Town) -> None:
         == 1
     )
     second = town.engine()
-    (use,) = second.backend.uses(NAMESPACE, ["r"])
+    (use,) = second.backend.catalogue(NAMESPACE).uses(["r"])
     assert use is not None
     assert use.pinned
     assert second.backend.manifest_keys(NAMESPACE, ["r"]) == [sample_manifest("r").keys]

@@ -83,7 +83,7 @@ def test_relabel_pinned_request_stays_pinned(tmp_path):
             writer.add(f"r{number}", f"{number}-a {number}-b {number}-c")
         held = {
             manifest.id: manifest.labels
-            for manifest in backend.manifests(writer.namespace)
+            for manifest in backend.catalogue(writer.namespace).manifests()
         }
     assert held["kept"] == {"user": "anna"}
     assert len(held) < 31
@@ -148,4 +148,4 @@ class TestRelabelConcurrentCommits:
         memory.commit(found.namespace.id, CommitBatch(deletions=[pack.pack_id]))
         with pytest.raises(NotFoundError):
             relabel(memory, found, {"a": "b"}, [])
-        assert list(memory.manifests(found.namespace.id)) == []
+        assert list(memory.catalogue(found.namespace.id).manifests()) == []

@@ -329,7 +329,9 @@ class TestPruneConcurrentChanges:
             table.pack_id for table in backend.changes(writer.namespace, None).added
         }
         assert held == {writer.packs["r2"], writer.packs["new"]}
-        assert {manifest.id for manifest in backend.manifests(writer.namespace)} == {
+        assert {
+            manifest.id for manifest in backend.catalogue(writer.namespace).manifests()
+        } == {
             "r2",
             "new",
         }

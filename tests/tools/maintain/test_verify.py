@@ -178,10 +178,10 @@ class TestConcurrentChanges:
         busy = FaultyBackend.of(backend)
 
         def write(namespace):
-            seed = 100 + busy.calls.count("manifests")
+            seed = 100 + busy.calls.count("catalogue")
             backend.commit(namespace, CommitBatch([sample_pack(namespace, seed)]))
 
-        busy.before("manifests", write)
+        busy.before("catalogue", write)
         assert count_rows(busy, read_catalogues(busy)) is None
 
     def test_repair_packs_pack_intact_again_is_kept(self, memory):

@@ -72,7 +72,10 @@ def contents(backend):
             name: (table, payload(backend, table))
             for name, table in catalogue(backend, namespace.id).items()
         }
-        heads = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
+        heads = {
+            manifest.id: manifest
+            for manifest in backend.catalogue(namespace.id).manifests()
+        }
         keys = {name: backend.manifest_keys(namespace.id, [name])[0] for name in heads}
         found[namespace.id] = (packs, heads, keys)
     return found
@@ -93,7 +96,7 @@ def all_requests(backend):
     return [
         FoundRequest(namespace, manifest)
         for namespace in backend.namespaces()
-        for manifest in backend.manifests(namespace.id)
+        for manifest in backend.catalogue(namespace.id).manifests()
     ]
 
 
@@ -148,9 +151,9 @@ class TestArchive:
             writer.packs["anna-1"],
             writer.packs["bert-1"],
         }
-        assert [manifest.id for manifest in target.manifests(writer.namespace)] == [
-            "bert-1"
-        ]
+        assert [
+            manifest.id for manifest in target.catalogue(writer.namespace).manifests()
+        ] == ["bert-1"]
 
     def test_imported_request_is_deleted_with_its_pack(
         self, source, tmp_path, memory_store
@@ -160,7 +163,9 @@ class TestArchive:
         target = memory_store()
         import_archive(target, tmp_path / "a.pkv", ignore)
         target.commit(writer.namespace, CommitBatch(deletions=[writer.packs["anna-2"]]))
-        assert {manifest.id for manifest in target.manifests(writer.namespace)} == {
+        assert {
+            manifest.id for manifest in target.catalogue(writer.namespace).manifests()
+        } == {
             "anna-1",
             "bert-1",
         }
@@ -334,7 +339,9 @@ class TestPush:
         received = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert received.incomplete == ["anna-2"]
         assert writer.packs["anna-2"] not in catalogue(target, writer.namespace)
-        assert {manifest.id for manifest in target.manifests(writer.namespace)} == {
+        assert {
+            manifest.id for manifest in target.catalogue(writer.namespace).manifests()
+        } == {
             "anna-1",
             "bert-1",
         }
@@ -369,7 +376,7 @@ class TestPush:
         left = {
             manifest.id
             for held in target.namespaces()
-            for manifest in target.manifests(held.id)
+            for manifest in target.catalogue(held.id).manifests()
         }
         target.close()
         assert received.lost

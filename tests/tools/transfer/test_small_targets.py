@@ -197,7 +197,7 @@ class TestSmallTargets:
         )
 
     def packs_of(self, backend, namespace, name):
-        return backend.chain(namespace, name)
+        return backend.catalogue(namespace).chain(name)
 
     @pytest.mark.parametrize(
         ("capacity", "expected"), [("12GiB", 12 << 30), ("64MiB", 10 << 30)]

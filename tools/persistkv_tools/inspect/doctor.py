@@ -253,7 +253,7 @@ def _store(url: str) -> Iterator[Check]:
             created = [
                 head.created
                 for space in backend.namespaces()
-                for head in backend.manifests(space.id)
+                for head in backend.catalogue(space.id).manifests()
             ]
             sample = sample_store(backend, _SAMPLE_BYTES)
     except PersistKVError as error:

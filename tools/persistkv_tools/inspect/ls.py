@@ -276,7 +276,7 @@ def list_requests(
     by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
     total, views = 0, list[RequestView]()
     for space in namespaces:
-        found = backend.manifests(space.id)
+        found = backend.catalogue(space.id).manifests()
         for manifest, use in (
             options.with_uses(backend, space.id, found)
             if by_use
@@ -295,7 +295,7 @@ def list_requests(
     uses: dict[tuple[str, str], RequestUse | None] = {}
     for space_id in {copies[0].namespace for copies in shown}:
         names = [view.id for view, *_ in shown if view.namespace == space_id]
-        found_uses = backend.uses(bytes.fromhex(space_id), names)
+        found_uses = backend.catalogue(bytes.fromhex(space_id)).uses(names)
         uses |= {
             (space_id, name): use for name, use in zip(names, found_uses, strict=True)
         }

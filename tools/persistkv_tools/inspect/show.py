@@ -240,11 +240,10 @@ def show_context(
     """
     namespace, manifest, keys = found.namespace.id, found.manifest, found.keys(backend)
     chains = [group.unpack() for group in keys]
-    named = backend.chain(namespace, manifest.id) or []
+    catalogue = backend.catalogue(namespace)
+    named = catalogue.chain(manifest.id) or []
     others = [
-        head.id
-        for head in backend.manifests_naming(namespace, named)
-        if head.id != manifest.id
+        head.id for head in catalogue.manifests_naming(named) if head.id != manifest.id
     ]
     places = _places(backend, namespace, backend.tables(namespace, named), chains)
     sharers = _sharers(backend, namespace, others, chains)
@@ -372,7 +371,7 @@ def prefix_tree(
     namespace, chosen, chains = found.namespace.id, found.manifest.id, list[_Chain]()
     blocks = found.manifest.group_blocks
     group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
-    names = (manifest.id for manifest in backend.manifests(namespace))
+    names = (manifest.id for manifest in backend.catalogue(namespace).manifests())
     for name, keys in keys_of(backend, namespace, names):
         if keys is not None and len(keys) > group and len(keys[group]):
             chains.append((keys[group].unpack(), name))

@@ -315,7 +315,7 @@ def _namespace_totals(
     totals = NamespaceTotals(
         namespace.id.hex(), namespace.identity.model_name, namespace.created
     )
-    for manifest in backend.manifests(namespace.id):
+    for manifest in backend.catalogue(namespace.id).manifests():
         totals.requests += 1
         totals.referenced_blocks += manifest.blocks
         for bins, bounds, value in (

@@ -164,7 +164,11 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Finding] 
     others kept writing."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
-        heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
+        heads = sum(
+            1
+            for space in spaces
+            for _ in backend.catalogue(space.namespace).manifests()
+        )
         moved = any(space.refresh() for space in spaces) or len(
             list(backend.namespaces())
         ) != len(spaces)
@@ -392,7 +396,9 @@ def check_manifests(
     that are not held."""
     checked, findings = 0, []
     for space in spaces:
-        names = [manifest.id for manifest in backend.manifests(space.namespace)]
+        names = [
+            manifest.id for manifest in backend.catalogue(space.namespace).manifests()
+        ]
         checked += len(names)
         suspects = _suspects(backend, space, names, took)
         # others may have written, evicted or replaced what looks wrong
@@ -400,7 +406,10 @@ def check_manifests(
             if not suspects:
                 break
             space.refresh()
-            there = {manifest.id for manifest in backend.manifests(space.namespace)}
+            there = {
+                manifest.id
+                for manifest in backend.catalogue(space.namespace).manifests()
+            }
             suspects = _suspects(
                 backend, space, [name for name in suspects if name in there], took
             )

@@ -161,7 +161,7 @@ def relabel(
         write = ManifestWrite(
             msgspec.structs.replace(manifest, labels=labels), keys, held
         )
-        (use,) = backend.uses(namespace, [name])
+        (use,) = backend.catalogue(namespace).uses([name])
         if not backend.commit(
             namespace, CommitBatch(manifests=[write], seen=packs.cursor)
         ).stale:

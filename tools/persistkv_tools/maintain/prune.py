@@ -309,7 +309,8 @@ class _Usage:
     def __init__(self, backend: Backend, namespace: Namespace) -> None:
         self.namespace = namespace
         self.manifests = {
-            manifest.id: manifest for manifest in backend.manifests(namespace.id)
+            manifest.id: manifest
+            for manifest in backend.catalogue(namespace.id).manifests()
         }
         self.doomed: set[str] = set()
         """Ids of the requests that were chosen for deletion."""
@@ -389,7 +390,7 @@ class _Usage:
         """Return the ids of packs that are used by requests added after the plan was made."""
         fresh = [
             found.id
-            for found in self._backend.manifests(self.namespace.id)
+            for found in self._backend.catalogue(self.namespace.id).manifests()
             if found.id not in self.manifests
         ]
         keys = keys_of(self._backend, self.namespace.id, fresh)
@@ -558,6 +559,9 @@ class Prune:
 
     def _count_requests(self, backend: Backend, usage: _Usage) -> None:
         if usage.doomed or usage.deleted:
-            there = {manifest.id for manifest in backend.manifests(usage.namespace.id)}
+            there = {
+                manifest.id
+                for manifest in backend.catalogue(usage.namespace.id).manifests()
+            }
             self.done.requests += len(usage.going - there)
             self.done.staying += sorted(usage.doomed & there)

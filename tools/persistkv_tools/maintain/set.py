@@ -122,7 +122,7 @@ def _consequences(
         oldest = time.time() - after.ttl_s
         for namespace in backend.namespaces():
             for _, use in with_uses(
-                backend, namespace.id, backend.manifests(namespace.id)
+                backend, namespace.id, backend.catalogue(namespace.id).manifests()
             ):
                 expiring += (
                     use is not None and not use.pinned and use.last_used < oldest

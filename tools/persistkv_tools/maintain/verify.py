@@ -488,7 +488,7 @@ def _shortenings(
     """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them
     to the blocks before their first bad pack. The commit leaves out those that would keep none.
     """
-    heads = backend.manifests_naming(space.namespace, bad)
+    heads = backend.catalogue(space.namespace).manifests_naming(bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]
     for start in range(0, len(heads), SHORTENED_AT_ONCE):
         some = heads[start : start + SHORTENED_AT_ONCE]

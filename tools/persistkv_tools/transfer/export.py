@@ -69,7 +69,7 @@ class Source(NamedTuple):
     def stored_bytes(self, backend: Backend) -> int:
         """Return the payload bytes of the packs that the requests name; each pack counts once."""
         chains = (
-            backend.chain(self.identity.digest, manifest.id) or ()
+            backend.catalogue(self.identity.digest).chain(manifest.id) or ()
             for manifest in self.requests
         )
         tables = self.packs.tables

@@ -165,7 +165,7 @@ class Room(NamedTuple):
         named = sum(
             manifest.blocks
             for space in backend.namespaces()
-            for manifest in backend.manifests(space.id)
+            for manifest in backend.catalogue(space.id).manifests()
         )
         content_bytes = _store_bytes(
             stats.stored_bytes, stats.packs, stats.requests, stats.blocks + named
@@ -304,7 +304,9 @@ class Transfer:
         namespace, held, names = source.identity.digest, Packs(), set[str]()
         if target is not None and target.holds(namespace):
             held = NamespacePacks(target, namespace)
-            names = {manifest.id for manifest in target.manifests(namespace)}
+            names = {
+                manifest.id for manifest in target.catalogue(namespace).manifests()
+            }
         tables = source.packs.tables
         lacking = {
             pack for pack, table in tables.items() if not held.hold(table.keys.unpack())
@@ -472,7 +474,7 @@ class _Receiver:
         self._sent: list[bytes] = []
         """One key of each pack that was written."""
         self._requests = {
-            manifest.id for manifest in backend.manifests(self._namespace)
+            manifest.id for manifest in backend.catalogue(self._namespace).manifests()
         }
 
     def pack(self, pack: bytes) -> None:
@@ -520,7 +522,10 @@ class _Receiver:
         """Record in ``received`` which of the written requests and packs the target no longer
         holds."""
         self._packs.refresh()
-        there = {manifest.id for manifest in self._backend.manifests(self._namespace)}
+        there = {
+            manifest.id
+            for manifest in self._backend.catalogue(self._namespace).manifests()
+        }
         self._received.lost += [name for name in self._written if name not in there]
         self._received.lost_packs += sum(
             not self._packs.hold([key]) for key in self._sent

@@ -2,6 +2,7 @@
 requests.
 
     python -m benchmarks.s3_fleet [--engines 1 2 10 100] [--minutes 10] [--backlog 10000]
+        [--directory /dev/shm] [--no-idle] [--no-kill]
 
 All engines run the real code of the shared store in simulated time (``s3_simulation``); each
 commits one pack per 10 s. Prices: see ``s3_simulation.PRICE_OF``; a month has 730 hours. Storage
@@ -9,7 +10,8 @@ and transfer are not included. The uploads of the packs are shown apart: they ar
 store without a catalogue, too.
 
 The work grows with the square of the number of engines, since each reads the commits of all: 100
-engines run for a third of the time, 1,000 (``--engines 1000``) for two minutes.
+engines run for a third of the time, 1,000 for a minute. These need half an hour of CPU time and 20
+GB for their replicas: ``--engines 1000 --no-kill --directory /var/tmp``.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ IDENTITY = Identity.of({"benchmark": "fleet"})
 NAMES = Names(IDENTITY.digest)
 PERIOD_S = 10.0
 WARM_UP_S = 60.0
+SHORT_WARM_UP_S = 30.0  # of more than 100 engines
 KILL_EVERY_S = 60.0
 RESTART_S = 15.0
 START_S = 15.0  # until a new engine counts as a reader
@@ -47,8 +50,8 @@ SETTLE_S = 30.0  # commits at the end of a run that others need not see
 HOURS_PER_MONTH = 730.0
 BLOCKS = 16
 WATCHERS = 20
-ENGINE_MINUTES = 333.0  # simulated, at most, if that is two minutes or more
-LEAST_MINUTES = 2.0
+ENGINE_MINUTES = 333.0  # simulated, at most, if that is a minute or more
+LEAST_MINUTES = 1.0
 KINDS = ("PUT", "LIST", "GET", "DELETE")
 MOST_COST = {1: 11.0, 2: 11.0, 10: 5.5, 100: 4.0, 1000: 4.0}
 MOST_IDLE_COST = 0.25
@@ -56,12 +59,12 @@ MOST_SEEN_S, MOST_KILLED_S, MOST_TWO_S = 4.0, 6.0, 6.0
 MOST_BACKLOG_S = 120.0
 
 
-def pack_of(draw: random.Random) -> PackWriter:
+def pack_of(draw: random.Random, blocks: int = BLOCKS) -> PackWriter:
     """Return a pack of tiny blocks under new keys; only its table matters."""
-    words = draw.randbytes(32 * BLOCKS)
+    words = draw.randbytes(32 * blocks)
     keys = [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
-    blocks = StagedBlocks([np.zeros((BLOCKS, 8), np.uint8)])
-    return PackWriter(IDENTITY.digest, RawCodec(), [Segment(0, 8, keys, blocks, 0)])
+    staged = StagedBlocks([np.zeros((blocks, 8), np.uint8)])
+    return PackWriter(IDENTITY.digest, RawCodec(), [Segment(0, 8, keys, staged, 0)])
 
 
 class Engine:
@@ -203,7 +206,7 @@ def run_fleet(
     """Return the requests of all engines in that time by kind, and the times until others saw their
     packs."""
     fleet = Fleet(engines, directory)
-    fleet.run(WARM_UP_S)
+    fleet.run(WARM_UP_S if engines <= 100 else SHORT_WARM_UP_S)
     fleet.take()
     begin = fleet.world.now
     end = begin + 60.0 * minutes
@@ -245,18 +248,16 @@ def verdict(value: float, most: float, unit: str) -> str:
     return f"<= {most:g} {unit}: {'yes' if value <= most else 'NO'}"
 
 
-def show_fleet(sizes: Sequence[int], minutes: float, directory: Path) -> None:
+def show_fleet(
+    sizes: Sequence[int], minutes: float, directory: Path, *, kills: bool
+) -> None:
     rows: list[list[str]] = []
     for engines in sizes:
-        for kill in (False, True):
-            if kill and engines == 1:
-                continue
-            shorter = min(minutes, max(LEAST_MINUTES, ENGINE_MINUTES / engines))
-            rows.append(
-                row_of_fleet(
-                    engines, shorter, directory / f"{engines}-{kill}", kill=kill
-                )
-            )
+        shorter = min(minutes, max(LEAST_MINUTES, ENGINE_MINUTES / engines))
+        for kill in (False, True) if kills and engines > 1 else (False,):
+            # the replicas of a thousand engines are large: each run removes its own
+            with tempfile.TemporaryDirectory(dir=directory) as name:
+                rows.append(row_of_fleet(engines, shorter, Path(name), kill=kill))
             sys.stderr.write(" · ".join(rows[-1]) + "\n")
     heads = ["engines", *KINDS, "a month", "without packs", "target"]
     heads += ["others see a pack: p50 / p99 / most", "target", "took"]
@@ -350,15 +351,26 @@ def main() -> None:
         "--backlog", type=int, default=10_000, help="commits; 0: skip it"
     )
     parser.add_argument("--no-idle", action="store_true", help="skip the idle engine")
+    parser.add_argument(
+        "--no-kill", action="store_true", help="skip the fleets whose merger is killed"
+    )
+    parser.add_argument(
+        "--directory", default="/dev/shm", help="for the replicas of the engines"
+    )
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         if not arguments.no_idle:
             show_idle(directory)
         if arguments.backlog:
             show_backlog(arguments.backlog, directory / "backlog")
-        show_fleet(arguments.engines, arguments.minutes, directory)
+        show_fleet(
+            arguments.engines,
+            arguments.minutes,
+            directory,
+            kills=not arguments.no_kill,
+        )
 
 
 if __name__ == "__main__":

@@ -91,8 +91,7 @@ class World:
         """Kill all engines. The world must not be used any more."""
         for process in self._processes:
             process.kill()
-        self._until = float("inf")
-        self.run(self.now)
+        self.run(float("inf"))
 
     def start(self, process: Process) -> None:
         self._processes.append(process)

@@ -110,7 +110,9 @@ _KIND = b"persistkv replica 1"
 # of a request in an index object, without its head and its packs
 _MOST_REQUEST_BYTES = 160
 _OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects
-MAP_BYTES = 1 << 40  # 1 TiB of address space
+# 64 GiB of address space, 30 times an index of a million packs. A process has 128 TiB: room for the
+# replicas of 2,000 namespaces; with 1 TiB each, the 138th could not be opened
+MAP_BYTES = 64 << 30
 _LEAST_MAP_BYTES = 1 << 30  # 1 GiB
 _READERS = 126
 # wait of ``close`` for transactions, which take milliseconds except that of a base

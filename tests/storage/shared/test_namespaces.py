@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +54,42 @@ def test_opening_beside_ten_thousand_namespaces_reads_none_of_them(town: Town) -
     assert time.process_time() - began < 5.0
     assert len(engine.blobs.calls) < 15
     engine.store(pack(1))
+
+
+def test_handle_holds_200_open_namespaces(town: Town) -> None:
+    engine = town.engine()
+    for number in range(1, 200):
+        engine.open(number)
+    engine.store(pack(1, namespace=engine.namespace))
+    assert engine.held(engine.namespace) == {
+        pack(1, namespace=engine.namespace).pack_id
+    }
+
+
+def test_handle_opens_namespace_in_little_address_space(tmp_path: Path) -> None:
+    """The replica's memory map is halved until it fits."""
+    limit = (8 << 30, 8 << 30)  # 8 GiB
+    program = [sys.executable, "-c", _STORE_AND_COUNT, str(tmp_path)]
+    result = subprocess.run(
+        program,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
+
+
+_STORE_AND_COUNT = """
+import sys
+from pathlib import Path
+from tests.storage.shared.town import pack, town_of
+with town_of(Path(sys.argv[1])) as town:
+    engine = town.engine(cache="machine")
+    engine.store(pack(1))
+    print(len(engine.held()))
+"""
 
 
 def test_idle_namespaces_are_read_once_and_cost_one_page_of_a_list_a_minute(

@@ -123,6 +123,16 @@ class TableRows:
         with self.cursor(table) as cursor:
             return bytes(cursor.key()) if cursor.set_range(start) else None
 
+    def existing(self, table: str, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those of the keys that have a row; fast also for many."""
+        with self.cursor(table) as cursor:
+            return {bytes(key) for key, _ in cursor.getmulti(keys)}
+
+    def has_prefix(self, table: str, prefix: bytes) -> bool:
+        """Return whether the key of any row starts with ``prefix``."""
+        with self.cursor(table) as cursor:
+            return cursor.set_range(prefix) and cursor.key()[: len(prefix)] == prefix
+
     def cursor(self, table: str) -> lmdb.Cursor[memoryview]:
         return self.txn.cursor(self._databases[table])
 

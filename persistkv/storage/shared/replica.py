@@ -22,11 +22,11 @@ import shutil
 import struct
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -643,68 +643,47 @@ class _Application:
         They are not logged: the log is too short for them, so readers of changes get the whole
         catalogue.
         """
-        entries = sorted(entries, key=lambda entry: entry.name)
-        known = self._known_ids(entries[0].pack_id, entries[-1].pack_id)
-        known.update(
-            entry.pack_id
-            for entry, following in pairwise(entries)
-            if entry.pack_id == following.pack_id
-        )
-        namespace, order = self._namespace, self._order
-        state = read_state(self._rows, namespace)
-        rows: dict[str, list[tuple[bytes, bytes]]] = {
-            name: [] for name in (PACKS, BLOBS, USES, ORDER)
-        }
-        others: list[PackEntry] = []
-        for entry in entries:
-            head = table_head(entry.body)
-            place = None if head is None else (head.namespace, head.pack_id)
-            if (
-                head is None
-                or place != (namespace, entry.pack_id)
-                or entry.pack_id in known
-            ):
+        new, others = self._split_new(entries)
+        additions = _Additions(read_state(self._rows, self._namespace), self._order)
+        for entry in new:
+            if not additions.add(self._namespace, entry):
                 others.append(entry)
-                continue
-            key = namespace + entry.pack_id
-            counted = head.payload_length + len(entry.body) + _OVERHEAD_BYTES
-            state.sequence += 1
-            state.packs += 1
-            state.blocks += head.block_count
-            state.raw_bytes += head.raw_length
-            state.stored_bytes += head.payload_length
-            self._grown += counted
-            order.set_time(entry.time)
-            use = Use(order.moment, entry.time, head.depth, 0, 0)
-            rows[PACKS].append(
-                (key, SEQUENCE.pack(state.sequence) + entry.body[head.start :])
-            )
-            rows[BLOBS].append(
-                (entry.name, _BlobRow(counted, entry.body[: head.start], b"").encode())
-            )
-            rows[USES].append((key, use.encode()))
-            rows[ORDER].append((use.order_key(key), b""))
-        for table, items in rows.items():
-            self._rows.put_many(table, items)
-        self._rows.put(STATES, namespace, state.encode())
-        self._catalogue = CatalogTransaction(self._rows, None, namespace, order=order)
+        additions.write(self._rows, self._namespace)
+        self._grown += additions.counted
+        # it has read the state before
+        self._catalogue = CatalogTransaction(
+            self._rows, None, self._namespace, order=self._order
+        )
         return others
 
-    def _known_ids(self, first: bytes, last: bytes) -> set[bytes]:
-        """Return the ids of the packs from ``first`` to ``last`` of which the replica knows
-        anything."""
-        known: set[bytes] = set()
-        for table, prefix in (
-            (BLOBS, b""),
-            (TOMBSTONES, b""),
-            (EARLY, b""),
-            (LINKS, self._namespace),
-        ):
-            for key, _ in self._rows.range(table, prefix + first):
-                pack_id = bytes(key[len(prefix) : len(prefix) + ID_BYTES])
-                if pack_id > last or bytes(key[: len(prefix)]) != prefix:
-                    break
-                known.add(pack_id)
+    def _split_new(
+        self, entries: Sequence[PackEntry]
+    ) -> tuple[list[PackEntry], list[PackEntry]]:
+        """Return the entries of packs of which neither the replica nor another entry knows
+        anything, in the order of their names, and all others.
+        """
+        ids = Counter(entry.pack_id for entry in entries)
+        known = self._known_ids(entries)
+        new: list[PackEntry] = []
+        others: list[PackEntry] = []
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            is_new = ids[entry.pack_id] == 1 and entry.pack_id not in known
+            (new if is_new else others).append(entry)
+        return new, others
+
+    def _known_ids(self, entries: Sequence[PackEntry]) -> set[bytes]:
+        """Return the ids of the packs of which the replica knows anything."""
+        keys = [self._namespace + entry.pack_id for entry in entries]
+        known = {key[ID_BYTES:] for key in self._rows.existing(PACKS, keys)}
+        ids = [entry.pack_id for entry in entries]
+        known.update(self._rows.existing(EARLY, ids))
+        names = [entry.name for entry in entries]
+        ended = self._rows.existing(TOMBSTONES, names)
+        known.update(name[:ID_BYTES] for name in ended)
+        if self._rows.count(LINKS):
+            for key in keys:
+                if self._rows.has_prefix(LINKS, key):
+                    known.add(key[ID_BYTES:])
         return known
 
     def _add_blob(self, entry: PackEntry) -> None:
@@ -869,6 +848,55 @@ class _Application:
         place = self._rows.get(MANIFEST_KEYS, row)
         if place is not None and len(place) == _KEYS.size:
             self._grown -= _KEYS.unpack(place)[3]
+
+
+class _Additions:
+    """Rows of new packs, and the totals with them.
+
+    :param state: of the namespace; it is changed.
+    """
+
+    def __init__(self, state: NamespaceState, order: TimedOrder) -> None:
+        self.counted = 0
+        """Bytes that the blobs count for."""
+        self._state = state
+        self._order = order
+        self._packs: list[tuple[bytes, bytes]] = []
+        self._blobs: list[tuple[bytes, bytes]] = []
+        self._uses: list[tuple[bytes, bytes]] = []
+        self._places: list[tuple[bytes, bytes]] = []
+
+    def add(self, namespace: bytes, entry: PackEntry) -> bool:
+        """Add a pack; return False, and add nothing, if its table is not one of this pack."""
+        head = table_head(entry.body)
+        if head is None or (head.namespace, head.pack_id) != (namespace, entry.pack_id):
+            return False
+        state = self._state
+        state.sequence += 1
+        state.packs += 1
+        state.blocks += head.block_count
+        state.raw_bytes += head.raw_length
+        state.stored_bytes += head.payload_length
+        counted = head.payload_length + len(entry.body) + _OVERHEAD_BYTES
+        self.counted += counted
+
+        key = namespace + entry.pack_id
+        tags = entry.body[: head.start]
+        encoded = entry.body[head.start :]
+        self._packs.append((key, SEQUENCE.pack(state.sequence) + encoded))
+        self._blobs.append((entry.name, _BlobRow(counted, tags, b"").encode()))
+        self._order.set_time(entry.time)
+        use = Use(self._order.moment, entry.time, head.depth, 0, 0)
+        self._uses.append((key, use.encode()))
+        self._places.append((use.order_key(key), b""))
+        return True
+
+    def write(self, rows: TableRows, namespace: bytes) -> None:
+        rows.put_many(PACKS, self._packs)
+        rows.put_many(BLOBS, self._blobs)
+        rows.put_many(USES, self._uses)
+        rows.put_many(ORDER, sorted(self._places))
+        rows.put(STATES, namespace, self._state.encode())
 
 
 class _BlobRow(NamedTuple):

@@ -2,7 +2,7 @@
 requests.
 
     python -m benchmarks.s3_fleet [--engines 1 2 10 100] [--minutes 10] [--backlog 10000]
-        [--directory /dev/shm] [--no-idle] [--no-kill]
+        [--openings 1000] [--directory /dev/shm] [--no-idle] [--no-kill]
 
 All engines run the real code of the shared store in simulated time (``s3_simulation``); each
 commits one pack per 10 s. Prices: see ``s3_simulation.PRICE_OF``; a month has 730 hours. Storage
@@ -329,6 +329,35 @@ def show_backlog(commits: int, directory: Path) -> None:
     )
 
 
+def show_openings(engines: int, directory: Path) -> None:
+    """Open a store at once that an engine has left with commits that nobody has merged."""
+    world = World()
+    writer = Engine(world, "writer", directory, period_s=0.1)
+    world.run(60.0)
+    writer.process.kill()
+    world.run(world.now + 1.0)
+    waiting = len(backlog(world))
+    before = set(world.blobs)
+    opened = [
+        Engine(world, f"engine{number}", directory, period_s=None, watches=False)
+        for number in range(engines)
+    ]
+    world.run(world.now + 120.0)
+    new = [NAMES.index_name(name) for name in set(world.blobs) - before]
+    objects = [name for name in new if name is not None]
+    bases = sum(name.is_base for name in objects)
+    requests: Counter[str] = Counter()
+    for engine in opened:
+        requests.update(engine.take())
+    left = len(backlog(world))
+    world.end()
+    figures = [f"{requests[kind] / engines:,.1f}" for kind in KINDS]
+    row = [f"{engines:,}", f"{waiting} → {left}"]
+    row += [str(len(objects) - bases), str(bases), *figures]
+    heads = ["engines", "commits in the inbox", "segments", "bases", *KINDS]
+    show("Openings within a second: two minutes, requests per engine", heads, [row])
+
+
 def backlog(world: World, until: float = float("inf")) -> list[str]:
     """Return the names of commits that are not merged and were written before a moment."""
     return [
@@ -350,6 +379,9 @@ def main() -> None:
     parser.add_argument(
         "--backlog", type=int, default=10_000, help="commits; 0: skip it"
     )
+    parser.add_argument(
+        "--openings", type=int, default=1000, help="engines that open at once; 0: skip"
+    )
     parser.add_argument("--no-idle", action="store_true", help="skip the idle engine")
     parser.add_argument(
         "--no-kill", action="store_true", help="skip the fleets whose merger is killed"
@@ -363,14 +395,13 @@ def main() -> None:
         directory = Path(name)
         if not arguments.no_idle:
             show_idle(directory)
+        if arguments.openings:
+            show_openings(arguments.openings, directory / "openings")
         if arguments.backlog:
             show_backlog(arguments.backlog, directory / "backlog")
-        show_fleet(
-            arguments.engines,
-            arguments.minutes,
-            directory,
-            kills=not arguments.no_kill,
-        )
+        if arguments.engines:
+            kills = not arguments.no_kill
+            show_fleet(arguments.engines, arguments.minutes, directory, kills=kills)
 
 
 if __name__ == "__main__":

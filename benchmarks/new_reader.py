@@ -5,9 +5,10 @@ was kept: requests, CPU time and memory.
         [--directory /var/tmp]
 
 The index is what merges leave: a base in parts, ordered by pack id, and segments of falling size
-with a quarter as many packs: more would make a base due. It is in memory, so requests take no time. Reading all tables for the engine's own index is
-shown apart: a process that ended cleanly has kept that index in a file, too. The memory is that of
-the private pages of the process, without the medium and the memory map of the replica.
+with a quarter as many packs: more would make a base due. It is in memory, so requests take no time.
+Reading all tables for the engine's own index is shown apart: a process that ended cleanly has kept
+that index in a file, too. The memory is that of the private pages of the process, without the
+medium and the memory map of the replica.
 """
 
 from __future__ import annotations

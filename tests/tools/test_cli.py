@@ -66,8 +66,7 @@ class TestCliErrors:
                 run(command, home, *options), "home", "notes.txt", "no store", code=3
             )
         for made in (
-            ("push", filled, home),
-            ("pull", home, filled),
+            ("copy", filled, home),
             ("replay", home, str(tmp_path / "trace.jsonl")),
         ):
             one_line_error(run(*made), "notes.txt", code=3)
@@ -119,22 +118,9 @@ class TestCliErrors:
             ("label", "{url}", "engine-0-0"),
             "label requires NAME=VALUE or --remove NAME",
         ),
-        (("export", "{url}", "-o", "x"), "export requires requests, --label or --all"),
-        (
-            ("export", "{url}", "--all", "-o", "{tmp}/here"),
-            "cannot write {tmp}/here: the file exists; --force replaces it",
-        ),
-        (
-            ("export", "{url}", "--all", "-o", "-", "--json"),
-            "'-' is not valid; expected a file, because --json uses",
-        ),
         (
             ("report", "{url}", "-o", "{tmp}/no/page.html"),
             "cannot write {tmp}/no/page.html: No such file or directory",
-        ),
-        (
-            ("import", "{tmp}/absent", "{url}"),
-            "cannot read {tmp}/absent: No such file or directory",
         ),
         (
             ("why", "{url}", "--against", "{tmp}"),
@@ -148,7 +134,7 @@ class TestCliErrors:
             ("replay", "{tmp}/new", "{tmp}/absent"),
             "cannot read {tmp}/absent: No such file or directory",
         ),
-        (("push", "{url}", "{url}"), "another store than the source"),
+        (("copy", "{url}", "{url}"), "another store than the source"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -180,8 +166,7 @@ class TestStoreVariable:
             ("set",),
             ("set", "ttl=7d", "--dry-run"),
             ("prune", "--older-than", "1000d", "--dry-run"),
-            ("export", "engine-0-0", "-o", "{here}/all.pkv"),
-            ("push", "{here}/pushed"),
+            ("copy", "{here}/copy"),
             ("verify",),
         ],
         ids=lambda arguments: arguments[0],
@@ -189,15 +174,6 @@ class TestStoreVariable:
     def test_command_without_store_uses_variable(self, run, here, arguments):
         done = run(*(argument.format(here=here) for argument in arguments))
         assert done.returncode == 0, done.stderr
-
-    def test_pull_and_import_without_store_write_to_variable_store(
-        self, run, here, monkeypatch
-    ):
-        assert run("export", "--all", "-o", f"{here}/all.pkv").returncode == 0
-        monkeypatch.setenv("PERSISTKV_STORE", f"lmdb://{here}/new")
-        assert run("import", f"{here}/all.pkv").returncode == 0
-        assert run("pull", f"{here}/store").returncode == 0
-        assert "3 requests" in run("ls").stdout
 
     def test_command_with_store_ignores_variable(self, run, here):
         one_line_error(run("ls", f"{here}/other"), "other", code=3)

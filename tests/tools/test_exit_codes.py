@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import pytest
 
-from persistkv import open_store
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
@@ -70,13 +69,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         damage.flip_payload(writer.packs["one"], 5000)
     with closing(open_backend(urls["other"])) as backend:
         Contexts(backend, Identity.of({"weights": "theirs"})).add("theirs", "a")
-    with open_store(urls["store"]) as store:
-        store.export(place / "all.pkv")
-    data = (place / "all.pkv").read_bytes()
-    (place / "flipped.pkv").write_bytes(
-        data[:9_000] + bytes([data[9_000] ^ 1]) + data[9_001:]
-    )
-    (place / "cut.pkv").write_bytes(data[:-1])
     shutil.copytree(place / "store", place / "cut")
     os.truncate(place / "cut" / "data.mdb", 3 * 4096)
     (place / "trace.jsonl").write_text(
@@ -97,14 +89,8 @@ FINDINGS = [
     Case(("doctor", "lmdb://{made}/store?color=red"), 1, "color"),
     Case(("why", "{made}/store", "--against", "{made}/other"), 1),
     Case(("prune", "{copy}", "--request", "r0", "--yes"), 1),
-    Case(("export", "{made}/damaged", "--all", "-o", "{tmp}/out.pkv"), 1, '"one"'),
-    Case(
-        ("import", "{made}/all.pkv", "{tmp}/small?capacity=1MiB", "--newest"), 1, '"r9"'
-    ),
-    Case(("push", "{made}/damaged", "{tmp}/copy"), 1, '"one"'),
-    Case(("pull", "{tmp}/copy", "{made}/damaged"), 1, '"one"'),
-    Case(("pull", "{tmp}/copy", "{made}/damaged", "--dry-run"), 0),
-    Case(("pull", "{tmp}/small?capacity=1MiB", "{made}/store", "--newest"), 1, '"r9"'),
+    Case(("copy", "{made}/damaged", "{tmp}/copy"), 1, '"one"'),
+    Case(("copy", "{made}/damaged", "{tmp}/copy", "--dry-run"), 0),
 ]
 SUCCESSES = [
     Case(("why", "{made}/store"), 0, '"comparisons": []'),
@@ -121,22 +107,20 @@ SUCCESSES = [
         ),
         0,
     ),
-    Case(("import", "{made}/all.pkv", "{tmp}/copy"), 0, '"requests": 11'),
-    Case(("import", "{made}/all.pkv", "{made}/store"), 0, '"requests_held": 11'),
+    Case(("copy", "{made}/store", "{tmp}/copy"), 0, '"requests": 11'),
+    Case(("copy", "{made}/store", "file://{tmp}/copy"), 0, '"requests": 11'),
+    Case(("copy", "{made}/store", "{tmp}/absent", "--dry-run"), 0, '"requests": 11'),
     Case(
-        ("import", "{made}/all.pkv", "{other}"),
-        0,
-        "weights: 'checkpoint:1' here, 'theirs' stored",
-    ),
-    Case(("pull", "{tmp}/copy", "{made}/store"), 0, '"requests": 11'),
-    Case(("pull", "{tmp}/absent", "{made}/store", "--dry-run"), 0, '"requests": 11'),
-    Case(
-        ("pull", "{tmp}/copy", "{made}/store", "--label", "user=nobody"),
+        ("copy", "{made}/store", "{tmp}/copy", "--label", "user=nobody"),
         0,
         '"requests": 0',
     ),
-    Case(("push", "{made}/store", "{copy}"), 0, '"requests_held": 11'),
-    Case(("pull", "{copy}", "{made}/store"), 0, '"requests_held": 11'),
+    Case(("copy", "{made}/store", "{copy}"), 0, '"requests_held": 11'),
+    Case(
+        ("copy", "{made}/store", "{tmp}/small?capacity=2MiB", "--newest", "1"),
+        0,
+        '"requests": 1',
+    ),
 ]
 REFUSALS = [
     Case(("doctor", "somewhere"), 2, "scheme://"),
@@ -168,35 +152,20 @@ REFUSALS = [
     Case(("replay", "{made}/store", "{made}/trace.jsonl"), 2, "a new or empty store"),
     Case(("replay", "{made}", "{made}/trace.jsonl"), 3, "no store"),
     Case(("replay", "{made}/text", "{made}/trace.jsonl"), 3, "is a file"),
-    Case(("import", "{made}/all.pkv"), 2, "requires a store"),
-    Case(("import", "{made}/all.pkv", "tape:///kv"), 2, "url scheme"),
-    Case(("import", "{tmp}/absent", "{tmp}/new"), 2, "No such file"),
-    Case(("import", "{made}", "{tmp}/new"), 2, "Is a directory"),
-    Case(("import", "/proc/self/mem", "{tmp}/new"), 2, "Input/output error"),
-    Case(("import", "{made}/text", "{tmp}/new"), 2, "not a file of persistkv export"),
-    Case(("import", "{made}/flipped.pkv", "{tmp}/new"), 2, "at byte"),
-    Case(("import", "{made}/cut.pkv", "{tmp}/new"), 2, "at byte"),
-    Case(("import", "{made}/all.pkv", "{tmp}/new?capacity=1MiB"), 2, "--newest"),
-    Case(
-        ("import", "{made}/all.pkv", "{made}/other", "--strict"),
-        2,
-        "the nearest differs in",
-    ),
-    Case(("import", "{made}/all.pkv", "{made}/text"), 3, "is a file"),
-    Case(("import", "{made}/all.pkv", "{made}"), 3, "no store"),
-    Case(("import", "{made}/all.pkv", "{made}/cut"), 3, "truncated"),
-    Case(("pull", "{tmp}/new"), 2, "SRC"),
-    Case(("pull", "{tmp}/new", "tape:///kv"), 2, "url scheme"),
-    Case(("pull", "tape:///kv", "{made}/store"), 2, "url scheme"),
-    Case(("pull", "{made}/store", "{made}/store"), 2, "another store"),
-    Case(("pull", "{tmp}/new", "{made}/store", "--namespace", "0000"), 2, "0000"),
-    Case(("pull", "{tmp}/new", "{made}/store", "--rate", "fast"), 2, "--rate"),
-    Case(("pull", "{tmp}/new?capacity=1MiB", "{made}/store"), 2, "--newest"),
-    Case(("push", "{made}/store", "{tmp}/new?capacity=1MiB"), 2, "--newest"),
-    Case(("pull", "{tmp}/new", "{tmp}/absent"), 3, "absent"),
-    Case(("pull", "{tmp}/new", "{made}/cut"), 3, "truncated"),
-    Case(("pull", "{made}/text", "{made}/store"), 3, "is a file"),
-    Case(("pull", "{made}", "{made}/store"), 3, "no store"),
+    Case(("copy", "{made}/store"), 2, "DST"),
+    Case(("copy", "tape:///kv", "{tmp}/new"), 2, "url scheme"),
+    Case(("copy", "{made}/store", "tape:///kv"), 2, "url scheme"),
+    Case(("copy", "{made}/store", "{made}/store"), 2, "another store"),
+    Case(("copy", "{made}/store", "{tmp}/new", "nobody"), 2, "nobody"),
+    Case(("copy", "{made}/store", "{tmp}/new", "--namespace", "0000"), 2, "0000"),
+    Case(("copy", "{made}/store", "{tmp}/new", "--rate", "fast"), 2, "--rate"),
+    Case(("copy", "{made}/store", "{tmp}/new", "--newest", "0"), 2, "--newest"),
+    Case(("copy", "{made}/store", "{tmp}/new?capacity=1MiB"), 2, "too small"),
+    Case(("copy", "{tmp}/absent", "{tmp}/new"), 3, "absent"),
+    Case(("copy", "{made}/cut", "{tmp}/new"), 3, "truncated"),
+    Case(("copy", "{made}/store", "{made}/text"), 3, "is a file"),
+    Case(("copy", "{made}/store", "{made}"), 3, "no store"),
+    Case(("copy", "{made}/store", "{made}/cut"), 3, "truncated"),
 ]
 
 
@@ -283,10 +252,7 @@ def test_doctor_exits_1_only_for_warning_or_problem(run: Run, made: Path) -> Non
         ("unpin", "{copy}", "r0"),
         ("label", "{copy}", "r0", "a=b"),
         ("why", "{made}/store", "--against", "{made}/other"),
-        ("export", "{made}/store", "--all", "-o", "{tmp}/out.pkv"),
-        ("import", "{made}/all.pkv", "{other}"),
-        ("push", "{made}/store", "{tmp}/copy"),
-        ("pull", "{tmp}/copy", "{made}/store"),
+        ("copy", "{made}/store", "{tmp}/copy"),
         ("replay", "{tmp}/new", "{made}/trace.jsonl"),
     ],
     ids=lambda arguments: arguments[0],
@@ -398,37 +364,4 @@ def test_bench_full_disk_exits_3(tmp_path: Path) -> None:
         done.stderr
     )
     assert "plain file" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def pipe(made: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(
-        ["cat", f"{made}/all.pkv"], stdout=subprocess.PIPE
-    ) as process:
-        yield process
-
-
-def test_import_pipe_exits_2(pipe: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "persistkv_tools",
-        "import",
-        "/dev/stdin",
-        f"{tmp_path}/new",
-        "--json",
-    ]
-    done = subprocess.run(
-        command,
-        stdin=pipe.stdout,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (
-        done.stderr
-    )
-    assert "it is a pipe" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from tests.tools.signals import interrupt, obey_ctrl_c, wait_for_store
     [
         (("top", "{url}", "--interval", "5m"), 130),
         (("verify", "{url}", "--rate", "1KiB"), 130),
-        (("pull", "lmdb://{tmp}/pulled", "{url}", "--rate", "1KiB"), 130),
+        (("copy", "{url}", "lmdb://{tmp}/copy", "--rate", "1KiB"), 130),
         (("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1000"), 130),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

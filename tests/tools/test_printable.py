@@ -40,10 +40,7 @@ COMMANDS = {
     "label": ("label", "{url}", "bert", "a={evil}"),
     "why": ("why", "{url}", "--against", "{other}"),
     "doctor": ("doctor", "{url}"),
-    "export": ("export", "{url}", "--all", "-o", "{evil}.pkv"),
-    "import": ("import", "good.pkv", "{other}"),
-    "push": ("push", "{url}", "{other}"),
-    "pull": ("pull", "{other}", "{url}"),
+    "copy": ("copy", "{url}", "{other}"),
 }
 NAMED = {
     "ls": f"anna{EVIL}",
@@ -56,9 +53,7 @@ NAMED = {
     "unpin": f"bert{EVIL}",
     "label": EVIL,
     "why": EVIL,
-    "export": f"{EVIL}.pkv",
-    "push": f"anna{EVIL}2",
-    "pull": f"anna{EVIL}2",
+    "copy": f"anna{EVIL}2",
 }
 """A part of a string in the JSON of each command that prints such text."""
 
@@ -85,7 +80,6 @@ def store(url, tmp_path, run):
         Contexts(backend, Identity.of({"weights": "w", "config": {EVIL: "other"}})).add(
             "one", "x"
         )
-    assert run("export", url, f"bert{EVIL}", "-o", "good.pkv").returncode == 0
     return {"url": url, "other": other, "evil": EVIL.replace("/", "")}
 
 

@@ -128,13 +128,12 @@ def test_verify_repair_s3_bad_middle_pack_keeps_blocks_before_it(run, store, end
     context.check_repair(run)
 
 
-def test_pull_export_import_and_push_s3_store_keep_requests(run, store, tmp_path):
+def test_copy_from_and_to_s3_store_keeps_requests(run, store, tmp_path):
     here = f"lmdb://{tmp_path}/here"
-    assert shown(run, "pull", here, store)["received"]["requests"] == 3
-    assert run("export", here, "--all", "-o", "all.pkv").returncode == 0
+    assert shown(run, "copy", store, here)["copied"]["requests"] == 3
     back = store.replace("/kv?", "/back?")
-    assert shown(run, "import", "all.pkv", back)["received"]["requests"] == 3
-    assert shown(run, "push", here, back)["received"]["requests_held"] == 3
+    assert shown(run, "copy", here, back)["copied"]["requests"] == 3
+    assert shown(run, "copy", here, back)["copied"]["requests_held"] == 3
     one, other = shown(run, "ls", store)["requests"], shown(run, "ls", back)["requests"]
     assert {(r["id"], r["blocks"], r["created"]) for r in one} == {
         (r["id"], r["blocks"], r["created"]) for r in other

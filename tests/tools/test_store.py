@@ -17,6 +17,7 @@ from persistkv import (
 )
 from persistkv.storage import open_backend
 from persistkv_tools.options import NotFoundError
+from persistkv_tools.transfer.copy import copy_content
 from tests.tools.contexts import BLOCK_BYTES, Contexts
 from tests.tools.damage import Damage
 
@@ -140,26 +141,16 @@ def test_verify_and_repair_delete_bad_packs(filled: str, tmp_path: Path) -> None
             store.verify(sample=2)
 
 
-def test_export_and_push_copy_the_selected_requests(
-    filled: str, tmp_path: Path, run: Any
-) -> None:
+def test_copy_content_copies_the_selected_requests(filled: str, tmp_path: Path) -> None:
     anna = Selection.parse(["user=anna"])
+    target = f"lmdb://{tmp_path}/copy"
     with open_store(filled) as store:
-        sent = store.export(tmp_path / "anna.pkv", anna)
-        assert (sent.requests, sent.incomplete) == (2, [])
-        pushed = store.push(f"lmdb://{tmp_path}/pushed", anna)
-        assert (pushed.received.requests, pushed.received.complete) == (2, True)
+        outcome = copy_content(store.backend, store.url, target, anna)
+        assert (outcome.copied.requests, outcome.copied.complete) == (2, True)
         with pytest.raises(ConfigurationError, match="another store"):
-            store.push(filled)
-    assert (
-        run(
-            "import", str(tmp_path / "anna.pkv"), f"lmdb://{tmp_path}/imported"
-        ).returncode
-        == 0
-    )
-    for name in ("pushed", "imported"):
-        with open_store(tmp_path / name) as store:
-            assert ids(store) == ["anna-2", "anna-1"]
+            copy_content(store.backend, store.url, filled)
+    with open_store(tmp_path / "copy") as store:
+        assert ids(store) == ["anna-2", "anna-1"]
 
 
 def test_requests_match_ls_command(filled: str, run: Any) -> None:

@@ -57,11 +57,8 @@ SHOWN = [
     ("why", "{url}", "--against", "{url}"),
     ("top", "{url}", "--count", "1", "--interval", "1s"),
     ("doctor", "{url}"),
-    ("export", "{url}", "--all", "-o", "all.pkv"),
-    ("import", "all.pkv", "lmdb://{tmp}/imported"),
-    ("push", "{url}", "lmdb://{tmp}/pushed"),
-    ("pull", "lmdb://{tmp}/pulled", "{url}"),
-    ("rebuild", "lmdb://{tmp}/pulled"),
+    ("copy", "{url}", "lmdb://{tmp}/copy"),
+    ("rebuild", "lmdb://{tmp}/copy"),
     ("set", "{url}", "capacity=2GiB", "ttl=7d", "--yes"),
     ("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1"),
     ("replay", "lmdb://{tmp}/replay", "trace.jsonl"),
@@ -158,22 +155,16 @@ def test_shell_completion_partial_command_returns_its_name(start):
         ("label", "{url}", "short", "a=b"),
         ("why", "{url}", "--against", "{url}"),
         ("doctor", "{url}"),
-        ("export", "{url}", "--all", "-o", "all.pkv"),
-        ("push", "{url}", "lmdb://{tmp}/other"),
-        ("pull", "lmdb://{tmp}/other", "{url}"),
+        ("copy", "{url}", "lmdb://{tmp}/other"),
         ("set", "{url}", "capacity=2GiB", "--dry-run"),
         ("bench", "lmdb://{tmp}/b", "--size", "4MiB", "--rounds", "1"),
         ("replay", "lmdb://{tmp}/r", "{tmp}/trace.jsonl", "--requests", "2"),
-        ("import", "{tmp}/given.pkv", "lmdb://{tmp}/imported"),
     ],
     ids=lambda command: command[0],
 )
 def test_command_json_has_documented_fields(run, store, tmp_path, command):
     skip_if_extra_is_missing(command)
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 100)
-    assert (
-        run("export", store, "--all", "-o", str(tmp_path / "given.pkv")).returncode == 0
-    )
     done = run(*(part.format(url=store, tmp=tmp_path) for part in command), "--json")
     # doctor: depends on the machine
     assert done.returncode == 0 or command[0] == "doctor", done.stderr
@@ -193,7 +184,7 @@ def skip_if_extra_is_missing(command: tuple[str, ...]) -> None:
 STORE_COMMANDS = [
     command
     for command in SHOWN
-    if command[0] not in ("doctor", "bench", "replay", "import", "pull", "rebuild")
+    if command[0] not in ("doctor", "bench", "replay", "rebuild")
 ]
 
 
@@ -223,7 +214,7 @@ def test_help_exit_code_1_matches_documentation(run):
         for name in COMMANDS
         if "code 1" in re.sub(r"[\s│]+", " ", run(name, "--help").stdout)
     }
-    assert listed == named | {"pull"}
+    assert listed == named
 
 
 def test_commands_are_all_documented():

@@ -51,9 +51,9 @@ def open_engine(checkpoint, url, **options):
     )
 
 
-@pytest.mark.parametrize("way", ["file", "push"])
-def test_engine_transferred_context_is_restored_exactly(
-    start, url, checkpoint, tmp_path, way
+@pytest.mark.parametrize("scheme", ["lmdb", "file"])
+def test_engine_copied_context_is_restored_exactly(
+    start, url, checkpoint, tmp_path, scheme
 ):
     with open_engine(checkpoint, url) as first:
         cold = first.generate(PROMPT, 8)
@@ -63,13 +63,9 @@ def test_engine_transferred_context_is_restored_exactly(
             block_hash: page.clone()
             for block_hash, page in first.resident_pages().items()
         }
-        target = f"lmdb://{tmp_path}/target?capacity=256MiB"
+        target = f"{scheme}://{tmp_path}/target?capacity=256MiB"
         request = json.loads(start("ls", url, "--json").stdout)["requests"][0]["id"]
-        if way == "file":
-            assert start("export", url, request, "-o", "context.pkv").returncode == 0
-            assert start("import", "context.pkv", target).returncode == 0
-        else:
-            assert start("push", url, target).returncode == 0
+        assert start("copy", url, target, request).returncode == 0
     with open_engine(checkpoint, target) as second:
         warm = second.generate(PROMPT, 8)
         assert (warm.stats.persistent_tokens, warm.stats.computed_tokens) == (96, 4)

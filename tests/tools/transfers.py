@@ -1,26 +1,24 @@
-"""Copies from one open store to another, as ``persistkv push`` makes them."""
+"""Copies from one open store to another, as ``persistkv copy`` makes them."""
 
 from __future__ import annotations
 
 from persistkv_tools.options import Selection
-from persistkv_tools.transfer.export import Source
-from persistkv_tools.transfer.push import Transfer
+from persistkv_tools.transfer.plan import Plan, Source
+from persistkv_tools.transfer.writer import run_plan
 
 
 def ignore(num_bytes):
     pass
 
 
-def push(source, target, namespaces, selection, took, **options):
+def copy(source, target, selection=None, took=ignore):
+    """Copy everything, or the selected requests; return the outcome."""
+    chosen = selection or Selection()
     sources = [
-        Source.of(
-            source,
-            space,
-            filter(selection.takes, source.catalogue(space.id).manifests()),
+        Source(
+            source, space, filter(chosen.takes, source.catalogue(space.id).manifests())
         )
-        for space in namespaces
+        for space in source.namespaces()
     ]
-    transfer = Transfer(
-        sources, target, "lmdb:///target", everything=selection == Selection()
-    )
-    return transfer.run(target, took, **options)
+    plan = Plan(sources, target, everything=selection is None)
+    return run_plan(plan, target, "lmdb:///target", took)

@@ -280,18 +280,6 @@ def check_pack(
     return findings
 
 
-def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
-    """Return the defects of a pack whose payload is in memory. May raise ``OtherReleaseError``."""
-    if len(payload) != table.payload_length:
-        detail = f"the payload has {len(payload):,} bytes instead of {table.payload_length:,}"
-        return [_defect(table, Problem.SHORT, detail)]
-    return [
-        finding
-        for piece in pieces(table, len(payload))
-        for finding in check_piece(piece, payload)
-    ]
-
-
 def _defect(
     table: PackTable,
     problem: Problem,

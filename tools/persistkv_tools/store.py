@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
-from persistkv.config import StoreUrl, parse_size, store_url
-from persistkv.errors import ConfigurationError, StoreError
+from persistkv.config import parse_size, store_url
+from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv_tools.options import (
     RequestView,
     Selection,
     chosen_namespaces,
-    chosen_requests,
     find_request,
-    open_if_exists,
 )
-from persistkv_tools.progress import Throttle, counted
 
 if TYPE_CHECKING:
     from persistkv_tools.inspect.ls import NamespaceView, Page, Sort
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
     from persistkv_tools.maintain.prune import Prune
     from persistkv_tools.maintain.verify import Repaired, RepairPlan, Summary
     from persistkv_tools.packs import Finding
-    from persistkv_tools.transfer.export import Sent
-    from persistkv_tools.transfer.push import Pushed
 
 _ALL = Selection()
 
@@ -257,97 +252,6 @@ class StoreHandle:
         return find_request(
             self.backend, found.manifest.id, found.namespace.id.hex()
         ).view(self.backend)
-
-    # Copies
-
-    def export(
-        self,
-        output: Path,
-        selection: Selection = _ALL,
-        *,
-        requests: Iterable[str] = (),
-        namespace: str | None = None,
-        rate: str | None = None,
-        progress: Progress | None = None,
-    ) -> Sent:
-        """Write requests with their packs to one file, which any store can import; replaces a file
-        of this name.
-
-        If it fails, a file of this name is unchanged. Requests with damaged or missing blocks are
-        left out; the result has their ids.
-
-        :param output: the file; ``-``: standard output.
-        :param selection: requests to export; none if ``never_hit`` is set.
-        :param requests: ids; export only these requests, whatever ``selection`` says.
-        :param rate: bytes to read in a second at most, e.g. ``200MiB``.
-        :raises ConfigurationError: the file cannot be written, or the rate is invalid.
-        """
-        from persistkv_tools.transfer.archive import ArchiveWriter
-        from persistkv_tools.transfer.export import export_requests
-
-        throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
-        found = chosen_requests(self.backend, requests, selection, namespace)
-        with ArchiveWriter(output) as writer:
-            return export_requests(
-                self.backend,
-                found,
-                writer,
-                lambda total: counted(progress, "export", total, throttle),
-            )
-
-    def push(
-        self,
-        target: str,
-        selection: Selection = _ALL,
-        *,
-        namespace: str | None = None,
-        newest: bool = False,
-        rate: str | None = None,
-        dry_run: bool = False,
-        progress: Progress | None = None,
-    ) -> Pushed:
-        """Copy requests that another store lacks; with the default selection, also packs that no
-        request names.
-
-        :param target: URL of the other store, which is created if absent.
-        :param selection: requests to copy; none if ``never_hit`` is set.
-        :param newest: if not all requests fit the capacity of the target, copy the newest ones that
-            fit.
-        :param rate: bytes to copy in a second at most, e.g. ``200MiB``.
-        :param dry_run: write nothing; return what would be copied.
-        :raises ConfigurationError: the target is this store, or an argument is invalid.
-        :raises StoreTooSmallError: the content does not fit, and ``newest`` is false; nothing was
-            written.
-        """
-        from persistkv_tools.transfer.export import Source
-        from persistkv_tools.transfer.push import Pushed, Transfer
-
-        ends = [StoreUrl.parse(end) for end in (self.url, target)]
-        if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
-            raise ConfigurationError("target", target, "another store than the source")
-        throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
-        sources = [
-            Source.of(
-                self.backend,
-                space,
-                filter(selection.takes, self.backend.catalogue(space.id).manifests()),
-            )
-            for space in chosen_namespaces(self.backend, namespace)
-        ]
-        with open_if_exists(target) as there:
-            transfer = Transfer(sources, there, target, everything=selection == _ALL)
-            place, capacity, choice = transfer.place(
-                there, self.backend.stats().capacity, newest=newest
-            )
-        if dry_run:
-            return Pushed(transfer.planned(choice), place, capacity)
-        with closing(open_backend(place)) as writing:
-            took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
-            return Pushed(
-                transfer.run(writing, took, newest=newest),
-                place,
-                writing.stats().capacity,
-            )
 
     def close(self) -> None:
         """Close the store. Idempotent."""

@@ -77,18 +77,23 @@ class TestIds:
         assert [len(name) for name in shown] == [8] * 12
         assert len(set(shown)) == 12
 
-    @pytest.mark.parametrize("command", ["show", "pin", "label", "export", "prune"])
+    @pytest.mark.parametrize("command", ["show", "pin", "label", "copy", "prune"])
     def test_every_command_accepts_short_and_long_ids(
         self, run, store, tmp_path, command
     ):
         for name in (short_id(self.LONG[3]), self.LONG[3]):
-            chosen = ("--request", name, "--dry-run") if command == "prune" else (name,)
-            more = {"label": ("a=b",), "export": ("-o", f"{tmp_path}/{name}.pkv")}.get(
-                command, ()
-            )
-            done = run(command, store, *chosen, *more, "--json")
+            arguments = {
+                "prune": ("--request", name, "--dry-run"),
+                "label": (name, "a=b"),
+                "copy": (f"{tmp_path}/{name}", name),
+            }
+            chosen = arguments.get(command, (name,))
+            done = run(command, store, *chosen, "--json")
             assert done.returncode == 0, done.stderr
-            assert self.LONG[3] in done.stdout or command == "export"
+            if command == "copy":
+                assert json.loads(done.stdout)["copied"]["requests"] == 1
+            else:
+                assert self.LONG[3] in done.stdout
 
     def test_ls_ids_and_csv_contain_whole_ids(self, run, store):
         assert run("ls", store, "--ids").stdout.split() == list(self.LONG)

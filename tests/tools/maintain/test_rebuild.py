@@ -80,13 +80,13 @@ def test_rebuild_store_in_use_exits_with_3(run, store):
     assert "open for writing" in done.stderr
 
 
-def test_rebuild_renamed_store_can_be_pushed_to_the_present_one(run, store):
+def test_rebuild_renamed_store_can_be_copied_to_the_present_one(run, store):
     path = path_of(store)
     (path / "data.mdb").write_bytes(os.urandom((path / "data.mdb").stat().st_size))
     (path / "guard").write_text("open".ljust(31) + "\n")
     open_backend(store).close()  # renames the damaged files
     (renamed,) = path.glob("damaged-*")
     assert run("rebuild", str(renamed)).returncode == 0
-    done = run("push", str(renamed), store)
+    done = run("copy", str(renamed), store)
     assert done.returncode == 0, done.stderr
     assert json.loads(run("stat", store, "--json").stdout)["packs"] == 10

@@ -38,7 +38,7 @@ def label(
     namespace: options.InNamespace = None,
     json: options.Json = False,
 ) -> None:
-    """Set or remove labels of a request. ls, prune, export and push can select by label. Counts as
+    """Set or remove labels of a request. ls, prune and copy can select by label. Counts as
     a use.
 
     Example: persistkv label lmdb:///var/cache/kv 0c4de6a0 user=anna project=moon --remove draft

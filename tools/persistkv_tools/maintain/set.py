@@ -102,7 +102,7 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
             )
         elif value != policy.placement:
             expected = (
-                f"{policy.placement}, fixed at creation; persistkv push copies a store "
+                f"{policy.placement}, fixed at creation; persistkv copy copies a store "
                 f"into a new one"
             )
             raise ConfigurationError("placement", value, expected)

@@ -1,0 +1,240 @@
+"""``persistkv copy``: copy checked requests from one store to another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.progress import Progress
+
+from persistkv import open_store
+from persistkv.config import StoreUrl, parse_size
+from persistkv.errors import ConfigurationError
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv_tools import options, render
+from persistkv_tools.options import (
+    STORE_VARIABLE,
+    FoundRequest,
+    Selection,
+    chosen_namespaces,
+    chosen_requests,
+    open_if_exists,
+)
+from persistkv_tools.progress import Throttle, byte_progress, counted
+from persistkv_tools.transfer.plan import Copied, Place, Plan, Source, counts
+from persistkv_tools.transfer.writer import run_plan
+
+_SHOWN = 20
+_ALL = Selection()
+_KEY_OPTIONS = ("key_file", "key_env")
+
+
+def copy(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="Store to copy from.",
+            envvar=STORE_VARIABLE,
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="DST",
+            help="Store to copy to; created if absent.",
+            show_default=False,
+        ),
+    ],
+    requests: options.RequestIds = None,
+    namespace: options.InNamespace = None,
+    label: options.Labels = None,
+    older_than: options.OlderThan = None,
+    newer_than: options.NewerThan = None,
+    newest: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Only the N newest of these requests."),
+    ] = None,
+    rate: options.Rate = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be copied.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Copy content that another store lacks. If a run is interrupted, the next one copies the rest.
+
+    Exit code 1: something was not copied, because it is damaged or was evicted again. Exit code 2:
+    the content does not fit the other store's capacity; nothing was written.
+
+    Example: persistkv copy lmdb:///var/cache/kv file:///mnt/backup/kv --label user=anna
+    """
+    selection = Selection.parse(label, older_than, newer_than)
+    begin = time.monotonic()
+    with open_store(source) as store, byte_progress() as progress:
+        outcome = copy_content(
+            store.backend,
+            source,
+            target,
+            selection,
+            requests=requests or (),
+            namespace=namespace,
+            newest=newest,
+            rate=rate,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    if json:
+        render.print_json(
+            {
+                "source": source,
+                "target": target,
+                "dry_run": dry_run,
+                "copied": outcome.copied,
+                "capacity": outcome.place.capacity,
+            }
+        )
+    else:
+        seconds = None if dry_run else time.monotonic() - begin
+        _print(outcome, target, seconds)
+    if not outcome.copied.complete:
+        raise typer.Exit(1)
+
+
+class CopyOutcome(NamedTuple):
+    """What was copied, and where it was written."""
+
+    copied: Copied
+    place: Place
+
+
+def copy_content(
+    backend: Backend,
+    url: str,
+    target: str,
+    selection: Selection = _ALL,
+    *,
+    requests: Iterable[str] = (),
+    namespace: str | None = None,
+    newest: int | None = None,
+    rate: str | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> CopyOutcome:
+    """Copy requests that another store lacks. If no requests are chosen, copy all, and packs that
+    no request names.
+
+    :param backend: store to copy from.
+    :param url: its URL.
+    :param target: URL of the other store, which is created if absent.
+    :param selection: requests to copy; none if ``never_hit`` is set.
+    :param requests: ids; copy only these requests, whatever ``selection`` says.
+    :param newest: copy only so many of these requests, the newest ones; None: all.
+    :param rate: bytes to copy in a second at most, e.g. ``200MiB``.
+    :param dry_run: write nothing; return what would be copied.
+    :raises ConfigurationError: the target is this store, or an argument is invalid.
+    :raises StoreTooSmallError: the content does not fit; nothing was written.
+    """
+    _refuse_same_store(url, target)
+    throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+    names = list(requests)
+    chosen = chosen_requests(backend, names, selection, namespace)
+    if newest is not None:
+        chosen.sort(key=lambda found: found.manifest.created)
+        chosen = chosen[-newest:]
+    everything = not names and newest is None and selection == _ALL
+
+    spaces = chosen_namespaces(backend, namespace) if everything else []
+    sources = _sources(backend, chosen, spaces)
+    with open_if_exists(target) as there:
+        plan = Plan(sources, there, everything=everything)
+        place = plan.place(there, target, backend.stats().capacity)
+    if dry_run:
+        return CopyOutcome(plan.expected(), place)
+    with closing(open_backend(place.url)) as writable:
+        took = counted(progress, "copy", plan.payload_bytes, throttle)
+        copied = run_plan(plan, writable, target, took)
+        # a store that another process created meanwhile may have another one
+        capacity = writable.stats().capacity
+    return CopyOutcome(copied, place._replace(capacity=capacity))
+
+
+def _refuse_same_store(url: str, target: str) -> None:
+    """Raise ConfigurationError if both URLs name one store. The content under another key is
+    another store."""
+    source_url = StoreUrl.parse(url)
+    target_url = StoreUrl.parse(target)
+    if (source_url.scheme, source_url.location) != (
+        target_url.scheme,
+        target_url.location,
+    ):
+        return
+    for name in _KEY_OPTIONS:
+        if source_url.options.get(name) != target_url.options.get(name):
+            return
+    raise ConfigurationError("target", target, "another store than the source")
+
+
+def _sources(
+    backend: Backend, chosen: Iterable[FoundRequest], spaces: Iterable[Namespace]
+) -> list[Source]:
+    """Return the sources of the chosen requests and of these namespaces."""
+    requests: dict[bytes, list[RequestManifest]] = {}
+    namespaces = {space.id: space for space in spaces}
+    for found in chosen:
+        namespaces.setdefault(found.namespace.id, found.namespace)
+        requests.setdefault(found.namespace.id, []).append(found.manifest)
+    sources = []
+    for name, space in namespaces.items():
+        sources.append(Source(backend, space, requests.get(name, ())))
+    return sources
+
+
+def _print(outcome: CopyOutcome, target: str, seconds: float | None) -> None:
+    """Print the outcome of a copy.
+
+    :param seconds: duration of the copy; None: the outcome is a plan.
+    """
+    copied = outcome.copied
+    place = outcome.place
+    content = counts(copied.requests, copied.packs)
+    size = render.format_size(copied.stored_bytes)
+    if seconds is None:
+        render.say(f"to copy to {target}: {content}, {size}")
+    else:
+        pace = render.format_pace(copied.stored_bytes, seconds)
+        render.say(f"copied to {target}: {content}, {size} {pace}")
+    if copied.requests_held or copied.packs_held:
+        held = counts(copied.requests_held, copied.packs_held)
+        render.say(f"not copied, because the store has them: {held}")
+    if copied.evicted_packs:
+        evicted = render.count(copied.evicted_packs, "pack")
+        render.say(f"meanwhile, the store evicted {evicted}")
+    if copied.damaged_packs:
+        damaged = render.count(copied.damaged_packs, "pack")
+        render.say(f"damaged or missing, and not copied: {damaged}")
+    if copied.incomplete:
+        _print_names(
+            "left out, because some of their blocks are damaged or missing:",
+            copied.incomplete,
+        )
+    if copied.lost or copied.lost_packs:
+        lost = counts(len(copied.lost), copied.lost_packs)
+        _print_names(f"copied, but evicted again: {lost}:", copied.lost)
+    if place.url != target and place.capacity is not None:
+        created = "would be" if seconds is None else "was"
+        capacity = render.format_size(place.capacity)
+        render.say(f"{target} {created} created with a capacity of {capacity}")
+
+
+def _print_names(title: str, names: list[str]) -> None:
+    render.say(title)
+    for name in names[:_SHOWN]:
+        render.say(f"  {name}")
+    if len(names) > _SHOWN:
+        render.say(f"  and {len(names) - _SHOWN:,} more; --json lists all")

@@ -1,0 +1,290 @@
+"""Plan of a copy: the content of a store that another one lacks, and whether it fits there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv.config import StoreUrl
+from persistkv.errors import PersistKVError
+from persistkv.storage import BACKENDS
+from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack import PackTable
+from persistkv_tools import render
+from persistkv_tools.packs import (
+    NamespacePacks,
+    OtherReleaseError,
+    Packs,
+    Took,
+    all_keys,
+    check_pack,
+)
+from persistkv_tools.transfer.room import Room, capacity_for, store_bytes
+
+
+class StoreTooSmallError(PersistKVError):
+    """The capacity of a store has no room for the content to copy; nothing was written."""
+
+
+class Copied(msgspec.Struct):
+    """Outcome of a copy."""
+
+    packs: int = 0
+    stored_bytes: int = 0
+    requests: int = 0
+    packs_held: int = 0
+    """Number of packs that were not copied, because the target held all their blocks already."""
+    requests_held: int = 0
+    evicted_packs: int = 0
+    """Packs that the commits of the copy evicted from the target, whether they were copied by it or
+    not."""
+    damaged_packs: int = 0
+    """Number of packs that were not copied, because they are damaged, gone, or of a codec that this
+    release does not know."""
+    incomplete: list[str] = []
+    """Ids of requests that were not copied, because some of their blocks are damaged or gone."""
+    lost: list[str] = []
+    """Ids of requests that were copied, and that the target no longer held at the end."""
+    lost_packs: int = 0
+    """Number of packs that were copied, and that the target no longer held at the end."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the target holds all requests and packs that were to be copied."""
+        left_out = self.incomplete or self.damaged_packs
+        return not (left_out or self.lost or self.lost_packs)
+
+
+class Source:
+    """Requests and packs of one namespace of a store, to be copied."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        namespace: Namespace,
+        requests: Iterable[RequestManifest],
+    ) -> None:
+        self.namespace = namespace
+        self.packs = NamespacePacks(backend, namespace.id)
+        self.requests = sorted(requests, key=_age_order)
+        """The oldest first."""
+        self._backend = backend
+
+    def keys(self, request: str) -> ManifestKeys | None:
+        """Return the keys of a request by its id; None if they are gone or damaged."""
+        return self._backend.manifest_keys(self.namespace.id, [request])[0]
+
+    def read(self, table: PackTable, took: Took) -> bytearray | None:
+        """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown
+        codec."""
+        payload = bytearray()
+        try:
+            defects = check_pack(self._backend, table, took, payload)
+        except OtherReleaseError:
+            return None
+        return None if defects else payload
+
+
+class Missing(NamedTuple):
+    """A request that the target lacks."""
+
+    source: Source
+    manifest: RequestManifest
+    packs: list[bytes]
+    """Ids of the packs that hold a block of the request, and some block that the target lacks."""
+
+
+class Place(NamedTuple):
+    """Where a copy is written."""
+
+    url: str
+    """URL to open the target with. For a new target, it may name a capacity that holds the
+    content."""
+    capacity: int | None
+    """Bytes; None: unlimited."""
+
+
+class Plan:
+    """The content of sources that a target lacks.
+
+    :param target: open for reading; None: it does not exist yet.
+    :param everything: also copy packs that no request names.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], target: Backend | None, *, everything: bool
+    ) -> None:
+        self.sources = sources
+        self.missing: list[Missing] = []
+        self.orphans: list[tuple[Source, bytes]] = []
+        """Ids of packs that no request names."""
+        self.tables: dict[tuple[bytes, bytes], PackTable] = {}
+        """Tables of all packs to copy, by namespace id and pack id."""
+        self.known = Copied()
+        """What is known before the copy: content that the target holds, and requests without some
+        of their packs."""
+        for source in sources:
+            self._compare(source, target, everything=everything)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(table.payload_length for table in self.tables.values())
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes that the content takes in the target, estimated from above."""
+        return _store_bytes(self.missing, self.tables.values())
+
+    def expected(self) -> Copied:
+        """Return the outcome of the copy if no store changes meanwhile and no pack is damaged."""
+        return msgspec.structs.replace(
+            self.known,
+            packs=len(self.tables),
+            requests=len(self.missing),
+            stored_bytes=self.payload_bytes,
+        )
+
+    def check_room(self, room: Room | None, url: str) -> None:
+        """Raise ``StoreTooSmallError`` if the content does not fit.
+
+        :param room: room in the target; None: unlimited.
+        :param url: URL of the target, for the error.
+        """
+        if room is None or self.store_bytes <= room.free_bytes:
+            return
+        content = counts(len(self.missing), len(self.tables))
+        advice = "Prune it, or give it a larger capacity"
+        newest = self._newest_that_fit(room.free_bytes)
+        if newest:
+            advice += f"; the newest that fit are chosen with --newest {newest}"
+        raise StoreTooSmallError(
+            f"{url} is too small: {content} to copy take"
+            f" {render.format_size(self.store_bytes)}, and"
+            f" {render.format_size(room.free_bytes)} of its capacity"
+            f" of {render.format_size(room.capacity)} are free. {advice}"
+        )
+
+    def place(
+        self, target: Backend | None, url: str, source_capacity: int | None
+    ) -> Place:
+        """Return where to write the content.
+
+        If the default capacity of a new target is too small for the content, or below that of the
+        source, the returned URL names a larger one. A capacity that the URL names is not changed.
+
+        :param target: open for reading; None: it does not exist yet.
+        :raises StoreTooSmallError: the content does not fit; nothing was created or written.
+        """
+        if target is not None:
+            room = Room.of(target)
+            self.check_room(room, url)
+            return Place(url, None if room is None else room.capacity)
+
+        parsed = StoreUrl.parse(url)
+        capacity = BACKENDS.get(parsed.scheme).new_policy(parsed).capacity
+        if capacity is None:
+            return Place(url, None)
+        wanted = max(source_capacity or 0, capacity_for(self.store_bytes))
+        place = url
+        if capacity < wanted and "capacity" not in parsed.options:
+            mark = "&" if "?" in url else "?"
+            place = f"{url}{mark}capacity={wanted}"
+            capacity = wanted
+        self.check_room(Room(capacity), url)
+        return Place(place, capacity)
+
+    def _compare(
+        self, source: Source, target: Backend | None, *, everything: bool
+    ) -> None:
+        namespace = source.namespace.id
+        tables = source.packs.tables
+        held_packs = Packs()
+        held_requests: set[str] = set()
+        if target is not None and target.holds(namespace):
+            held_packs = NamespacePacks(target, namespace)
+            held_requests = {one.id for one in target.catalogue(namespace).manifests()}
+
+        lacking = set()
+        for pack, table in tables.items():
+            if not held_packs.hold(table.keys.unpack()):
+                lacking.add(pack)
+        orphans = set(lacking) if everything else set()
+        needed = set(tables) if everything else set()
+
+        for manifest in source.requests:
+            is_held = manifest.id in held_requests
+            if is_held:
+                self.known.requests_held += 1
+                if not orphans:
+                    continue
+            keys = source.keys(manifest.id)
+            if keys is not None:
+                orphans -= source.packs.holding(all_keys(keys))
+            if not is_held:
+                needed |= self._add(source, manifest, keys, lacking)
+
+        self.known.packs_held += len(needed - lacking)
+        for pack in sorted(orphans):
+            self.orphans.append((source, pack))
+            self.tables[namespace, pack] = tables[pack]
+
+    def _add(
+        self,
+        source: Source,
+        manifest: RequestManifest,
+        keys: ManifestKeys | None,
+        lacking: set[bytes],
+    ) -> set[bytes]:
+        """Add a request that the target lacks; return the ids of its packs."""
+        if keys is None or not source.packs.hold(all_keys(keys)):
+            self.known.incomplete.append(manifest.id)
+            return set()
+        packs = source.packs.in_order(keys)
+        to_copy = [pack for pack in packs if pack in lacking]
+        self.missing.append(Missing(source, manifest, to_copy))
+        for pack in to_copy:
+            self.tables[source.namespace.id, pack] = source.packs.tables[pack]
+        return set(packs)
+
+    def _newest_that_fit(self, free_bytes: int) -> int:
+        """Return how many of the newest requests of all sources fit into this room together."""
+        missing: dict[tuple[bytes, str], Missing] = {}
+        for one in self.missing:
+            missing[one.source.namespace.id, one.manifest.id] = one
+        ordered = []
+        for source in self.sources:
+            for manifest in source.requests:
+                ordered.append((_age_order(manifest), source.namespace.id))
+        ordered.sort(reverse=True)
+
+        counted: set[tuple[bytes, bytes]] = set()
+        for number, ((_, request_id), namespace) in enumerate(ordered):
+            request = missing.get((namespace, request_id))
+            if request is None:  # the target holds it, or it cannot be copied
+                continue
+            packs = {(namespace, pack) for pack in request.packs} - counted
+            free_bytes -= _store_bytes([request], [self.tables[pack] for pack in packs])
+            if free_bytes < 0:
+                return number
+            counted |= packs
+        return len(ordered)
+
+
+def counts(requests: int, packs: int) -> str:
+    """Return the numbers with their nouns: ``2 requests and 1 pack``."""
+    return f"{render.count(requests, 'request')} and {render.count(packs, 'pack')}"
+
+
+def _age_order(manifest: RequestManifest) -> tuple[float, str]:
+    return manifest.created, manifest.id
+
+
+def _store_bytes(requests: Sequence[Missing], packs: Iterable[PackTable]) -> int:
+    tables = list(packs)
+    payload_bytes = sum(table.payload_length for table in tables)
+    keys = sum(len(table.keys) for table in tables)
+    keys += sum(request.manifest.blocks for request in requests)
+    return store_bytes(payload_bytes, len(tables), len(requests), keys)

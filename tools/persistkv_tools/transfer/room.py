@@ -1,0 +1,89 @@
+"""Room in a store: whether content fits, decided before anything is written.
+
+Sizes are upper estimates, from totals: payload, page headers, rows of the catalogue. A store keeps
+part of its capacity free, for the next commit and for its catalogue. Content fits if that part
+stays free, so a copy evicts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from persistkv.storage.backend import Backend
+
+_PAGE_HEADERS = 64  # one page of 4 KiB for each piece of 256 KiB
+# 5 KiB: catalogue rows of a pack, and the unused part of its last page
+_PACK_BYTES = 5 << 10
+_REQUEST_BYTES = 1280  # catalogue rows of a request
+_KEY_BYTES = 80  # a key of 36 bytes in a tree whose pages are half full
+_EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
+_COMMIT_SHARE = 16
+_MOST_COMMIT_BYTES = 256 << 20  # 256 MiB
+_LARGEST_CATALOGUE_SHARE = 32
+_SMALL_CATALOGUE_BYTES = 8 << 20  # 8 MiB
+_LEAST_CATALOGUE_SHARE = 256
+# 2 MiB: catalogue pages freed by the last commits, not yet reusable
+_PAGES_BYTES = 2 << 20
+# 1 MiB, with these pages and empty files; in a store below 4/3 MiB, 3/4 of it
+_LEAST_CATALOGUE_BYTES = 1 << 20
+_MIB = 1 << 20
+
+
+def store_bytes(payload_bytes: int, packs: int, requests: int, keys: int) -> int:
+    """Return an upper bound of the bytes that content takes in a store.
+
+    :param keys: number of keys in packs and in requests.
+    """
+    rows = packs * _PACK_BYTES + requests * _REQUEST_BYTES + keys * _KEY_BYTES
+    headers = -(-payload_bytes // _PAGE_HEADERS)
+    return payload_bytes + headers + rows
+
+
+def capacity_for(content_bytes: int) -> int:
+    """Return the capacity for a new store that is to hold this content: bytes, a multiple of 1
+    MiB."""
+    wanted = content_bytes + content_bytes // 8 + 16 * _MIB
+    return -(-wanted // _MIB) * _MIB
+
+
+class Room(NamedTuple):
+    """Capacity of a store, and the bytes of it that content and catalogue rows take."""
+
+    capacity: int
+    held_bytes: int = _EMPTY_BYTES
+
+    @classmethod
+    def of(cls, backend: Backend) -> Room | None:
+        """Return the room in an open store; None if its size is unlimited."""
+        stats = backend.stats()
+        if stats.capacity is None:
+            return None
+
+        named_blocks = 0
+        for namespace in backend.namespaces():
+            for manifest in backend.catalogue(namespace.id).manifests():
+                named_blocks += manifest.blocks
+        keys = stats.blocks + named_blocks
+        content = store_bytes(stats.stored_bytes, stats.packs, stats.requests, keys)
+
+        on_disk = stats.disk_bytes
+        free = backend.free_space()
+        if free is not None:
+            on_disk -= free.catalogue_bytes + free.payload_bytes
+        # A killed writer leaves files longer than their content, until the next commit.
+        held_bytes = min(on_disk, content + _EMPTY_BYTES)
+        return cls(stats.capacity, max(held_bytes, stats.stored_bytes + _EMPTY_BYTES))
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be added without an eviction: capacity less content and reserves for
+        catalogue and commits."""
+        catalogue = max(
+            min(self.capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES),
+            self.capacity // _LEAST_CATALOGUE_SHARE,
+        )
+        with_pages = catalogue + min(_PAGES_BYTES, self.capacity // 4)
+        least = min(_LEAST_CATALOGUE_BYTES, self.capacity // 4 * 3) - _EMPTY_BYTES
+        commits = min(self.capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES)
+        reserves = max(with_pages, least) + commits
+        return max(0, self.capacity - reserves - self.held_bytes)

@@ -1,0 +1,136 @@
+"""Execution of a copy.
+
+1. A request is written in the commit of its last packs, and only if every block that it names is
+   there.
+2. Content that the target holds is not written. Nothing is written twice: if the target evicts
+   copied packs during the copy, they and their requests are only reported.
+3. Every pack is verified while it is read. A damaged one is never copied.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from persistkv.config import MAX_PACK_BYTES
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack_writer import PackCopy
+from persistkv_tools.packs import NamespacePacks, Took, all_keys
+from persistkv_tools.transfer.plan import Copied, Plan, Source
+from persistkv_tools.transfer.room import Room
+
+
+def run_plan(plan: Plan, target: Backend, url: str, took: Took) -> Copied:
+    """Copy the content of a plan, requests oldest first. Other processes may write meanwhile.
+
+    :param url: URL of the target, for errors.
+    :raises StoreTooSmallError: the content does not fit; nothing was written.
+    :raises StoreError: a store failed; earlier commits stay in effect, and the next copy skips
+        their content.
+    """
+    # The target may have been filled since the plan was made.
+    plan.check_room(Room.of(target), url)
+    copied = msgspec.structs.replace(plan.known, incomplete=[*plan.known.incomplete])
+    writers = []
+    for source in plan.sources:
+        writer = _NamespaceWriter(target, source, copied, took)
+        writers.append(writer)
+        for owner, pack in plan.orphans:
+            if owner is source:
+                writer.pack(pack)
+        for request in plan.missing:
+            if request.source is source:
+                writer.request(request.manifest)
+        writer.flush()
+    for writer in writers:
+        writer.check()
+    return copied
+
+
+class _NamespaceWriter:
+    """Writes to one namespace of the target. Commits update ``copied``."""
+
+    def __init__(
+        self, backend: Backend, source: Source, copied: Copied, took: Took
+    ) -> None:
+        self._backend = backend
+        self._source = source
+        self._copied = copied
+        self._took = took
+        self._namespace = backend.open_namespace(source.namespace.identity).id
+        self._packs = NamespacePacks(backend, self._namespace)
+        """Packs that the target holds, and those that wait for the next commit."""
+        self._waiting: list[PackCopy] = []
+        self._offered: set[bytes] = set()
+        self._written_requests: list[str] = []
+        self._written_keys: list[bytes] = []
+        """One key of each pack that was written."""
+        self._held_requests = {
+            one.id for one in backend.catalogue(self._namespace).manifests()
+        }
+
+    def pack(self, pack: bytes) -> None:
+        """Read a pack for the next commit, if the target lacks any of its blocks; only count it if
+        it is damaged or gone.
+
+        Packs that wait already are committed first if they would be too large together with it.
+        """
+        table = self._source.packs.tables[pack]
+        if pack in self._offered or self._packs.hold(table.keys.unpack()):
+            return
+        self._offered.add(pack)
+        payload = self._source.read(table, self._took)
+        if payload is None:
+            self._copied.damaged_packs += 1
+            return
+        waiting_bytes = sum(waiting.raw_length for waiting in self._waiting)
+        if waiting_bytes + table.raw_length > MAX_PACK_BYTES:
+            self.flush()
+        self._waiting.append(PackCopy(table, payload))
+        self._packs.add(table)
+
+    def request(self, manifest: RequestManifest) -> None:
+        """Commit a request with those of its packs that the target lacks, and with other waiting
+        packs. If it is held already, or incomplete, it is only counted."""
+        if manifest.id in self._held_requests:
+            self._copied.requests_held += 1
+            return
+        keys = self._source.keys(manifest.id)
+        if keys is not None:
+            for pack in self._source.packs.in_order(keys):
+                self.pack(pack)
+        if keys is None or not self._packs.hold(all_keys(keys)):
+            self._copied.incomplete.append(manifest.id)
+            return
+        self._commit([ManifestWrite(manifest, keys, self._packs.in_order(keys))])
+        self._written_requests.append(manifest.id)
+        self._copied.requests += 1
+
+    def flush(self) -> None:
+        """Commit the packs that wait."""
+        if self._waiting:
+            self._commit([])
+
+    def check(self) -> None:
+        """Record which of the written requests and packs the target no longer holds."""
+        self._packs.refresh()
+        held = {one.id for one in self._backend.catalogue(self._namespace).manifests()}
+        for name in self._written_requests:
+            if name not in held:
+                self._copied.lost.append(name)
+        for key in self._written_keys:
+            if not self._packs.hold([key]):
+                self._copied.lost_packs += 1
+
+    def _commit(self, manifests: list[ManifestWrite]) -> None:
+        packs = self._waiting
+        self._waiting = []
+        result = self._backend.commit(self._namespace, CommitBatch(packs, manifests))
+        self._copied.packs += len(packs)
+        self._copied.evicted_packs += len(result.evicted)
+        for pack in packs:
+            self._copied.stored_bytes += pack.table.payload_length
+            self._written_keys.append(pack.keys.unpack()[0])
+            # known again from the target's changes, unless it was evicted at once
+            self._packs.remove(pack.pack_id)
+        self._packs.refresh()

@@ -37,11 +37,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.raw_disk import RawDisk, fill_page_cache
+from benchmarks.raw_disk import RawDisk, drop_page_cache, fill_page_cache
 from benchmarks.rig import show, touch_memory
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.storage.host.client import StoreClient
-from persistkv_tools.inspect.bench import drop_page_cache
 
 JOB_BYTES = 32 << 20  # 32 MiB
 STORE_TARGET = 0.75

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from persistkv_tools.inspect.bench import drop_page_cache, transfer
+from persistkv.memory.libc import address_of
 
 FRAME_BYTES = 1 << 20  # 1 MiB: range of one checksum
 _CALL_BYTES = 4 << 20  # 4 MiB: size of a read call that is followed by verification
+_MAX_BUFFERS = 1024  # of one system call
 _SLOTS = 8  # capacity of the preallocated file, in jobs
 
 
@@ -165,3 +169,66 @@ def fill_page_cache(paths: Sequence[Path]) -> None:
 
 def _open(path: Path, flags: int) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+
+
+def transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+) -> None:
+    """Transfer buffers from or to byte ``offset`` of a file, in as few calls of preadv or pwritev
+    as possible.
+
+    :raises OSError: a call transferred fewer bytes.
+    """
+    for start in range(0, len(buffers), _MAX_BUFFERS):
+        part = buffers[start : start + _MAX_BUFFERS]
+        wanted = sum(map(len, part))
+        if (done := call(fd, part, offset)) != wanted:
+            raise OSError(errno.EIO, f"{done} of {wanted} bytes")
+        offset += wanted
+
+
+def drop_page_cache(paths: Sequence[Path]) -> None:
+    """Remove files, and all files below directories, from the page cache. No process may have them
+    mapped.
+
+    :raises OSError: more than 1 MiB of a file, and more than 1 % of it, stays in the page cache.
+    """
+    for file in (
+        below for path in paths for below in (path, *path.rglob("*")) if below.is_file()
+    ):
+        with file.open("rb") as opened:
+            for _ in range(2):
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                if _resident_bytes(opened.fileno()) <= max(
+                    file.stat().st_size // 100, 1 << 20
+                ):
+                    break
+                # dirty pages stay; only then, because each fsync flushes the disk
+                os.fsync(opened.fileno())
+            else:
+                raise OSError(
+                    errno.EBUSY,
+                    f"{file} stays in the page cache: another process uses it",
+                )
+
+
+def _resident_bytes(fd: int) -> int:
+    size = os.fstat(fd).st_size
+    if not size:
+        return 0
+    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as memory:
+        pages = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
+        address, libc = (
+            address_of(memoryview(memory)),
+            ctypes.CDLL(None, use_errno=True),
+        )
+        if libc.mincore(
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(size),
+            ctypes.c_void_p(pages.ctypes.data),
+        ):
+            raise OSError(ctypes.get_errno(), "mincore")
+    return int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE

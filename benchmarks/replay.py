@@ -7,7 +7,7 @@ primary tier would. The stored blocks are small and synthetic, one for each 512-
 trace. The capacity in bytes is that of the stated share of all distinct blocks, payload only:
 index, manifests and padding must fit in as well; the column ``not blocks`` shows their share. A
 pack holds at most ``--pack-blocks`` blocks, because real blocks of 512 tokens are large (see
-``persistkv_tools.inspect.replay``).
+``benchmarks.trace_replay``).
 
 The hit rates are compared with simulated caches of whole blocks that need no space for anything
 else (``trace_policies.py``): LRU with the nominal number of blocks; LRU with as many blocks as the
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.rig import show
 from benchmarks.trace_policies import OTHER_POLICIES, clairvoyant_hits, lru_hits
-from persistkv_tools.inspect.replay import (
+from benchmarks.trace_replay import (
     PACK_BLOCKS,
     Replayed,
     Request,

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.raw_disk import drop_page_cache
 from benchmarks.rig import show
 from persistkv.config import parse_size
 from persistkv.memory.rows import StagedBlocks
@@ -37,7 +38,6 @@ from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv_tools.inspect.bench import drop_page_cache
 
 TARGETS = {"stat": 2.0, "ls": 1.0, "show": 1.0}  # seconds
 MEMORY_TARGET = 500 << 20  # 500 MiB

@@ -1,6 +1,6 @@
 """Simulated caches of whole blocks, each with its own eviction policy, on traces of prefix reuse.
 
-Requests and hits are defined in ``persistkv_tools.inspect.replay``. After a request, all its blocks
+Requests and hits are defined in ``benchmarks.trace_replay``. After a request, all its blocks
 are offered to the cache, from the last to the first. Policies that depend on use therefore evict
 the end of a context before its prefix.
 """
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 
-from persistkv_tools.inspect.replay import Request
+from benchmarks.trace_replay import Request
 
 _NEVER = 1 << 62
 

@@ -24,6 +24,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.raw_disk import drop_page_cache
 from benchmarks.rig import median_interval, show_markdown, touch_memory
 from benchmarks.vllm_rig import (
     ALONE,
@@ -36,7 +37,6 @@ from benchmarks.vllm_rig import (
     field_of,
     prompts_of,
 )
-from persistkv_tools.inspect.bench import drop_page_cache
 
 ALL = [ALONE, FS, OURS]
 MAX_DISK = 0.75

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.raw_disk import drop_page_cache
 from benchmarks.rig import show, touch_memory
 from benchmarks.scheduler_loop import Scheduler
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.storage.host.client import StoreClient
-from persistkv_tools.inspect.bench import drop_page_cache
 
 JOB_BYTES = 32 << 20  # 32 MiB
 TARGETS = {

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.replay import CONVERSATION
 from benchmarks.trace_policies import clairvoyant_hits, lru_hits
-from persistkv_tools.inspect.replay import Request, distinct_blocks, read_trace
+from benchmarks.trace_replay import Request, distinct_blocks, read_trace
 
 
 def chains(seed: int, count: int) -> list[Request]:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.trace_policies import OTHER_POLICIES, clairvoyant_hits
-from persistkv_tools.inspect.replay import distinct_blocks
-from tests.tools.inspect.test_replay import make_trace
+from benchmarks.trace_replay import distinct_blocks
+from tests.benchmarks.test_replay import make_trace
 
 
 @pytest.mark.parametrize("name", OTHER_POLICIES)

@@ -56,7 +56,6 @@ class TestCliErrors:
     ):
         (tmp_path / "home").mkdir()
         (tmp_path / "home" / "notes.txt").touch()
-        (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n')
         home, commands = (
             str(tmp_path / "home"),
             (("ls",), ("set", "ttl=7d"), ("verify",), ("prune", "--orphans", "--yes")),
@@ -65,10 +64,7 @@ class TestCliErrors:
             one_line_error(
                 run(command, home, *options), "home", "notes.txt", "no store", code=3
             )
-        for made in (
-            ("copy", filled, home),
-            ("replay", home, str(tmp_path / "trace.jsonl")),
-        ):
+        for made in (("copy", filled, home),):
             one_line_error(run(*made), "notes.txt", code=3)
         assert [entry.name for entry in (tmp_path / "home").iterdir()] == ["notes.txt"]
 
@@ -130,10 +126,6 @@ class TestCliErrors:
             ("verify", "{url}", "--resume", "{tmp}/here"),
             "cannot read {tmp}/here: it is not a progress file of verify",
         ),
-        (
-            ("replay", "{tmp}/new", "{tmp}/absent"),
-            "cannot read {tmp}/absent: No such file or directory",
-        ),
         (("copy", "{url}", "{url}"), "another store than the source"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -178,10 +170,6 @@ class TestStoreVariable:
     def test_command_with_store_ignores_variable(self, run, here):
         one_line_error(run("ls", f"{here}/other"), "other", code=3)
         one_line_error(run("show", f"{here}/other", "engine-0-0"), "other", code=3)
-
-    def test_replay_without_store_ignores_variable_and_exits_2(self, run, here):
-        done = run("replay", f"{here}/trace.jsonl")
-        assert (done.returncode, "TRACE" in done.stderr) == (2, True)
 
     def test_command_without_store_or_variable_exits_2_naming_variable(
         self, run, monkeypatch

@@ -61,7 +61,6 @@ SHOWN = [
     ("rebuild", "lmdb://{tmp}/copy"),
     ("set", "{url}", "capacity=2GiB", "ttl=7d", "--yes"),
     ("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1"),
-    ("replay", "lmdb://{tmp}/replay", "trace.jsonl"),
     ("serve-metrics", "{url}", "--once"),
 ]
 """Every command, in an order that satisfies the prerequisites of each."""
@@ -158,7 +157,6 @@ def test_shell_completion_partial_command_returns_its_name(start):
         ("copy", "{url}", "lmdb://{tmp}/other"),
         ("set", "{url}", "capacity=2GiB", "--dry-run"),
         ("bench", "lmdb://{tmp}/b", "--size", "4MiB", "--rounds", "1"),
-        ("replay", "lmdb://{tmp}/r", "{tmp}/trace.jsonl", "--requests", "2"),
     ],
     ids=lambda command: command[0],
 )
@@ -182,9 +180,7 @@ def skip_if_extra_is_missing(command: tuple[str, ...]) -> None:
 
 
 STORE_COMMANDS = [
-    command
-    for command in SHOWN
-    if command[0] not in ("doctor", "bench", "replay", "rebuild")
+    command for command in SHOWN if command[0] not in ("doctor", "bench", "rebuild")
 ]
 
 

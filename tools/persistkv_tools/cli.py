@@ -58,7 +58,6 @@ COMMANDS: dict[str, str] = {
     "doctor": "persistkv_tools.inspect.doctor:doctor",
     "copy": "persistkv_tools.transfer.copy:copy",
     "bench": "persistkv_tools.inspect.bench:bench",
-    "replay": "persistkv_tools.inspect.replay:replay_",
     "serve-metrics": "persistkv_tools.inspect.serve_metrics:serve_metrics",
 }
 """Module and function of each command, in the order of the help. A module is imported when its

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         load,
         save,
     )
-    from persistkv_tools.options import Selection
-    from persistkv_tools.store import StoreHandle, open_store
+    from persistkv.storage.inspection.handle import StoreHandle, open_store
+    from persistkv.storage.inspection.selection import Selection
 
 __version__ = "0.1.0"
 
@@ -56,10 +56,10 @@ __all__ = [
 _LAZY = {
     "Engine": "persistkv.integrations.transformers.engine",
     "PersistentCache": "persistkv.integrations.transformers.persistent_cache",
-    "Selection": "persistkv_tools.options",
-    "StoreHandle": "persistkv_tools.store",
+    "Selection": "persistkv.storage.inspection.selection",
+    "StoreHandle": "persistkv.storage.inspection.handle",
     "load": "persistkv.integrations.transformers.persistent_cache",
-    "open_store": "persistkv_tools.store",
+    "open_store": "persistkv.storage.inspection.handle",
     "save": "persistkv.integrations.transformers.persistent_cache",
 }
 """The module of each name that is imported at its first use."""

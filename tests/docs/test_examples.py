@@ -137,7 +137,7 @@ def test_transformers_page_generate_second_run_restores_blocks(
 def test_operating_page_store_example_finds_no_problems(
     adapt: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (example,) = examples("docs/operating.md", "python")
+    example = "".join(examples("docs/operating.md", "python"))
     with Engine.open(checkpoint, adapt("/var/cache/kv")) as engine:
         engine.generate(PROMPT, labels={"user": "anna"})
     exec(

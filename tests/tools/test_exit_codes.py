@@ -21,7 +21,7 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
-from persistkv_tools.options import AdoptionView
+from persistkv.storage.inspection.adoptions import AdoptionView
 from tests.storage.statuses import make_status
 from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts

@@ -16,7 +16,14 @@ from persistkv import (
     open_store,
 )
 from persistkv.storage import open_backend
-from persistkv_tools.options import NotFoundError
+from persistkv.storage.inspection.requests import NotFoundError
+from persistkv_tools.maintain.prune import plan_prune
+from persistkv_tools.maintain.verify import (
+    Repaired,
+    check_store,
+    plan_repair,
+    repair_packs,
+)
 from persistkv_tools.transfer.copy import copy_content
 from tests.tools.contexts import BLOCK_BYTES, Contexts
 from tests.tools.damage import Damage
@@ -68,9 +75,9 @@ def test_requests_selection_returns_matches_in_order(filled: str) -> None:
 def test_store_handle_bad_argument_raises_naming_python_parameter(filled: str) -> None:
     with open_store(filled) as store:
         with pytest.raises(ConfigurationError, match=r"^rate"):
-            store.verify(rate="fast")
+            check_store(store, rate="fast")
         with pytest.raises(ConfigurationError, match=r"^keep_size"):
-            store.prune(keep_size="small")
+            plan_prune(store, keep_size="small")
         with pytest.raises(NotFoundError, match=r"^namespace 'zz'"):
             store.requests(namespace="zz")
 
@@ -90,7 +97,7 @@ def test_stats_and_namespaces_return_totals(filled: str) -> None:
     [
         lambda store: store.pin("carl"),
         lambda store: store.label("carl", {"a": "b"}),
-        lambda store: store.prune(Selection()),
+        lambda store: plan_prune(store, Selection()).run(),
     ],
 )
 def test_read_only_store_refuses_changes(filled: str, change: Any) -> None:
@@ -114,11 +121,11 @@ def test_pin_and_label_return_the_changed_request(filled: str) -> None:
 
 def test_prune_plan_run_deletes_planned_requests(filled: str) -> None:
     with open_store(filled, read_only=False) as store:
-        planned = store.prune(Selection.parse(["user=anna"]), dry_run=True)
+        planned = plan_prune(store, Selection.parse(["user=anna"]))
         assert [request.id for request in planned.plan.requests] == ["anna-1", "anna-2"]
         assert len(ids(store)) == 4, "a plan deletes nothing"
-        assert store.prune().done.requests == 0, "no selection chooses nothing"
-        assert store.prune(requests=["bert"]).done.requests == 1
+        assert plan_prune(store).run().requests == 0, "no selection chooses nothing"
+        assert plan_prune(store, requests=["bert"]).run().requests == 1
         assert planned.run().requests == 2
         assert ids(store) == ["carl"]
 
@@ -130,15 +137,17 @@ def test_verify_and_repair_delete_bad_packs(filled: str, tmp_path: Path) -> None
     with Damage(filled, namespace.id) as damage:
         damage.flip_payload(pack, 10)
     with open_store(filled, read_only=False) as store:
-        found = store.verify(sample=1.0)
+        found = check_store(store)
         assert (found.problems, found.packs) == (1, 4)
-        assert [row.request for row in store.plan_repair(found.findings).requests] == [
-            "carl"
-        ]
-        assert len(store.repair(found.findings).packs) == 1
-        assert store.verify(resume=tmp_path / "progress").problems == 0
+        assert [
+            row.request for row in plan_repair(store.backend, found.findings).requests
+        ] == ["carl"]
+        repaired = Repaired()
+        repair_packs(store.writable(), found.findings, repaired)
+        assert len(repaired.packs) == 1
+        assert check_store(store, resume=tmp_path / "progress").problems == 0
         with pytest.raises(ConfigurationError, match="share"):
-            store.verify(sample=2)
+            check_store(store, sample=2)
 
 
 def test_copy_content_copies_the_selected_requests(filled: str, tmp_path: Path) -> None:

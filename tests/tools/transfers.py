@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from persistkv_tools.options import Selection
+from persistkv.storage.inspection.selection import Selection
 from persistkv_tools.transfer.plan import Plan, Source
 from persistkv_tools.transfer.writer import run_plan
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import enum
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, zip_longest
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import (
     Frame,
     PackTable,
@@ -34,106 +32,6 @@ BATCH_BYTES = 8 << 20
 _AT_ONCE = 256
 Took = Callable[[int], None]
 """Called with the number of bytes of each read or write; may sleep to limit the pace."""
-
-
-class Packs:
-    """Tables of packs by pack id. An index of their keys (some 250 bytes for each key) is built on
-    first use."""
-
-    def __init__(self) -> None:
-        self.tables: dict[bytes, PackTable] = {}
-        self._holders: dict[bytes, tuple[bytes, ...]] | None = None
-
-    def add(self, table: PackTable) -> None:
-        """Add the table of a pack; it replaces one with the same pack id."""
-        if self._holders is not None and table.pack_id not in self.tables:
-            self._note(self._holders, table)
-        self.tables[table.pack_id] = table
-
-    def remove(self, pack: bytes) -> None:
-        table = self.tables.pop(pack, None)
-        if table is not None and self._holders is not None:
-            for key in table.keys.unpack():
-                left = tuple(
-                    holder for holder in self._holders.pop(key) if holder != pack
-                )
-                if left:
-                    self._holders[key] = left
-
-    @property
-    def holders(self) -> dict[bytes, tuple[bytes, ...]]:
-        """For each key, the ids of the packs that hold it."""
-        if self._holders is None:
-            self._holders = {}
-            for table in self.tables.values():
-                self._note(self._holders, table)
-        return self._holders
-
-    @staticmethod
-    def _note(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
-        alone = (table.pack_id,)  # one tuple for all keys that only this pack holds
-        for key in table.keys.unpack():
-            holders[key] = holders.get(key, ()) + alone
-
-    def hold(self, keys: Iterable[bytes]) -> bool:
-        return all(map(self.holders.__contains__, keys))
-
-    def holding(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return the ids of all packs that hold at least one of the keys."""
-        return set(chain.from_iterable(self.holders.get(key, ()) for key in keys))
-
-    def in_order(self, keys: ManifestKeys) -> list[bytes]:
-        """Return ids of packs that together hold each held key of a context, in the order in which
-        it needs them.
-
-        For a key in several packs, one of them is chosen. Keys that no pack holds are skipped.
-        """
-        rows = zip_longest(*(group.unpack() for group in keys))
-        return list(
-            dict.fromkeys(
-                self.holders[key][0]
-                for row in rows
-                for key in row
-                if key in self.holders
-            )
-        )
-
-
-class NamespacePacks(Packs):
-    """The packs of one namespace of a store, as of the last ``refresh``."""
-
-    def __init__(self, backend: Backend, namespace: bytes) -> None:
-        super().__init__()
-        self.namespace = namespace
-        self.cursor: bytes | None = None
-        self._backend = backend
-        self.refresh()
-
-    def refresh(self) -> bool:
-        """Apply the changes of the store since the last refresh; return whether there were any."""
-        found = self._backend.changes(self.namespace, self.cursor)
-        moved, self.cursor = found.cursor != self.cursor, found.cursor
-        for pack in list(self.tables) if found.reset else found.removed:
-            self.remove(pack)
-        for table in found.added:
-            self.add(table)
-        return moved
-
-
-def keys_of(
-    backend: Backend, namespace: bytes, requests: Iterable[str]
-) -> Iterator[tuple[str, ManifestKeys | None]]:
-    """Yield request ids with their keys, read in batches; None instead of keys that are gone or
-    damaged."""
-    waiting = iter(requests)
-    while some := list(islice(waiting, _AT_ONCE)):
-        yield from zip(some, backend.manifest_keys(namespace, some), strict=True)
-
-
-def all_keys(keys: ManifestKeys) -> list[bytes]:
-    """Return the keys of a request in all KV cache groups as one list, one group after the
-    other."""
-    return list(chain.from_iterable(group.unpack() for group in keys))
 
 
 class Problem(enum.StrEnum):

@@ -4,16 +4,18 @@ import csv
 import json
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
+from persistkv.storage.inspection.listing import Sort, list_requests
+from persistkv.storage.inspection.requests import short_id
+from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend
 from persistkv.testing.samples import sample_manifest
-from persistkv_tools.inspect.ls import Sort, list_requests
-from persistkv_tools.options import Selection, short_id
 from tests.tools.contexts import Contexts
 
 
@@ -341,7 +343,10 @@ class TestUse:
     def test_list_requests_store_without_use_records_returns_none(self, memory_store):
         backend = FaultyBackend.of(memory_store())
         backend.after(
-            "uses", lambda uses, namespace, manifest_ids: [None for _ in uses]
+            "catalogue",
+            lambda catalogue, namespace: SimpleNamespace(
+                manifests=catalogue.manifests, uses=lambda ids: [None for _ in ids]
+            ),
         )
         Contexts(backend).add("one", "a b")
         (view,) = list_requests("", backend, Selection(), sort=Sort.USED).requests

@@ -8,10 +8,10 @@ import pytest
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.inspection.labels import relabel
+from persistkv.storage.inspection.requests import NotFoundError, find_request
 from persistkv.testing import FaultyBackend
 from persistkv.testing.samples import sample_pack
-from persistkv_tools.maintain.label import relabel
-from persistkv_tools.options import NotFoundError, find_request
 from tests.tools.contexts import Contexts
 
 

@@ -8,13 +8,13 @@ from contextlib import closing
 
 import pytest
 
-import persistkv_tools.store
+import persistkv.storage.inspection.handle
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend
 from persistkv_tools.maintain.prune import Prune
-from persistkv_tools.options import Selection
 from tests.tools.contexts import Contexts
 
 
@@ -359,7 +359,7 @@ def failing(monkeypatch):
             backend.before("commit", fail)
             return backend
 
-        monkeypatch.setattr(persistkv_tools.store, "open_backend", opened)
+        monkeypatch.setattr(persistkv.storage.inspection.handle, "open_backend", opened)
 
     return fail_after
 

@@ -13,6 +13,7 @@ from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import ZstdCodec
+from persistkv.storage.inspection.pack_tables import NamespacePacks
 from persistkv.testing import FaultyBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.maintain.integrity import (
@@ -24,7 +25,7 @@ from persistkv_tools.maintain.integrity import (
     read_catalogues,
 )
 from persistkv_tools.maintain.verify import Repaired, repair_packs
-from persistkv_tools.packs import NamespacePacks, Problem
+from persistkv_tools.packs import Problem
 from tests.memory_store import (
     flip,
     payload,

@@ -14,8 +14,8 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
+from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend
-from persistkv_tools.options import Selection
 from tests.memory_store import flip
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack

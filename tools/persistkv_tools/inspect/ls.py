@@ -5,24 +5,20 @@ The JSON output has the fields of the structs below; the table is made from them
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Callable
 from csv import DictWriter
 from io import StringIO
-from itertools import repeat
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 from msgspec.structs import asdict
 
-from persistkv import open_store
 from persistkv.errors import ConfigurationError, printable
-from persistkv.storage.backend import Backend, Namespace
-from persistkv.storage.stats import RequestUse
+from persistkv.storage.inspection.handle import open_store
+from persistkv.storage.inspection.listing import Page, Sort
+from persistkv.storage.inspection.requests import RequestView
+from persistkv.storage.inspection.selection import Selection
 from persistkv_tools import options, render
-from persistkv_tools.options import RequestView, Selection
 
 _PAGE = 50
 _SORT_HELP = (
@@ -32,72 +28,6 @@ _SORT_HELP = (
 _LIMIT_HELP = (
     f"Requests to show; 0: all. By default {_PAGE} in the table, otherwise all."
 )
-
-
-class NamespaceView(msgspec.Struct, frozen=True):
-    """A namespace with its identity."""
-
-    id: str
-    """Id of the namespace: the digest of its identity, hexadecimal."""
-    created: float
-    identity: dict[str, Any]
-    model: str
-    """Name or path of the model, as given by the engine that created the namespace; may be
-    empty."""
-
-    @classmethod
-    def of(cls, namespace: Namespace) -> NamespaceView:
-        """Return the view of a namespace."""
-        identity = namespace.identity
-        return cls(
-            namespace.id.hex(),
-            namespace.created,
-            identity.properties,
-            identity.model_name,
-        )
-
-
-class Page(msgspec.Struct, frozen=True):
-    """One page of a list of requests."""
-
-    url: str
-    total: int
-    """Number of requests in the selected namespaces."""
-    matched: int
-    """Number of requests in the selected namespaces that match the filters."""
-    rows: int
-    """Rows of the list over all pages: ``matched``, or fewer if requests of the same context and
-    labels are merged."""
-    offset: int
-    """Number of rows of the list before this page."""
-    requests: list[RequestView]
-    namespaces: list[NamespaceView]
-    """The selected namespaces, oldest first."""
-
-
-class Sort(enum.StrEnum):
-    """Field that the list is sorted by."""
-
-    CREATED = "created"
-    USED = "used"
-    TOKENS = "tokens"
-    BLOCKS = "blocks"
-    SIZE = "size"
-    HITS = "hits"
-    ID = "id"
-    NAMESPACE = "namespace"
-
-
-_KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
-    Sort.CREATED: lambda view: (view.created, view.id),
-    Sort.USED: lambda view: (view.last_used or 0.0, view.created, view.id),
-    Sort.TOKENS: lambda view: (view.tokens, view.created, view.id),
-    Sort.BLOCKS: lambda view: (view.blocks, view.created, view.id),
-    Sort.SIZE: lambda view: (view.raw_bytes, view.created, view.id),
-    Sort.HITS: lambda view: (view.hits or 0, view.last_used or 0.0, view.id),
-    Sort.ID: lambda view: (view.id, view.namespace),
-    Sort.NAMESPACE: lambda view: (view.namespace, -view.created, view.id),
-}
 
 
 def ls(
@@ -254,63 +184,3 @@ def _hits(request: RequestView) -> str:
     if request.hits is None:
         return "-"
     return f"{max(request.hits + request.copies - 1, int(request.reused or False)):,}"
-
-
-def list_requests(
-    url: str,
-    backend: Backend,
-    selection: Selection,
-    *,
-    namespace: str | None = None,
-    sort: Sort = Sort.CREATED,
-    reverse: bool = False,
-    offset: int = 0,
-    limit: int | None = None,
-    merge_copies: bool = False,
-) -> Page:
-    """Return one page of the matching requests; parameters as in ``StoreHandle.requests``.
-
-    Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
-    """
-    namespaces = options.chosen_namespaces(backend, namespace)
-    by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
-    total, views = 0, list[RequestView]()
-    for space in namespaces:
-        found = backend.catalogue(space.id).manifests()
-        for manifest, use in (
-            options.with_uses(backend, space.id, found)
-            if by_use
-            else zip(found, repeat(None))
-        ):
-            total += 1
-            if selection.takes(manifest, use):
-                views.append(RequestView.of(space.id, manifest, use))
-    views.sort(key=_KEYS[sort], reverse=(sort in (Sort.ID, Sort.NAMESPACE)) == reverse)
-    rows: dict[object, list[RequestView]] = {}
-    for number, view in enumerate(views):
-        rows.setdefault(
-            (view.namespace, options.row(view)) if merge_copies else number, []
-        ).append(view)
-    shown = list(rows.values())[offset:][:limit]
-    uses: dict[tuple[str, str], RequestUse | None] = {}
-    for space_id in {copies[0].namespace for copies in shown}:
-        names = [view.id for view, *_ in shown if view.namespace == space_id]
-        found_uses = backend.catalogue(bytes.fromhex(space_id)).uses(names)
-        uses |= {
-            (space_id, name): use for name, use in zip(names, found_uses, strict=True)
-        }
-    requests = [
-        msgspec.structs.replace(
-            view.with_use(uses[view.namespace, view.id]), copies=1 + len(others)
-        )
-        for view, *others in shown
-    ]
-    return Page(
-        url,
-        total,
-        len(views),
-        len(rows),
-        offset,
-        requests,
-        list(map(NamespaceView.of, namespaces)),
-    )

@@ -18,18 +18,18 @@ import typer
 from persistkv import __version__
 from persistkv.errors import printable
 from persistkv.storage.backend import Backend
-from persistkv_tools import options, render
-from persistkv_tools.inspect.show import TreeNode, prefix_tree
-from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
-from persistkv_tools.inspect.top import EngineView, Watch, engine_name
-from persistkv_tools.options import (
+from persistkv.storage.inspection.pack_tables import all_keys
+from persistkv.storage.inspection.requests import (
     FoundRequest,
     RequestView,
-    Selection,
     chosen_requests,
-    opened,
 )
-from persistkv_tools.packs import all_keys
+from persistkv.storage.inspection.selection import Selection
+from persistkv.storage.inspection.store_totals import Bin, StoreTotals, store_totals
+from persistkv_tools import options, render
+from persistkv_tools.inspect.show import TreeNode, prefix_tree
+from persistkv_tools.inspect.top import EngineView, Watch, engine_name
+from persistkv_tools.options import opened
 
 _PERIODS = 48
 _MOST = 10

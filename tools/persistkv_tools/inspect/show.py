@@ -18,15 +18,15 @@ from rich.tree import Tree
 from persistkv.memory.budget import no_collections
 from persistkv.storage.backend import Backend
 from persistkv.storage.format.pack import Frame, PackTable
-from persistkv_tools import options, render
-from persistkv_tools.options import (
+from persistkv.storage.inspection.pack_tables import keys_of
+from persistkv.storage.inspection.requests import (
     FoundRequest,
     RequestView,
     find_request,
-    opened,
     short_id,
 )
-from persistkv_tools.packs import keys_of
+from persistkv_tools import options, render
+from persistkv_tools.options import opened
 
 _SHOWN_PACKS = 40
 _SHARERS = 5

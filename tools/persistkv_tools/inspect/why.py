@@ -14,14 +14,10 @@ import typer
 from persistkv.errors import FileError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
+from persistkv.storage.inspection.adoptions import adoptions
+from persistkv.storage.inspection.requests import NotFoundError, chosen_namespaces
 from persistkv_tools import options, render
-from persistkv_tools.options import (
-    NotFoundError,
-    adoptions,
-    chosen_namespaces,
-    opened,
-    show_adoptions,
-)
+from persistkv_tools.options import opened, show_adoptions
 
 _LONGEST = 200
 _AGAINST_HELP = "Directory of a model, another store, or id of a namespace."

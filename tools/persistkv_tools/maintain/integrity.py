@@ -40,18 +40,17 @@ from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
+from persistkv.storage.inspection.pack_tables import NamespacePacks, keys_of
 from persistkv_tools import options
 from persistkv_tools.packs import (
     BATCH_BYTES,
     Finding,
-    NamespacePacks,
     OtherReleaseError,
     Piece,
     Problem,
     Took,
     check_pack,
     check_piece,
-    keys_of,
     pieces,
 )
 

@@ -3,18 +3,14 @@ processes write."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated
 
-import msgspec
 import typer
 
-from persistkv import open_store
-from persistkv.errors import ConfigurationError, MissingOptionError, StoreError
-from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.errors import ConfigurationError, MissingOptionError
+from persistkv.storage.inspection.handle import open_store
 from persistkv_tools import options, render
-from persistkv_tools.options import FoundRequest, find_request
-from persistkv_tools.packs import NamespacePacks
 
 _ATTEMPTS = 100
 
@@ -129,45 +125,3 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
             )
         labels[name] = value
     return labels
-
-
-def relabel(
-    backend: Backend,
-    found: FoundRequest,
-    given: Mapping[str, str],
-    removed: Collection[str],
-) -> dict[str, str]:
-    """Set and remove labels of a request; return its labels afterwards. A change counts as a use of
-    the request.
-
-    :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
-    :raises StoreError: a commit failed, or other processes wrote during each attempt. The labels
-        are unchanged, unless only the second commit failed: then the labels are set, and a request
-        that was hit counts as never hit.
-    """
-    namespace, name = found.namespace.id, found.manifest.id
-    for _ in range(_ATTEMPTS):
-        packs = NamespacePacks(backend, namespace)
-        found = find_request(backend, name, namespace.hex())
-        manifest, keys = found.manifest, found.keys(backend)
-        labels = {
-            name: value
-            for name, value in {**manifest.labels, **given}.items()
-            if name not in removed
-        }
-        if labels == manifest.labels:
-            return labels
-        held = packs.in_order(keys)
-        write = ManifestWrite(
-            msgspec.structs.replace(manifest, labels=labels), keys, held
-        )
-        (use,) = backend.catalogue(namespace).uses([name])
-        if not backend.commit(
-            namespace, CommitBatch(manifests=[write], seen=packs.cursor)
-        ).stale:
-            if use is not None and use.reused:  # the new row would count as never hit
-                backend.commit(namespace, CommitBatch(touches=held))
-            return labels
-    raise StoreError(
-        f"{name} could not be labelled: other processes wrote during all {_ATTEMPTS} attempts"
-    )

@@ -26,16 +26,24 @@ from typing import Annotated
 import msgspec
 import typer
 
-from persistkv import open_store
 from persistkv.config import parse_size
 from persistkv.errors import MissingOptionError, StoreError, StoreFullError
 from persistkv.storage.backend import Backend, CommitBatch, Namespace
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
+from persistkv.storage.inspection.handle import StoreHandle, open_store
+from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys, keys_of
+from persistkv.storage.inspection.requests import (
+    FoundRequest,
+    RequestView,
+    chosen_namespaces,
+    copy_group,
+    find_request,
+    with_uses,
+)
+from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import BackendStats, FreeSpace, RequestUse
 from persistkv_tools import options, render
-from persistkv_tools.options import FoundRequest, RequestView, Selection
-from persistkv_tools.packs import NamespacePacks, all_keys, keys_of
 
 _SHOWN = 20
 _COLUMNS = render.columns(
@@ -177,7 +185,8 @@ def prune(
     options.ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
     done, failure, stats, free = None, None, None, None
     with open_store(url, read_only=dry_run) as store:
-        pruning = store.prune(
+        pruning = plan_prune(
+            store,
             selection if names_requests else None,
             requests=request or [],
             namespace=namespace,
@@ -185,7 +194,6 @@ def prune(
             orphans=orphans,
             shared_packs=shared_packs,
             quarantined=quarantined,
-            dry_run=True,
         )
         plan, damaged = pruning.plan, pruning.quarantined
         if not json:
@@ -335,7 +343,7 @@ class _Usage:
     def uses(
         self, names: Iterable[str]
     ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-        return options.with_uses(
+        return with_uses(
             self._backend, self.namespace.id, (self.manifests[name] for name in names)
         )
 
@@ -357,10 +365,8 @@ class _Usage:
                 for space, name in named
                 if space == self.namespace.id and name in self.manifests
             ]
-            rows = {options.row(self.manifests[name]) for name in held}
-            names = [
-                name for name in names if options.row(self.manifests[name]) in rows
-            ]
+            rows = {copy_group(self.manifests[name]) for name in held}
+            names = [name for name in names if copy_group(self.manifests[name]) in rows]
         asked = (
             self.uses(names)
             if selection.never_hit
@@ -399,8 +405,48 @@ class _Usage:
         )
 
 
+def plan_prune(
+    store: StoreHandle,
+    selection: Selection | None = None,
+    *,
+    requests: Iterable[str] = (),
+    namespace: str | None = None,
+    keep_size: int | str | None = None,
+    orphans: bool = False,
+    shared_packs: bool = False,
+    quarantined: bool = False,
+) -> Prune:
+    """Plan the deletion of requests and of the packs that only they use; ``run`` of the result
+    deletes them.
+
+    :param selection: requests to delete; ``Selection()``: all; None: none, or those named in
+        ``requests``.
+    :param requests: ids; delete only these requests and their copies, if they fulfil ``selection``.
+    :param keep_size: delete only as many requests as needed, oldest first, until packs take at most
+        this size.
+    :param orphans: also delete packs that no request names.
+    :param shared_packs: also delete packs that other requests use, if only deleted requests name
+        some of their blocks. The other requests that use these packs are deleted, too.
+    :param quarantined: also delete the files of damaged stores that were renamed.
+    :raises ConfigurationError: the size is invalid.
+    """
+    keep_bytes = None if keep_size is None else parse_size(keep_size, name="keep_size")
+    found = [find_request(store.backend, name, namespace) for name in requests]
+    return Prune(
+        store.backend,
+        store.writable,
+        selection,
+        chosen_namespaces(store.backend, namespace),
+        found,
+        keep_bytes,
+        orphans=orphans,
+        shared_packs=shared_packs,
+        quarantined=quarantined,
+    )
+
+
 class Prune:
-    """A planned prune of some namespaces of a store, made by ``StoreHandle.prune``.
+    """A planned prune of some namespaces of a store, made by ``plan_prune``.
 
     :ivar plan: requests and packs to delete.
     :ivar quarantined: directories of damaged stores to delete; ``run`` records the bytes that it
@@ -421,7 +467,7 @@ class Prune:
         shared_packs: bool = False,
         quarantined: bool = False,
     ) -> None:
-        """Make the plan; see ``StoreHandle.prune``. ``writable`` returns the same store, open for
+        """Make the plan; see ``plan_prune``. ``writable`` returns the same store, open for
         writing."""
         self._backend, self._writable = backend, writable
         named = {(space.id, manifest.id) for space, manifest in requests}

@@ -16,9 +16,10 @@ from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
+from persistkv.storage.inspection.requests import with_uses
 from persistkv.storage.policy import Policy
 from persistkv_tools import options, render
-from persistkv_tools.options import ensure_consent, opened, with_uses
+from persistkv_tools.options import ensure_consent, opened
 
 _NONE = "none"
 

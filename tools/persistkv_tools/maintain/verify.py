@@ -26,12 +26,13 @@ import msgspec
 import typer
 from rich.progress import Progress
 
-from persistkv import open_store
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.host.status import read_statuses
+from persistkv.storage.inspection.handle import StoreHandle, open_store
+from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
 from persistkv.storage.namespace_view import SHORTENED_AT_ONCE, read_requests, shortened
 from persistkv_tools import options, render
 from persistkv_tools.maintain.integrity import (
@@ -44,13 +45,7 @@ from persistkv_tools.maintain.integrity import (
     read_catalogues,
 )
 from persistkv_tools.options import ensure_consent
-from persistkv_tools.packs import (
-    BATCH_BYTES,
-    Finding,
-    NamespacePacks,
-    all_keys,
-    check_pack,
-)
+from persistkv_tools.packs import BATCH_BYTES, Finding, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _SAVE_S = 5.0
@@ -186,12 +181,12 @@ def verify(
     failure = None
     with open_store(url, read_only=not repair) as store:
         with byte_progress() as progress:
-            summary = store.verify(
-                sample=sample, rate=rate, resume=resume, progress=progress
+            summary = check_store(
+                store, sample=sample, rate=rate, resume=resume, progress=progress
             )
         bad = [finding for finding in summary.findings if finding.pack]
         if repair and bad:
-            plan, repaired = store.plan_repair(bad), Repaired()
+            plan, repaired = plan_repair(store.backend, bad), Repaired()
             if plan.packs and not json:
                 _print_plan(plan)
             question = (
@@ -200,7 +195,7 @@ def verify(
             )
             if plan.packs and (yes or typer.confirm(question)):
                 try:
-                    store.repair(bad, repaired)
+                    repair_packs(store.writable(), bad, repaired)
                 except StoreError as error:
                     failure = error
             summary = msgspec.structs.replace(
@@ -223,15 +218,26 @@ def verify(
 
 
 def check_store(
-    url: str,
-    backend: Backend,
-    sample: float,
-    bytes_per_s: int | None,
-    resume: Path | None,
-    progress: Progress | None,
+    store: StoreHandle,
+    *,
+    sample: float = 1.0,
+    rate: str | None = None,
+    resume: Path | None = None,
+    progress: Progress | None = None,
 ) -> Summary:
-    """Read and check a store; see ``StoreHandle.verify``. ``bytes_per_s`` is its parsed
-    ``rate``."""
+    """Read the store and check every byte. If engines use it and ``rate`` is None, reads take 5 %
+    of the time at most.
+
+    :param sample: random share of the packs to read, above 0 and up to 1.
+    :param rate: bytes to read in a second at most, e.g. ``200MiB``.
+    :param resume: file of the progress. A run that was interrupted resumes from it; the caller
+        deletes it.
+    :param progress: display that shows the progress.
+    :raises ConfigurationError: the sample or rate is invalid, or the file is of another run or
+        cannot be written.
+    """
+    url, backend = store.url, store.backend
+    bytes_per_s = None if rate is None else parse_size(rate, name="rate")
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
     state = (

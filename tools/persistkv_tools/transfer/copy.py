@@ -10,21 +10,20 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.progress import Progress
 
-from persistkv import open_store
 from persistkv.config import StoreUrl, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.format.manifest import RequestManifest
-from persistkv_tools import options, render
-from persistkv_tools.options import (
-    STORE_VARIABLE,
+from persistkv.storage.inspection.handle import open_store
+from persistkv.storage.inspection.requests import (
     FoundRequest,
-    Selection,
     chosen_namespaces,
     chosen_requests,
-    open_if_exists,
 )
+from persistkv.storage.inspection.selection import Selection
+from persistkv_tools import options, render
+from persistkv_tools.options import STORE_VARIABLE, open_if_exists
 from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.transfer.plan import Copied, Place, Plan, Source, counts
 from persistkv_tools.transfer.writer import run_plan

@@ -13,15 +13,9 @@ from persistkv.storage import BACKENDS
 from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
+from persistkv.storage.inspection.pack_tables import NamespacePacks, Packs, all_keys
 from persistkv_tools import render
-from persistkv_tools.packs import (
-    NamespacePacks,
-    OtherReleaseError,
-    Packs,
-    Took,
-    all_keys,
-    check_pack,
-)
+from persistkv_tools.packs import OtherReleaseError, Took, check_pack
 from persistkv_tools.transfer.room import Room, capacity_for, store_bytes
 
 

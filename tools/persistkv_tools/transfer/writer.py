@@ -15,7 +15,8 @@ from persistkv.config import MAX_PACK_BYTES
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack_writer import PackCopy
-from persistkv_tools.packs import NamespacePacks, Took, all_keys
+from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
+from persistkv_tools.packs import Took
 from persistkv_tools.transfer.plan import Copied, Plan, Source
 from persistkv_tools.transfer.room import Room
 

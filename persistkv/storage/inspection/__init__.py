@@ -1,0 +1,1 @@
+"""Inspection of a store while engines use it: its requests, namespaces and totals."""

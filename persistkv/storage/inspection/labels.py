@@ -1,0 +1,56 @@
+"""Changes of the labels of a request while other processes write."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.inspection.pack_tables import NamespacePacks
+from persistkv.storage.inspection.requests import FoundRequest, find_request
+
+_ATTEMPTS = 100
+
+
+def relabel(
+    backend: Backend,
+    found: FoundRequest,
+    given: Mapping[str, str],
+    removed: Collection[str],
+) -> dict[str, str]:
+    """Set and remove labels of a request; return its labels afterwards. A change counts as a use of
+    the request.
+
+    :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
+    :raises StoreError: a commit failed, or other processes wrote during each attempt. The labels
+        are unchanged, unless only the second commit failed: then the labels are set, and a request
+        that was hit counts as never hit.
+    """
+    namespace = found.namespace.id
+    request = found.manifest.id
+    for _ in range(_ATTEMPTS):
+        packs = NamespacePacks(backend, namespace)
+        found = find_request(backend, request, namespace.hex())
+        keys = found.keys(backend)
+        labels = {**found.manifest.labels, **given}
+        for name in removed:
+            labels.pop(name, None)
+        if labels == found.manifest.labels:
+            return labels
+
+        held = packs.in_order(keys)
+        manifest = msgspec.structs.replace(found.manifest, labels=labels)
+        write = ManifestWrite(manifest, keys, held)
+        (use,) = backend.catalogue(namespace).uses([request])
+        batch = CommitBatch(manifests=[write], seen=packs.cursor)
+        if backend.commit(namespace, batch).stale:
+            continue
+        if use is not None and use.reused:  # the new row would count as never hit
+            backend.commit(namespace, CommitBatch(touches=held))
+        return labels
+    raise StoreError(
+        f"{request} could not be labelled: other processes wrote during all"
+        f" {_ATTEMPTS} attempts"
+    )

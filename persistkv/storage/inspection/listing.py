@@ -1,0 +1,143 @@
+"""Lists of requests, page by page."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from typing import Any
+
+import msgspec
+
+from persistkv.storage.backend import Backend
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.inspection.requests import (
+    NamespaceView,
+    RequestView,
+    chosen_namespaces,
+    copy_group,
+    with_uses,
+)
+from persistkv.storage.inspection.selection import Selection
+from persistkv.storage.stats import RequestUse
+
+
+class Page(msgspec.Struct, frozen=True):
+    """One page of a list of requests."""
+
+    url: str
+    total: int
+    """Number of requests in the selected namespaces."""
+    matched: int
+    """Number of requests in the selected namespaces that match the filters."""
+    rows: int
+    """Rows of the list over all pages: ``matched``, or fewer if requests of the same context and
+    labels are merged."""
+    offset: int
+    """Number of rows of the list before this page."""
+    requests: list[RequestView]
+    namespaces: list[NamespaceView]
+    """The selected namespaces, oldest first."""
+
+
+class Sort(enum.StrEnum):
+    """Field that the list is sorted by."""
+
+    CREATED = "created"
+    USED = "used"
+    TOKENS = "tokens"
+    BLOCKS = "blocks"
+    SIZE = "size"
+    HITS = "hits"
+    ID = "id"
+    NAMESPACE = "namespace"
+
+
+_KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
+    Sort.CREATED: lambda view: (view.created, view.id),
+    Sort.USED: lambda view: (view.last_used or 0.0, view.created, view.id),
+    Sort.TOKENS: lambda view: (view.tokens, view.created, view.id),
+    Sort.BLOCKS: lambda view: (view.blocks, view.created, view.id),
+    Sort.SIZE: lambda view: (view.raw_bytes, view.created, view.id),
+    Sort.HITS: lambda view: (view.hits or 0, view.last_used or 0.0, view.id),
+    Sort.ID: lambda view: (view.id, view.namespace),
+    Sort.NAMESPACE: lambda view: (view.namespace, -view.created, view.id),
+}
+_DESCENDING = frozenset(Sort) - {Sort.ID, Sort.NAMESPACE}
+
+
+def list_requests(
+    url: str,
+    backend: Backend,
+    selection: Selection,
+    *,
+    namespace: str | None = None,
+    sort: Sort = Sort.CREATED,
+    reverse: bool = False,
+    offset: int = 0,
+    limit: int | None = None,
+    merge_copies: bool = False,
+) -> Page:
+    """Return one page of the matching requests; parameters as in ``StoreHandle.requests``.
+
+    Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
+    """
+    namespaces = chosen_namespaces(backend, namespace)
+    by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
+    total = 0
+    views: list[RequestView] = []
+    for space in namespaces:
+        manifests = backend.catalogue(space.id).manifests()
+        uses: Iterable[tuple[RequestManifest, RequestUse | None]]
+        uses = zip(manifests, repeat(None))
+        if by_use:
+            uses = with_uses(backend, space.id, manifests)
+        for manifest, use in uses:
+            total += 1
+            if selection.takes(manifest, use):
+                views.append(RequestView.of(space.id, manifest, use))
+
+    views.sort(key=_KEYS[sort], reverse=(sort in _DESCENDING) != reverse)
+    rows = _rows(views, merge_copies=merge_copies)
+    end = None if limit is None else offset + limit
+    shown = rows[offset:end]
+    return Page(
+        url,
+        total,
+        len(views),
+        len(rows),
+        offset,
+        _with_uses_and_copies(backend, shown),
+        [NamespaceView.of(space) for space in namespaces],
+    )
+
+
+def _rows(views: list[RequestView], *, merge_copies: bool) -> list[list[RequestView]]:
+    """Return the views in groups, each of which is one row of the list: of copies, or of one
+    request."""
+    if not merge_copies:
+        return [[view] for view in views]
+    groups: dict[object, list[RequestView]] = {}
+    for view in views:
+        groups.setdefault((view.namespace, copy_group(view)), []).append(view)
+    return list(groups.values())
+
+
+def _with_uses_and_copies(
+    backend: Backend, rows: list[list[RequestView]]
+) -> list[RequestView]:
+    """Return the first view of each row, with its use and the number of its copies."""
+    names: dict[str, list[str]] = {}
+    for first, *_ in rows:
+        names.setdefault(first.namespace, []).append(first.id)
+    uses: dict[tuple[str, str], RequestUse | None] = {}
+    for namespace, ids in names.items():
+        found = backend.catalogue(bytes.fromhex(namespace)).uses(ids)
+        for name, use in zip(ids, found, strict=True):
+            uses[namespace, name] = use
+
+    shown = []
+    for row in rows:
+        view = row[0].with_use(uses[row[0].namespace, row[0].id])
+        shown.append(msgspec.structs.replace(view, copies=len(row)))
+    return shown

@@ -1,0 +1,263 @@
+"""Requests and namespaces of a store: how they are named, found and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+
+import msgspec
+
+from persistkv.errors import PersistKVError
+from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.inspection.selection import Selection
+from persistkv.storage.stats import RequestUse
+
+_NAMED_AT_MOST = 5
+_SHORT = 8  # characters of an id in tables
+_USES_PER_CALL = 256
+
+
+class NotFoundError(PersistKVError):
+    """No request or namespace of the store matches the given id, or several do."""
+
+
+def short_id(request: str) -> str:
+    """Return the request's id if it has at most 8 characters, or else 8 hexadecimal digits of its
+    digest."""
+    if len(request) <= _SHORT:
+        return request
+    return blake2b(request.encode(), digest_size=_SHORT // 2).hexdigest()
+
+
+class NamespaceView(msgspec.Struct, frozen=True):
+    """A namespace with its identity."""
+
+    id: str
+    """Id of the namespace: the digest of its identity, hexadecimal."""
+    created: float
+    identity: dict[str, Any]
+    model: str
+    """Name or path of the model, as given by the engine that created the namespace; may be
+    empty."""
+
+    @classmethod
+    def of(cls, namespace: Namespace) -> NamespaceView:
+        """Return the view of a namespace."""
+        identity = namespace.identity
+        return cls(
+            namespace.id.hex(),
+            namespace.created,
+            identity.properties,
+            identity.model_name,
+        )
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """A stored request: its context, its labels and its use."""
+
+    id: str
+    namespace: str
+    """Id of the request's namespace, hexadecimal."""
+    created: float
+    """Time when the request was stored: seconds since the epoch."""
+    tokens: int
+    blocks: int
+    group_blocks: tuple[int, ...]
+    raw_bytes: int
+    """Bytes of the request's blocks before the codec, including blocks that other requests
+    share."""
+    ordered: bool
+    labels: dict[str, str]
+    last_used: float | None = None
+    """Last use of the whole context, in seconds since the epoch; None: unknown."""
+    reused: bool | None = None
+    """Whether the whole context was used after it was stored; None: unknown."""
+    shared_by: int | None = None
+    """Number of other requests whose contexts contain the whole context of this one; None:
+    unknown."""
+    pinned: bool | None = None
+    """Whether the request is pinned; None: unknown."""
+    hits: int | None = None
+    """Number of the ``shared_by`` requests that were stored later than this one; None: unknown."""
+    stored_bytes: int | None = None
+    """Estimated size of the request's blocks in the store: ``raw_bytes`` divided by the codec ratio
+    of its packs. None: unknown."""
+    short_id: str = ""
+    """At most 8 characters that the commands accept in place of the id."""
+    context: str = ""
+    """Digest of the request's keys, hexadecimal: equal for requests of the same context; empty:
+    unknown."""
+    copies: int = 1
+    """Number of requests of the same context and labels that a list shows as this one, itself
+    included."""
+    ttl_s: float | None = None
+    """The request's own ttl, in seconds from its last use; None: only the store's ttl applies."""
+    priority: str = "normal"
+    """Priority of the request: ``low`` is evicted before ``normal``."""
+
+    @classmethod
+    def of(
+        cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None
+    ) -> RequestView:
+        """Return the view of a manifest head and of its use; None: unknown use."""
+        view = cls(
+            manifest.id,
+            namespace.hex(),
+            manifest.created,
+            manifest.tokens,
+            manifest.blocks,
+            manifest.group_blocks,
+            manifest.raw_bytes,
+            manifest.ordered,
+            manifest.labels,
+            short_id=short_id(manifest.id),
+            context=manifest.context.hex(),
+            ttl_s=manifest.ttl_s,
+            priority=manifest.priority,
+        )
+        return view.with_use(use)
+
+    def with_use(self, use: RequestUse | None) -> RequestView:
+        """Return a copy with ``stored_bytes`` and the fields of the use set from ``use``; None:
+        return this view."""
+        if use is None:
+            return self
+        packed = use.packs_raw_bytes
+        stored = (
+            round(self.raw_bytes * use.packs_stored_bytes / packed) if packed else None
+        )
+        known = {
+            name: getattr(use, name)
+            for name in ("last_used", "reused", "shared_by", "pinned", "hits")
+        }
+        return msgspec.structs.replace(self, **known, stored_bytes=stored)
+
+
+class FoundRequest(NamedTuple):
+    """A request of a store, with its namespace."""
+
+    namespace: Namespace
+    manifest: RequestManifest
+
+    def keys(self, backend: Backend) -> ManifestKeys:
+        """Return the keys; raise ``NotFoundError`` if the request was deleted meanwhile or its keys
+        are unreadable."""
+        keys = backend.manifest_keys(self.namespace.id, [self.manifest.id])[0]
+        if keys is None:
+            raise NotFoundError(
+                f"the keys of {self.manifest.id} were deleted or cannot be read; persistkv"
+                " verify shows which"
+            )
+        return keys
+
+    def view(self, backend: Backend) -> RequestView:
+        """Return the view of the request, with its use."""
+        uses = backend.catalogue(self.namespace.id).uses([self.manifest.id])
+        return RequestView.of(self.namespace.id, self.manifest, uses[0])
+
+
+def chosen_namespaces(
+    backend: Backend, wanted: str | None, otherwise: str = ""
+) -> list[Namespace]:
+    """Return the only namespace whose id begins with ``wanted``, in a list; None: all namespaces,
+    oldest first.
+
+    :param otherwise: continues the error that no namespace matches.
+    :raises NotFoundError: no namespace matches, or more than one.
+    """
+    found = sorted(backend.namespaces(), key=lambda space: (space.created, space.id))
+    if wanted is None:
+        return found
+    prefix = wanted.lower()
+    matching = [space for space in found if space.id.hex().startswith(prefix)]
+    if wanted and len(matching) == 1:
+        return matching
+    ids = _some(space.id.hex() for space in (matching or found))
+    problem = "is ambiguous" if len(matching) > 1 else f"does not exist{otherwise}"
+    raise NotFoundError(f"namespace {wanted!r} {problem}; namespaces: {ids}")
+
+
+def find_request(
+    backend: Backend, wanted: str, namespace: str | None = None
+) -> FoundRequest:
+    """Return the request with this id, or else the only one with this short id or an id that begins
+    with ``wanted``.
+
+    :param namespace: id of the only namespace to search, or its first digits; None: search all.
+    :raises NotFoundError: no request matches, or more than one.
+    """
+    similar = []
+    for space in chosen_namespaces(backend, namespace):
+        for manifest in backend.catalogue(space.id).manifests():
+            if manifest.id.startswith(wanted) or short_id(manifest.id) == wanted:
+                similar.append(FoundRequest(space, manifest))
+    equal = [found for found in similar if found.manifest.id == wanted]
+    candidates = equal or similar
+    if not candidates:
+        raise NotFoundError(
+            f"no request has the id {wanted!r}; persistkv ls lists the ids"
+        )
+    if len(candidates) == 1:
+        return candidates[0]
+    meant = _some(
+        f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})"
+        for found in candidates
+    )
+    raise NotFoundError(f"{wanted!r} matches {len(candidates)} requests: {meant}")
+
+
+def chosen_requests(
+    backend: Backend, names: Iterable[str], selection: Selection, namespace: str | None
+) -> list[FoundRequest]:
+    """Return the requests with these ids, each once; without ids, all requests that fulfil
+    ``selection``.
+
+    The use of requests is not read: a selection with ``never_hit`` selects none.
+
+    :raises NotFoundError: an id matches no request, or more than one.
+    """
+    named = {}
+    for name in names:
+        found = find_request(backend, name, namespace)
+        named[found.namespace.id, found.manifest.id] = found
+    if named:
+        return list(named.values())
+    chosen = []
+    for space in chosen_namespaces(backend, namespace):
+        for manifest in backend.catalogue(space.id).manifests():
+            if selection.takes(manifest):
+                chosen.append(FoundRequest(space, manifest))
+    return chosen
+
+
+def with_uses(
+    backend: Backend, namespace: bytes, manifests: Iterable[RequestManifest]
+) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
+    """Yield the manifests with their use, read in batches; None for an unknown use."""
+    waiting = iter(manifests)
+    while batch := list(islice(waiting, _USES_PER_CALL)):
+        names = [manifest.id for manifest in batch]
+        uses = backend.catalogue(namespace).uses(names)
+        yield from zip(batch, uses, strict=True)
+
+
+def copy_group(
+    request: RequestManifest | RequestView,
+) -> tuple[bytes | str, frozenset[tuple[str, str]]]:
+    """Return the context digest (or, if it is unknown, the request id) and the labels of a request.
+
+    Requests of one namespace with equal results are copies, which lists show as one.
+    """
+    return request.context or request.id, frozenset(request.labels.items())
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first names as text, and the number of the others."""
+    found = sorted(names)
+    text = ", ".join(found[:_NAMED_AT_MOST]) or "none"
+    if len(found) > _NAMED_AT_MOST:
+        text += f" and {len(found) - _NAMED_AT_MOST} more"
+    return text

@@ -1,0 +1,98 @@
+"""Conditions that select requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from persistkv.config import parse_duration, parse_size
+from persistkv.errors import ConfigurationError
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.stats import RequestUse
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """Conditions on requests. A request must fulfil all of them; the default selects every
+    request."""
+
+    labels: tuple[tuple[str, str | None], ...] = ()
+    """Labels that the request must have, as (name, value); a value of None: any value."""
+    made_before: float | None = None
+    """Latest time of creation, exclusive: seconds since the epoch; None: no bound."""
+    made_after: float | None = None
+    """Earliest time of creation, exclusive: seconds since the epoch; None: no bound."""
+    more_bytes_than: int | None = None
+    """Lower bound on the raw bytes of a request, exclusive; None: no bound."""
+    fewer_bytes_than: int | None = None
+    """Upper bound on the raw bytes of a request, exclusive; None: no bound."""
+    never_hit: bool = False
+    """Only requests that were never used after they were stored."""
+
+    @classmethod
+    def parse(
+        cls,
+        labels: Iterable[str] | None = None,
+        older_than: str | None = None,
+        newer_than: str | None = None,
+        larger_than: str | None = None,
+        smaller_than: str | None = None,
+        *,
+        never_hit: bool = False,
+    ) -> Selection:
+        """Return the selection that options of a command line describe.
+
+        :raises ConfigurationError: an option is invalid; the error names it.
+        """
+        return cls(
+            tuple(_label(text) for text in labels or ()),
+            _time_before(older_than, "--older-than"),
+            _time_before(newer_than, "--newer-than"),
+            _size(larger_than, "--larger-than"),
+            _size(smaller_than, "--smaller-than"),
+            never_hit,
+        )
+
+    def takes(self, manifest: RequestManifest, use: RequestUse | None = None) -> bool:
+        """Return whether a request fulfils all conditions.
+
+        :param use: use of the request, for ``never_hit``. None: unknown, ``never_hit`` is not
+            fulfilled.
+        """
+        if self.never_hit and (use is None or use.reused):
+            return False
+        return self._takes_time_and_size(manifest) and self._takes_labels(manifest)
+
+    def _takes_time_and_size(self, manifest: RequestManifest) -> bool:
+        created, size = manifest.created, manifest.raw_bytes
+        if self.made_before is not None and created >= self.made_before:
+            return False
+        if self.made_after is not None and created <= self.made_after:
+            return False
+        if self.more_bytes_than is not None and size <= self.more_bytes_than:
+            return False
+        return self.fewer_bytes_than is None or size < self.fewer_bytes_than
+
+    def _takes_labels(self, manifest: RequestManifest) -> bool:
+        for name, value in self.labels:
+            if name not in manifest.labels:
+                return False
+            if value is not None and value != manifest.labels[name]:
+                return False
+        return True
+
+
+def _time_before(age: str | None, name: str) -> float | None:
+    return None if age is None else time.time() - parse_duration(age, name=name)
+
+
+def _size(size: str | None, name: str) -> int | None:
+    return None if size is None else parse_size(size, name=name)
+
+
+def _label(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not name:
+        raise ConfigurationError("--label", text, "NAME or NAME=VALUE")
+    return name, value if equals else None

@@ -1,0 +1,254 @@
+"""Totals of a store."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+
+import msgspec
+
+from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.inspection.adoptions import AdoptionView, adoptions
+from persistkv.storage.inspection.requests import chosen_namespaces
+from persistkv.storage.stats import BackendStats, FreeSpace
+
+_AGES = (
+    (3600, "1h"),
+    (86_400, "1d"),
+    (7 * 86_400, "7d"),
+    (30 * 86_400, "30d"),
+    (90 * 86_400, "90d"),
+)
+_SIZES = (
+    (1 << 20, "1MiB"),
+    (16 << 20, "16MiB"),
+    (256 << 20, "256MiB"),
+    (1 << 30, "1GiB"),
+    (16 << 30, "16GiB"),
+)
+
+
+class GroupTotals(msgspec.Struct):
+    """Totals of one KV cache group over all packs of a namespace."""
+
+    group: int
+    blocks: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    """Bytes of the group's encoded frames, without padding."""
+    codec_ratio: float | None = None
+    """Raw bytes per stored byte; None without blocks."""
+    codecs: list[str] = []
+    """Codecs of the group's frames; ``raw`` for frames that did not shrink."""
+
+
+class ModelTotals(msgspec.Struct):
+    """Totals over all namespaces of one model."""
+
+    model: str
+    """Name or path of the model, as the engines gave it; may be empty."""
+    namespaces: int = 0
+    requests: int = 0
+    packs: int = 0
+    blocks: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+
+class NamespaceTotals(msgspec.Struct):
+    """Totals of one namespace."""
+
+    id: str
+    model: str
+    """Name or path of the model, as given by the engine that created the namespace; may be
+    empty."""
+    created: float
+    requests: int = 0
+    packs: int = 0
+    blocks: int = 0
+    """Number of blocks in all packs of the namespace; a block in two packs counts twice."""
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    """Bytes of the payloads of the namespace's packs, padding included."""
+    codec_ratio: float | None = None
+    referenced_blocks: int = 0
+    """Number of blocks that the namespace's requests name; a shared block counts once for each
+    request."""
+    dedup_ratio: float | None = None
+    """``referenced_blocks`` divided by ``blocks``, above 1 if requests share blocks; None without
+    blocks."""
+    groups: list[GroupTotals] = []
+    waiting_commits: int | None = None
+    """Commits of a shared store that are not merged into its index yet; None for a local store."""
+    oldest_waiting: float | None = None
+    """When the oldest of them was written: seconds since the epoch; None: there is none."""
+    merged_by: str | None = None
+    """Random name of the engine that merged last; None: it is not known."""
+    merged_at: float | None = None
+    """When it did: seconds since the epoch."""
+
+
+class Bin(msgspec.Struct):
+    """One bar of a histogram of requests."""
+
+    below: str | None
+    """Upper bound, exclusive, such as ``1d`` or ``16MiB``. None: the last bar, without a bound."""
+    requests: int = 0
+    raw_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class FreeTotals(FreeSpace):
+    """Free space within a store: the part of its bytes on disk that new content can reuse."""
+
+    fragmentation: float | None
+    """Share of the free payload space outside the largest extent, 0 to 1; None if no payload space
+    is free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreTotals(BackendStats):
+    """Totals of a store, over all namespaces and for each one."""
+
+    url: str
+    codec_ratio: float | None
+    """Raw bytes per stored byte; None for an empty store."""
+    referenced_blocks: int
+    dedup_ratio: float | None
+    disk_ratio: float | None
+    """Bytes on disk per stored byte. The excess over 1 is index, requests and free space; None for
+    an empty store."""
+    fill: float | None
+    """Share of the capacity that ``disk_bytes`` takes, 1 if all; None without a capacity."""
+    free: FreeTotals | None
+    """Free space within the store; None for a medium without such space, such as a bucket."""
+    namespaces: list[NamespaceTotals]
+    """Totals of each namespace, the oldest first."""
+    models: list[ModelTotals]
+    """Totals of each model, the one with the most stored bytes first."""
+    adoptions: list[AdoptionView]
+    """Recorded verdicts: whether a namespace may use the blocks of another engine release's
+    namespace."""
+    ages: list[Bin]
+    sizes: list[Bin]
+
+
+class _Histograms:
+    """Requests of a store by age and by size."""
+
+    def __init__(self) -> None:
+        self.ages = [Bin(name) for _, name in _AGES] + [Bin(None)]
+        self.sizes = [Bin(name) for _, name in _SIZES] + [Bin(None)]
+        self._now = time.time()
+
+    def add(self, manifest: RequestManifest) -> None:
+        age = self._now - manifest.created
+        size = manifest.raw_bytes
+        age_bin = self.ages[bisect_right(_AGES, age, key=itemgetter(0))]
+        size_bin = self.sizes[bisect_right(_SIZES, size, key=itemgetter(0))]
+        for found in (age_bin, size_bin):
+            found.requests += 1
+            found.raw_bytes += size
+
+
+def store_totals(url: str, backend: Backend) -> StoreTotals:
+    """Return totals of a store. Reads pack tables and manifest heads; no payloads, and no keys of
+    requests."""
+    histograms = _Histograms()
+    spaces = []
+    for space in chosen_namespaces(backend, None):
+        spaces.append(_namespace_totals(backend, space, histograms))
+    stats = backend.stats()
+    referenced = sum(found.referenced_blocks for found in spaces)
+    return StoreTotals(
+        **asdict(stats),
+        url=url,
+        codec_ratio=_ratio(stats.raw_bytes, stats.stored_bytes),
+        referenced_blocks=referenced,
+        dedup_ratio=_ratio(referenced, stats.blocks),
+        disk_ratio=_ratio(stats.disk_bytes, stats.stored_bytes),
+        fill=_ratio(stats.disk_bytes, stats.capacity or 0),
+        free=_free_totals(backend),
+        namespaces=spaces,
+        models=_model_totals(spaces),
+        adoptions=adoptions(backend),
+        ages=histograms.ages,
+        sizes=histograms.sizes,
+    )
+
+
+def _free_totals(backend: Backend) -> FreeTotals | None:
+    free = backend.free_space()
+    if free is None:
+        return None
+    outside = free.payload_bytes - free.largest_bytes
+    return FreeTotals(**asdict(free), fragmentation=_ratio(outside, free.payload_bytes))
+
+
+def _model_totals(spaces: Sequence[NamespaceTotals]) -> list[ModelTotals]:
+    models: dict[str, ModelTotals] = {}
+    for space in spaces:
+        totals = models.setdefault(space.model, ModelTotals(space.model))
+        totals.namespaces += 1
+        totals.requests += space.requests
+        totals.packs += space.packs
+        totals.blocks += space.blocks
+        totals.raw_bytes += space.raw_bytes
+        totals.stored_bytes += space.stored_bytes
+    return sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True)
+
+
+def _namespace_totals(
+    backend: Backend, namespace: Namespace, histograms: _Histograms
+) -> NamespaceTotals:
+    """Return totals of a namespace; add its requests to the histograms."""
+    totals = NamespaceTotals(
+        namespace.id.hex(), namespace.identity.model_name, namespace.created
+    )
+    for manifest in backend.catalogue(namespace.id).manifests():
+        totals.requests += 1
+        totals.referenced_blocks += manifest.blocks
+        histograms.add(manifest)
+
+    groups: dict[int, GroupTotals] = {}
+    for table in backend.changes(namespace.id, None).added:
+        totals.packs += 1
+        totals.blocks += len(table.keys)
+        totals.raw_bytes += table.raw_length
+        totals.stored_bytes += table.payload_length
+        _add_frames(groups, table)
+    for group in groups.values():
+        group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
+        group.codecs.sort()
+
+    state = backend.merge_state(namespace.id)
+    if state is not None:
+        totals.waiting_commits = state.waiting
+        totals.oldest_waiting = state.oldest
+        totals.merged_by = state.merged_by
+        totals.merged_at = state.merged_at
+    totals.codec_ratio = _ratio(totals.raw_bytes, totals.stored_bytes)
+    totals.dedup_ratio = _ratio(totals.referenced_blocks, totals.blocks)
+    totals.groups = [groups[number] for number in sorted(groups)]
+    return totals
+
+
+def _add_frames(groups: dict[int, GroupTotals], table: PackTable) -> None:
+    for frame in table.frames:
+        group = groups.setdefault(frame.group, GroupTotals(frame.group))
+        group.blocks += frame.block_count
+        group.raw_bytes += frame.block_count * frame.block_bytes
+        group.stored_bytes += frame.stored_length
+        codec = table.codec if frame.encoded else RawCodec.name
+        if codec not in group.codecs:
+            group.codecs.append(codec)
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None

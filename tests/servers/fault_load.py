@@ -103,8 +103,10 @@ class Load:
                     set(outcome.failed) if not outcome.refused else set(keys),
                 )
         events = self.client.take_events()
-        self.durable.update(events.stored)
+        # a key that was removed and then stored is in both; one that was stored and then removed,
+        # only among the removed
         self.durable.difference_update(events.removed)
+        self.durable.update(events.stored)
         # some may have become durable, too: a commit whose reply was lost
         if events.lost:
             offered = [key for keys in self.offered for key in keys]

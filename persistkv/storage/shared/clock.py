@@ -8,6 +8,7 @@ import time
 from contextlib import AbstractContextManager
 
 ROUNDING_S = 1.0  # media may round their times to a second
+AGREEING_S = 3600.0  # clocks that differ by less agree
 
 
 class Clock:
@@ -44,6 +45,8 @@ class ServerTime:
         self._clock = clock
         # time of the newest reply, monotonic time of its arrival
         self._seen: tuple[float, float] | None = None
+        # the same of the latest one that the machine's clock has confirmed
+        self._confirmed: tuple[float, float] | None = None
 
     @property
     def known(self) -> bool:
@@ -57,15 +60,41 @@ class ServerTime:
         if server_time < estimate <= server_time + ROUNDING_S:
             server_time = estimate
         self._seen = (server_time, self._clock.monotonic())
+        self._confirm(server_time)
+
+    def _confirm(self, server_time: float) -> None:
+        """Remember the latest time that the medium has shown and that the machine's clock
+        confirms."""
+        agrees = abs(server_time - self._clock.wall()) < AGREEING_S
+        if agrees and server_time > self._extrapolate(self._confirmed):
+            self._confirmed = (server_time, self._clock.monotonic())
 
     def learn_least(self, server_time: float) -> None:
         """Record a time that has passed on the medium's clock: that of a blob in a list."""
         if server_time > self.now():
             self.learn(server_time)
+        else:
+            self._confirm(server_time)
 
     def now(self) -> float:
         """Return the medium's time in seconds since the epoch; 0 if it has never told it."""
-        if self._seen is None:
+        return self._extrapolate(self._seen)
+
+    def time_of_use(self) -> float:
+        """Return the time of what is used now: that of the medium, or a later one that it has shown
+        before and that the machine's clock still confirms. 0 if no time is known.
+
+        A proxy may date replies a year back. What is used meanwhile would expire as soon as its
+        clock is right again. Readers limit a time that is too late to that of the object that
+        carries it.
+        """
+        now, confirmed = self.now(), self._extrapolate(self._confirmed)
+        if abs(confirmed - self._clock.wall()) < AGREEING_S:
+            return max(now, confirmed)
+        return now
+
+    def _extrapolate(self, seen: tuple[float, float] | None) -> float:
+        if seen is None:
             return 0.0
-        server_time, arrived = self._seen
+        server_time, arrived = seen
         return server_time + self._clock.monotonic() - arrived

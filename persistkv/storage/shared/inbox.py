@@ -109,7 +109,7 @@ class Inbox:
         used: Sequence[bytes],
     ) -> Delta:
         """Return the content of a commit."""
-        now = self._medium.time.now() or LATEST_TIME
+        now = self._medium.time.time_of_use() or LATEST_TIME
         added = [
             PackEntry(entry.pack_id, entry.nonce, entry.body, now)
             for entry in upload.entries
@@ -178,7 +178,8 @@ class Inbox:
         try:
             written = self._medium.put_sealed(name, body, self._replica.namespace).time
             self._check_age(written - first)
-            delta = delta.clamped(written + ROUNDING_S)
+            latest = max(written, self._medium.time.time_of_use())
+            delta = delta.clamped(latest + ROUNDING_S)
             cursors = self._replica.apply([(name, delta)])
         finally:
             publishing.discard(name)
@@ -201,7 +202,7 @@ class Inbox:
 
     def _touch(self, pack_ids: Sequence[bytes]) -> None:
         """Record a use of packs, for the next commit. Publish uses that have waited for long."""
-        now = self._medium.time.now()
+        now = self._medium.time.time_of_use()
         for pack_id in self._replica.held(pack_ids):
             self._uses.pop(pack_id, None)
             self._uses[pack_id] = now
@@ -218,6 +219,6 @@ class Inbox:
         """Remove a pack whose blob is missing: now from the replica, with the next commit from the
         index. Any thread may call this.
         """
-        now = self._medium.time.now() or LATEST_TIME
+        now = self._medium.time.time_of_use() or LATEST_TIME
         self._lost[name] = now
         self._replica.apply([("", Delta(removed=[Tombstone(name, now)]))])

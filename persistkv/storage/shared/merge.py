@@ -31,6 +31,7 @@ import msgspec
 from persistkv.errors import StoreError
 from persistkv.storage.blobs import BlobInfo
 from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.clock import AGREEING_S
 from persistkv.storage.shared.format import (
     BASE_LEVEL,
     LATEST_TIME,
@@ -408,12 +409,12 @@ class Merger:
     def _expiry_time(self) -> float:
         """Return the medium's time if the machine's clock confirms it; else 0: nothing expires."""
         now = self._medium.time.now()
-        agrees = abs(now - self._clock.wall()) < _STALE_S
+        agrees = abs(now - self._clock.wall()) < AGREEING_S
         return now if agrees else 0.0
 
     def tombstones(self, removals: Removals) -> Delta:
         """Return a delta that removes packs and requests."""
-        now = self._medium.time.now() or LATEST_TIME
+        now = self._medium.time.time_of_use() or LATEST_TIME
         versions = self._replica.versions(removals.manifests)
         dropped = [
             Dropped(digest, version, now)

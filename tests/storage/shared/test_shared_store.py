@@ -612,6 +612,28 @@ def test_wrong_clock_of_the_medium_expires_nothing(town: Town) -> None:
         )
 
 
+@pytest.mark.parametrize("age_s", [0, 60], ids=["before a list", "after lists"])
+def test_replies_dated_a_year_back_expire_nothing(town: Town, age_s: int) -> None:
+    """Between the engine and an S3 server, the times of replies are wrong; those in lists are
+    right."""
+    first = town.engine(ttl_s=HOUR_S)
+    first.store(pack(1))
+    town.run(age_s)
+    first.date_replies(-365 * DAY_S)
+    for seed in (2, 3):
+        first.store(pack(seed))
+        town.run(60)
+    first.store(pack(1), pack(4))  # a use of a pack that is held
+    first.date_replies(0.0)
+    with pytest.raises(StoreError, match="12 hours"):
+        first.store(pack(5))
+    town.run(60)
+    expected = {pack(seed).pack_id for seed in (1, 2, 3, 4, 5)}
+    assert first.held() == town.fresh() == expected
+    town.run(2 * HOUR_S)
+    assert first.held() == town.fresh() == set()
+
+
 def test_capacity_is_shared_by_namespaces(town: Town) -> None:
     engines = [town.engine(opens=False, capacity=600_000) for _ in range(3)]
     names = [engine.open(number) for number, engine in enumerate(engines)]

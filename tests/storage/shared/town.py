@@ -55,6 +55,7 @@ class Engine:
         self.backend = SharedBackend(
             self.blobs, options, read_only=read_only, clock=self.clock, background=False
         )
+        self._put = self.blobs.inner.put
         self.due_at = town.now
         self.namespace = NAMESPACE
 
@@ -69,6 +70,14 @@ class Engine:
     def held(self, namespace: bytes = NAMESPACE) -> set[bytes]:
         """Return the ids of the packs that the handle knows."""
         return set(tables(self.backend, namespace))
+
+    def date_replies(self, ahead_s: float) -> None:
+        """From now on, let replies to puts have a wrong date, as from a proxy with a wrong
+        clock."""
+        put = self._put
+        self.blobs.inner.put = (  # type: ignore[method-assign]
+            lambda name, pieces: put(name, pieces) + ahead_s
+        )
 
     def calls(self, method: str, part: str = "") -> int:
         """Return the number of calls of a method that concerned a name with this part."""

@@ -36,6 +36,17 @@ def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
     }
 
 
+def bucket_exporter() -> dict[str, Any]:
+    """Return the container that exports the metrics of the bucket."""
+    (deployment,) = [
+        part
+        for part in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+        if part["kind"] == "Deployment"
+    ]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return container  # type: ignore[no-any-return]
+
+
 def compose() -> dict[str, Any]:
     services: dict[str, Any] = yaml.safe_load(
         (DEPLOY / "docker-compose.yaml").read_text()
@@ -131,17 +142,26 @@ def test_deploy_memory_limits_exceed_cpu_tier() -> None:
 def test_deploy_exporter_command_and_options_exist(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for command in (
-        kubernetes()[1]["store-metrics"]["command"],
-        compose()["store-metrics"]["entrypoint"],
+    for scheme, command in (
+        ("lmdb", kubernetes()[1]["store-metrics"]["command"]),
+        ("lmdb", compose()["store-metrics"]["entrypoint"]),
+        ("s3", bucket_exporter()["command"]),
     ):
         program, name, url, *options = command
         assert program == "persistkv"
-        assert StoreUrl.parse(url).scheme == "lmdb"
+        assert StoreUrl.parse(url).scheme == scheme
         with pytest.raises(SystemExit):
             main([name, "--help"])
         shown = capsys.readouterr().out
         assert all(word in shown for word in options if word.startswith("--"))
+
+
+def test_deploy_exports_every_store_of_the_engines() -> None:
+    _, containers = kubernetes()
+    tiers = connector(containers["vllm"]["command"])["secondary_tiers"]
+    stores = {tier["url"].partition("?")[0] for tier in tiers if "url" in tier}
+    exporters = (containers["store-metrics"], bucket_exporter())
+    assert {exporter["command"][2] for exporter in exporters} == stores
 
 
 def test_alert_rules_metrics_exist_and_alerts_are_documented() -> None:

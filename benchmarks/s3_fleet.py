@@ -2,7 +2,7 @@
 requests.
 
     python -m benchmarks.s3_fleet [--engines 1 2 10 100] [--minutes 10] [--backlog 10000]
-        [--openings 1000] [--directory /dev/shm] [--no-idle] [--no-kill]
+        [--openings 1000] [--blocks 16] [--no-idle] [--no-kill]
 
 All engines run the real code of the shared store in simulated time (``s3_simulation``); each
 commits one pack per 10 s. Prices: see ``s3_simulation.PRICE_OF``; a month has 730 hours. Storage
@@ -10,8 +10,8 @@ and transfer are not included. The uploads of the packs are shown apart: they ar
 store without a catalogue, too.
 
 The work grows with the square of the number of engines, since each reads the commits of all: 100
-engines run for a third of the time, 1,000 for a minute. These need half an hour of CPU time and 20
-GB for their replicas: ``--engines 1000 --no-kill --directory /var/tmp``.
+engines run for a third of the time, 1,000 for a minute. ``--engines 1000 --blocks 1 --no-kill``
+takes half an hour of CPU time, and 10 GB of memory for the replicas.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Engine:
         period_s: float | None = PERIOD_S,
         watches: bool = True,
         steps: bool = True,
+        blocks: int = BLOCKS,
     ) -> None:
         self.committed: dict[bytes, float] = {}
         """Simulated time at which each own pack was acknowledged."""
@@ -95,6 +96,7 @@ class Engine:
         self._directory = directory / name
         self._period_s = period_s
         self._steps = steps
+        self._blocks = blocks
         self._cursor: bytes | None = None
         self._taken: Counter[str] = Counter()
         self._blobs: CountingBlobs | None = None
@@ -115,7 +117,9 @@ class Engine:
 
     def _work(self, backend: SharedBackend, draw: random.Random) -> None:
         backend.open_namespace(IDENTITY)
-        commit_at = float("inf") if self._period_s is None else self._world.now
+        commit_at = float("inf")
+        if self._period_s is not None:
+            commit_at = self._world.now + self._period_s
         while True:
             if self._world.now >= commit_at:
                 commit_at += draw.uniform(0.8, 1.2) * (self._period_s or 0.0)
@@ -126,7 +130,7 @@ class Engine:
             self.process.sleep(max(0.001, min(pause_s, commit_at - self._world.now)))
 
     def _commit(self, backend: SharedBackend, draw: random.Random) -> None:
-        pack = pack_of(draw)
+        pack = pack_of(draw, self._blocks)
         backend.commit(IDENTITY.digest, CommitBatch([pack]))
         self.committed[pack.pack_id] = self._world.now
 
@@ -147,9 +151,10 @@ class Engine:
 class Fleet:
     """Engines on one bucket."""
 
-    def __init__(self, engines: int, directory: Path, seed: int = 0) -> None:
-        self.world = World(seed)
+    def __init__(self, engines: int, directory: Path, blocks: int) -> None:
+        self.world = World()
         self._directory = directory
+        self._blocks = blocks
         self._every = max(1, engines // WATCHERS)
         self._number = 0
         self.dead: list[Engine] = []
@@ -163,6 +168,7 @@ class Fleet:
             f"engine{number}",
             self._directory,
             watches=number % self._every == 0,
+            blocks=self._blocks,
         )
 
     def take(self) -> Counter[str]:
@@ -201,11 +207,11 @@ class Fleet:
 
 
 def run_fleet(
-    engines: int, minutes: float, directory: Path, *, kill: bool
+    engines: int, minutes: float, directory: Path, *, blocks: int, kill: bool
 ) -> tuple[Counter[str], list[float]]:
     """Return the requests of all engines in that time by kind, and the times until others saw their
     packs."""
-    fleet = Fleet(engines, directory)
+    fleet = Fleet(engines, directory, blocks)
     fleet.run(WARM_UP_S if engines <= 100 else SHORT_WARM_UP_S)
     fleet.take()
     begin = fleet.world.now
@@ -221,10 +227,10 @@ def run_fleet(
 
 
 def row_of_fleet(
-    engines: int, minutes: float, directory: Path, *, kill: bool
+    engines: int, minutes: float, directory: Path, *, blocks: int, kill: bool
 ) -> list[str]:
     started = time.perf_counter()
-    requests, delays = run_fleet(engines, minutes, directory, kill=kill)
+    requests, delays = run_fleet(engines, minutes, directory, blocks=blocks, kill=kill)
     hours = minutes / 60 * engines
     each = {kind: requests[kind] / hours for kind in KINDS}
     cost = dollars(each) * HOURS_PER_MONTH
@@ -249,7 +255,7 @@ def verdict(value: float, most: float, unit: str) -> str:
 
 
 def show_fleet(
-    sizes: Sequence[int], minutes: float, directory: Path, *, kills: bool
+    sizes: Sequence[int], minutes: float, directory: Path, *, blocks: int, kills: bool
 ) -> None:
     rows: list[list[str]] = []
     for engines in sizes:
@@ -257,8 +263,11 @@ def show_fleet(
         for kill in (False, True) if kills and engines > 1 else (False,):
             # the replicas of a thousand engines are large: each run removes its own
             with tempfile.TemporaryDirectory(dir=directory) as name:
-                rows.append(row_of_fleet(engines, shorter, Path(name), kill=kill))
-            sys.stderr.write(" · ".join(rows[-1]) + "\n")
+                row = row_of_fleet(
+                    engines, shorter, Path(name), blocks=blocks, kill=kill
+                )
+            rows.append(row)
+            sys.stderr.write(" · ".join(row) + "\n")
     heads = ["engines", *KINDS, "a month", "without packs", "target"]
     heads += ["others see a pack: p50 / p99 / most", "target", "took"]
     show(
@@ -386,12 +395,10 @@ def main() -> None:
     parser.add_argument(
         "--no-kill", action="store_true", help="skip the fleets whose merger is killed"
     )
-    parser.add_argument(
-        "--directory", default="/dev/shm", help="for the replicas of the engines"
-    )
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="of each pack")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         directory = Path(name)
         if not arguments.no_idle:
             show_idle(directory)
@@ -401,7 +408,13 @@ def main() -> None:
             show_backlog(arguments.backlog, directory / "backlog")
         if arguments.engines:
             kills = not arguments.no_kill
-            show_fleet(arguments.engines, arguments.minutes, directory, kills=kills)
+            show_fleet(
+                arguments.engines,
+                arguments.minutes,
+                directory,
+                blocks=arguments.blocks,
+                kills=kills,
+            )
 
 
 if __name__ == "__main__":

@@ -48,11 +48,6 @@ class ServerTime:
         # the same of the latest one that the machine's clock has confirmed
         self._confirmed: tuple[float, float] | None = None
 
-    @property
-    def known(self) -> bool:
-        """Whether the medium has told its time."""
-        return self._seen is not None
-
     def learn(self, server_time: float) -> None:
         """Record a time that the medium has reported in the reply to a call that has just
         returned."""

@@ -187,8 +187,6 @@ class Latest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """On the medium's clock."""
     recent: Sequence[tuple[str, int]]
     """Names and sizes in bytes of index objects that were written recently, newest last."""
-    backlog: int = 0
-    """Commits that the last merge left in the inbox."""
 
 
 def union(deltas: Iterable[Delta], includes: Sequence[str]) -> Delta:

@@ -54,8 +54,6 @@ MOST_COMMITS = 1000  # per merge
 _MOST_BYTES = 8 << 20  # 8 MiB of commits per merge
 _MOST_EVICTED = 4096  # packs and requests per merge
 _MOST_SEGMENT_BYTES = 24 << 20  # 24 MiB: of a segment that includes older ones
-# 64 KiB: smaller own segments stay in memory, so that the next one need not read them
-_KEPT_BYTES = 64 << 10
 _PART_BYTES = 28 << 20  # 28 MiB: of a base
 _LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
 _MOST_SEGMENTS = 64  # that nothing includes: a new reader reads all of them
@@ -65,8 +63,7 @@ _INCLUDED_S = 600.0  # until included objects of the index are deleted
 _TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
 _OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a base
-# after a deletion that failed: until the next one
-_REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0
+_REFUSED_S = 60.0  # after a deletion that failed: until the next one
 # after a segment was written: as long as it is checked that ``latest`` names it
 _ANNOUNCED_S = 15.0
 # names that are included already and that a segment or base includes again: about 1 MB
@@ -76,8 +73,6 @@ _MOST_DUE = 10_000  # deletions that wait; the sweep does the rest
 # after a merge: until the same engine merges again. Readers look for it then
 AGAIN_S = 2.5
 MERGE_S = 0.3  # usual time of a merge
-# after a merge: until the same engine merges again, if its last two lists were empty
-_QUIET_S = 3.5
 _ALONE_S = 10.0  # the same, if it has found only its own commits for a while
 # after a commit of another engine was found: until this one counts as alone
 _COMPANY_S = 60.0
@@ -113,7 +108,6 @@ class Turns:
         self._merged_at = -math.inf
         self._committed_at = -math.inf
         self._is_last = False  # whether this engine has written ``latest``
-        self._empty_lists = 0  # in a row: lists of this engine that showed no commits
         self._company_at = -math.inf  # when its list showed commits of others
         self._left = False  # whether its last merge left commits
         self._failures = 0  # merges in a row that have not ended
@@ -136,7 +130,6 @@ class Turns:
         if others:
             self._company_at = self._merged_at
         self._is_last = self._is_last or found
-        self._empty_lists = 0 if found else self._empty_lists + 1
         self._left = left
 
     def followed(self, *, is_own: bool) -> None:
@@ -175,9 +168,8 @@ class Turns:
         """Return the seconds between merges of the engine that merges for all. Alone, it merges its
         own commits when they have waited, and others that begin to commit merge theirs.
         """
-        if now - self._company_at > _COMPANY_S:
-            return _ALONE_S
-        return AGAIN_S if self._empty_lists < 2 else _QUIET_S
+        is_alone = now - self._company_at > _COMPANY_S
+        return _ALONE_S if is_alone else AGAIN_S
 
 
 class Merger:
@@ -197,18 +189,13 @@ class Merger:
         self.own: dict[str, tuple[float, Delta]] = {}
         """Own commits that no segment includes: name → monotonic time of the acknowledgement,
         content."""
-        self.backlog = 0
-        """Commits that the last list of the inbox has shown."""
         self.last_writer = b""
         """Who has written ``latest``."""
         self._written: deque[tuple[float, str]] = deque()
         """Objects of the index that this handle has written recently: monotonic time, name."""
-        self._kept: dict[str, Delta] = {}
-        """Small segments that this handle has written, and that nothing includes, by name."""
         self._base_wanted_at = math.inf
         # monotonic time until which deletions are not tried: they have failed
         self._delete_from = -math.inf
-        self._delete_pause_s = _REFUSED_S
         self._due: list[tuple[float, list[str]]] = []
         """Heap of (monotonic time, blobs to delete). Commits of another thread add to it."""
 
@@ -297,7 +284,6 @@ class Merger:
             info.name for info in commits if self._replica.contained.get(info.name)
         ]
         todo = [info for info in commits if self._is_new(info.name)]
-        self.backlog = len(todo)
         some = _bounded(todo)
         deltas = self._read(some)
         others = any(name not in self.own for name in deltas)
@@ -349,8 +335,7 @@ class Merger:
         return found
 
     def _older_segments(self, num_bytes: int) -> dict[str, Delta]:
-        """Return the older segments that the next one includes: name → content, as it is in memory
-        or on the medium.
+        """Return the older segments that the next one includes: name → content.
 
         The smallest first, until one is larger by the power of two than all content so far. So
         those that stay are of different powers of two, and a segment that is included at least
@@ -359,11 +344,6 @@ class Merger:
         :param num_bytes: of the commits that the next one includes.
         """
         _, segments = self._base_and_segments()
-        self._kept = {
-            info.name: self._kept[info.name]
-            for info in segments
-            if info.name in self._kept
-        }
         chosen: list[BlobInfo] = []
         for info in sorted(segments, key=lambda info: info.size):
             is_larger = info.size.bit_length() > num_bytes.bit_length()
@@ -373,7 +353,7 @@ class Merger:
                 chosen.append(info)
                 num_bytes += info.size
         found: dict[str, Delta] = {}
-        for info, delta in self._medium.maintenance.each(self._segment, chosen):
+        for info, delta in self._medium.maintenance.each(self._reader.fetch, chosen):
             if delta is not None:
                 found[info.name] = delta
             else:
@@ -392,10 +372,6 @@ class Merger:
             if name in self._reader.listed
         )
         return sorted(names)[-_MOST_CARRIED:]
-
-    def _segment(self, info: BlobInfo) -> Delta | None:
-        kept = self._kept.get(info.name)
-        return self._reader.fetch(info) if kept is None else kept
 
     def _plan_eviction(self, limits: Limits) -> Removals:
         excess = 0
@@ -444,8 +420,6 @@ class Merger:
         )
         self._reader.apply([(name, news)])
         self._note_written(written)
-        if written.size <= _KEPT_BYTES:
-            self._kept[name] = segment
 
     def _note_written(self, info: BlobInfo) -> None:
         self._reader.listed[info.name] = info
@@ -460,7 +434,7 @@ class Merger:
             # else it was deleted
             if not is_included or info.name in self._reader.listed:
                 recent.append((info.name, info.size))
-        latest = Latest(self.writer, time, recent, self.backlog)
+        latest = Latest(self.writer, time, recent)
         self._medium.put_sealed(
             self._names.latest, encode_latest(latest), self._replica.namespace
         )
@@ -594,10 +568,8 @@ class Merger:
             return
         try:
             self._medium.blobs.delete(blobs)
-            self._delete_pause_s = _REFUSED_S
         except StoreError as error:
-            self._delete_from = now + self._delete_pause_s
-            self._delete_pause_s = min(2 * self._delete_pause_s, _LONGEST_REFUSED_S)
+            self._delete_from = now + _REFUSED_S
             text = "%s: %d blobs were not deleted (%s): they take space until a later attempt"
             logger.warning(text, self._names.base, len(blobs), error)
 

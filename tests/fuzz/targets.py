@@ -534,7 +534,7 @@ class SharedHints(Target):
         ),
         seal(
             SHARED_OBJECT,
-            encode_latest(Latest(b"w", 1.7e9, [("x", 9)], 3)),
+            encode_latest(Latest(b"w", 1.7e9, [("x", 9)])),
             Authenticator(),
             IDENTITY.digest,
         ),

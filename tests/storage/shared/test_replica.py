@@ -196,7 +196,7 @@ def test_replica_many_packs_at_once_are_as_one_by_one(
     slow.apply(objects)
     expected = state(slow)
     assert expected["totals"][0] == len(found)
-    monkeypatch.setattr("persistkv.storage.shared.replica.replica.LOG_ENTRIES", 10)
+    monkeypatch.setattr("persistkv.storage.shared.replica.application.LOG_ENTRIES", 10)
     for order in (objects, objects[::-1]):
         fast = new_replica(tmp_path)
         for item in order:

@@ -1,13 +1,13 @@
 """Replica of one namespace's index: the catalogue that a handle searches, in a private LMDB
 environment."""
 
+from persistkv.storage.shared.replica.folder import ReplicaFolder
 from persistkv.storage.shared.replica.replica import (
     KeysPlace,
     PackBlob,
     Plan,
     Removals,
     Replica,
-    ReplicaFolder,
 )
 
 __all__ = ["KeysPlace", "PackBlob", "Plan", "Removals", "Replica", "ReplicaFolder"]

@@ -1,0 +1,108 @@
+"""Directories of replicas on one machine."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from persistkv.errors import StoreError
+from persistkv.storage.shared.replica.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+_MOST_REPLICAS = 64  # per namespace and machine
+
+
+class ReplicaFolder:
+    """Directory of a namespace's replicas on this machine: one for each process that has the store
+    open.
+
+    :param root: directory for all stores; None: a temporary directory that ends with this object.
+    :param parts: parts of the path below ``root`` that identify the namespace.
+    """
+
+    def __init__(self, root: Path | None, parts: Sequence[str]) -> None:
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if root is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="persistkv-")
+            root = Path(self._temporary.name)
+        self._folder = root.joinpath(*parts)
+        self._lock = -1
+        self.path = self._folder
+        """Directory of the opened replica."""
+
+    def open(self, namespace: bytes) -> Replica:
+        """Open the first replica that no process uses. One that did not end cleanly is begun anew.
+
+        :raises StoreError: the directory cannot be used.
+        """
+        try:
+            self._acquire()
+            clean = self.path / "clean"
+            if not clean.exists():
+                self._clear()
+            clean.unlink(missing_ok=True)
+        except OSError as error:
+            self._release()
+            raise StoreError(
+                f"{self._folder}: the replica of the index failed ({error})"
+            ) from None
+        return self._opened(namespace)
+
+    def _opened(self, namespace: bytes) -> Replica:
+        try:
+            return Replica(self.path, namespace)
+        except StoreError:
+            with suppress(OSError):  # a damaged one is begun anew
+                self._clear()
+            return Replica(self.path, namespace)
+
+    def close(self, replica: Replica, *, keep: bool) -> None:
+        """Close the replica; ``keep`` it for the next process. Failures are only logged."""
+        try:
+            replica.close(keep=keep and self._temporary is None)
+            if keep and self._temporary is None:
+                (self.path / "clean").touch()
+        except (StoreError, OSError) as error:
+            logger.warning(
+                "%s: the replica of the index is not kept (%s)", self.path, error
+            )
+        self._release()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _acquire(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for number in range(_MOST_REPLICAS):
+            lock = os.open(
+                self._folder / f"{number}.lock",
+                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
+                0o600,
+            )
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                continue
+            self._lock, self.path = lock, self._folder / str(number)
+            self.path.mkdir(exist_ok=True, mode=0o700)
+            return
+        raise OSError(f"{_MOST_REPLICAS} replicas are in use")
+
+    def _clear(self) -> None:
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

@@ -1,0 +1,110 @@
+"""Rows of a replica: those of the catalogue's tables, and of tables of its own.
+
+A *name* is pack id and nonce; a *digest* is that of a request's id.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from persistkv.storage.catalog.rows import META, TABLES, TableRows
+
+# name → ``BlobRow``. The table is left out for the blob that the catalogue shows
+BLOBS = "blobs"
+TOMBSTONES = "tombstones"  # name → time
+EARLY = "early"  # pack id → time of the last use of a pack that is not held
+VERSIONS = "versions"  # digest → ``Version``
+# name of an index object → 1 and the name of an object that includes it, or 0
+CONTAINED = "contained"
+REPLICA_TABLES = (*TABLES, BLOBS, TOMBSTONES, EARLY, VERSIONS, CONTAINED)
+
+TIME = struct.Struct("<d")
+# nonce of the blob with the keys, offset, length, bytes that the request counts for
+KEYS = struct.Struct("<16sQQQ")
+BYTES = struct.Struct("<q")
+BYTES_ROW = b"bytes"  # in ``META``: what the namespace takes on the medium
+OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects
+_BLOB = struct.Struct("<QI")  # bytes that the blob counts for, bytes of the tags
+_VERSION = struct.Struct("<Q16sQQ?d")
+
+
+class Version(NamedTuple):
+    """What is known of a request: the newest version that was written, deleted and pinned; 0:
+    none."""
+
+    written: int = 0
+    # digest of the written content: of two equal versions, the greater one counts
+    head: bytes = bytes(16)
+    dropped: int = 0
+    pin: int = 0
+    pinned: bool = False
+    time: float = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        return self.written > self.dropped
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pinned and self.pin > self.dropped
+
+    @property
+    def newest(self) -> int:
+        return max(self.written, self.dropped, self.pin)
+
+
+class BlobRow(NamedTuple):
+    """Value of a row in ``BLOBS``."""
+
+    counted: int
+    """Bytes that the blob counts for."""
+    tags: bytes
+    table: bytes
+    """The encoded table; empty if the catalogue shows this blob, and has its table."""
+
+    def encode(self) -> bytes:
+        return _BLOB.pack(self.counted, len(self.tags)) + self.tags + self.table
+
+
+def names_of(rows: TableRows, pack_id: bytes) -> list[bytes]:
+    """Return the names of all blobs of a pack."""
+    return [bytes(name) for name, _ in rows.starting_with(BLOBS, pack_id)]
+
+
+def shown_name(rows: TableRows, pack_id: bytes) -> bytes | None:
+    """Return the name of the blob that the catalogue shows for a pack: the smallest; None: there is
+    none."""
+    name = rows.first(BLOBS, pack_id)
+    return name if name is not None and name.startswith(pack_id) else None
+
+
+def blob_row(rows: TableRows, name: bytes) -> BlobRow:
+    row = rows.get(BLOBS, name)
+    return BlobRow(0, b"", b"") if row is None else decode_blob_row(bytes(row))
+
+
+def decode_blob_row(row: bytes) -> BlobRow:
+    counted, tags = _BLOB.unpack_from(row)
+    end = _BLOB.size + tags
+    return BlobRow(counted, row[_BLOB.size : end], row[end:])
+
+
+def read_version(rows: TableRows, digest: bytes) -> Version:
+    row = rows.get(VERSIONS, digest)
+    return Version() if row is None else Version._make(_VERSION.unpack(row))
+
+
+def write_version(rows: TableRows, digest: bytes, version: Version) -> None:
+    rows.put(VERSIONS, digest, _VERSION.pack(*version))
+
+
+def read_versions(rows: TableRows) -> Iterator[tuple[bytes, Version]]:
+    for digest, row in rows.range(VERSIONS, b""):
+        yield bytes(digest), Version._make(_VERSION.unpack(row))
+
+
+def read_bytes(rows: TableRows) -> int:
+    row = rows.get(META, BYTES_ROW)
+    return 0 if row is None else int(BYTES.unpack(row)[0])

@@ -60,11 +60,11 @@ from persistkv.storage.shared.format import (
     NO_NAMESPACE,
     NONCE_BYTES,
 )
+from persistkv.storage.shared.index.rebuild import FoundPack
+from persistkv.storage.shared.index.totals import TotalsBoard
 from persistkv.storage.shared.namespace import SharedNamespace
 from persistkv.storage.shared.options import SharedOptions, parse_shared
-from persistkv.storage.shared.rebuild import FoundPack
 from persistkv.storage.shared.replica import ReplicaFolder
-from persistkv.storage.shared.totals import TotalsBoard
 from persistkv.storage.stats import BackendStats, MergeState, Rebuilt
 
 logger = logging.getLogger(__name__)

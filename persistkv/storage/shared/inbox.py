@@ -36,8 +36,8 @@ from persistkv.storage.shared.format import (
     encode_delta,
     union,
 )
-from persistkv.storage.shared.index import IndexReader
-from persistkv.storage.shared.merge import Merger
+from persistkv.storage.shared.index.merge import Merger
+from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.packs import PackBlobs, Upload
 from persistkv.storage.shared.replica import Plan, Replica
 

@@ -16,14 +16,14 @@ from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import Latest, Names
 from persistkv.storage.shared.inbox import Inbox
-from persistkv.storage.shared.index import IndexReader
-from persistkv.storage.shared.merge import AGAIN_S, MERGE_S, Limits, Merger
+from persistkv.storage.shared.index.merge import AGAIN_S, MERGE_S, Limits, Merger
+from persistkv.storage.shared.index.reader import IndexReader
+from persistkv.storage.shared.index.rebuild import FoundPack, Rebuilder
+from persistkv.storage.shared.index.sweep import Sweeper
+from persistkv.storage.shared.index.totals import IDLE_TOTALS_S, TOTALS_S, TotalsBoard
 from persistkv.storage.shared.options import SharedOptions
 from persistkv.storage.shared.packs import PackBlobs
-from persistkv.storage.shared.rebuild import FoundPack, Rebuilder
 from persistkv.storage.shared.replica import Replica, ReplicaFolder
-from persistkv.storage.shared.sweep import Sweeper
-from persistkv.storage.shared.totals import IDLE_TOTALS_S, TOTALS_S, TotalsBoard
 from persistkv.storage.stats import MergeState
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ import pytest
 from persistkv.storage.blobs import BlobInfo
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import Delta
-from persistkv.storage.shared.index import IndexReader
-from persistkv.storage.shared.merge import Merger
+from persistkv.storage.shared.index.merge import Merger
+from persistkv.storage.shared.index.reader import IndexReader
+from persistkv.storage.shared.index.sweep import Sweeper
 from persistkv.storage.shared.replica import Replica
-from persistkv.storage.shared.sweep import Sweeper
 from tests.storage.shared.history import HangKind
 from tests.storage.shared.simulation import Process
 

@@ -16,9 +16,9 @@ from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog.rows import encode_namespace
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.policy import Policy
-from persistkv.storage.shared import totals as totals_module
 from persistkv.storage.shared.format import NO_NAMESPACE, StoreNames, seal
-from persistkv.storage.shared.totals import Totals
+from persistkv.storage.shared.index import totals as totals_module
+from persistkv.storage.shared.index.totals import Totals
 from persistkv.testing.conformance.suite import sample_identity
 from tests.storage.shared.town import NAMESPACE, START, Town, pack, town_of
 

@@ -340,7 +340,7 @@ def test_base_includes_what_was_read_and_its_objects_are_deleted_after_ten_minut
 def test_base_is_not_read_by_engines_that_have_read_what_it_includes(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persistkv.storage.shared.merge._PART_BYTES", 2000)
+    monkeypatch.setattr("persistkv.storage.shared.index.merge._PART_BYTES", 2000)
     first, second = town.engine(), town.engine()
     for seed in range(70):
         first.store(pack(seed))

@@ -45,7 +45,7 @@ from persistkv.storage.shared.format import (
     encode_latest,
     union,
 )
-from persistkv.storage.shared.index import IndexReader
+from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.replica import Removals, Replica
 
 logger = logging.getLogger(__name__)

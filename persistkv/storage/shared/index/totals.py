@@ -20,7 +20,7 @@ from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
-from persistkv.storage.shared.merge import Limits
+from persistkv.storage.shared.index.merge import Limits
 from persistkv.storage.shared.replica import Replica
 
 # between two totals of an engine in use, and of an idle one

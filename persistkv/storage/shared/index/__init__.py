@@ -1,0 +1,1 @@
+"""The index of one namespace: reading, merging, sweeping, and the totals of a store."""

@@ -31,8 +31,9 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.storage.blobs import Blobs
 from persistkv.storage.format.pack import ID_BYTES, PackTable
-from persistkv.storage.shared import SharedBackend, SharedOptions, inbox, merge, sweep
+from persistkv.storage.shared import SharedBackend, SharedOptions, inbox
 from persistkv.storage.shared import namespace as namespace_module
+from persistkv.storage.shared.index import merge, sweep
 from persistkv.testing.conformance.suite import read_pack, tables
 from tests.storage.shared.engines import Engine
 from tests.storage.shared.model import IDENTITIES, Model, Span, View, ended_in

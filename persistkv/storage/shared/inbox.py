@@ -97,7 +97,7 @@ class Inbox:
         self._check_age(self._clock.monotonic() - started)
         delta = self._delta(batch, plan, upload, used)
         before, after = self._publish(delta, min(began, upload.first))
-        self._merger.delete_packs_later(removals.packs)
+        self._merger.deletions.add_packs(removals.packs)
         cursor = after if before == plan.cursor else plan.cursor
         return CommitResult(cursor, removals.tables)
 

@@ -16,11 +16,12 @@ from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import Latest, Names
 from persistkv.storage.shared.inbox import Inbox
-from persistkv.storage.shared.index.merge import AGAIN_S, MERGE_S, Limits, Merger
+from persistkv.storage.shared.index.merge import Limits, Merger
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.index.rebuild import FoundPack, Rebuilder
 from persistkv.storage.shared.index.sweep import Sweeper
 from persistkv.storage.shared.index.totals import IDLE_TOTALS_S, TOTALS_S, TotalsBoard
+from persistkv.storage.shared.index.turns import AGAIN_S, MERGE_S
 from persistkv.storage.shared.options import SharedOptions
 from persistkv.storage.shared.packs import PackBlobs
 from persistkv.storage.shared.replica import Replica, ReplicaFolder

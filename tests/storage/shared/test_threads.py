@@ -14,6 +14,7 @@ import pytest
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.shared import SharedBackend, SharedOptions
+from persistkv.storage.shared.format import NAME_BYTES
 from persistkv.testing import FaultyBlobs, MemoryBlobs
 from persistkv.testing.conformance.suite import sample_identity, tables
 from tests.storage.shared.town import NAMESPACE, pack
@@ -89,23 +90,26 @@ def test_commits_beside_lists_of_the_index_raise_nothing() -> None:
 
 
 @pytest.mark.usefixtures("quick_switches")
-def test_deletions_are_planned_beside_the_thread_that_deletes() -> None:
+def test_deletions_are_planned_beside_the_thread_that_deletes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("persistkv.storage.shared.index.deletions._TOMBSTONE_S", 0.0)
     backend = opened(MemoryBlobs())
-    merger = backend._open(NAMESPACE).merger
+    deletions = backend._open(NAMESPACE).merger.deletions
     failures: list[BaseException] = []
     stops = threading.Event()
 
     def delete() -> None:
         try:
             while not stops.is_set():
-                merger.delete_due()
+                deletions.step()
         except BaseException as error:
             failures.append(error)
 
     thread = threading.Thread(target=delete)
     thread.start()
     for number in range(3000):
-        merger.delete_later([f"a/{number}"], 0.0)
+        deletions.add_packs([number.to_bytes(NAME_BYTES, "big")])
     stops.set()
     thread.join()
     assert failures == []

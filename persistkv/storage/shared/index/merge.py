@@ -22,8 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -45,7 +44,9 @@ from persistkv.storage.shared.format import (
     encode_latest,
     union,
 )
+from persistkv.storage.shared.index.deletions import Deletions
 from persistkv.storage.shared.index.reader import IndexReader
+from persistkv.storage.shared.index.turns import Turns
 from persistkv.storage.shared.replica import Removals, Replica
 
 logger = logging.getLogger(__name__)
@@ -60,29 +61,12 @@ _MOST_SEGMENTS = 64  # that nothing includes: a new reader reads all of them
 _STALE_S = 3600.0  # a merge or base whose first list is older is abandoned
 _EVICTION_STALE_S = 30.0  # evictions that were planned before are planned again
 _INCLUDED_S = 600.0  # until included objects of the index are deleted
-_TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
 _OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a base
-_REFUSED_S = 60.0  # after a deletion that failed: until the next one
 # after a segment was written: as long as it is checked that ``latest`` names it
 _ANNOUNCED_S = 15.0
 # names that are included already and that a segment or base includes again: about 1 MB
 _MOST_CARRIED = 10_000
-_MOST_DUE = 10_000  # deletions that wait; the sweep does the rest
-
-# after a merge: until the same engine merges again. Readers look for it then
-AGAIN_S = 2.5
-MERGE_S = 0.3  # usual time of a merge
-_ALONE_S = 10.0  # the same, if it has found only its own commits for a while
-# after a commit of another engine was found: until this one counts as alone
-_COMPANY_S = 60.0
-_FAILED_S = 1.0  # doubled for each merge that failed: pause after it
-# Longer than a pause and the time until others have seen the merge, or engines merge what is merged
-# already.
-_WAIT_S, _JITTER_S = 3.5, 1.0  # until an engine merges its own commits
-_OLD_S = 10.0  # age of a commit that anybody may merge
-_LONGEST_PAUSE_S = 60.0  # between merges that fail
-_ACTIVE_S = 60.0  # an engine that has committed within this time merges regularly
 
 
 class Limits(NamedTuple):
@@ -94,82 +78,6 @@ class Limits(NamedTuple):
     horizon: float = -math.inf
     """Content that was last used before this time is evicted: the store as a whole exceeds its
     capacity."""
-
-
-class Turns:
-    """Decides when one engine merges an index. Times are monotonic.
-
-    :param jitter: returns a random number from 0 to 1.
-    """
-
-    def __init__(self, jitter: Callable[[], float]) -> None:
-        self._random = jitter
-        self._jitter_s = _JITTER_S * jitter()
-        self._merged_at = -math.inf
-        self._committed_at = -math.inf
-        self._is_last = False  # whether this engine has written ``latest``
-        self._company_at = -math.inf  # when its list showed commits of others
-        self._left = False  # whether its last merge left commits
-        self._failures = 0  # merges in a row that have not ended
-        self._old_at = math.inf  # when to look whether old commits are still there
-
-    def committed(self, now: float) -> None:
-        """Record that this engine has committed."""
-        self._committed_at = now
-
-    def began(self, now: float) -> None:
-        """Record that this engine begins to merge. Until ``ended``, it counts as failed."""
-        self._merged_at = now
-        self._failures += 1
-        self._old_at = math.inf
-
-    def ended(self, *, found: bool, others: bool, left: bool) -> None:
-        """Record whether the merge has found commits in the inbox, also those of others, and
-        whether it left some."""
-        self._failures = 0
-        if others:
-            self._company_at = self._merged_at
-        self._is_last = self._is_last or found
-        self._left = left
-
-    def followed(self, *, is_own: bool) -> None:
-        """Record who has written ``latest``."""
-        self._is_last = is_own
-
-    def look_soon(self, now: float) -> None:
-        """Record that old commits may wait, or that content may exceed the limits. A thousand
-        engines may notice it at once: each looks again after a random pause.
-        """
-        if self._old_at == math.inf:
-            self._old_at = now + _OLD_S * self._random()
-
-    def due_at(self, now: float, oldest_own: float | None) -> float:
-        """Return when to merge next; infinity: not before something happens.
-
-        :param oldest_own: when the oldest own commit was acknowledged that no segment includes;
-            None: there is none.
-        """
-        due = self._old_at
-        if self._left:
-            due = min(due, self._merged_at)
-        if oldest_own is not None:
-            due = min(
-                due,
-                max(oldest_own + _WAIT_S + self._jitter_s, self._merged_at + AGAIN_S),
-            )
-        if self._is_last and now - self._committed_at < _ACTIVE_S:
-            due = min(due, self._merged_at + self._regular_pause_s(now))
-        if self._failures:
-            pause_s = min(_FAILED_S * 2.0**self._failures, _LONGEST_PAUSE_S)
-            due = max(due, self._merged_at + pause_s)
-        return due
-
-    def _regular_pause_s(self, now: float) -> float:
-        """Return the seconds between merges of the engine that merges for all. Alone, it merges its
-        own commits when they have waited, and others that begin to commit merge theirs.
-        """
-        is_alone = now - self._company_at > _COMPANY_S
-        return _ALONE_S if is_alone else AGAIN_S
 
 
 class Merger:
@@ -194,18 +102,14 @@ class Merger:
         self._written: deque[tuple[float, str]] = deque()
         """Objects of the index that this handle has written recently: monotonic time, name."""
         self._base_wanted_at = math.inf
-        # monotonic time until which deletions are not tried: they have failed
-        self._delete_from = -math.inf
-        self._due: list[tuple[float, list[str]]] = []
-        """Heap of (monotonic time, blobs to delete). Commits of another thread add to it."""
+        self.deletions = Deletions(medium, names)
 
     # Turns
 
     def due_at(self) -> float:
         """Return the monotonic time of the next merge, base or deletion."""
-        deletion = self._due[0][0] if self._due else math.inf
         merge = self.turns.due_at(self._clock.monotonic(), self._oldest_own())
-        return min(merge, self._base_wanted_at, deletion)
+        return min(merge, self._base_wanted_at, self.deletions.due_at())
 
     def is_merge_due(self) -> bool:
         """Return whether the next ``step`` merges."""
@@ -219,7 +123,7 @@ class Merger:
             self.merge(limits)
         if now >= self._base_wanted_at:
             self.write_base()
-        self.delete_due()
+        self.deletions.step()
 
     def _oldest_own(self) -> float | None:
         """Return when the oldest own commit was acknowledged that no segment includes; None: there
@@ -276,37 +180,47 @@ class Merger:
         """
         began = self._clock.monotonic()
         self.turns.began(began)
-        listed = self._medium.listed(self._names.inbox)
-        commits = [info for info in listed if self._names.is_commit(info.name)]
-        self._reader.note_shown(commits)
-        self._forget_own({info.name for info in commits}, began)
-        included = [
-            info.name for info in commits if self._replica.contained.get(info.name)
-        ]
-        todo = [info for info in commits if self._is_new(info.name)]
-        some = _bounded(todo)
+        commits = self._list_commits(began)
+        contained = self._replica.contained
+        included = [info.name for info in commits if contained.get(info.name)]
+        new = [info for info in commits if self._is_new(info.name)]
+        some = _bounded(new)
         deltas = self._read(some)
         others = any(name not in self.own for name in deltas)
         older: dict[str, Delta] = {}
         if deltas:
-            # The next segment contains the commits and their names.
+            # the next segment contains the commits and their names
             older = self._older_segments(
                 sum(info.size + len(info.name) for info in some)
             )
+
         planned = self._clock.monotonic()
         removals = self._plan_eviction(limits)
         contents = [*deltas.values(), self.tombstones(removals), *older.values()]
-        segment = union(contents, [*deltas, *older, *self._included_in(older.values())])
+        includes = [*deltas, *older, *self._included_in(older.values())]
+        segment = union(contents, includes)
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
-            self.delete_packs_later(removals.packs)
+            self.deletions.add_packs(removals.packs)
             self._announce()
-        self._delete([*included, *deltas])
+        # only now: what a durable segment includes is not needed any more
+        self.deletions.delete([*included, *deltas])
+
         is_full = len(removals.packs) + len(removals.manifests) >= _MOST_EVICTED
-        self.turns.ended(
-            found=bool(deltas), others=others, left=is_full or len(todo) > len(some)
-        )
+        is_left = is_full or len(new) > len(some)
+        self.turns.ended(found=bool(deltas), others=others, left=is_left)
         self._plan_base()
+
+    def _list_commits(self, began: float) -> list[BlobInfo]:
+        """Return the commits in the inbox, and record what the list shows.
+
+        :param began: monotonic time before the list.
+        """
+        listed = self._medium.listed(self._names.inbox)
+        commits = [info for info in listed if self._names.is_commit(info.name)]
+        self._reader.note_shown(commits)
+        self._forget_own({info.name for info in commits}, began)
+        return commits
 
     def _is_new(self, name: str) -> bool:
         is_included = self._replica.contained.get(name, False)
@@ -325,9 +239,8 @@ class Merger:
                 others.append(info)
             else:
                 found[info.name] = own[1].clamped(info.time)
-        for info, delta in self._medium.maintenance.each(
-            self._reader.fetch_commit, others
-        ):
+        read = self._medium.maintenance.each(self._reader.fetch_commit, others)
+        for info, delta in read:
             if delta is not None:
                 found[info.name] = delta
         new = [item for item in found.items() if item[0] not in self._replica.contained]
@@ -353,7 +266,8 @@ class Merger:
                 chosen.append(info)
                 num_bytes += info.size
         found: dict[str, Delta] = {}
-        for info, delta in self._medium.maintenance.each(self._reader.fetch, chosen):
+        read = self._medium.maintenance.each(self._reader.fetch, chosen)
+        for info, delta in read:
             if delta is not None:
                 found[info.name] = delta
             else:
@@ -365,13 +279,10 @@ class Merger:
         yet: whoever reads the next segment need not read them. While deletions are refused, there
         are many: then only the newest ones.
         """
-        names = dict.fromkeys(
-            name
-            for delta in deltas
-            for name in delta.includes
-            if name in self._reader.listed
-        )
-        return sorted(names)[-_MOST_CARRIED:]
+        names: set[str] = set()
+        for delta in deltas:
+            names.update(delta.includes)
+        return sorted(names & self._reader.listed.keys())[-_MOST_CARRIED:]
 
     def _plan_eviction(self, limits: Limits) -> Removals:
         excess = 0
@@ -391,15 +302,12 @@ class Merger:
     def tombstones(self, removals: Removals) -> Delta:
         """Return a delta that removes packs and requests."""
         now = self._medium.time.time_of_use() or LATEST_TIME
-        versions = self._replica.versions(removals.manifests)
-        dropped = [
-            Dropped(digest, version, now)
-            for digest, version in versions.items()
-            if version
-        ]
-        return Delta(
-            removed=[Tombstone(name, now) for name in removals.packs], dropped=dropped
-        )
+        removed = [Tombstone(name, now) for name in removals.packs]
+        dropped: list[Dropped] = []
+        for digest, version in self._replica.versions(removals.manifests).items():
+            if version:
+                dropped.append(Dropped(digest, version, now))
+        return Delta(removed=removed, dropped=dropped)
 
     def _publish(self, segment: Delta, began: float, planned: float) -> None:
         """Write a segment. The replica has its content already, except for the evictions.
@@ -454,9 +362,9 @@ class Merger:
             self._base_wanted_at = math.inf
         elif self._base_wanted_at == math.inf:
             is_turn = self.last_writer == self.writer
-            pause_s = (
-                0.0 if is_turn else _OTHERS_BASE_S * (1 + self._clock.random.random())
-            )
+            pause_s = 0.0
+            if not is_turn:
+                pause_s = _OTHERS_BASE_S * (1 + self._clock.random.random())
             self._base_wanted_at = self._clock.monotonic() + pause_s
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
@@ -525,18 +433,6 @@ class Merger:
         found = self._names.index_name(name)
         return 0 if found is None else found.level
 
-    # Deletions
-
-    def delete_later(self, blobs: list[str], after_s: float) -> None:
-        """Delete blobs after a while. Any thread may call this. The sweep deletes packs that this
-        handle does not."""
-        if blobs and len(self._due) < _MOST_DUE:
-            heappush(self._due, (self._clock.monotonic() + after_s, blobs))
-
-    def delete_packs_later(self, names: Sequence[bytes]) -> None:
-        """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
-        self.delete_later([self._names.pack(name) for name in names], _TOMBSTONE_S)
-
     def delete_included(self) -> None:
         """Delete each listed object of the index whose includer is listed, too, and ten minutes old
         by the medium's clock. Only the last merger does so.
@@ -550,28 +446,7 @@ class Merger:
             includer = listed.get(self._replica.includers.get(name, ""))
             if includer is not None and 0 < includer.time < old:
                 found.append(name)
-        self._delete(found)
-
-    def delete_due(self) -> None:
-        """Delete the blobs that are due. Failed deletions are left to the sweep."""
-        now = self._clock.monotonic()
-        blobs: list[str] = []
-        while self._due and self._due[0][0] <= now:
-            blobs += heappop(self._due)[1]
-        self._delete(blobs)
-
-    def _delete(self, blobs: list[str]) -> None:
-        """Delete blobs that nothing needs. Failed deletions are left to later merges and to the
-        sweep."""
-        now = self._clock.monotonic()
-        if not blobs or now < self._delete_from:
-            return
-        try:
-            self._medium.blobs.delete(blobs)
-        except StoreError as error:
-            self._delete_from = now + _REFUSED_S
-            text = "%s: %d blobs were not deleted (%s): they take space until a later attempt"
-            logger.warning(text, self._names.base, len(blobs), error)
+        self.deletions.delete(found)
 
 
 def _bounded(infos: Sequence[BlobInfo]) -> list[BlobInfo]:

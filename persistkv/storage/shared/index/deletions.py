@@ -1,0 +1,62 @@
+"""Deletion of blobs that nothing needs. The sweep deletes what these deletions miss."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from persistkv.errors import StoreError
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import Names
+
+logger = logging.getLogger(__name__)
+
+_TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted
+_REFUSED_S = 60.0  # after a deletion that failed: until the next one
+_MOST_DUE = 10_000  # deletions that wait; the sweep does the rest
+
+
+class Deletions:
+    """Deletions of one handle in one namespace. Any thread may add some; one thread at a time may
+    do them."""
+
+    def __init__(self, medium: Medium, names: Names) -> None:
+        self._medium = medium
+        self._names = names
+        self._clock = medium.clock
+        self._waiting: list[tuple[float, list[str]]] = []
+        """Heap of (monotonic time, blobs to delete)."""
+        # monotonic time until which none is tried: one has failed
+        self._paused_until = -math.inf
+
+    def add_packs(self, names: Sequence[bytes]) -> None:
+        """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
+        blobs = [self._names.pack(name) for name in names]
+        if blobs and len(self._waiting) < _MOST_DUE:
+            heappush(self._waiting, (self._clock.monotonic() + _TOMBSTONE_S, blobs))
+
+    def due_at(self) -> float:
+        """Return the monotonic time of the next deletion; infinity: none waits."""
+        return self._waiting[0][0] if self._waiting else math.inf
+
+    def step(self) -> None:
+        """Delete the blobs that are due. Failures are only logged."""
+        now = self._clock.monotonic()
+        blobs: list[str] = []
+        while self.due_at() <= now:
+            blobs += heappop(self._waiting)[1]
+        self.delete(blobs)
+
+    def delete(self, blobs: Sequence[str]) -> None:
+        """Delete blobs now. Failures are only logged, and nothing is tried for a minute then."""
+        now = self._clock.monotonic()
+        if not blobs or now < self._paused_until:
+            return
+        try:
+            self._medium.blobs.delete(blobs)
+        except StoreError as error:
+            self._paused_until = now + _REFUSED_S
+            text = "%s: %d blobs were not deleted (%s): they take space until a later attempt"
+            logger.warning(text, self._names.base, len(blobs), error)

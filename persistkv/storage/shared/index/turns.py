@@ -1,0 +1,101 @@
+"""Who merges an index, and when: a matter of cost, not of safety.
+
+1. Whoever merged last goes on while it commits: the others read what it announces.
+2. An engine whose own commit waits too long merges it.
+3. Anybody merges commits that are old, after a random pause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+# after a merge: until the same engine merges again. Readers look for it then
+AGAIN_S = 2.5
+MERGE_S = 0.3  # usual time of a merge
+_ALONE_S = 10.0  # the same, if it has found only its own commits for a while
+# after a commit of another engine was found: until this one counts as alone
+_COMPANY_S = 60.0
+_FAILED_S = 1.0  # doubled for each merge that failed: pause after it
+# Longer than a pause and the time until others have seen the merge, or engines merge what is merged
+# already.
+_WAIT_S, _JITTER_S = 3.5, 1.0  # until an engine merges its own commits
+_OLD_S = 10.0  # age of a commit that anybody may merge
+_LONGEST_PAUSE_S = 60.0  # between merges that fail
+_ACTIVE_S = 60.0  # an engine that has committed within this time merges regularly
+
+
+class Turns:
+    """Decides when one engine merges an index. Times are monotonic.
+
+    :param jitter: returns a random number from 0 to 1.
+    """
+
+    def __init__(self, jitter: Callable[[], float]) -> None:
+        self._random = jitter
+        self._jitter_s = _JITTER_S * jitter()
+        self._merged_at = -math.inf
+        self._committed_at = -math.inf
+        self._is_last = False  # whether this engine has written ``latest``
+        self._company_at = -math.inf  # when its list showed commits of others
+        self._left = False  # whether its last merge left commits
+        self._failures = 0  # merges in a row that have not ended
+        self._old_at = math.inf  # when to look whether old commits are still there
+
+    def committed(self, now: float) -> None:
+        """Record that this engine has committed."""
+        self._committed_at = now
+
+    def began(self, now: float) -> None:
+        """Record that this engine begins to merge. Until ``ended``, it counts as failed."""
+        self._merged_at = now
+        self._failures += 1
+        self._old_at = math.inf
+
+    def ended(self, *, found: bool, others: bool, left: bool) -> None:
+        """Record whether the merge has found commits in the inbox, also those of others, and
+        whether it left some."""
+        self._failures = 0
+        if others:
+            self._company_at = self._merged_at
+        self._is_last = self._is_last or found
+        self._left = left
+
+    def followed(self, *, is_own: bool) -> None:
+        """Record who has written ``latest``."""
+        self._is_last = is_own
+
+    def look_soon(self, now: float) -> None:
+        """Record that old commits may wait, or that content may exceed the limits. A thousand
+        engines may notice it at once: each looks again after a random pause.
+        """
+        if self._old_at == math.inf:
+            self._old_at = now + _OLD_S * self._random()
+
+    def due_at(self, now: float, oldest_own: float | None) -> float:
+        """Return when to merge next; infinity: not before something happens.
+
+        :param oldest_own: when the oldest own commit was acknowledged that no segment includes;
+            None: there is none.
+        """
+        due = self._old_at
+        if self._left:
+            due = min(due, self._merged_at)
+        if oldest_own is not None:
+            due = min(
+                due,
+                max(oldest_own + _WAIT_S + self._jitter_s, self._merged_at + AGAIN_S),
+            )
+        if self._is_last and now - self._committed_at < _ACTIVE_S:
+            due = min(due, self._merged_at + self._regular_pause_s(now))
+        if self._failures:
+            pause_s = min(_FAILED_S * 2.0**self._failures, _LONGEST_PAUSE_S)
+            due = max(due, self._merged_at + pause_s)
+        return due
+
+    def _regular_pause_s(self, now: float) -> float:
+        """Return the seconds between merges of the engine that merges for all. Alone, it merges its
+        own commits when they have waited, and others that begin to commit merge theirs.
+        """
+        is_alone = now - self._company_at > _COMPANY_S
+        return _ALONE_S if is_alone else AGAIN_S

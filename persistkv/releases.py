@@ -34,7 +34,6 @@ TESTED = MappingProxyType(
         "msgspec": Tested("0.21", "0.22"),
         "numpy": Tested("1.26", "2.4"),
         "rich": Tested("14.3", "15.0"),
-        "typer": Tested("0.16", "0.29"),
         "xxhash": Tested("3.4.1", "4.1"),
         "zstandard": Tested("0.23", "0.25"),
         "boto3": Tested("1.40", "1.44"),

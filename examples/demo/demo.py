@@ -10,14 +10,14 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from contextlib import closing
 from importlib.util import find_spec
+from inspect import getdoc
 from pathlib import Path
 from statistics import median
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -61,31 +61,7 @@ _QUESTION_TOKENS = 64
 
 
 def demo(
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Store for the KV cache; by default a new one under .persistkv-demo.",
-        ),
-    ] = None,
-    model: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR", help="Checkpoint with byte-level tokens; created if absent."
-        ),
-    ] = _DIRECTORY / "model",
-    tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens that all prompts share.")
-    ] = 4000,
-    codec: Annotated[
-        str,
-        typer.Option(
-            help="raw, zstd or planes; with a parameter: zstd:LEVEL, planes:WIDTH."
-        ),
-    ] = "raw",
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    store: str | None, model: Path, tokens: int, codec: str, *, json: bool
 ) -> None:
     """Answer prompts in one process, kill it, and answer them in a new process with restored KV.
 
@@ -113,7 +89,7 @@ def demo(
     if not (
         report.tokens_identical and report.logits_identical and report.pages_identical
     ):
-        raise typer.Exit(_NOT_IDENTICAL)
+        sys.exit(_NOT_IDENTICAL)
 
 
 def _run(url: str, model: Path, tokens: int, codec: str) -> DemoReport:
@@ -139,7 +115,7 @@ def _run(url: str, model: Path, tokens: int, codec: str) -> DemoReport:
 
 
 def _log(text: str) -> None:
-    typer.echo(text, err=True)
+    sys.stderr.write(f"{text}\n")
 
 
 def _run_process(task: Task) -> Report:
@@ -479,13 +455,36 @@ def _yes(value: bool) -> str:
 
 def main() -> None:
     """Run the demo with the options of the command line."""
-    app = typer.Typer(
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+    parser = ArgumentParser(prog="demo", description=getdoc(demo), allow_abbrev=False)
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="Store for the KV cache; by default a new one under .persistkv-demo.",
     )
-    app.command()(demo)
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        default=_DIRECTORY / "model",
+        help="Checkpoint with byte-level tokens; created if absent.",
+    )
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=int,
+        default=4000,
+        help="Tokens that all prompts share.",
+    )
+    parser.add_argument(
+        "--codec",
+        default="raw",
+        help="raw, zstd or planes; with a parameter: zstd:LEVEL, planes:WIDTH.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object and nothing else."
+    )
     try:
-        app(prog_name="demo")
+        demo(**vars(parser.parse_args()))
     except PersistKVError as error:
         _log(f"demo: {printable(str(error))}")
         sys.exit(_FAILED)

@@ -23,9 +23,6 @@ EXTRAS_FOR_USERS = ("s3", "transformers", "metrics")
 CPU_BUILD = "torch"
 """Older releases have no CPU build in the package index: both files pin that of
 constraints-dev.txt."""
-INDIRECT = ("click==8.2.1",)
-"""Indirect dependencies of the oldest releases: typer 0.16 imports names that click 8.5 warns
-about."""
 
 _PIN = re.compile(r"^([\w.-]+)==([\w.]+)")
 _LOWER_BOUND = re.compile(r"^([\w.-]+)>=([\w.]+)$")
@@ -78,7 +75,7 @@ def _print_lower_bounds() -> None:
         for name, release in lower_bounds().items()
         if name != CPU_BUILD
     ]
-    sys.stdout.write(" ".join((*bounds, *INDIRECT)) + "\n")
+    sys.stdout.write(" ".join(bounds) + "\n")
 
 
 if __name__ == "__main__":

@@ -190,6 +190,22 @@ class TestStoreVariable:
         ):
             assert "3 requests" in run("ls", store).stdout
 
+    def test_relative_path_opens_store_in_working_directory(
+        self, run, filled, tmp_path, monkeypatch
+    ):
+        assert "3 requests" in run("ls", "./store").stdout
+        assert "3 requests" in run("ls", "./store?capacity=1GiB").stdout
+        (tmp_path / "below").mkdir()
+        monkeypatch.chdir(tmp_path / "below")
+        assert "3 requests" in run("ls", "../store").stdout
+        assert run("copy", "../store", "./copy").returncode == 0
+        assert (tmp_path / "below" / "copy" / "data.mdb").exists()
+        monkeypatch.chdir(tmp_path / "store")
+        assert "3 requests" in run("ls", ".").stdout
+
+    def test_bare_word_instead_of_store_exits_2_proposing_a_path(self, run, filled):
+        one_line_error(run("ls", "store"), "'store'", "./")
+
 
 def test_debug_absent_store_prints_causes(start, tmp_path):
     for arguments in (
@@ -207,7 +223,7 @@ def test_debug_absent_store_prints_causes(start, tmp_path):
 def test_help_short_and_long_option_print_usage(run, option):
     for command in ((), ("show",)):
         done = run(*command, option)
-        assert (done.returncode, "Usage: persistkv" in done.stdout) == (0, True)
+        assert (done.returncode, "usage: persistkv" in done.stdout) == (0, True)
 
 
 def test_help_breaks_no_paragraph_and_shows_no_type_of_flags(start):
@@ -233,16 +249,18 @@ def run_script(script, *arguments):
 AS_ORDINARY_USER = f"""
 import os
 from persistkv.storage import BACKENDS
-from persistkv_tools import cli, store
+from persistkv.storage.inspection import handle
+from persistkv_tools import cli
+from persistkv_tools.inspect import ls
 BACKENDS.get("lmdb")
-open_backend = store.open_backend
+open_backend = handle.open_backend
 def open_as_ordinary_user(url, **how):
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid({NOBODY})
         os.setuid({NOBODY})
     return open_backend(url, **how)
-store.open_backend = open_as_ordinary_user
+handle.open_backend = open_as_ordinary_user
 cli.main()
 """
 

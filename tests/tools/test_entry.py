@@ -151,7 +151,7 @@ def test_command_interrupted_during_imports_ends_silently():
 import os, signal, sys
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
-        if name == "typer":
+        if name == "rich":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, CtrlC())
 sys.argv = ["persistkv", "ls", "lmdb:///absent"]

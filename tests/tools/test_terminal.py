@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -132,10 +135,43 @@ def test_commands_without_terminal_write_no_colours(start, store):
 
 
 def test_shell_completion_partial_command_returns_its_name(start):
-    asked = start(
-        _PERSISTKV_COMPLETE="complete_bash", COMP_WORDS="persistkv ver", COMP_CWORD="1"
-    )
+    asked = start("ver", PERSISTKV_COMPLETE="1")
     assert asked.stdout.split() == ["verify"]
+
+
+def test_shell_completion_request_id_and_option_return_full_names(start, url):
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend)
+        for name in ("anna-1", "anna-2", "bert"):
+            writer.add(name, f"{name} a")
+    # bash breaks words at colons
+    scheme, _, place = url.partition("?")[0].partition(":")
+    asked = start("show", scheme, ":", place, "an", PERSISTKV_COMPLETE="1")
+    assert asked.stdout.split() == ["anna-1", "anna-2"]
+    by_variable = start(
+        "show", "b", PERSISTKV_COMPLETE="1", PERSISTKV_STORE=url.partition("?")[0]
+    )
+    assert by_variable.stdout.split() == ["bert"]
+    asked = start("verify", "--r", PERSISTKV_COMPLETE="1")
+    assert asked.stdout.split() == ["--rate", "--repair", "--resume"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_shell_completion_script_completes_in_bash(tmp_path):
+    program = tmp_path / "persistkv"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m persistkv_tools "$@"\n')
+    program.chmod(0o755)
+    script = f"""
+export PATH={tmp_path}:$PATH
+eval "$(persistkv --completion)"
+COMP_WORDS=(persistkv ver) COMP_CWORD=1
+_persistkv
+echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["verify"]
 
 
 @pytest.mark.parametrize(

@@ -114,18 +114,9 @@ class TestIds:
     @pytest.mark.parametrize("words", [("{url}",), ()])
     def test_shell_completion_returns_long_and_short_ids(self, start, store, words):
         def completed(incomplete: str) -> list[str]:
-            typed = [
-                "persistkv",
-                "show",
-                *(word.format(url=place) for word in words),
-                incomplete,
-            ]
-            done = start(
-                _PERSISTKV_COMPLETE="complete_bash",
-                COMP_WORDS="\n".join(typed),
-                COMP_CWORD=str(len(typed) - 1),
-                **({} if words else {"PERSISTKV_STORE": place}),
-            )
+            typed = ["show", *(word.format(url=place) for word in words), incomplete]
+            variable = {} if words else {"PERSISTKV_STORE": place}
+            done = start(*typed, PERSISTKV_COMPLETE="1", **variable)
             return done.stdout.split()
 
         place = store.partition("?")[0].removeprefix("lmdb://")
@@ -134,19 +125,8 @@ class TestIds:
         assert completed("nothing") == []
 
     def test_bash_completion_url_split_at_colons_returns_ids(self, start, store):
-        typed = [
-            "persistkv",
-            "show",
-            "lmdb",
-            ":",
-            store.partition("?")[0].removeprefix("lmdb:"),
-            "0c4d",
-        ]
-        done = start(
-            _PERSISTKV_COMPLETE="complete_bash",
-            COMP_WORDS="\n".join(typed),
-            COMP_CWORD="5",
-        )
+        place = store.partition("?")[0].removeprefix("lmdb:")
+        done = start("show", "lmdb", ":", place, "0c4d", PERSISTKV_COMPLETE="1")
         assert done.stdout.split() == list(self.LONG)
 
 

@@ -13,17 +13,16 @@ import secrets
 import shutil
 import statistics
 import time
+from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 from urllib.parse import urlencode
 
 import msgspec
 import numpy as np
-import typer
 import xxhash
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl, parse_size
@@ -34,7 +33,8 @@ from persistkv.storage.backend import Backend, CommitBatch, PlainMedium, ReadSpa
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import URL, Command, number
 from persistkv_tools.packs import Piece, Took, check_piece
 from persistkv_tools.progress import byte_progress, counted
 
@@ -62,16 +62,7 @@ _COLUMNS = render.columns(
 )
 
 
-def bench(
-    url: options.Url,
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of one pack.")
-    ] = "32MiB",
-    rounds: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Number of rounds.")
-    ] = 7,
-    json: options.Json = False,
-) -> None:
+def bench(url: str, *, size: str, rounds: int, json: bool) -> None:
     """Compare a store with plain reads and writes of the same bytes on this disk or bucket.
 
     The measurement uses a temporary store next to the named one, which may be absent and is not
@@ -100,6 +91,18 @@ def bench(
     packs = f"packs of {render.format_size(job_bytes)}"
     title = f"{packs}, medians of {render.count(rounds, 'round')}"
     render.show_table(_COLUMNS, figures, title=title, left="verdict")
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--size", metavar="SIZE", default="32MiB", help="Size of one pack."
+    )
+    parser.add_argument(
+        "--rounds", metavar="N", type=number(1), default=7, help="Number of rounds."
+    )
+
+
+COMMAND = Command(bench, (URL,), _add_options)
 
 
 def verdict(ratio: float | None) -> str:

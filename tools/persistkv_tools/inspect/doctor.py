@@ -18,9 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-import typer
 from rich.text import Text
 
 from persistkv.config import PAGE_BYTES, StoreUrl
@@ -32,7 +31,7 @@ from persistkv.storage.checks import Check, Level
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import FRAME_BYTES, align, decode_frame
 from persistkv_tools import render
-from persistkv_tools.options import STORE_VARIABLE, Json
+from persistkv_tools.command import URL, Command
 
 CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
@@ -48,7 +47,6 @@ _PACKAGES = (
     "msgspec",
     "numpy",
     "rich",
-    "typer",
     "xxhash",
     "zstandard",
 )
@@ -79,17 +77,10 @@ _STYLES = {
 }
 
 
-def doctor(
-    url: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="URL",
-            help="Also check this store: URL or path.",
-            envvar=STORE_VARIABLE,
-        ),
-    ] = None,
-    json: Json = False,
-) -> None:
+_URL = URL._replace(help="Also check this store: URL or path.", is_needed=False)
+
+
+def doctor(url: str | None, *, json: bool) -> None:
     """Check this machine and, if given, a store. Exit code 1: a warning or a problem was found.
 
     Example: persistkv doctor lmdb:///var/cache/kv
@@ -114,7 +105,10 @@ def doctor(
             )
         render.console().print(made)
     if any(finding.level in (Level.WARNING, Level.PROBLEM) for finding in findings):
-        raise typer.Exit(1)
+        raise SystemExit(1)
+
+
+COMMAND = Command(doctor, (_URL,))
 
 
 def examine(

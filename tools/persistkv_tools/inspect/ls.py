@@ -5,12 +5,11 @@ The JSON output has the fields of the structs below; the table is made from them
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections import Counter
 from csv import DictWriter
 from io import StringIO
-from typing import Annotated
 
-import typer
 from msgspec.structs import asdict
 
 from persistkv.errors import ConfigurationError, printable
@@ -18,7 +17,19 @@ from persistkv.storage.inspection.handle import open_store
 from persistkv.storage.inspection.listing import Page, Sort
 from persistkv.storage.inspection.requests import RequestView
 from persistkv.storage.inspection.selection import Selection
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import (
+    URL,
+    Command,
+    add_flag,
+    add_labels,
+    add_larger_than,
+    add_namespace,
+    add_never_hit,
+    add_newer_than,
+    add_older_than,
+    number,
+)
 
 _PAGE = 50
 _SORT_HELP = (
@@ -31,37 +42,22 @@ _LIMIT_HELP = (
 
 
 def ls(
-    url: options.Url,
-    sort: Annotated[
-        Sort, typer.Option(metavar="FIELD", help=_SORT_HELP)
-    ] = Sort.CREATED,
-    reverse: Annotated[
-        bool, typer.Option("--reverse", help="Reverse the order.")
-    ] = False,
-    namespace: options.InNamespace = None,
-    label: options.Labels = None,
-    older_than: options.OlderThan = None,
-    newer_than: options.NewerThan = None,
-    larger_than: options.LargerThan = None,
-    smaller_than: options.SmallerThan = None,
-    never_hit: options.NeverHit = False,
-    limit: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help=_LIMIT_HELP, show_default=False),
-    ] = None,
-    offset: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Requests to skip.")
-    ] = 0,
-    ids: Annotated[
-        bool, typer.Option("--ids", help="Print only the full ids, one per line.")
-    ] = False,
-    csv: Annotated[
-        bool,
-        typer.Option(
-            "--csv", help="Print comma-separated values with a header; sizes in bytes."
-        ),
-    ] = False,
-    json: options.Json = False,
+    url: str,
+    *,
+    sort: str,
+    reverse: bool,
+    namespace: str | None,
+    label: list[str] | None,
+    older_than: str | None,
+    newer_than: str | None,
+    larger_than: str | None,
+    smaller_than: str | None,
+    never_hit: bool,
+    limit: int | None,
+    offset: int,
+    ids: bool,
+    csv: bool,
+    json: bool,
 ) -> None:
     """List the requests of a store, newest first. Requests with the same context and labels are one
     row of the table.
@@ -97,6 +93,38 @@ def ls(
         render.print_exact(_csv(page))
     else:
         _print(page)
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--sort",
+        metavar="FIELD",
+        choices=[field.value for field in Sort],
+        default=Sort.CREATED.value,
+        help=_SORT_HELP,
+    )
+    add_flag(parser, "--reverse", "Reverse the order.")
+    add_namespace(parser)
+    add_labels(parser)
+    add_older_than(parser)
+    add_newer_than(parser)
+    add_larger_than(parser)
+    parser.add_argument(
+        "--smaller-than",
+        metavar="SIZE",
+        help="Only requests with fewer raw bytes, e.g. 1GiB.",
+    )
+    add_never_hit(parser)
+    parser.add_argument("--limit", metavar="N", type=number(0), help=_LIMIT_HELP)
+    parser.add_argument(
+        "--offset", metavar="N", type=number(0), default=0, help="Requests to skip."
+    )
+    add_flag(parser, "--ids", "Print only the full ids, one per line.")
+    csv_help = "Print comma-separated values with a header; sizes in bytes."
+    add_flag(parser, "--csv", csv_help)
+
+
+COMMAND = Command(ls, (URL,), _add_options)
 
 
 def _csv(page: Page) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import html
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from persistkv import __version__
 from persistkv.errors import printable
@@ -27,6 +26,7 @@ from persistkv.storage.inspection.requests import (
 from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.inspection.store_totals import Bin, StoreTotals, store_totals
 from persistkv_tools import options, render
+from persistkv_tools.command import URL, Command
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
 from persistkv_tools.options import opened
@@ -137,19 +137,7 @@ class ReportData(msgspec.Struct, frozen=True):
     engines: list[EngineView]
 
 
-def report(
-    url: options.Url,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="HTML file to write; an existing one is replaced.",
-        ),
-    ],
-    json: options.Json = False,
-) -> None:
+def report(url: str, *, output: Path, json: bool) -> None:
     """Write an HTML page about a store: ages, sizes, fill and hits over time, prefix tree, codecs.
     It needs no network.
 
@@ -162,6 +150,20 @@ def report(
         render.print_json({"url": url, "file": str(output), "bytes": len(made)})
     else:
         render.say(f"{output}: {render.format_size(len(made))}")
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--output",
+        "-o",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="HTML file to write; an existing one is replaced.",
+    )
+
+
+COMMAND = Command(report, (URL,), _add_options)
 
 
 def report_data(url: str, backend: Backend) -> ReportData:

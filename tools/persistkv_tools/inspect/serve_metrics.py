@@ -11,10 +11,9 @@ import logging
 import sys
 import threading
 import time
+from argparse import ArgumentParser
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Annotated, cast
-
-import typer
+from typing import TYPE_CHECKING, cast
 
 from persistkv.errors import (
     ConfigurationError,
@@ -25,7 +24,8 @@ from persistkv.errors import (
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.host.status import read_statuses
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import URL, Command, add_flag
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -70,19 +70,7 @@ _BREAKER = ("closed", "half-open", "open")
 _ENGINE_LABELS = ("store", "engine", "host", "namespace")
 
 
-def serve_metrics(
-    url: options.Url,
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", help="Address to listen on; port 0: any free port."
-        ),
-    ] = "127.0.0.1:9464",
-    once: Annotated[
-        bool, typer.Option("--once", help="Print the metrics once and exit.")
-    ] = False,
-    json: options.Json = False,
-) -> None:
+def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
     """Export a store's totals, and the status of its engines, to Prometheus. Ctrl-C ends it.
 
     It can be started before the store exists; persistkv_up is 0 until then.
@@ -140,6 +128,19 @@ def serve_metrics(
             thread.join()
         server.shutdown()
         server.server_close()
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default="127.0.0.1:9464",
+        help="Address to listen on; port 0: any free port.",
+    )
+    add_flag(parser, "--once", "Print the metrics once and exit.")
+
+
+COMMAND = Command(serve_metrics, (URL,), _add_options)
 
 
 class StoreCollector:

@@ -7,12 +7,11 @@ a tree: what neighbours have in common is a node. Only nodes that are shown are 
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby, repeat, takewhile, zip_longest
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.tree import Tree
 
 from persistkv.memory.budget import no_collections
@@ -25,7 +24,15 @@ from persistkv.storage.inspection.requests import (
     find_request,
     short_id,
 )
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import (
+    REQUEST,
+    URL,
+    Command,
+    add_flag,
+    add_namespace,
+    number,
+)
 from persistkv_tools.options import opened
 
 _SHOWN_PACKS = 40
@@ -114,25 +121,14 @@ _KEYS = render.columns(
 
 
 def show(
-    url: options.Url,
-    request: options.RequestId,
-    tree: Annotated[
-        bool,
-        typer.Option(
-            "--tree", help="Also draw the prefix tree of the namespace's contexts."
-        ),
-    ] = False,
-    nodes: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=1, max=10_000, help="Largest number of tree nodes to draw."
-        ),
-    ] = 40,
-    keys: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Keys to show of each group.")
-    ] = 4,
-    namespace: options.InNamespace = None,
-    json: options.Json = False,
+    url: str,
+    request: str,
+    *,
+    tree: bool,
+    nodes: int,
+    keys: int,
+    namespace: str | None,
+    json: bool,
 ) -> None:
     """Show one request: packs, keys, sizes, and blocks that it shares with other requests.
 
@@ -154,6 +150,28 @@ def show(
         render.console().print(
             _rich_tree(top, f"prefix tree of {tree_of} (keys of group {group})")
         )
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    add_flag(parser, "--tree", "Also draw the prefix tree of the namespace's contexts.")
+    parser.add_argument(
+        "--nodes",
+        metavar="N",
+        type=number(1, 10_000),
+        default=40,
+        help="Largest number of tree nodes to draw.",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="N",
+        type=number(0),
+        default=4,
+        help="Keys to show of each group.",
+    )
+    add_namespace(parser)
+
+
+COMMAND = Command(show, (URL, REQUEST), _add_options)
 
 
 def _print(context: ContextView) -> None:

@@ -13,7 +13,8 @@ from persistkv.storage.inspection.store_totals import (
     NamespaceTotals,
     StoreTotals,
 )
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import Command
 from persistkv_tools.options import show_adoptions
 
 
@@ -54,7 +55,7 @@ _GROUPS = render.columns(
 )
 
 
-def stat(url: options.Url, json: options.Json = False) -> None:
+def stat(url: str, *, json: bool) -> None:
     """Show the totals of a store: content, fill, and the savings of codecs and sharing.
 
     Example: persistkv stat lmdb:///var/cache/kv
@@ -65,6 +66,9 @@ def stat(url: options.Url, json: options.Json = False) -> None:
         render.print_json(totals)
     else:
         _print(totals)
+
+
+COMMAND = Command(stat)
 
 
 def _print(store: StoreTotals) -> None:

@@ -4,13 +4,12 @@ publish."""
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Group
 from rich.live import Live
 
@@ -20,6 +19,7 @@ from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.records import StoreCounters
 from persistkv.storage.stats import BackendStats
 from persistkv_tools import options, render
+from persistkv_tools.command import URL, Command, number
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -91,16 +91,7 @@ _COUNT_HELP = "Number of updates. By default until Ctrl-C on a terminal, otherwi
 _WIDE = 150  # columns of a terminal that fit one table
 
 
-def top(
-    url: options.Url,
-    interval: Annotated[
-        str, typer.Option(metavar="TIME", help="Time between updates, e.g. 2s.")
-    ] = "2s",
-    count: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help=_COUNT_HELP)
-    ] = None,
-    json: options.Json = False,
-) -> None:
+def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
     """Show the activity of a store's engines: hits, bytes read and written, queues, evictions,
     breaker. Ctrl-C ends it.
 
@@ -132,6 +123,19 @@ def top(
                 render.print_json(watch.look())
             else:
                 console.print(_screen(watch.look()))
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--interval",
+        metavar="TIME",
+        default="2s",
+        help="Time between updates, e.g. 2s.",
+    )
+    parser.add_argument("--count", metavar="N", type=number(1), help=_COUNT_HELP)
+
+
+COMMAND = Command(top, (URL,), _add_options)
 
 
 def _screen(look: Snapshot) -> Group:

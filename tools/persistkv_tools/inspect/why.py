@@ -4,19 +4,20 @@ differ."""
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import typer
 
 from persistkv.errors import FileError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv.storage.inspection.adoptions import adoptions
 from persistkv.storage.inspection.requests import NotFoundError, chosen_namespaces
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import URL, Command, add_namespace
 from persistkv_tools.options import opened, show_adoptions
 
 _LONGEST = 200
@@ -43,14 +44,7 @@ class ComparisonView(msgspec.Struct, frozen=True):
     differences: list[DifferenceView]
 
 
-def why(
-    url: options.Url,
-    against: Annotated[
-        str | None, typer.Option(metavar="WHAT", help=_AGAINST_HELP, show_default=False)
-    ] = None,
-    namespace: options.InNamespace = None,
-    json: options.Json = False,
-) -> None:
+def why(url: str, *, against: str | None, namespace: str | None, json: bool) -> None:
     """Explain why a model finds nothing in a store: show the identity fields that differ.
 
     Without --against, each namespace is compared with the most similar older one. With --against,
@@ -132,7 +126,15 @@ def why(
     if against is not None and not any(
         comparison.matches for comparison in comparisons
     ):
-        raise typer.Exit(1)
+        raise SystemExit(1)
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--against", metavar="WHAT", help=_AGAINST_HELP)
+    add_namespace(parser)
+
+
+COMMAND = Command(why, (URL,), _add_options)
 
 
 def _print(comparison: ComparisonView) -> None:

@@ -3,36 +3,33 @@ processes write."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Iterable
-from typing import Annotated
-
-import typer
 
 from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.storage.inspection.handle import open_store
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import REQUEST, URL, Command, Positional, add_namespace
 
 _ATTEMPTS = 100
 
 
+_LABELS = Positional(
+    "labels",
+    "NAME=VALUE",
+    "Labels to set; they replace those of the same name.",
+    is_many=True,
+)
+
+
 def label(
-    url: options.Url,
-    request: options.RequestId,
-    labels: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME=VALUE",
-            help="Labels to set; they replace those of the same name.",
-        ),
-    ] = None,
-    remove: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--remove", metavar="NAME", help="Remove this label; can be repeated."
-        ),
-    ] = None,
-    namespace: options.InNamespace = None,
-    json: options.Json = False,
+    url: str,
+    request: str,
+    labels: list[str],
+    *,
+    remove: list[str] | None,
+    namespace: str | None,
+    json: bool,
 ) -> None:
     """Set or remove labels of a request. ls, prune and copy can select by label. Counts as
     a use.
@@ -41,7 +38,7 @@ def label(
     """
     if not (labels or remove):
         raise MissingOptionError("label", "NAME=VALUE or --remove NAME")
-    given = parse_labels(labels or [])
+    given = parse_labels(labels)
     if both := given.keys() & set(remove or []):
         raise ConfigurationError(
             "--remove", min(both), "a label that the same command does not set"
@@ -64,12 +61,20 @@ def label(
         )
 
 
-def pin(
-    url: options.Url,
-    request: options.RequestId,
-    namespace: options.InNamespace = None,
-    json: options.Json = False,
-) -> None:
+def _add_label_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--remove",
+        metavar="NAME",
+        action="append",
+        help="Remove this label; can be repeated.",
+    )
+    add_namespace(parser)
+
+
+LABEL = Command(label, (URL, REQUEST, _LABELS), _add_label_options)
+
+
+def pin(url: str, request: str, *, namespace: str | None, json: bool) -> None:
     """Keep a request until it is unpinned: it is not evicted, and expires only if it has a ttl of
     its own.
 
@@ -78,17 +83,18 @@ def pin(
     _pin(url, request, namespace, json, pinned=True)
 
 
-def unpin(
-    url: options.Url,
-    request: options.RequestId,
-    namespace: options.InNamespace = None,
-    json: options.Json = False,
-) -> None:
+PIN = Command(pin, (URL, REQUEST), add_namespace)
+
+
+def unpin(url: str, request: str, *, namespace: str | None, json: bool) -> None:
     """Allow a pinned request to be evicted and to expire again.
 
     Example: persistkv unpin lmdb:///var/cache/kv 0c4de6a0
     """
     _pin(url, request, namespace, json, pinned=False)
+
+
+UNPIN = Command(unpin, (URL, REQUEST), add_namespace)
 
 
 def _pin(

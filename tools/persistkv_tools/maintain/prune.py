@@ -17,14 +17,13 @@
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated
 
 import msgspec
-import typer
 
 from persistkv.config import parse_size
 from persistkv.errors import MissingOptionError, StoreError, StoreFullError
@@ -43,7 +42,20 @@ from persistkv.storage.inspection.requests import (
 )
 from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import BackendStats, FreeSpace, RequestUse
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import (
+    URL,
+    Command,
+    add_flag,
+    add_labels,
+    add_larger_than,
+    add_namespace,
+    add_never_hit,
+    add_older_than,
+    add_yes,
+    confirm,
+    ensure_consent,
+)
 
 _SHOWN = 20
 _COLUMNS = render.columns(
@@ -114,48 +126,21 @@ class Done(msgspec.Struct):
 
 
 def prune(
-    url: options.Url,
-    request: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--request",
-            metavar="ID",
-            help="This request and its copies (same context and labels); can be repeated.",
-        ),
-    ] = None,
-    older_than: options.OlderThan = None,
-    label: options.Labels = None,
-    larger_than: options.LargerThan = None,
-    never_hit: options.NeverHit = False,
-    namespace: options.InNamespace = None,
-    keep_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Delete the oldest until all packs take at most this, e.g. 50GiB.",
-        ),
-    ] = None,
-    orphans: Annotated[
-        bool, typer.Option("--orphans", help="Also delete packs that no request uses.")
-    ] = False,
-    shared_packs: Annotated[
-        bool,
-        typer.Option(
-            "--shared-packs",
-            help="Also delete shared packs with blocks that only these requests use.",
-        ),
-    ] = False,
-    quarantined: Annotated[
-        bool,
-        typer.Option(
-            "--quarantined", help="Also delete the renamed files of damaged stores."
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be deleted.")
-    ] = False,
-    yes: options.Yes = False,
-    json: options.Json = False,
+    url: str,
+    *,
+    request: list[str] | None,
+    older_than: str | None,
+    label: list[str] | None,
+    larger_than: str | None,
+    never_hit: bool,
+    namespace: str | None,
+    keep_size: str | None,
+    orphans: bool,
+    shared_packs: bool,
+    quarantined: bool,
+    dry_run: bool,
+    yes: bool,
+    json: bool,
 ) -> None:
     """Delete requests, and the packs that only they use.
 
@@ -182,7 +167,7 @@ def prune(
     must_all_go = bool(request) or (by_labels and keep_bytes is None)
     if not (names_requests or orphans or quarantined):
         raise MissingOptionError("prune", _ONE_OF)
-    options.ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
+    ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
     done, failure, stats, free = None, None, None, None
     with open_store(url, read_only=dry_run) as store:
         pruning = plan_prune(
@@ -198,9 +183,7 @@ def prune(
         plan, damaged = pruning.plan, pruning.quarantined
         if not json:
             _print_plan(plan, damaged)
-        if not dry_run and (
-            not pruning.deletes or yes or typer.confirm("Delete them?")
-        ):
+        if not dry_run and (not pruning.deletes or yes or confirm("Delete them?")):
             done = pruning.done
             try:
                 pruning.run()
@@ -224,7 +207,37 @@ def prune(
         raise failure
     stay = plan.staying if done is None else done.staying
     if must_all_go and (stay or plan.private_blocks_left):
-        raise typer.Exit(1)
+        raise SystemExit(1)
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--request",
+        metavar="ID",
+        action="append",
+        help="This request and its copies (same context and labels); can be repeated.",
+    )
+    add_older_than(parser)
+    add_labels(parser)
+    add_larger_than(parser)
+    add_never_hit(parser)
+    add_namespace(parser)
+    parser.add_argument(
+        "--keep-size",
+        metavar="SIZE",
+        help="Delete the oldest until all packs take at most this, e.g. 50GiB.",
+    )
+    add_flag(parser, "--orphans", "Also delete packs that no request uses.")
+    shared_help = "Also delete shared packs with blocks that only these requests use."
+    add_flag(parser, "--shared-packs", shared_help)
+    add_flag(
+        parser, "--quarantined", "Also delete the renamed files of damaged stores."
+    )
+    add_flag(parser, "--dry-run", "Only show what would be deleted.")
+    add_yes(parser)
+
+
+COMMAND = Command(prune, (URL,), _add_options)
 
 
 def _free_bytes(free: FreeSpace | None) -> int:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import typer
 from rich.progress import Progress
 
 from persistkv.config import StoreUrl
 from persistkv.storage import BACKENDS
 from persistkv.storage.stats import Rebuilt
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import Command
 from persistkv_tools.progress import byte_progress
 
 
@@ -41,7 +41,7 @@ class RebuildReport(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of the damaged catalogue, which was renamed; None: there was none."""
 
 
-def rebuild(url: options.Url, json: options.Json = False) -> None:
+def rebuild(url: str, *, json: bool) -> None:
     """Build a new catalogue from a store's packs, after its catalogue was lost or damaged. No
     engine may use a local store meanwhile; the damaged catalogue is renamed. To rebuild a store
     that an engine has renamed, name the directory damaged-… in the store. In a shared store, packs
@@ -65,7 +65,10 @@ def rebuild(url: options.Url, json: options.Json = False) -> None:
     else:
         _print(report)
     if not (report.rebuilt or report.intact):
-        raise typer.Exit(1)
+        raise SystemExit(1)
+
+
+COMMAND = Command(rebuild)
 
 
 def _shown(progress: Progress) -> Callable[[int, int], None]:

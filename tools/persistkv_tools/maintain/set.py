@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from argparse import ArgumentParser
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
@@ -18,8 +17,17 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.inspection.requests import with_uses
 from persistkv.storage.policy import Policy
-from persistkv_tools import options, render
-from persistkv_tools.options import ensure_consent, opened
+from persistkv_tools import render
+from persistkv_tools.command import (
+    URL,
+    Command,
+    Positional,
+    add_flag,
+    add_yes,
+    confirm,
+    ensure_consent,
+)
+from persistkv_tools.options import opened
 
 _NONE = "none"
 
@@ -39,21 +47,15 @@ class Consequences(msgspec.Struct, frozen=True):
     """Bytes that a local disk lacks for the store to grow to the new capacity."""
 
 
-def set_(
-    url: options.Url,
-    values: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME=VALUE",
-            help="capacity=200GiB, ttl=7d or ttl=none. By default, show both.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the consequences.")
-    ] = False,
-    yes: options.Yes = False,
-    json: options.Json = False,
-) -> None:
+_VALUES = Positional(
+    "values",
+    "NAME=VALUE",
+    "capacity=200GiB, ttl=7d or ttl=none. By default, show both.",
+    is_many=True,
+)
+
+
+def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -> None:
     """Show or change a store's capacity and ttl. Engines may use the store meanwhile.
 
     Options in a URL do not change an existing store. This command does, after it has shown the
@@ -63,14 +65,14 @@ def set_(
     """
     with opened(url) as backend:
         before = backend.policy()
-        after = _changed(before, values or [])
+        after = _changed(before, values)
         found = _consequences(backend, url, before, after)
     if not json:
         _print(before, after, found)
     done = False
     if after != before and not dry_run:
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
-        if yes or typer.confirm("Change the policy?"):
+        if yes or confirm("Change the policy?"):
             with closing(open_backend(url)) as backend:
                 backend.set_policy(after)
             done = True
@@ -81,6 +83,14 @@ def set_(
         )
     elif done:
         render.say("changed; engines apply it with their next commit")
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    add_flag(parser, "--dry-run", "Only show the consequences.")
+    add_yes(parser)
+
+
+COMMAND = Command(set_, (URL, _VALUES), _add_options)
 
 
 def _changed(policy: Policy, values: list[str]) -> Policy:

@@ -15,15 +15,14 @@ import gc
 import math
 import sys
 import time
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.progress import Progress
 
 from persistkv.config import parse_size
@@ -34,7 +33,16 @@ from persistkv.storage.host.status import read_statuses
 from persistkv.storage.inspection.handle import StoreHandle, open_store
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
 from persistkv.storage.namespace_view import SHORTENED_AT_ONCE, read_requests, shortened
-from persistkv_tools import options, render
+from persistkv_tools import render
+from persistkv_tools.command import (
+    URL,
+    Command,
+    add_flag,
+    add_rate,
+    add_yes,
+    confirm,
+    ensure_consent,
+)
 from persistkv_tools.maintain.integrity import (
     Tally,
     Verifier,
@@ -44,7 +52,6 @@ from persistkv_tools.maintain.integrity import (
     packs_left,
     read_catalogues,
 )
-from persistkv_tools.options import ensure_consent
 from persistkv_tools.packs import BATCH_BYTES, Finding, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
@@ -143,29 +150,14 @@ _FINDINGS = render.columns(
 
 
 def verify(
-    url: options.Url,
-    sample: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", help="Read only a random share of the packs, e.g. 0.05."
-        ),
-    ] = 1.0,
-    rate: options.Rate = None,
-    repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair", help="Delete bad packs; requests keep the blocks before them."
-        ),
-    ] = False,
-    yes: options.Yes = False,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Save progress in this file, and resume from it. Deleted at the end.",
-        ),
-    ] = None,
-    json: options.Json = False,
+    url: str,
+    *,
+    sample: float,
+    rate: str | None,
+    repair: bool,
+    yes: bool,
+    resume: Path | None,
+    json: bool,
 ) -> None:
     """Read a whole store and check every byte. While engines use the store, reads take at most 5 %
     of the time; --rate sets another limit.
@@ -193,7 +185,7 @@ def verify(
                 f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten the "
                 f"requests that use them?"
             )
-            if plan.packs and (yes or typer.confirm(question)):
+            if plan.packs and (yes or confirm(question)):
                 try:
                     repair_packs(store.writable(), bad, repaired)
                 except StoreError as error:
@@ -214,7 +206,31 @@ def verify(
     if failure is not None:
         raise failure
     if summary.problems:
-        raise typer.Exit(1)
+        raise SystemExit(1)
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--sample",
+        metavar="SHARE",
+        type=float,
+        default=1.0,
+        help="Read only a random share of the packs, e.g. 0.05.",
+    )
+    add_rate(parser)
+    add_flag(
+        parser, "--repair", "Delete bad packs; requests keep the blocks before them."
+    )
+    add_yes(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="FILE",
+        type=Path,
+        help="Save progress in this file, and resume from it. Deleted at the end.",
+    )
+
+
+COMMAND = Command(verify, (URL,), _add_options)
 
 
 def check_store(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from contextlib import closing
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import typer
 from rich.progress import Progress
 
 from persistkv.config import StoreUrl, parse_size
@@ -22,8 +22,20 @@ from persistkv.storage.inspection.requests import (
     chosen_requests,
 )
 from persistkv.storage.inspection.selection import Selection
-from persistkv_tools import options, render
-from persistkv_tools.options import STORE_VARIABLE, open_if_exists
+from persistkv_tools import render
+from persistkv_tools.command import (
+    REQUESTS,
+    Command,
+    Positional,
+    add_flag,
+    add_labels,
+    add_namespace,
+    add_newer_than,
+    add_older_than,
+    add_rate,
+    number,
+)
+from persistkv_tools.options import open_if_exists
 from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.transfer.plan import Copied, Place, Plan, Source, counts
 from persistkv_tools.transfer.writer import run_plan
@@ -33,38 +45,25 @@ _ALL = Selection()
 _KEY_OPTIONS = ("key_file", "key_env")
 
 
+_SOURCE = Positional("source", "SRC", "Store to copy from.", is_store=True)
+_TARGET = Positional(
+    "target", "DST", "Store to copy to; created if absent.", is_store=True
+)
+
+
 def copy(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC",
-            help="Store to copy from.",
-            envvar=STORE_VARIABLE,
-            show_default=False,
-        ),
-    ],
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="DST",
-            help="Store to copy to; created if absent.",
-            show_default=False,
-        ),
-    ],
-    requests: options.RequestIds = None,
-    namespace: options.InNamespace = None,
-    label: options.Labels = None,
-    older_than: options.OlderThan = None,
-    newer_than: options.NewerThan = None,
-    newest: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Only the N newest of these requests."),
-    ] = None,
-    rate: options.Rate = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be copied.")
-    ] = False,
-    json: options.Json = False,
+    source: str,
+    target: str,
+    requests: list[str],
+    *,
+    namespace: str | None,
+    label: list[str] | None,
+    older_than: str | None,
+    newer_than: str | None,
+    newest: int | None,
+    rate: str | None,
+    dry_run: bool,
+    json: bool,
 ) -> None:
     """Copy content that another store lacks. If a run is interrupted, the next one copies the rest.
 
@@ -81,7 +80,7 @@ def copy(
             source,
             target,
             selection,
-            requests=requests or (),
+            requests=requests,
             namespace=namespace,
             newest=newest,
             rate=rate,
@@ -102,7 +101,25 @@ def copy(
         seconds = None if dry_run else time.monotonic() - begin
         _print(outcome, target, seconds)
     if not outcome.copied.complete:
-        raise typer.Exit(1)
+        raise SystemExit(1)
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    add_namespace(parser)
+    add_labels(parser)
+    add_older_than(parser)
+    add_newer_than(parser)
+    parser.add_argument(
+        "--newest",
+        metavar="N",
+        type=number(1),
+        help="Only the N newest of these requests.",
+    )
+    add_rate(parser)
+    add_flag(parser, "--dry-run", "Only show what would be copied.")
+
+
+COMMAND = Command(copy, (_SOURCE, _TARGET, REQUESTS), _add_options)
 
 
 class CopyOutcome(NamedTuple):

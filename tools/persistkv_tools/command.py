@@ -1,0 +1,262 @@
+"""Commands of the command line: their arguments, and the options that several of them share."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    ArgumentTypeError,
+    RawDescriptionHelpFormatter,
+)
+from collections.abc import Callable, Mapping, Sequence
+from inspect import getdoc
+from typing import Any, NamedTuple
+
+from persistkv.errors import ConfigurationError, MissingOptionError
+
+STORE_VARIABLE = "PERSISTKV_STORE"
+"""Environment variable with the URL of the store for commands that are given no URL."""
+_WORDS = "words"
+
+
+class Positional(NamedTuple):
+    """An argument without a name."""
+
+    name: str
+    """Parameter of the command's function."""
+    metavar: str
+    help: str
+    is_store: bool = False
+    is_many: bool = False
+    """Whether it takes all remaining words. They may be none."""
+    is_needed: bool = True
+
+
+URL = Positional(
+    "url", "URL", "URL, e.g. lmdb:///var/cache/kv, or path of an LMDB store.", True
+)
+REQUEST = Positional(
+    "request", "REQUEST", "Id of the request, or its first characters."
+)
+REQUESTS = Positional(
+    "requests", "REQUEST", "Ids of requests, or their first characters.", is_many=True
+)
+
+
+class Command(NamedTuple):
+    """A command. Its help is the docstring of its function."""
+
+    function: Callable[..., None]
+    positionals: tuple[Positional, ...] = (URL,)
+    add_options: Callable[[ArgumentParser], None] = lambda parser: None
+
+    def run(self, name: str, arguments: Sequence[str]) -> None:
+        """Parse the arguments and call the function.
+
+        :raises ConfigurationError: the positional arguments are wrong.
+        :raises SystemExit: an option is wrong (2), or help was asked for (0).
+        """
+        given = vars(self.parser(name).parse_intermixed_args(arguments))
+        words = given.pop(_WORDS)
+        self.function(**_assigned(name, self.positionals, words), **given)
+
+    def parser(self, name: str) -> ArgumentParser:
+        """Return the parser of the command's arguments."""
+        words = [_usage(positional) for positional in self.positionals]
+        parser = ArgumentParser(
+            prog=f"persistkv {name}",
+            usage=" ".join([f"persistkv {name}", *words, "[options]"]),
+            description=_description(self.function, self.positionals),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.add_argument(_WORDS, nargs="*", help=SUPPRESS)
+        self.add_options(parser)
+        parser.add_argument(
+            "--json", action="store_true", help="Print one JSON object; sizes in bytes."
+        )
+        return parser
+
+
+def summary(function: Callable[..., None]) -> str:
+    """Return the first sentence of a command's help."""
+    return re.split(r"(?<=\.)\s", getdoc(function) or "", maxsplit=1)[0]
+
+
+def looks_like_store(word: str) -> bool:
+    """Return whether an argument is the URL or the path of a store, and no id of a request."""
+    return (
+        "://" in word or word in (".", "..") or word.startswith(("/", "~", "./", "../"))
+    )
+
+
+def store_of(words: Sequence[str]) -> str | None:
+    """Return the first store among arguments, or that of the environment; None: there is none."""
+    for word in words:
+        if looks_like_store(word):
+            return _absolute(word)
+    return os.environ.get(STORE_VARIABLE)
+
+
+def number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a type of options: whole numbers within these bounds."""
+
+    def parse(text: str) -> int:
+        bound = f"from {least}" if most is None else f"from {least} to {most}"
+        value = int(text) if text.isdecimal() else -1
+        if value < least or (most is not None and value > most):
+            problem = f"{text!r} is not valid; expected a whole number {bound}"
+            raise ArgumentTypeError(problem)
+        return value
+
+    return parse
+
+
+def confirm(question: str) -> bool:
+    """Ask a question on the terminal; return whether the answer is yes. The default is no.
+
+    :raises KeyboardInterrupt: there is no answer.
+    """
+    try:
+        answer = input(f"{question} [y/N]: ")
+    except EOFError:
+        raise KeyboardInterrupt from None
+    return answer.strip().lower() in ("y", "yes")
+
+
+def add_flag(parser: ArgumentParser, name: str, help: str) -> None:
+    parser.add_argument(name, action="store_true", help=help)
+
+
+def add_namespace(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--namespace",
+        metavar="ID",
+        help="Only this namespace: its id, or the first digits.",
+    )
+
+
+def add_labels(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--label",
+        metavar="NAME[=VALUE]",
+        action="append",
+        help="Only requests with this label; can be repeated.",
+    )
+
+
+def add_older_than(parser: ArgumentParser) -> None:
+    help = "Only requests older than this, e.g. 12h or 30d."
+    parser.add_argument("--older-than", metavar="AGE", help=help)
+
+
+def add_newer_than(parser: ArgumentParser) -> None:
+    help = "Only requests younger than this, e.g. 12h or 30d."
+    parser.add_argument("--newer-than", metavar="AGE", help=help)
+
+
+def add_larger_than(parser: ArgumentParser) -> None:
+    help = "Only requests with more raw bytes, e.g. 1GiB."
+    parser.add_argument("--larger-than", metavar="SIZE", help=help)
+
+
+def add_never_hit(parser: ArgumentParser) -> None:
+    help = "Only requests that were never used after they were stored."
+    add_flag(parser, "--never-hit", help)
+
+
+def add_rate(parser: ArgumentParser) -> None:
+    help = "Read at most this much per second, e.g. 200MiB."
+    parser.add_argument("--rate", metavar="SIZE", help=help)
+
+
+def add_yes(parser: ArgumentParser) -> None:
+    add_flag(parser, "--yes", "Do not ask for confirmation.")
+
+
+def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
+    """Raise an error if the user has not consented (``yes``) and cannot be asked. Does not ask.
+
+    :param what: command that needs consent, for the error.
+    :param ways: options that give consent, for the error.
+    """
+    if not (yes or (sys.stdin.isatty() and not json)):
+        raise MissingOptionError(
+            what, f"{ways}: it cannot ask without a terminal, or with --json"
+        )
+
+
+def _usage(positional: Positional) -> str:
+    text = f"{positional.metavar} ..." if positional.is_many else positional.metavar
+    return text if positional.is_needed and not positional.is_many else f"[{text}]"
+
+
+def _description(
+    function: Callable[..., None], positionals: Sequence[Positional]
+) -> str:
+    """Return the help of a command, filled to the width of the terminal."""
+    width = shutil.get_terminal_size().columns - 2
+    paragraphs = []
+    for paragraph in (getdoc(function) or "").split("\n\n"):
+        paragraphs.append(textwrap.fill(" ".join(paragraph.split()), width))
+    helps = []
+    for positional in positionals:
+        name = f"  {positional.metavar:<12}"
+        helps.append(
+            textwrap.fill(
+                positional.help,
+                width,
+                initial_indent=name,
+                subsequent_indent=" " * len(name),
+            )
+        )
+    return "\n\n".join([*paragraphs, "\n".join(helps)])
+
+
+def _assigned(
+    command: str, positionals: Sequence[Positional], words: list[str]
+) -> Mapping[str, Any]:
+    """Return the values of the positional arguments. A store that was left out is the one that the
+    variable ``PERSISTKV_STORE`` names."""
+    stores = sum(positional.is_store for positional in positionals)
+    given = 0
+    while given < min(stores, len(words)) and looks_like_store(words[given]):
+        given += 1
+    default = os.environ.get(STORE_VARIABLE)
+    remaining = [_absolute(word) for word in words[:given]] + words[given:]
+    if given < stores and default:
+        remaining.insert(0, default)
+
+    values: dict[str, Any] = {}
+    for positional in positionals:
+        if positional.is_many:
+            values[positional.name] = remaining
+            remaining = []
+        elif remaining:
+            values[positional.name] = remaining.pop(0)
+            if positional.is_store and not looks_like_store(values[positional.name]):
+                expected = "scheme://location, or a path that begins with /, ~ or ./"
+                raise ConfigurationError("store", values[positional.name], expected)
+        elif not positional.is_needed:
+            values[positional.name] = None
+        elif positional.is_store and stores == 1:
+            needed = f"a store: a URL, a path, or the variable {STORE_VARIABLE}"
+            raise MissingOptionError(command, needed)
+        else:
+            raise MissingOptionError(command, positional.metavar)
+    if remaining:
+        raise ConfigurationError("arguments", remaining[0], "no further argument")
+    return values
+
+
+def _absolute(word: str) -> str:
+    """Return a store given by a relative path as an absolute path; others unchanged."""
+    if not word.startswith("."):
+        return word
+    path, mark, query = word.partition("?")
+    return os.path.abspath(path) + mark + query

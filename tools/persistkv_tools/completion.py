@@ -1,0 +1,63 @@
+"""Completion of command lines in the shell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from persistkv.errors import PersistKVError
+from persistkv.storage.inspection.requests import short_id
+from persistkv_tools.command import REQUEST, REQUESTS, Command, store_of
+from persistkv_tools.options import opened
+
+VARIABLE = "PERSISTKV_COMPLETE"
+"""Environment variable that the shell sets to ask for completions of the last argument."""
+SCRIPT = f"""\
+_persistkv() {{
+    local IFS=$'\\n'
+    COMPREPLY=($({VARIABLE}=1 persistkv "${{COMP_WORDS[@]:1:COMP_CWORD}}" 2>/dev/null))
+}}
+complete -o default -F _persistkv persistkv
+"""
+"""For bash; zsh runs it after ``autoload bashcompinit && bashcompinit``."""
+_MOST = 100
+
+
+def completions(
+    arguments: Sequence[str], commands: Sequence[str], command: Command | None
+) -> list[str]:
+    """Return the words that the last argument may become.
+
+    :param command: the command that the first argument names; None: it names none.
+    """
+    # bash breaks words at colons
+    words = "\n".join(arguments).replace("\n:\n//", "://").split("\n")
+    begin = words[-1]
+    if len(words) < 2 or command is None:
+        return [name for name in commands if name.startswith(begin)]
+    if begin.startswith("-"):
+        shown = command.parser(words[0]).format_help()
+        names = sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
+        return [name for name in names if name.startswith(begin)]
+    if {REQUEST, REQUESTS}.isdisjoint(command.positionals):
+        return []
+    return _requests(store_of(words[1:-1]), begin)
+
+
+def _requests(url: str | None, begin: str) -> list[str]:
+    """Return the ids of requests that begin with the text, or else the short ids that do."""
+    found: list[str] = []
+    short: list[str] = []
+    if url is None:
+        return found
+    try:
+        with opened(url) as backend:
+            for space in backend.namespaces():
+                for manifest in backend.catalogue(space.id).manifests():
+                    if manifest.id.startswith(begin):
+                        found.append(manifest.id)
+                    if short_id(manifest.id).startswith(begin):
+                        short.append(short_id(manifest.id))
+    except PersistKVError:  # a completion has no place for an error
+        return []
+    return sorted(found or short)[:_MOST]

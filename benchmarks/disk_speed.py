@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument(
         "--loads", type=int, default=4, help="warm ones, for each store"
     )
-    parser.add_argument("--hosts", nargs="+", default=["process", "inline"])
+    parser.add_argument("--hosts", nargs="+", default=["process", "thread"])
     parser.add_argument(
         "--options",
         nargs="+",

@@ -20,7 +20,7 @@ TARGET_S = 0.15
 
 def fill(rig: Rig, url: str, num_blocks: int, per_pack: int) -> None:
     """Store blocks, one job per pack, and close the store cleanly."""
-    client = rig.client(url, "inline", max_age_s=1e9)
+    client = rig.client(url, "thread", max_age_s=1e9)
     client.open()
     for job in range(num_blocks // per_pack):
         keys = fresh_keys(per_pack)
@@ -68,7 +68,7 @@ def main() -> None:
             empty = f"lmdb://{directory}/empty"
             opened: dict[str, list[float]] = {"store": [], "process": [], "start": []}
             for _ in range(arguments.runs):
-                seconds, held = open_once(rig, url, "inline")
+                seconds, held = open_once(rig, url, "thread")
                 opened["store"].append(seconds)
                 opened["process"].append(open_once(rig, url, "process")[0])
                 opened["start"].append(open_once(rig, empty, "process")[0])

@@ -25,9 +25,9 @@ from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.samples import sample_manifest
 from persistkv_s3 import S3Backend
 
@@ -74,7 +74,7 @@ def count_request(
         Identity.of({"benchmark": model.name, "codec": codec}),
         StoreOptions(codec=codec),
     )
-    store = Store(open_alone(url), identity, rows, options, url=url)
+    store = BlockingStore(open_alone(url), identity, rows, options, url=url)
     keys = fresh_keys(blocks)
     proxy.take()
     store.put("r", keys, range(blocks), range(blocks))
@@ -87,7 +87,7 @@ def count_request(
     store.close()
 
     backend = open_alone(url)
-    store = Store(backend, identity, rows, options, url=url)
+    store = BlockingStore(backend, identity, rows, options, url=url)
     proxy.take()
     assert store.read(keys, range(blocks)) == []
     promoted, num_packs = (

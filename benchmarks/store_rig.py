@@ -14,9 +14,10 @@ import numpy.typing as npt
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.memory.pages import use_huge_pages
-from persistkv.storage.host.client import JobOutcome, StoreClient
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
+from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 
@@ -57,13 +58,12 @@ class Rig:
     ) -> StoreClient:
         """Return a store client that is not open yet.
 
-        :param host: where the store runs: ``process``, ``thread`` or ``inline``.
+        :param host: where the store runs: ``process`` or ``thread``.
         :param options: fields of ``StoreOptions``.
         """
         hosts: dict[str, Callable[[], Host]] = {
             "process": lambda: ProcessHost((self._fd,), len(self._memory)),
             "thread": lambda: ThreadHost(memoryview(self._memory)),
-            "inline": lambda: InlineHost(memoryview(self._memory)),
         }
         layout = RowLayout(self.block_bytes, (GroupLayout(((0, self.block_bytes),)),))
         identity = Identity.of({"benchmark": self.block_bytes}).encode()

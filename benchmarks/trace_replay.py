@@ -145,7 +145,7 @@ class _Engine:
         self.held: list[int] = []
         """Blocks that the store held at each ``look``."""
         self._ids = count(1)
-        self.client = rig.client(run.url, "inline")
+        self.client = rig.client(run.url, "thread")
         self.client.open()
 
     def answer(self, number: int, chain: Request) -> None:

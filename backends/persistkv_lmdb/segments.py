@@ -36,8 +36,8 @@ from typing import NamedTuple
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.memory.libc import address_of, punch_hole
-from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.threads import ThreadPool
 from persistkv_lmdb.files import (
     SEGMENT_DIRECTORY,
     ReplacedError,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from persistkv.config import MAX_PACK_BYTES
 from persistkv.memory.rows import RowBlocks, Rows, StagedBlocks
@@ -97,12 +97,14 @@ class Staging:
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
         """Return the waiting packs of this request, and those of other requests with blocks of its
         context."""
-        holders = {self._pack_of.get(key) for keys in end.group_keys for key in keys}
-        return [
-            pack
-            for pack in self._waiting
-            if pack.request == end.request or pack in holders
-        ]
+        holders: set[StagedPack | None] = set()
+        for keys in end.group_keys:
+            holders.update(map(self._pack_of.get, keys))
+        found: list[StagedPack] = []
+        for pack in self._waiting:
+            if pack.request == end.request or pack in holders:
+                found.append(pack)
+        return found
 
     def due(self, *, everything: bool = False) -> list[StagedPack]:
         """Return the waiting packs to write now: those that are due by size or age, or all if they
@@ -110,31 +112,23 @@ class Staging:
 
         :param everything: return all waiting packs.
         """
-        if (
-            everything
-            or 2 * sum(pack.num_bytes for pack in self._waiting) >= self._max_bytes
-        ):
+        num_bytes = sum(pack.num_bytes for pack in self._waiting)
+        if everything or 2 * num_bytes >= self._max_bytes:
             return list(self._waiting)
         old = time.monotonic() - self._max_age_s
-        if self._gather_all:
-            return (
-                list(self._waiting)
-                if any(pack.since <= old for pack in self._waiting)
-                else []
-            )
-        return [pack for pack in self._waiting if pack.closed or pack.since <= old]
+        if not self._gather_all:
+            return [pack for pack in self._waiting if pack.closed or pack.since <= old]
+        if any(pack.since <= old for pack in self._waiting):
+            return list(self._waiting)
+        return []
 
     def seconds_to_due(self) -> float | None:
         """Return the seconds until the oldest waiting pack is due by its age; None if there is
         none."""
         if not self._waiting:
             return None
-        return max(
-            0.0,
-            min(pack.since for pack in self._waiting)
-            + self._max_age_s
-            - time.monotonic(),
-        )
+        oldest = min(pack.since for pack in self._waiting)
+        return max(0.0, oldest + self._max_age_s - time.monotonic())
 
     def take(self, pack: StagedPack) -> list[Segment]:
         """Return a waiting pack's blocks in as few segments as their depths allow. They stay staged
@@ -183,14 +177,18 @@ class Transaction(NamedTuple):
     packs: Sequence[PackWriter]
     ends: Sequence[RequestEnd] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.packs or self.ends)
+
     def split(self) -> list[Transaction]:
         """Return a transaction for each pack and each end of a request; an empty list if this one
         cannot be split."""
         if len(self.packs) + len(self.ends) < 2:
             return []
-        return [Transaction([one]) for one in self.packs] + [
-            Transaction((), [end]) for end in self.ends
-        ]
+        alone = [Transaction([one]) for one in self.packs]
+        alone += [Transaction((), [end]) for end in self.ends]
+        return alone
 
 
 def divide(
@@ -219,6 +217,14 @@ class Blocks(NamedTuple):
     rows: Sequence[int]
     depths: Sequence[int]
     """UNKNOWN_DEPTH for blocks whose depth is not known."""
+
+    def at(self, positions: Sequence[int]) -> Blocks:
+        """Return the blocks at these positions."""
+
+        def pick(column: Sequence[Any]) -> list[Any]:
+            return [column[position] for position in positions]
+
+        return Blocks._make(map(pick, self))
 
     @property
     def chained(self) -> bool:
@@ -281,22 +287,17 @@ def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
 def _segments(rows: Rows, blocks: Blocks, places: Iterable[int]) -> list[Segment]:
     """Return the blocks at these places as segments: runs of one group with consecutive depths, as
     frames require."""
+    in_order = sorted(places, key=lambda at: (blocks.groups[at], blocks.depths[at], at))
     runs: list[list[int]] = []
     expected = None
-    for group, depth, place in sorted(
-        (blocks.groups[place], blocks.depths[place], place) for place in places
-    ):
+    for place in in_order:
+        group, depth = blocks.groups[place], blocks.depths[place]
         if (group, depth) == expected:
             runs[-1].append(place)
         else:
             runs.append([place])
         expected = group, _deeper(depth, 1)
-    return [
-        _segment(
-            rows, Blocks._make([column[place] for place in run] for column in blocks)
-        )
-        for run in runs
-    ]
+    return [_segment(rows, blocks.at(run)) for run in runs]
 
 
 def _segment(rows: Rows, run: Blocks) -> Segment:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
+from itertools import groupby
 
 import numpy as np
 
@@ -181,7 +181,7 @@ def plan_reads(
             missing[key] = None
         else:
             wanted.setdefault(pack, {})[key] = row
-    fitting: list[FrameRead] = []
+    gathered: list[FrameRead] = []
     streamed: list[list[FrameRead]] = []
     sizes = dict(enumerate(group.block_bytes for group in rows.layout.groups))
     for pack, row_of in wanted.items():
@@ -191,12 +191,27 @@ def plan_reads(
                 reads.append(read)
             else:
                 missing.update(dict.fromkeys(read.wanted))
-        for run in _adjacent(reads) if remote else [reads]:
-            if remote and _any_encoded(run):
+        if remote:
+            runs, reads = _encoded_runs(reads)
+            for run in runs:
                 streamed += _cut(run, part_bytes)
-            else:
-                fitting += run
-    return [*streamed, *_parts(fitting, part_bytes, scratch_bytes)], list(missing)
+        gathered += reads
+    return [*streamed, *_parts(gathered, part_bytes, scratch_bytes)], list(missing)
+
+
+def _encoded_runs(
+    reads: Iterable[FrameRead],
+) -> tuple[list[list[FrameRead]], list[FrameRead]]:
+    """Return the runs of adjacent frames of which some are encoded, and the frames of the other
+    runs."""
+    encoded: list[list[FrameRead]] = []
+    raw: list[FrameRead] = []
+    for run in _adjacent(reads):
+        if _any_encoded(run):
+            encoded.append(run)
+        else:
+            raw += run
+    return encoded, raw
 
 
 def _adjacent(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
@@ -268,58 +283,119 @@ def read_part(
 ) -> ReadOutcome:
     """Read, verify and decode one part into its rows. Thread-safe. Raises no errors: see
     ``ReadOutcome.failed``."""
-    outcome, left = ReadOutcome(), dict(enumerate(part))
+    reading = _PartRead(backend, namespace, rows, part)
     try:
         with scratch.lend() as take:
-            raw = take(max(read.frame.raw_length for read in part))
-
-            is_streamed = backend.capabilities.remote and _any_encoded(part)
-
-            def finish(number: int, *stored: memoryview) -> None:
-                read = left[number]
-                _finish(
-                    read,
-                    stored,
-                    namespace,
-                    rows,
-                    raw,
-                    outcome,
-                    in_rows=read.direct and not is_streamed,
-                )
-                del left[number]
-
-            if is_streamed:
-                frames = [read.frame for read in part]
-                buffer = take(max(frame.stored_length for frame in frames))
-                backend.read_frames(
-                    namespace, part[0].pack.pack_id, frames, buffer, finish
-                )
+            if backend.capabilities.remote and _any_encoded(part):
+                reading.stream(take)
             else:
-                padding = take(PAGE_BYTES)
-                runs = [
-                    [(read, _buffers(read, rows, take)) for read in run]
-                    for run in _adjacent(part)
-                ]
-                answers = backend.read(namespace, [_span(run, padding) for run in runs])
-                filled = [
-                    (answer, stored)
-                    for run, answer in zip(runs, answers, strict=True)
-                    for _, stored in run
-                ]
-                for number, (answer, stored) in enumerate(filled):
-                    if answer:
-                        finish(number, *stored)
-        outcome.suspects.update(
-            (read.pack.pack_id, read.pack) for read in left.values()
-        )
+                reading.gather(take)
     except Exception as error:
         # the exception keeps references to the rows
         why = str(error) if isinstance(error, StoreError) else repr(error)
         logger.warning(
-            "reading %d frames failed (%s): their blocks are misses", len(left), why
+            "reading %d frames failed (%s): their blocks are misses",
+            reading.num_unread,
+            why,
         )
-    outcome.failed += [key for read in left.values() for key in read.wanted]
-    return outcome
+    else:
+        reading.suspect_unread()
+    return reading.end()
+
+
+class _PartRead:
+    """The read of one part: which of its frames are not read and verified yet."""
+
+    def __init__(
+        self, backend: Backend, namespace: bytes, rows: Rows, part: Sequence[FrameRead]
+    ) -> None:
+        self._backend = backend
+        self._namespace = namespace
+        self._rows = rows
+        self._part = part
+        self._unread = dict(enumerate(part))
+        self._outcome = ReadOutcome()
+
+    def stream(self, take: Take) -> None:
+        """Read frames of one pack through one buffer, and verify each as it arrives."""
+        raw = self._take_raw(take)
+        frames = [read.frame for read in self._part]
+        buffer = take(max(frame.stored_length for frame in frames))
+
+        def finish(number: int, stored: memoryview) -> None:
+            self._finish(number, [stored], raw, in_rows=False)
+
+        pack_id = self._part[0].pack.pack_id
+        self._backend.read_frames(self._namespace, pack_id, frames, buffer, finish)
+
+    def gather(self, take: Take) -> None:
+        """Read all frames with one call, and verify them afterwards."""
+        raw, padding = self._take_raw(take), take(PAGE_BYTES)
+        spans: list[ReadSpan] = []
+        buffers: list[list[list[memoryview]]] = []
+        for run in _adjacent(self._part):
+            buffers.append([_buffers(read, self._rows, take) for read in run])
+            spans.append(_span(run, buffers[-1], padding))
+        number = 0
+        answers = self._backend.read(self._namespace, spans)
+        for is_filled, of_run in zip(answers, buffers, strict=True):
+            for stored in of_run:
+                if is_filled:
+                    in_rows = self._part[number].direct
+                    self._finish(number, stored, raw, in_rows=in_rows)
+                number += 1
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
+
+    def suspect_unread(self) -> None:
+        """Suspect the packs of the frames that the medium lacks."""
+        packs = [read.pack for read in self._unread.values()]
+        self._outcome.suspects.update((pack.pack_id, pack) for pack in packs)
+
+    def end(self) -> ReadOutcome:
+        """Return the result; frames that were not read have failed."""
+        for read in self._unread.values():
+            self._outcome.failed += read.wanted
+        return self._outcome
+
+    def _take_raw(self, take: Take) -> memoryview:
+        """Return memory for one decoded frame."""
+        return take(max(read.frame.raw_length for read in self._part))
+
+    def _finish(
+        self,
+        number: int,
+        stored: Sequence[memoryview],
+        raw: memoryview,
+        *,
+        in_rows: bool,
+    ) -> None:
+        """Verify a frame, put its blocks into their rows and add the result to the outcome.
+
+        :param raw: temporary memory for one decoded frame.
+        :param in_rows: whether ``stored`` is memory of the rows.
+        """
+        read, outcome = self._unread[number], self._outcome
+        frame = read.frame
+        if not in_rows:
+            stored = [stored[0][: frame.stored_length]]
+        seed = frame_seed(self._namespace, b"".join(read.keys))
+        try:
+            verify_frame(frame, stored, seed)
+            if not in_rows:
+                _decode(read, stored[0], self._rows, raw)
+        except CorruptPackError as error:
+            outcome.failed += read.wanted
+            # a codec of another release is not damage: that release can read the pack
+            if error.field != "codec":
+                outcome.bad_frames[read.pack.pack_id] += 1
+                outcome.suspects[read.pack.pack_id] = read.pack
+        else:
+            num_blocks = len(read.rows) - read.rows.count(_UNWANTED)
+            outcome.raw_bytes += num_blocks * frame.block_bytes
+        del self._unread[number]
 
 
 def _buffers(read: FrameRead, rows: Rows, take: Take) -> list[memoryview]:
@@ -331,52 +407,23 @@ def _buffers(read: FrameRead, rows: Rows, take: Take) -> list[memoryview]:
 
 
 def _span(
-    run: Sequence[tuple[FrameRead, list[memoryview]]], padding: memoryview
+    run: Sequence[FrameRead],
+    buffers_of: Sequence[list[memoryview]],
+    padding: memoryview,
 ) -> ReadSpan:
     """Return adjacent frames as one span. Padding between them is read into ``padding``, one page,
-    and ignored."""
-    buffers: list[memoryview] = []
-    for (read, of_frame), following in zip_longest(run, run[1:]):
-        buffers += of_frame
-        end = read.frame.offset + sum(map(len, of_frame))
-        if following is not None and following[0].frame.offset != end:
-            buffers.append(padding[: following[0].frame.offset - end])
-    first = run[0][0]
-    return ReadSpan(first.pack.pack_id, first.frame.offset, buffers)
+    and ignored.
 
-
-def _finish(
-    read: FrameRead,
-    stored: Sequence[memoryview],
-    namespace: bytes,
-    rows: Rows,
-    raw: memoryview,
-    outcome: ReadOutcome,
-    *,
-    in_rows: bool,
-) -> None:
-    """Verify the frame, put its blocks into their rows and add the result to ``outcome``.
-
-    :param raw: temporary memory for one decoded frame.
-    :param in_rows: whether ``stored`` is memory of the rows.
+    :param buffers_of: for each frame, the memory to read it into.
     """
-    frame = read.frame
-    if not in_rows:
-        stored = [stored[0][: frame.stored_length]]
-    try:
-        verify_frame(frame, stored, frame_seed(namespace, b"".join(read.keys)))
-        if not in_rows:
-            _decode(read, stored[0], rows, raw)
-    except CorruptPackError as error:
-        outcome.failed += read.wanted
-        # a codec of another release is not damage: that release can read the pack
-        if error.field != "codec":
-            outcome.bad_frames[read.pack.pack_id] += 1
-            outcome.suspects[read.pack.pack_id] = read.pack
-    else:
-        outcome.raw_bytes += (
-            len(read.rows) - read.rows.count(_UNWANTED)
-        ) * frame.block_bytes
+    offset = run[0].frame.offset
+    buffers: list[memoryview] = []
+    for read, of_frame in zip(run, buffers_of, strict=True):
+        if read.frame.offset != offset:
+            buffers.append(padding[: read.frame.offset - offset])
+        buffers += of_frame
+        offset = read.frame.offset + sum(map(len, of_frame))
+    return ReadSpan(run[0].pack.pack_id, run[0].frame.offset, buffers)
 
 
 def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:

@@ -1,8 +1,8 @@
 """One namespace of an open backend: its blocking calls, the index of durable keys, ``News`` for the
 engine, manifests.
 
-Coroutines that commit or refresh must run as flows of ``Executor.begin_write``, so that the index
-applies changes in order. ``holders`` may run in any flow.
+One task at a time may await the methods that commit, refresh or repair, so that the index applies
+changes in order. Any task may await ``holders``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from persistkv.storage.backend import (
     CommitResult,
     ManifestWrite,
 )
-from persistkv.storage.executor import Executor
 from persistkv.storage.format.manifest import (
     ManifestKeys,
     RequestManifest,
@@ -39,6 +38,7 @@ from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.index import HeldPack, Index, set_bounded
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,43 @@ class _Suspect(NamedTuple):
     """Frames that did not verify and that no counter contains yet."""
 
 
+class _Doubts:
+    """Packs that a read or a lookup of their tables has found missing or damaged."""
+
+    def __init__(self) -> None:
+        self.suspects: dict[bytes, _Suspect] = {}
+        """Packs, by id, that were removed from the index because a read of them failed, until the
+        backend reports their removal or replacement, or ``quarantine`` decides about them."""
+        self.undecided = False
+        """Whether ``quarantine`` has to decide about some of them."""
+        self.unread: dict[bytes, int] = {}
+        """Number in the index of each pack, by id, whose table could not be read."""
+        self.index_lacks = False
+        """Whether packs were removed from the index that the store may still hold."""
+
+
+class _RecentTables:
+    """Key tables of the packs that were used last, by their number in the index. Above 16,384 keys
+    in all, the oldest tables are dropped."""
+
+    def __init__(self) -> None:
+        self._packs: OrderedDict[int, HeldPack] = OrderedDict()
+        self._keys = 0
+
+    def get(self, number: int) -> HeldPack | None:
+        return self._packs.get(number)
+
+    def add(self, pack: HeldPack) -> None:
+        """Keep the table of a pack that the index contains."""
+        if not pack.number or pack.number in self._packs:
+            return
+        self._packs[pack.number] = pack
+        self._keys += len(pack.keys)
+        while self._keys > _MOST_RECENT_KEYS and len(self._packs) > 1:
+            _, oldest = self._packs.popitem(last=False)
+            self._keys -= len(oldest.keys)
+
+
 class NamespaceView:
     """One namespace of an open backend, with the index of its durable keys and ``News``. Not
     thread-safe."""
@@ -69,7 +106,7 @@ class NamespaceView:
         self,
         backend: Backend,
         namespace: bytes,
-        executor: Executor,
+        threads: StoreThreads,
         counters: StoreCounters,
         layout: RowLayout,
         options: StoreOptions,
@@ -77,11 +114,13 @@ class NamespaceView:
         """Read the catalogue into the index, on the caller's thread. Its keys are not reported as
         news.
 
+        :param threads: run the blocking calls; the caller closes them.
+
         :raises StoreError: the catalogue could not be read; the backend stays open.
         """
         self.backend = backend
         self.namespace = namespace
-        self.executor = executor
+        self.threads = threads
         self.index = Index(_most_keys(backend, layout))
         self.cursor: bytes | None = None
         """Position in the backend's change log up to which the index is complete. None: unknown, so
@@ -91,15 +130,10 @@ class NamespaceView:
         self._events = options.events
         self.block_bytes = [group.block_bytes for group in layout.groups]
         """Raw bytes of one block of each KV cache group."""
-        self._recent: OrderedDict[int, HeldPack] = OrderedDict()
-        self._recent_keys = 0
+        self._recent = _RecentTables()
         self._collided: dict[bytes, None] = {}
-        self._distrusted: dict[bytes, _Suspect] = {}
-        """Packs, by id, that were removed from the index because a read of them failed, until the
-        backend reports their removal or replacement, or ``quarantine`` decides about them."""
+        self._doubts = _Doubts()
         self._failure_logged_at: float | None = None
-        self._dropped = False
-        """Whether packs were removed from the index that the store may still hold."""
         self._file: Path | None = None
         self._saved: bytes | None = None
         """``cursor`` of the index that is saved in ``_file``; None: no valid file."""
@@ -126,32 +160,37 @@ class NamespaceView:
                 self._file.unlink(missing_ok=True)
         return changes
 
-    def close(self) -> None:
+    def close(self, *, saves: bool = True) -> None:
         """Close the backend, then save the index, unless it may lack packs that the store holds.
-        Idempotent."""
+        Idempotent.
+
+        :param saves: False: do not save the index.
+        """
         self.backend.close()
         is_whole = (
             self.backend.capabilities.writable
-            and not self._distrusted
-            and not self._dropped
+            and not self._doubts.suspects
+            and not self._doubts.index_lacks
         )
+        file, self._file = self._file, None
+        is_new = self.cursor is not None and self.cursor != self._saved
         if (
-            self._file is not None
-            and is_whole
+            file is not None
             and self.cursor is not None
-            and self.cursor != self._saved
+            and is_new
+            and is_whole
+            and saves
         ):
-            self.index.save(self._file, self.cursor)
-        self._file = None
+            self.index.save(file, self.cursor)
         self.index.close()
 
     def call(self, call: Callable[[], T]) -> Awaitable[T]:
-        """Run a blocking call with ``Executor.write``.
+        """Run a blocking call with ``StoreThreads.write``.
 
         :raises StoreError: the call raised an exception of any kind; one of another kind is the
             ``__cause__``.
         """
-        return self.executor.write(_translated()(call))
+        return self.threads.write(_translated()(call))
 
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
         """Run ``Backend.commit`` as ``call`` does. When it has ended, no thread reads the blocks of
@@ -209,7 +248,7 @@ class NamespaceView:
     def _learn(self, changes: Changes) -> None:
         if changes.reset:
             self.news.lost |= self._events and len(self.index) > 0
-            self._distrusted.clear()
+            self._doubts.suspects.clear()
             self.index.reload(changes.added, changes.blocks)
         else:
             self._forget(changes.removed)
@@ -218,7 +257,7 @@ class NamespaceView:
 
     def _add(self, tables: Sequence[PackTable]) -> None:
         for table in tables:
-            self._distrusted.pop(table.pack_id, None)
+            self._doubts.suspects.pop(table.pack_id, None)
             if self._collided or self._events:
                 keys = table.keys.unpack()
                 self._set_collided(
@@ -237,19 +276,15 @@ class NamespaceView:
         fingerprints: dict[bytes, bytes] = {}
         tables: list[PackTable | None] = []
         for pack_id, known in packs.items():
-            self._distrusted.pop(pack_id, None)
+            self._doubts.suspects.pop(pack_id, None)
             if number := self.index.number_of(pack_id):
                 recent = self._recent.get(number)
-                tables.append(
-                    known
-                    if isinstance(known, PackTable)
-                    else recent.table
-                    if recent is not None
-                    else None
-                )
-                fingerprints[pack_id] = (
-                    known.keys.fingerprints if isinstance(known, PackTable) else known
-                )
+                if isinstance(known, PackTable):
+                    tables.append(known)
+                    fingerprints[pack_id] = known.keys.fingerprints
+                else:
+                    tables.append(None if recent is None else recent.table)
+                    fingerprints[pack_id] = known
         self.index.remove(fingerprints)
         for table in tables if self._events else ():
             if table is None:
@@ -307,46 +342,50 @@ class NamespaceView:
                 if pack_id not in packs
             )
         self._set_collided(collided, collided=True)
-        if unread:
-            self.executor.begin_write(self._drop_unread(unread))
+        self._doubts.unread.update(unread)
 
     async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
         """Return these packs by id, without those whose tables are missing or damaged."""
         numbers = {pack_id: self.index.number_of(pack_id) for pack_id in pack_ids}
-        found = {
-            pack_id: self._recent[number]
-            for pack_id, number in numbers.items()
-            if number in self._recent
-        }
-        unread = [pack_id for pack_id in numbers if pack_id not in found]
+        found: dict[bytes, HeldPack] = {}
+        unread: list[bytes] = []
+        for pack_id, number in numbers.items():
+            recent = self._recent.get(number)
+            if recent is None:
+                unread.append(pack_id)
+            else:
+                found[pack_id] = recent
         if unread:
             read = partial(self.backend.tables, self.namespace, unread)
             at_once = (
                 len(unread) <= _READ_AT_ONCE and not self.backend.capabilities.remote
             )
             with _translated():
-                tables = read() if at_once else (await self.executor.read([read]))[0]
+                tables = read() if at_once else (await self.threads.read([read]))[0]
             for table in tables:
-                found[table.pack_id] = self._remember(
-                    HeldPack(table, numbers[table.pack_id])
-                )
+                pack = HeldPack(table, numbers[table.pack_id])
+                self._recent.add(pack)
+                found[table.pack_id] = pack
         return found
 
-    def _remember(self, pack: HeldPack) -> HeldPack:
-        """Keep the pack's table in memory and return the pack. Above 16,384 keys in all, drop the
-        oldest tables."""
-        if pack.number and pack.number not in self._recent:
-            self._recent[pack.number] = pack
-            self._recent_keys += len(pack.keys)
-            while self._recent_keys > _MOST_RECENT_KEYS and len(self._recent) > 1:
-                self._recent_keys -= len(self._recent.popitem(last=False)[1].keys)
-        return pack
+    @property
+    def needs_repair(self) -> bool:
+        """Whether ``repair`` has work to do."""
+        return self._doubts.undecided or bool(self._doubts.unread)
 
-    async def _drop_unread(self, packs: Mapping[bytes, int]) -> None:
+    async def repair(self) -> None:
+        """Decide about packs that a read, or a lookup of their tables, found missing or damaged.
+        Failures are logged."""
+        if self._doubts.unread:
+            await self._drop_unread()
+        if self._doubts.undecided:
+            await self._quarantine()
+
+    async def _drop_unread(self) -> None:
         """Refresh, and remove from the index the packs whose tables are damaged or no longer held,
-        unless they were added since the failed read (``packs``: id → ``Index.number_of``) or the
-        medium fails.
+        unless they were added since the failed lookup or the medium fails.
         """
+        packs, self._doubts.unread = self._doubts.unread, {}
         await self.refresh_or_log()
         left = [
             pack_id
@@ -362,7 +401,7 @@ class NamespaceView:
                     partial(self.backend.tables, self.namespace, left)
                 )
             }
-            self._dropped = True
+            self._doubts.index_lacks = True
             self._forget({pack_id: b"" for pack_id in left if pack_id not in there})
 
     def _set_collided(self, keys: Sequence[bytes], *, collided: bool) -> None:
@@ -399,34 +438,40 @@ class NamespaceView:
         if followed and not unknown:
             self.cursor = result.cursor
         for writer in writers:
-            if not writer.written:
+            if writer.written:
+                self._add_written(writer.table)
+            else:
                 self._counters.held_blocks += len(writer.keys)
-                continue
-            table = writer.table
-            self._add([table])
-            self._remember(HeldPack(table, self.index.number_of(table.pack_id)))
-            self._counters.stored_blocks += len(table.keys)
-            self._counters.stored_raw_bytes += table.raw_length
-            self._counters.stored_bytes += table.payload_length
-        mine = {
-            pack.pack_id: pack
-            for pack in result.evicted
-            if pack.namespace == self.namespace
-        }
-        self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine.values())
-        self._forget(mine)
+        self._forget_evicted(result)
         if unknown and followed:
             # the backend holds a pack that the index lacks: reload the catalogue
             self.cursor = None
         return followed and not unknown
 
+    def _add_written(self, table: PackTable) -> None:
+        """Add and count a pack that this store wrote."""
+        self._add([table])
+        self._recent.add(HeldPack(table, self.index.number_of(table.pack_id)))
+        self._counters.stored_blocks += len(table.keys)
+        self._counters.stored_raw_bytes += table.raw_length
+        self._counters.stored_bytes += table.payload_length
+
+    def _forget_evicted(self, result: CommitResult) -> None:
+        """Remove and count the packs of this namespace that a commit evicted."""
+        evicted: dict[bytes, PackTable] = {}
+        for pack in result.evicted:
+            if pack.namespace == self.namespace:
+                evicted[pack.pack_id] = pack
+        self._counters.evicted_blocks += sum(map(_num_keys, evicted.values()))
+        self._forget(evicted)
+
     def distrust(
         self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
     ) -> None:
-        """Remove from the index the packs of which a read failed. A pack that was replaced since
-        that read is kept.
+        """Remove from the index the packs of which a read failed; ``repair`` decides about them. A
+        pack that was replaced since that read is kept.
 
-        :param bad_frames: number of frames of each pack, by id, that did not verify. ``quarantine``
+        :param bad_frames: number of frames of each pack, by id, that did not verify. ``repair``
             counts them if the store still holds the pack.
         """
         bad = {
@@ -436,26 +481,30 @@ class NamespaceView:
         }
         self._forget(bad)
         for pack_id, table in bad.items():
-            self._distrusted[pack_id] = _Suspect(table, bad_frames.get(pack_id, 0))
+            suspect = _Suspect(table, bad_frames.get(pack_id, 0))
+            self._doubts.suspects[pack_id] = suspect
+        self._doubts.undecided = True
 
-    async def quarantine(self) -> None:
-        """Refresh, and delete the distrusted packs that no process has removed or replaced since,
-        if the store is writable. Manifests that name them are shortened to the part before.
+    async def _quarantine(self) -> None:
+        """Refresh, and delete the suspected packs that no process has removed or replaced since, if
+        the store is writable. Manifests that name them are shortened to the part before.
 
-        If the refresh fails, all distrusted packs are restored to the index: a later read decides.
-        If a deletion fails, they stay out of the index.
+        If the refresh fails, all of them are restored to the index: a later read decides. If a
+        deletion fails, they stay out of the index.
         """
+        self._doubts.undecided = False
+        suspects = self._doubts.suspects
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
                 await self.refresh()
             except StoreError as error:  # unknown whether the packs are unchanged
                 self.log_failure(error)
-                self._add([suspect.table for suspect in self._distrusted.values()])
+                self._add([suspect.table for suspect in suspects.values()])
                 return
-            for pack_id, suspect in self._distrusted.items():
+            for pack_id, suspect in suspects.items():
                 self._counters.verification_failures += suspect.bad_frames
-                self._distrusted[pack_id] = suspect._replace(bad_frames=0)
-            bad = list(self._distrusted)
+                suspects[pack_id] = suspect._replace(bad_frames=0)
+            bad = list(suspects)
             if not bad or not self.backend.capabilities.writable:
                 return
             if await self._delete(bad):
@@ -463,8 +512,7 @@ class NamespaceView:
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
         """Delete packs. Return False, and delete none, if another process has committed since the
-        last refresh: it may have replaced them. If the store fails, the packs stay in
-        ``_distrusted``.
+        last refresh: it may have replaced them. If the store fails, the packs stay suspects.
         """
         try:
             if (batch := await self._shorten(bad)) is None:
@@ -476,7 +524,7 @@ class NamespaceView:
             if result.stale:
                 return False
             for pack_id in bad:
-                self._distrusted.pop(pack_id, None)
+                self._doubts.suspects.pop(pack_id, None)
             names = ", ".join(pack_id.hex() for pack_id in bad)
             logger.warning(
                 "deleted packs whose bytes do not verify: %s; their blocks will be computed again",
@@ -503,12 +551,10 @@ class NamespaceView:
             requests = await self.call(
                 partial(read_requests, backend, self.namespace, some)
             )
-            keys = dict.fromkeys(
-                key
-                for request in requests
-                for group in request.keys
-                for key in group.unpack()
-            )
+            keys: dict[bytes, None] = {}
+            for request in requests:
+                for group in request.keys:
+                    keys.update(dict.fromkeys(group.unpack()))
             batch = shortened(
                 requests, await self.pack_of(list(keys)), self.block_bytes, self.cursor
             )
@@ -527,11 +573,13 @@ def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
     capacity = None
     with suppress(StoreError):
         capacity = backend.policy().capacity
-    return (
-        None
-        if capacity is None
-        else capacity // min(group.block_bytes for group in layout.groups)
-    )
+    if capacity is None:
+        return None
+    return capacity // min(group.block_bytes for group in layout.groups)
+
+
+def _num_keys(table: PackTable) -> int:
+    return len(table.keys)
 
 
 def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
@@ -575,20 +623,23 @@ def make_manifest(
     :param created: time of creation in seconds since the epoch; None: now.
     """
     kept = [list(takewhile(pack_of.__contains__, keys)) for keys in end.group_keys]
-    whole = list(map(len, kept)) == list(map(len, end.group_keys))
-    if not any(kept):
+    counts = [len(some) for some in kept]
+    whole = counts == list(map(len, end.group_keys))
+    if not any(counts):
         return None, whole
+    tokens = end.tokens
+    if not whole:
+        tokens = min(tokens, min(counts) * end.block_size)
+    raw_bytes = 0
+    for count, size in zip(counts, block_bytes, strict=True):
+        raw_bytes += count * size
     keys: ManifestKeys = tuple(map(PackedKeys.of, kept))
     manifest = RequestManifest(
         id=end.manifest_id,
         created=time.time() if created is None else created,
-        tokens=end.tokens
-        if whole
-        else min(end.tokens, min(map(len, kept)) * end.block_size),
-        group_blocks=tuple(map(len, kept)),
-        raw_bytes=sum(
-            len(some) * size for some, size in zip(kept, block_bytes, strict=True)
-        ),
+        tokens=tokens,
+        group_blocks=tuple(counts),
+        raw_bytes=raw_bytes,
         ordered=end.ordered,
         labels=end.labels,
         context=context_digest(keys),

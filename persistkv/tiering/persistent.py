@@ -37,7 +37,7 @@ from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_B
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.host.client import StoreClient, StoreStats
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
+from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import Choice, RequestEnd, StoreOptions
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -57,10 +57,9 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
     codec: str = "raw"
     """Codec of new packs."""
-    host: Literal["process", "thread", "inline"] = "process"
-    """Where the store's I/O runs: ``process`` (a host process), ``thread`` (of the engine) or
-    ``inline`` (the caller's thread, within the tier's calls). If a host process is not possible, a
-    warning is logged and a thread is used."""
+    host: Literal["process", "thread"] = "process"
+    """Where the store's I/O runs: ``process`` (a host process) or ``thread`` (of the engine). If a
+    host process is not possible, a warning is logged and a thread is used."""
     strict_identity: bool = False
     """True: the constructor raises IdentityMismatchError if the store contains only other
     identities. False: it adds a namespace for this identity."""
@@ -85,7 +84,7 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``persistkv.config.parse_durability``."""
     io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that
-    writes; 1 to 8. A remote store has always 8. Ignored if ``host`` is ``inline``."""
+    writes; 1 to 8. A remote store has always 8."""
     open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
     """Seconds, at least 1, to wait at construction for the store to open. After that, a host
     process continues to open it, and lookups miss until it is open; so does a thread, unless
@@ -109,7 +108,7 @@ class PersistentTier(SecondaryTierManager):
     restarts of the engine.
 
     The constructor waits up to ``open_timeout_s`` seconds for the store. Later calls wait only if
-    their description says so, or if the option ``host`` is ``inline``.
+    their description says so.
 
     :raises ConfigurationError: an option is invalid (the error names it), or ``config.identity`` is
         empty.
@@ -185,8 +184,6 @@ class PersistentTier(SecondaryTierManager):
             if self.primary_kv_view.ndim != 1
             else self.primary_kv_view
         )
-        if self.options.host == "inline":
-            return InlineHost(flat)
         if self.options.host == "process":
             if self.config.region_fds:
                 with suppress(OSError):

@@ -46,13 +46,13 @@ def test_measure_routes_stay_within_targets(measured: dict[str, trips.Trip]) -> 
         )
 
 
-def test_measure_stacks_lead_from_tier_to_driver(
+def test_measure_stacks_lead_from_thread_to_driver(
     measured: dict[str, trips.Trip],
 ) -> None:
     store = measured["store"]
     assert "pwritev" in store.device, "the blocks are written"
     deepest = max(store.device.values(), key=len)
-    assert deepest[0].startswith("persistkv/tiering/persistent.py:")
+    assert deepest[0] == "persistkv/storage/threads.py:_run_calls"
     assert deepest[-1].startswith(DRIVER)
     assert store.frames == len(deepest)
 

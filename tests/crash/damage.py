@@ -33,9 +33,9 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.samples import (
     sample_blocks,
     sample_keys,
@@ -143,7 +143,9 @@ def use(url: str, right: dict[bytes, bytes]) -> Outcome:
     served, written = 0, True
     for number, identity in enumerate(IDENTITIES):
         try:
-            store = Store(open_backend(url), identity, rows, StoreOptions(), url=url)
+            store = BlockingStore(
+                open_backend(url), identity, rows, StoreOptions(), url=url
+            )
         except StoreError as error:
             return Outcome("refused", detail=str(error))
         keys = [

@@ -47,12 +47,13 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.host.client import JobOutcome, StoreClient
+from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import InlineHost, ProcessHost, State
+from persistkv.storage.host.supervisor import ProcessHost, State, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
 from persistkv_lmdb import LmdbBackend
@@ -90,7 +91,7 @@ OPTIONS = StoreOptions(staging_bytes=16 << 20, events=True)
 """16 MiB: large enough to copy a request's blocks, which are committed with its manifest in one
 transaction."""
 PATIENCE_S = 120.0
-INLINE, PROCESS = InlineHost.name, ProcessHost.name
+THREAD, PROCESS = ThreadHost.name, ProcessHost.name
 STORED, DROPPED = "stored all", "dropped some"
 _LAYOUT = RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
 _UNDONE, _DONE, _HALF, _DONE_ONCE = 1, 2, 3, 4  # as in record.c
@@ -191,7 +192,7 @@ class Engine:
         self._host = (
             ProcessHost((region,), size)
             if host == PROCESS
-            else InlineHost(memoryview(self._rows))
+            else ThreadHost(memoryview(self._rows))
         )
         self._client = StoreClient(self._host, hello, max_queue_bytes=1 << 30)
         self._client.open()
@@ -384,7 +385,7 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     right = everything()
     rows = Rows(memoryview(bytearray(len(right) * BLOCK_BYTES)), _LAYOUT)
     backend = LmdbBackend.open(StoreUrl.parse(url))
-    opened = Store(backend, IDENTITY, rows, OPTIONS, url=url)
+    opened = BlockingStore(backend, IDENTITY, rows, OPTIONS, url=url)
     assert not list(store.glob("damaged-*")), "the store was quarantined"
     held = [key for key in right if opened.contains(key)]
     missing = {*map(bytes.fromhex, known.held)} - {*held}
@@ -413,7 +414,7 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     return Outcome("right", len(held))
 
 
-def _write_more(opened: Store, backend: LmdbBackend) -> None:
+def _write_more(opened: BlockingStore, backend: LmdbBackend) -> None:
     """Check that the store accepts new content, and that its files then have the recorded
     lengths."""
     blocks = content(LAST)
@@ -445,7 +446,7 @@ def _write_more(opened: Store, backend: LmdbBackend) -> None:
 
 
 def run_case(
-    directory: Path, placement: str, fault: Fault, k: int, host: str = INLINE
+    directory: Path, placement: str, fault: Fault, k: int, host: str = THREAD
 ) -> Outcome:
     """Run an engine and check the store that it leaves.
 
@@ -515,7 +516,7 @@ def main() -> None:
     )
     parser.add_argument("--fault", choices=sorted(by_name), help="run this fault only")
     parser.add_argument(
-        "--host", choices=(INLINE, PROCESS), default=INLINE, help="where the store runs"
+        "--host", choices=(THREAD, PROCESS), default=THREAD, help="where the store runs"
     )
     arguments = parser.parse_args()
     faults = FAULTS if arguments.fault is None else (by_name[arguments.fault],)

@@ -30,10 +30,9 @@ import numpy as np
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
-from persistkv.storage.executor import Executor
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals
 
 IDENTITY = Identity.of({"test": "overwrites"})
@@ -67,14 +66,11 @@ def content_of(request: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return content
 
 
-def open_rows(url: str) -> tuple[Store, np.ndarray[Any, np.dtype[np.uint64]]]:
+def open_rows(url: str) -> tuple[BlockingStore, np.ndarray[Any, np.dtype[np.uint64]]]:
     """Open the store with memory for several requests, as an engine does."""
     memory = memoryview(mmap.mmap(-1, _AT_ONCE * BLOCKS * BLOCK_BYTES))
     rows = Rows(memory, RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),)))
-    executor = Executor(2, lambda: None)
-    store = Store(
-        open_backend(url), IDENTITY, rows, StoreOptions(), url=url, executor=executor
-    )
+    store = BlockingStore(open_backend(url), IDENTITY, rows, StoreOptions(), url=url)
     return store, np.frombuffer(memory, np.uint64).reshape(
         _AT_ONCE * BLOCKS, BLOCK_BYTES // 8
     )
@@ -95,7 +91,7 @@ def write(url: str, newest: Path, seconds: float) -> None:
         store.put(f"r{request}", keys_of(request), range(BLOCKS), range(BLOCKS))
         store.flush()
         newest.write_text(str(request))
-        store.tick()
+        store.work()
         return counters.dropped_blocks == before
 
     while time.monotonic() < end:

@@ -22,7 +22,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from tests.fuzz.edits import KINDS, MAX_EDITS, MAX_INDEX, Edit, apply_edits
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.targets import TARGETS, Target, loop_and_threads
 
 HEADROOM_BYTES = (
     256 << 20
@@ -50,6 +50,7 @@ def main() -> None:
         if not arguments.target or target.name in arguments.target
     ]
     logging.disable(logging.CRITICAL)
+    loop_and_threads()  # their address space is not the cases'
     _limit_memory()
     started = time.monotonic()
     counts = fuzz(targets, arguments.cases, arguments.seed, arguments.limit_s)

@@ -6,6 +6,7 @@ their checksum is valid again, so only the parser can reject them.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import itertools
@@ -71,6 +72,7 @@ from persistkv.storage.shared.format import (
 )
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.store import Store
+from persistkv.storage.threads import StoreThreads
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.layout import DATABASES, PIECES
 
@@ -259,6 +261,15 @@ def _empty_store() -> LmdbBackend:
     return backend
 
 
+@functools.cache
+def loop_and_threads() -> tuple[asyncio.AbstractEventLoop, StoreThreads]:
+    """Return the event loop and the threads of all cases: starting threads for each one would use
+    up the address space."""
+    loop = asyncio.new_event_loop()
+    atexit.register(loop.close)
+    return loop, StoreThreads(1)
+
+
 def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
     """Open a store with a damaged pack and read all blocks of the pack. Return whether any block
     was served."""
@@ -270,12 +281,14 @@ def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
         rows.put(PACK_ROWS, name, SEQUENCE.pack(1) + table)
         rows.put(PIECES, name + bytes(4), payload)
     memory = bytearray(b"\xaa" * (10 * STRIDE))
+    loop, threads = loop_and_threads()
     store = Store(
         backend,
         IDENTITY,
         Rows(memoryview(memory), LAYOUT),
         StoreOptions(),
         url="fuzz://store",
+        threads=threads,
     )
     wanted = [
         (segment.group, key, block)
@@ -284,7 +297,10 @@ def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
             segment.keys, segment.source.gather(0, 4).reshape(4, -1), strict=True
         )
     ]
-    failed = set(store.read([key for _, key, _ in wanted], range(len(wanted))))
+    keys = [key for _, key, _ in wanted]
+    outcome = loop.run_until_complete(store.read(keys, range(len(wanted))))
+    failed = set(outcome.failed)
+    store.index.close()
     require(
         memory[len(wanted) * STRIDE :]
         == b"\xaa" * (len(memory) - len(wanted) * STRIDE),

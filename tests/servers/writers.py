@@ -31,12 +31,12 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.shared import SharedBackend
 from persistkv.storage.shared.format import Names
-from persistkv.storage.store import Store
 from persistkv_s3 import S3Backend
 
 BLOCK = 256 << 10
@@ -82,19 +82,19 @@ def content(key: bytes) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(list(key)).integers(0, 256, BLOCK, dtype=np.uint8)
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str) -> BlockingStore:
     return store_of(S3Backend.open(StoreUrl.parse(url)), url)
 
 
-def store_of(backend: S3Backend, url: str) -> Store:
+def store_of(backend: S3Backend, url: str) -> BlockingStore:
     rows = Rows(
         memoryview(bytearray((PREFIX + OWN) * BLOCK)),
         RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)),
     )
-    return Store(backend, IDENTITY, rows, OPTIONS, url=url)
+    return BlockingStore(backend, IDENTITY, rows, OPTIONS, url=url)
 
 
-def read_some(store: Store, keys: list[bytes]) -> tuple[int, int]:
+def read_some(store: BlockingStore, keys: list[bytes]) -> tuple[int, int]:
     """Read blocks. Return the number of blocks that were read, and the number of wrong ones."""
     failed = set(store.read(keys, range(len(keys))))
     came = [(row, key) for row, key in enumerate(keys) if key not in failed]

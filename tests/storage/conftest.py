@@ -13,9 +13,9 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend
 
 IDENTITY = Identity.of({"weights": "w", "dtype": "float32"})
@@ -65,16 +65,18 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def open_store(make_rows: Callable[..., Rows]) -> Iterator[Callable[..., Store]]:
+def open_store(
+    make_rows: Callable[..., Rows],
+) -> Iterator[Callable[..., BlockingStore]]:
     """Return a function that opens stores; close them after the test."""
-    opened: list[Store] = []
+    opened: list[BlockingStore] = []
 
     def open_one(
         url: str,
         rows: Rows | None = None,
         identity: Identity = IDENTITY,
         **options: object,
-    ) -> Store:
+    ) -> BlockingStore:
         parsed = StoreUrl.parse(url)
         backend = (
             MemoryBackend.open(parsed)
@@ -83,7 +85,9 @@ def open_store(make_rows: Callable[..., Rows]) -> Iterator[Callable[..., Store]]
         )
         try:
             settings = StoreOptions(**{"events": True, **options})  # type: ignore[arg-type]
-            store = Store(backend, identity, rows or make_rows(), settings, url=url)
+            store = BlockingStore(
+                backend, identity, rows or make_rows(), settings, url=url
+            )
         except BaseException:
             backend.close()
             raise

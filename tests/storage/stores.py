@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.records import RequestEnd
-from persistkv.storage.store import Store
 from persistkv.testing import FaultyBackend
 
 
@@ -21,21 +21,21 @@ def end(
     return RequestEnd(request, f"manifest-{request}", chains, count, 16, **more)
 
 
-def manifests(store: Store) -> list[RequestManifest]:
+def manifests(store: BlockingStore) -> list[RequestManifest]:
     return sorted(
         store.catalogue.backend.catalogue(store.namespace).manifests(),
         key=lambda manifest: manifest.id,
     )
 
 
-def refill(store: Store) -> np.ndarray[Any, Any]:
+def refill(store: BlockingStore) -> np.ndarray[Any, Any]:
     """Zero the rows; return a copy of their previous content."""
     before = store.rows.array.copy()
     store.rows.array[:] = 0
     return before
 
 
-def inject_faults(store: Store) -> FaultyBackend[Backend]:
+def inject_faults(store: BlockingStore) -> FaultyBackend[Backend]:
     """Wrap the store's backend so that its calls can fail."""
     backend = FaultyBackend.of(store.catalogue.backend)
     store.catalogue.backend = backend
@@ -53,3 +53,8 @@ def flip_reads(backend: FaultyBackend[Backend], pack_id: bytes | None = None) ->
         return filled
 
     backend.after("read", flip)
+
+
+def is_due(store: BlockingStore) -> bool:
+    """Return whether packs or manifests of ended requests are to be written now."""
+    return store.store.queue.seconds_to_due() == 0.0

@@ -12,9 +12,9 @@ import pytest
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.faulty import FaultyBackend
 from persistkv.testing.samples import sample_pack
 from tests.storage.conftest import IDENTITY
@@ -39,13 +39,13 @@ def packs() -> list[PackWriter]:
 @contextmanager
 def opened(
     url: str, make_rows: Callable[..., Rows]
-) -> Iterator[tuple[Store, list[bytes | None]]]:
+) -> Iterator[tuple[BlockingStore, list[bytes | None]]]:
     """Open a store; yield it and the cursors of its calls of ``changes``. None reads the whole
     catalogue."""
     backend = FaultyBackend.of(open_backend(url))
     cursors: list[bytes | None] = []
     backend.before("changes", lambda namespace, cursor: cursors.append(cursor))
-    store = Store(
+    store = BlockingStore(
         backend,
         IDENTITY,
         make_rows(1, 4096, (((0, 1),),)),
@@ -81,7 +81,7 @@ def version(url: str) -> tuple[int, int, int]:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def holds(store: Store, packs: list[PackWriter]) -> list[bool]:
+def holds(store: BlockingStore, packs: list[PackWriter]) -> list[bool]:
     """Return for each pack whether the index finds its keys; check that it finds all of them or
     none."""
     found = [{store.contains(key) for key in pack.keys.unpack()} for pack in packs]
@@ -204,7 +204,7 @@ def test_index_file_read_only_store_uses_but_does_not_write_it(
     commit(url, CommitBatch(packs[PACKS:]))
     before = version(url)
     backend = open_backend(url, read_only=True)
-    store = Store(
+    store = BlockingStore(
         backend, IDENTITY, make_rows(1, 4096, (((0, 1),),)), StoreOptions(), url=url
     )
     assert holds(store, packs) == [True] * (PACKS + 1)

@@ -10,12 +10,12 @@ import pytest
 from persistkv.base import Retention
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import RequestEnd
-from persistkv.storage.store import Store
 from tests.storage.stores import flip_reads, inject_faults
 
 Keys = Callable[..., list[bytes]]
-OpenStore = Callable[..., Store]
+OpenStore = Callable[..., BlockingStore]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -56,7 +56,7 @@ def test_read_damaged_pack_shortens_manifest_and_keeps_other_packs(
     assert store.read(names, rows) == []
 
 
-def replace(store: Store, names: list[bytes]) -> None:
+def replace(store: BlockingStore, names: list[bytes]) -> None:
     """Delete the pack of these keys and store other bytes under the same keys, and so under the
     same pack ID."""
     tables = store.catalogue.backend.changes(store.namespace, None).added

@@ -15,15 +15,15 @@ from persistkv.errors import ConfigurationError, CorruptPackError, IdentityMisma
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.identity import Identity
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import tables
 from tests.memory_store import payload
-from tests.storage.stores import end, inject_faults, manifests, refill
+from tests.storage.stores import end, inject_faults, is_due, manifests, refill
 
 Keys = Callable[..., list[bytes]]
-OpenStore = Callable[..., Store]
+OpenStore = Callable[..., BlockingStore]
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "zstd:3"])
@@ -73,8 +73,8 @@ def test_put_blocks_are_found_only_after_flush(
     assert store.put("r", small, [0, 1], [0, 1])
     assert not store.put("r", large, range(64), None)
     assert not any(map(store.contains, small + large))
-    assert store.missing(small) == []
-    assert store.missing(large) == large
+    assert store.store.missing(small) == []
+    assert store.store.missing(large) == large
     store.flush()
     assert all(map(store.contains, small + large))
     assert sorted(store.take_news().stored) == sorted(small + large)
@@ -195,14 +195,14 @@ def test_wants_commit_age_or_staging_bound_makes_blocks_due(
 ) -> None:
     aged = open_store("memory://x", max_age_s=0.0)
     aged.put("r", keys(1), [0], None)
-    assert aged.wants_commit()
-    assert aged.seconds_to_work() == 0.0
+    assert is_due(aged)
+    assert aged.store.committer.seconds_to_work() == 0.0
     bounded = open_store("memory://y", max_age_s=1e6, staging_bytes=512 << 10)
     bounded.put("r", keys(1), [0], None)
-    assert not bounded.wants_commit()
+    assert not is_due(bounded)
     bounded.put("s", keys(1), [1], None)
-    bounded.tick()
-    assert bounded.staged_bytes == 0
+    bounded.work()
+    assert bounded.store.queue.staging.num_bytes == 0
     assert len(bounded.index) == 2
 
 
@@ -220,7 +220,7 @@ def test_put_and_read_invalid_arguments_raise_and_stage_nothing(
         store.put("r", keys(2), [0, 1], [0, 1, 2])
     with pytest.raises(ValueError, match="rows 99 to 99"):
         store.read(keys(1), [99])
-    assert not store.wants_commit()
+    assert not is_due(store)
 
 
 def test_store_reopened_finds_all_blocks(
@@ -237,7 +237,7 @@ def test_store_reopened_finds_all_blocks(
     before = refill(again)
     assert again.read(names, range(64)) == []
     assert (again.rows.array == before).all()
-    assert again.notice == ""
+    assert again.store.notice == ""
 
 
 def test_tick_applies_stores_and_deletions_of_other_handles(
@@ -248,13 +248,13 @@ def test_tick_applies_stores_and_deletions_of_other_handles(
     names = keys(64)
     writer.put("r", names, range(64), None)
     writer.flush()
-    reader.tick()
+    reader.work()
     assert sorted(reader.take_news().stored) == sorted(names)
     tables = writer.catalogue.backend.changes(writer.namespace, None).added
     writer.catalogue.backend.commit(
         writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables])
     )
-    reader.tick()
+    reader.work()
     assert reader.take_news().lost, "its keys are not known here"
     assert not any(map(reader.contains, names))
     assert reader.read(names, range(64)) == names
@@ -339,10 +339,10 @@ def test_put_full_staging_leaves_blocks_in_their_rows(
         for job in range(3)
     ]
     assert free == [True, False, False], "what has no room is written from its rows"
-    assert store.staged_bytes == 4 * (64 << 10)
-    assert not store.has_room
+    assert store.store.queue.staging.num_bytes == 4 * (64 << 10)
+    assert not store.store.queue.has_room
     store.flush()
-    assert store.has_room
+    assert store.store.queue.has_room
     assert all(store.contains(key) for job in names for key in job)
 
 
@@ -363,11 +363,11 @@ def test_store_other_identity_misses_and_notice_names_difference(
         "a refusal creates nothing"
     )
     stranger = open_store(url, identity=other)
-    assert "dtype: 'bfloat16' here, 'float32' stored" in stranger.notice
+    assert "dtype: 'bfloat16' here, 'float32' stored" in stranger.store.notice
     assert not any(map(stranger.contains, names))
     stranger.put("r", names, [0, 1], None)
     stranger.flush()
-    assert open_store(url, identity=other).notice == ""
+    assert open_store(url, identity=other).store.notice == ""
 
 
 def test_store_unknown_codec_raises_and_creates_no_namespace(
@@ -381,7 +381,7 @@ def test_store_unknown_codec_raises_and_creates_no_namespace(
 
 
 def test_read_adjacent_frames_use_one_span(open_store: OpenStore, keys: Keys) -> None:
-    store = open_store("memory://x")
+    store = open_store("memory://x", io_threads=1)
     names = keys(32)
     store.put("r", names, range(32), None)
     store.flush()
@@ -421,9 +421,9 @@ def test_durability_interval_copies_blocks_and_flush_commits_once(
     assert store.put("b", small, [0, 1, 2], None)
     store.end_request(end("a", large))
     before = refill(store)
-    assert not store.wants_commit()
-    assert store.seconds_to_work() != 0
-    store.tick()
+    assert not is_due(store)
+    assert store.store.committer.seconds_to_work() != 0
+    store.work()
     assert not any(map(store.contains, large + small))
     assert store.take_news().persisted == []
     store.flush()
@@ -444,13 +444,13 @@ def test_durability_interval_elapsed_tick_commits(
         store.put("r", names, [0, 1], None)
     else:
         store.end_request(end("r", names))
-    assert store.seconds_to_work() != 0.0
+    assert store.store.committer.seconds_to_work() != 0.0
     now = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + 3601)
-    assert store.seconds_to_work() == 0.0
-    store.tick()
+    assert store.store.committer.seconds_to_work() == 0.0
+    store.work()
     assert store.counters.commits == 1
-    assert not store.wants_commit()
+    assert not is_due(store)
 
 
 def test_durability_interval_full_staging_commits_early(
@@ -464,16 +464,16 @@ def test_durability_interval_full_staging_commits_early(
     )
     names = keys(48)
     assert store.put("r", names[:8], range(8), range(8))
-    assert not store.wants_commit()
+    assert not is_due(store)
     assert store.put("r", names[8:16], range(8, 16), range(8, 16))
-    assert store.wants_commit(), "half of what may be staged"
+    assert is_due(store), "half of what may be staged"
     assert store.put("r", names[16:32], range(16, 32), range(16, 32))
     assert not store.put("r", names[32:], range(32, 48), range(32, 48)), (
         "no room is left: written from the rows"
     )
-    store.tick()
+    store.work()
     assert all(map(store.contains, names))
-    assert store.staged_bytes == 0
+    assert store.store.queue.staging.num_bytes == 0
 
 
 def test_begin_read_rows_do_not_match_distinct_keys_raises(

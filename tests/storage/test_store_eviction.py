@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from persistkv.memory.rows import Rows
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import RequestEnd
-from persistkv.storage.store import Store
 from tests.storage.stores import end, manifests
 
 Keys = Callable[..., list[bytes]]
-OpenStore = Callable[..., Store]
+OpenStore = Callable[..., BlockingStore]
 
 
 def small_store(
     tmp_path: Any, open_store: OpenStore, make_rows: Callable[..., Rows], **options: Any
-) -> Store:
+) -> BlockingStore:
     """Open a store of 8 MiB on LMDB, with rows of 64 KiB."""
     return open_store(
         f"lmdb://{tmp_path}/store?capacity=8MiB", make_rows(64), **options
@@ -28,7 +28,7 @@ def small_store(
 
 
 def store_request(
-    store: Store, request: str, names: list[bytes], *, close: bool = True
+    store: BlockingStore, request: str, names: list[bytes], *, close: bool = True
 ) -> None:
     store.put(request, names, range(len(names)), range(len(names)))
     if close:
@@ -77,7 +77,7 @@ def test_store_full_keeps_used_blocks(
         if use == "read":
             assert store.read(kept, range(16)) == []
         elif use == "touch":
-            store.touch([*kept, *keys(3)])
+            store.store.touch([*kept, *keys(3)])
         elif use == "offer":
             store.put("again", kept, range(16), range(16))
         else:
@@ -121,17 +121,17 @@ def test_touch_without_stores_is_committed_when_due(
     now = time.monotonic
     # no use becomes due during the test
     monkeypatch.setattr(time, "monotonic", lambda: now() - 1000)
-    store.touch(names)
-    due = store.seconds_to_work()
+    store.store.touch(names)
+    due = store.store.committer.seconds_to_work()
     assert due is not None
     assert 900 < due <= 1002
-    store.tick()
+    store.work()
     assert store.counters.commits == commits
     monkeypatch.setattr(time, "monotonic", lambda: now() + 3)
-    assert store.seconds_to_work() == 0.0
-    store.tick()
+    assert store.store.committer.seconds_to_work() == 0.0
+    store.work()
     assert store.counters.commits == commits + 1
-    store.tick()
+    store.work()
     assert store.counters.commits == commits + 1
 
 
@@ -147,7 +147,7 @@ def test_tick_idle_store_expires_old_blocks(
     monkeypatch.setattr(time, "clock_gettime", lambda clock: since_boot(clock) + 7200)
     monotonic = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 31)
-    store.tick()
+    store.work()
     assert not any(map(store.contains, names))
     assert store.take_news().removed == names
 
@@ -159,11 +159,11 @@ def test_tick_blocks_evicted_by_another_handle_are_removed(
     two = small_store(tmp_path, open_store, make_rows, refresh_s=0.0)
     names = keys(16)
     store_request(one, "mine", names)
-    two.tick()
+    two.work()
     assert all(map(two.contains, names))
     for number in range(12):
         store_request(one, f"r{number}", keys(16))
-    two.tick()
+    two.work()
     assert not any(map(two.contains, names))
     assert sorted(two.index.pack_ids()) == sorted(one.index.pack_ids())
     assert len(two.index) == len(one.index)

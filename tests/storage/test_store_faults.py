@@ -12,15 +12,15 @@ import pytest
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend, CommitBatch
-from persistkv.storage.store import Store
+from persistkv.storage.blocking import BlockingStore
 from persistkv.testing import FaultyBackend
 from persistkv.testing.conformance.suite import tables
 from tests.memory_store import set_payload, swap_payloads
 from tests.storage.stores import end, flip_reads, inject_faults, manifests
 
 Keys = Callable[..., list[bytes]]
-OpenStore = Callable[..., Store]
-FaultyStore = tuple[Store, FaultyBackend[Backend]]
+OpenStore = Callable[..., BlockingStore]
+FaultyStore = tuple[BlockingStore, FaultyBackend[Backend]]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_commit_store_full_drops_only_its_blocks(
     with caplog.at_level(logging.WARNING):
         store.flush()
     assert "the store is full (no room)" in caplog.text
-    assert store.missing(lost) == lost
+    assert store.store.missing(lost) == lost
     assert store.counters.dropped_blocks == 64
     assert store.counters.dropped_bytes == 64 * (64 << 10)
     store.put("r", kept, [0, 1], None)
@@ -91,7 +91,7 @@ def test_read_flipped_byte_misses_and_deletes_pack(
     codec: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store = open_store(store_url, codec=codec)
+    store = open_store(store_url, codec=codec, io_threads=1)
     store.rows.array[:, ::2] = 0
     backend = inject_faults(store)
     names = keys(32)

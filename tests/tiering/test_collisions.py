@@ -67,7 +67,7 @@ class History:
     def open(self) -> None:
         config = OffloadingConfig({"weights": "w"}, 16, LAYOUT, ROWS)
         self.tier = PersistentTier(
-            config, memoryview(self.memory), url=self.url, host="inline", max_age_s=0.0
+            config, memoryview(self.memory), url=self.url, host="thread", max_age_s=0.0
         )
 
     def run(self, job: JobMetadata) -> set[OffloadKey]:

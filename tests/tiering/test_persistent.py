@@ -38,7 +38,7 @@ class TestPersistentTierInline(SecondaryTierConformance):
         self.url = f"lmdb://{tmp_path}/store"
 
     def open_tier(self, config: OffloadingConfig, view: memoryview) -> PersistentTier:
-        return PersistentTier(config, view, url=self.url, host="inline", max_age_s=0.0)
+        return PersistentTier(config, view, url=self.url, host="thread", max_age_s=0.0)
 
 
 class TestPersistentTierInThread(SecondaryTierConformance):
@@ -215,7 +215,7 @@ def test_persistent_tier_host_killed_in_flight_misses_and_restarts(
         ({"url": "lmdb:///tmp/x", "codec": "lz4"}, "codec: 'lz4' .* one of raw, zstd"),
         (
             {"url": "lmdb:///tmp/x", "host": "moon"},
-            "option host: 'moon' .* one of process, thread, inline",
+            "option host: 'moon' .* one of process, thread",
         ),
         ({"url": "lmdb:///tmp/x", "queue_bytes": "-5"}, "queue_bytes"),
         ({"url": "lmdb:///tmp/x", "max_age_s": "soon"}, "option max_age_s: 'soon'"),
@@ -275,7 +275,7 @@ def test_persistent_tier_strict_identity_other_weights_raises(
         make_stack(4, other_weights)
 
 
-@pytest.mark.parametrize("host", ["inline", "thread", "process"])
+@pytest.mark.parametrize("host", ["thread", "process"])
 def test_persistent_tier_unusable_store_starts_and_attaches_later(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
 ) -> None:
@@ -305,7 +305,7 @@ def test_persistent_tier_unusable_store_starts_and_attaches_later(
     assert tier.lookup(chain[0], again) is True
 
 
-@pytest.mark.parametrize("host", ["inline", "thread", "process"])
+@pytest.mark.parametrize("host", ["thread", "process"])
 def test_persistent_tier_required_unusable_store_raises(
     make_stack: MakeStack, tmp_path: Path, host: str
 ) -> None:
@@ -314,7 +314,7 @@ def test_persistent_tier_required_unusable_store_raises(
         make_stack(4, lmdb(tmp_path, host=host, required=True))
 
 
-@pytest.mark.parametrize("host", ["inline", "process"])
+@pytest.mark.parametrize("host", ["thread", "process"])
 def test_persistent_tier_full_store_evicts_touched_blocks_last(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
 ) -> None:

@@ -121,7 +121,7 @@ def two_contexts(
     return old, new
 
 
-@pytest.mark.parametrize("host", ["inline", "process"])
+@pytest.mark.parametrize("host", ["thread", "process"])
 def test_prewarming_restarted_stack_promotes_most_recent_context(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
 ) -> None:

@@ -50,7 +50,7 @@ class MiddlePack:
             )
 
     def _opened(self) -> StoreClient:
-        client = self._job.rig.client(self._url, "inline")
+        client = self._job.rig.client(self._url, "thread")
         client.open()
         return client
 

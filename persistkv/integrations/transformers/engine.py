@@ -100,7 +100,7 @@ class Engine:
         :param cpu_bytes: size of the primary tier.
         :param codec: codec of new packs: ``raw``, ``zstd`` or ``planes``; ``zstd:LEVEL``,
             ``planes:WIDTH``. Packs of any codec can be read.
-        :param host: execution context of the store: ``process``, ``thread`` or ``inline``.
+        :param host: execution context of the store: ``process`` or ``thread``.
         :param strict_identity: refuse a store that contains only KV of other identities, e.g. of
             other models.
         :param required: refuse to start if a store cannot be opened, for example because another

@@ -38,9 +38,9 @@ from persistkv.memory.budget import BLOCKS_STAGED
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.store import Store
 
 _ROWS_BYTES = 64 << 20  # 64 MiB of blocks are copied at a time
 _SPARE_TOKENS = 256  # capacity after the prompt
@@ -296,7 +296,10 @@ class PersistentCache(RequestCache):
         ]
 
     def _read(
-        self, store: Store, chains: Sequence[Sequence[bytes]], needed: Sequence[range]
+        self,
+        store: BlockingStore,
+        chains: Sequence[Sequence[bytes]],
+        needed: Sequence[range],
     ) -> list[bytes]:
         """Copy each group's blocks with an index in ``needed`` from the store to the buffers. Stop
         at the first batch with unreadable blocks and return their keys; return [] if all blocks
@@ -326,13 +329,13 @@ class PersistentCache(RequestCache):
             :, :, :, position * self._block_size : (position + 1) * self._block_size
         ]
 
-    def _row(self, store: Store, row: int, group: int) -> torch.Tensor:
+    def _row(self, store: BlockingStore, row: int, group: int) -> torch.Tensor:
         """Return a view of a row of the transfer memory, in the shape of a block of ``group``."""
         stored = torch.from_numpy(store.rows.array[row, : self._block_bytes[group]])
         return stored.view(self.buffers[group].dtype).view(self._block(group, 0).shape)
 
     @contextmanager
-    def _open_store(self, codec: str) -> Iterator[Store]:
+    def _open_store(self, codec: str) -> Iterator[BlockingStore]:
         stride = row_stride_bytes(1, max(self._block_bytes))
         layout = RowLayout(
             stride, tuple(GroupLayout(((0, size),)) for size in self._block_bytes)
@@ -343,7 +346,7 @@ class PersistentCache(RequestCache):
         rows = Rows(memoryview(huge_memory(num_bytes))[:num_bytes], layout)
         backend = open_backend(self._url)
         try:
-            store = Store(backend, self._identity, rows, options, url=self._url)
+            store = BlockingStore(backend, self._identity, rows, options, url=self._url)
         except BaseException:
             backend.close()
             raise
@@ -433,5 +436,5 @@ def save(
     return cache.save(one_row(token_ids), labels or {}, codec)
 
 
-def _holds(store: Store, chains: Sequence[Sequence[bytes]]) -> bool:
+def _holds(store: BlockingStore, chains: Sequence[Sequence[bytes]]) -> bool:
     return all(store.contains(key) for keys in chains for key in keys)

@@ -20,9 +20,10 @@ from contextlib import suppress
 from persistkv.memory import libc
 from persistkv.memory.budget import keep_out_of_collections
 from persistkv.memory.pages import collapse, map_aligned
+from persistkv.storage.host.channel import Channel, NoticeHandler
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import ToStore
-from persistkv.storage.host.server import Lifecycle, NoticeHandler, serve
+from persistkv.storage.host.server import Lifecycle, serve
 
 # 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
 _STEP_BYTES = 16 << 20
@@ -67,9 +68,6 @@ def main(
     os.close(own_pidfd)
     signal.alarm(0)
     connection = SocketConnection(engine, ToStore)
-    # the root logger: drivers log under their own names
-    logging.getLogger().addHandler(NoticeHandler(connection))
-    logging.getLogger("persistkv").setLevel(logging.INFO)
     serve(connection, rows, engine_pidfd, _HostProcess(rows))
 
 
@@ -80,6 +78,11 @@ class _HostProcess(Lifecycle):
         threading.Thread(
             target=self._ready_rows, name="persistkv-rows", daemon=True
         ).start()
+
+    def connected(self, channel: Channel) -> None:
+        # the root logger: drivers log under their own names
+        logging.getLogger().addHandler(NoticeHandler(channel))
+        logging.getLogger("persistkv").setLevel(logging.INFO)
 
     def opened(self) -> None:
         os.chdir("/")  # not before: the driver resolves a relative path when it opens

@@ -4,7 +4,7 @@ Invariants of this file:
 
 1. Only calls with a timeout wait. No thread is started (except by ``ThreadHost``).
 2. ``poll`` returns exactly one outcome for each submitted job, regardless of what happens to the
-   host.
+   host (``in_flight`` has the states of a job).
 3. A job fails only when its rows are certainly not in use: it was refused before it was sent, the
    host has answered it, or the host is known to be dead.
 4. Store jobs and request ends are two queues, each bounded in bytes. An entry that exceeds the
@@ -20,9 +20,9 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -36,6 +36,7 @@ from persistkv.errors import (
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import CONGESTED_BYTES
+from persistkv.storage.host.in_flight import InFlight, JobOutcome
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable
 from persistkv.storage.records import Choice, News, RequestEnd, are_encodable
@@ -45,28 +46,11 @@ logger = logging.getLogger(__name__)
 _OPEN_ATTEMPTS = 4
 # reasons why a store does not open that may pass; all others are the caller's
 _TEMPORARY = (StoreError, HostError)
-# 32 MiB of ends of requests: the host keeps them until it writes their manifests
-_MOST_ENDING_BYTES = 32 << 20
 _GLANCE_S = 5.0  # seconds between the requests for totals of ``glance``
 _TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
 _MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
 _GLANCE_TOKEN = 0  # tokens of requests with a waiting caller start at 1
 _NAP_S = 0.0005  # between polls of the calls that wait
-
-
-class JobOutcome(NamedTuple):
-    """Result of a store or load job. The host no longer uses the rows of the job."""
-
-    job_id: int
-    failed: list[bytes]
-    """Store job: keys whose blocks were dropped; the others are durable, or staged to be written
-    later. Load job: keys whose rows have undefined content."""
-    refused: bool
-    """True: the job was not sent, or the host died before its answer. All keys have failed."""
-    num_bytes: int
-    """Raw bytes of the job's blocks, without those of ``failed``."""
-    seconds: float
-    """Seconds from the submission to the end of the job."""
 
 
 class ClientCounters(msgspec.Struct):
@@ -101,11 +85,82 @@ class StoreStats(msgspec.Struct, frozen=True):
     """Raw bytes of store jobs in flight; set by ``glance`` only."""
 
 
-class _Job(NamedTuple):
-    keys: Sequence[bytes]
-    num_bytes: int
-    """Raw bytes of a store job; 0 for a load job."""
-    begin: float
+class _Questions:
+    """Questions to the host that a caller waits for, one at a time."""
+
+    def __init__(self) -> None:
+        self.token = _GLANCE_TOKEN
+        """Token of the last question."""
+        self.answer: protocol.Flushed | protocol.HostStats | None = None
+        """The answer to the last question; None: it has not arrived."""
+        self.totals: protocol.HostStats | None = None
+        """The last totals of the host that arrived."""
+        self._next_glance = 0.0
+
+    def ask(self) -> int:
+        """Return the token of a new question."""
+        self.token += 1
+        self.answer = None
+        return self.token
+
+    def may_glance(self) -> bool:
+        """Return whether totals may be asked for without a waiting caller; at most every 5 s."""
+        now = time.monotonic()
+        if now < self._next_glance:
+            return False
+        self._next_glance = now + _GLANCE_S
+        return True
+
+    def take(self, answer: protocol.Flushed | protocol.HostStats) -> None:
+        """Note an answer; only totals if its caller has timed out."""
+        if isinstance(answer, protocol.HostStats):
+            self.totals = answer
+        if answer.token == self.token:
+            self.answer = answer
+
+
+class _OpenFailures:
+    """Why the store does not open."""
+
+    def __init__(self) -> None:
+        self.last: PersistKVError | None = None
+        """The host's error, until it is taken."""
+        # kind of the last logged error, until the store is open
+        self._reported: type[PersistKVError] | None = None
+
+    def take(self) -> PersistKVError | None:
+        """Return ``last`` and forget it."""
+        error, self.last = self.last, None
+        return error
+
+    def may_retry(self, attempt: int) -> bool:
+        """Return whether another host process may help: the last one died, or found its PID in use
+        by another container. If the first one found damage, the next one checks the store before it
+        opens it.
+        """
+        if self.last is None or isinstance(self.last, ProcessIdInUseError):
+            return True
+        return attempt == 0 and isinstance(self.last, CorruptStoreError)
+
+    def report(self, error: PersistKVError) -> None:
+        """Log an error: once for each kind, since each further attempt may find it."""
+        if type(error) is self._reported:
+            logger.debug("the store still does not open: %s", error)
+            return
+        self._reported = type(error)
+        logger.error(
+            "the store does not open (%s): until it does, lookups miss and new blocks are dropped. "
+            "It is tried again in the background; required=true refuses to start instead",
+            error,
+        )
+
+    def end(self) -> None:
+        """Log that the store is open, if an error was logged."""
+        if self._reported is not None:
+            self._reported = None
+            logger.warning(
+                "the store is open now: lookups find its blocks, and new ones are stored"
+            )
 
 
 class StoreClient:
@@ -127,7 +182,6 @@ class StoreClient:
 
         See ``Supervisor`` for the other parameters.
         """
-        self.host = host
         self.counters = ClientCounters()
         self.notices: list[str] = []
         """Messages for the user from opening, such as the differences from the nearest
@@ -145,22 +199,16 @@ class StoreClient:
         self._others_load = False
         self._touched: set[bytes] = set()
         self._events = News()
-        self._max_queue_bytes = max_queue_bytes
-        self._jobs: dict[int, _Job] = {}
-        self._queued_bytes = 0  # raw bytes of the store jobs in flight
-        self._ending: dict[str, int] = {}  # bytes of the request ends in flight
-        self._ending_bytes = 0
-        self._outcomes: list[JobOutcome] = []
-        self._persisted: dict[str, bool] = {}
-        self._answer: Any = None
+        self._in_flight = InFlight(max_queue_bytes)
+        self._questions = _Questions()
         self._recent: list[list[bytes]] | None = None
-        self._token = 0
         self._next_look = 0.0
-        self._totals: protocol.HostStats | None = None
-        self._next_glance = 0.0
-        self._open_error: PersistKVError | None = None
-        # kind of the last logged error, until the store is open
-        self._reported: type[PersistKVError] | None = None
+        self._open_failures = _OpenFailures()
+
+    @property
+    def host(self) -> Host:
+        """Where the store runs."""
+        return self.supervisor.host
 
     # Opening
 
@@ -199,7 +247,7 @@ class StoreClient:
         except BaseException:
             self.supervisor.abandon()
             raise
-        self._report_failed_open(error)
+        self._open_failures.report(error)
 
     def _try_to_open(
         self, timeout_s: float, *, may_continue: bool
@@ -211,15 +259,13 @@ class StoreClient:
         """
         deadline = time.monotonic() + timeout_s
         for attempt in range(_OPEN_ATTEMPTS):
-            self._open_error = None
+            self._open_failures.last = None
             try:
                 self.supervisor.start()
             except HostError as not_started:
                 self.supervisor.delay_start()
                 return not_started
-            while self.state is State.OPENING and time.monotonic() < deadline:
-                if not self._receive():
-                    time.sleep(_NAP_S)
+            self._wait_while_opening(deadline)
             if self.state is State.OPEN:
                 return None
             if self.state is State.OPENING and may_continue:
@@ -228,46 +274,24 @@ class StoreClient:
                     timeout_s,
                 )
                 return None
-            if not (
-                self.host.restartable
-                and self._may_retry_open(attempt)
-                and self.host.wait(KILL_S)
-            ):
+            if not self._may_start_another(attempt):
                 break
             logger.warning("the store did not open: starting its host again")
-        if self._open_error is not None:
-            error, self._open_error = self._open_error, None
-            return error
-        reason = (
-            f"did not open within {timeout_s} s"
-            if self.state is State.OPENING
-            else "died while it opened"
-        )
-        return HostError(f"the store's host {reason}")
+        reason = "died while it opened"
+        if self.state is State.OPENING:
+            reason = f"did not open within {timeout_s} s"
+        return self._open_failures.take() or HostError(f"the store's host {reason}")
 
-    def _report_failed_open(self, error: PersistKVError) -> None:
-        """Log why the store cannot be opened: once for each kind of error, since each further
-        attempt may find it."""
-        if type(error) is self._reported:
-            logger.debug("the store still does not open: %s", error)
-            return
-        self._reported = type(error)
-        logger.error(
-            "the store does not open (%s): until it does, lookups miss and new blocks are dropped. "
-            "It is tried again in the background; required=true refuses to start instead",
-            error,
-        )
+    def _may_start_another(self, attempt: int) -> bool:
+        """Return whether another host process may help; wait for the exit of the last one."""
+        if not (self.host.restartable and self._open_failures.may_retry(attempt)):
+            return False
+        return self.host.wait(KILL_S)
 
-    def _may_retry_open(self, attempt: int) -> bool:
-        """Return whether another host process may help: the last one died, or found its PID in use
-        by another container. If the first one found damage, the next one checks the store before it
-        opens it.
-        """
-        if self._open_error is None or isinstance(
-            self._open_error, ProcessIdInUseError
-        ):
-            return True
-        return attempt == 0 and isinstance(self._open_error, CorruptStoreError)
+    def _wait_while_opening(self, deadline: float) -> None:
+        while self.state is State.OPENING and time.monotonic() < deadline:
+            if not self._receive():
+                time.sleep(_NAP_S)
 
     @property
     def state(self) -> State:
@@ -286,12 +310,12 @@ class StoreClient:
     @property
     def num_jobs(self) -> int:
         """Number of jobs that the host has not answered yet."""
-        return len(self._jobs)
+        return self._in_flight.num_jobs
 
     @property
     def has_pending_work(self) -> bool:
         """Whether jobs or request ends are in flight, or ``poll`` has outcomes to return."""
-        return bool(self._jobs or self._ending or self._outcomes)
+        return self._in_flight.owes or self._in_flight.has_outcomes
 
     def submit_store(
         self,
@@ -314,11 +338,8 @@ class StoreClient:
         """
         self._check_process()
         self.counters.store_jobs += 1
-        is_full = (
-            self._queued_bytes > 0
-            and self._queued_bytes + num_bytes > self._max_queue_bytes
-        )
-        if self.state is not State.OPEN or is_full or not are_encodable([request]):
+        has_room = self.state is State.OPEN and self._in_flight.fits_store(num_bytes)
+        if not has_room or not are_encodable([request]):
             self.counters.refused_bytes += num_bytes
             self._refuse(job_id, keys)
             return
@@ -352,46 +373,12 @@ class StoreClient:
         num_bytes: int = 0,
     ) -> None:
         self._expect_reply()
-        self._jobs[message.job_id] = _Job(keys, num_bytes, time.monotonic())
-        self._queued_bytes += num_bytes
+        self._in_flight.add_job(message.job_id, keys, num_bytes)
         self.supervisor.connection.send(message)
 
     def _refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
         self.counters.refused_jobs += 1
-        self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
-
-    def _end(self, answer: protocol.JobDone) -> None:
-        failed = answer.failed.unpack()
-        job = self._jobs.pop(answer.job_id, None)
-        if job is not None:
-            self._queued_bytes -= job.num_bytes
-            stored_bytes = (
-                job.num_bytes * (len(job.keys) - len(failed)) // max(1, len(job.keys))
-            )
-            seconds = time.monotonic() - job.begin
-            self._outcomes.append(
-                JobOutcome(
-                    answer.job_id,
-                    failed,
-                    False,
-                    answer.num_bytes + stored_bytes,
-                    seconds,
-                )
-            )
-
-    def _fail_all(self) -> None:
-        """Fail all jobs and request ends in flight. Call it once the host is dead and no longer
-        uses rows."""
-        self.counters.lost_jobs += len(self._jobs)
-        now = time.monotonic()
-        for job_id, job in self._jobs.items():
-            self._outcomes.append(
-                JobOutcome(job_id, list(job.keys), True, 0, now - job.begin)
-            )
-        self._persisted.update(dict.fromkeys(self._ending, False))
-        self._jobs.clear()
-        self._ending.clear()
-        self._queued_bytes = self._ending_bytes = 0
+        self._in_flight.refuse_job(job_id, keys)
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Mark blocks as recently used, so that others are evicted first. The next calls of
@@ -420,29 +407,24 @@ class StoreClient:
         ``take_persisted`` later returns the result.
         """
         self._check_process()
-        num_bytes = end.num_bytes
-        is_full = (
-            self._ending_bytes > 0
-            and self._ending_bytes + num_bytes > _MOST_ENDING_BYTES
-        )
         is_encodable = end.is_encodable
         if not is_encodable:
             logger.warning(
                 "request %r is not stored: its id or a label is no valid text",
                 end.request,
             )
-        if self.state is not State.OPEN or is_full or not is_encodable:
+        has_room = self.state is State.OPEN and self._in_flight.fits_end(end)
+        if not (has_room and is_encodable):
             self.counters.refused_ends += 1
-            self._persisted[end.request] = False
+            self._in_flight.refuse_end(end.request)
             return
         self._expect_reply()
-        self._ending[end.request] = self._ending.get(end.request, 0) + num_bytes
-        self._ending_bytes += num_bytes
+        self._in_flight.add_end(end)
         self.supervisor.connection.send(end)
 
     def _expect_reply(self) -> None:
         """Start the watchdog for the next answer, unless an earlier answer is still due."""
-        if not (self._jobs or self._ending):
+        if not self._in_flight.owes:
             self.supervisor.watchdog.restart_timer()
 
     # The step
@@ -461,33 +443,29 @@ class StoreClient:
         self._next_look = (
             now + self.host.idle_look_s if self.state is State.OPEN else now
         )
-        if self.state in (State.OPENING, State.OPEN) and self._receive():
+        if self.supervisor.is_running and self._receive():
             self._next_look = 0.0  # more messages may be waiting
-        if self._open_error is not None:
-            error, self._open_error = self._open_error, None
-            self._report_failed_open(error)
+        error = self._open_failures.take()
+        if error is not None:
+            self._open_failures.report(error)
         self._send_touched()
         self.table.release_some()
         if self.supervisor.has_exited():
-            self._fail_all()
+            self.counters.lost_jobs += self._in_flight.fail_all()
         elif self.supervisor.maybe_restart():
             self.counters.restarts += 1
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        return self._in_flight.take_outcomes()
 
     def _send_touched(self) -> None:
         """Send some keys recorded by ``touch``, unless the host is slow to receive: the outbox must
         stay bounded."""
-        if (
-            self.state is State.OPEN
-            and self.supervisor.connection.outbox_bytes <= CONGESTED_BYTES
-        ):
-            touched = [
-                self._touched.pop()
-                for _ in range(min(len(self._touched), _TOUCHED_A_STEP))
-            ]
-            if touched:
-                self.supervisor.connection.send(protocol.Touch(PackedKeys.of(touched)))
+        connection = self.supervisor.connection
+        is_congested = connection.outbox_bytes > CONGESTED_BYTES
+        if not self._touched or self.state is not State.OPEN or is_congested:
+            return
+        count = min(len(self._touched), _TOUCHED_A_STEP)
+        touched = [self._touched.pop() for _ in range(count)]
+        connection.send(protocol.Touch(PackedKeys.of(touched)))
 
     def take_events(self) -> News:
         """Return the keys that were stored or removed since the last call; ``News.lost`` is set if
@@ -503,8 +481,7 @@ class StoreClient:
         """Return ids of requests whose end was processed since the last call. True: all their
         blocks are durable; False: some are not, or the end was refused or lost with the host.
         """
-        persisted, self._persisted = self._persisted, {}
-        return persisted
+        return self._in_flight.take_persisted()
 
     def ask_recent(self, max_blocks: int, choice: Choice | None = None) -> bool:
         """Send ``protocol.AskRecent``, whose fields the parameters are; return False if the store
@@ -528,46 +505,44 @@ class StoreClient:
             if messages:
                 supervisor.watchdog.restart_timer()
             for message in messages:
-                self._take(message)
+                self._HANDLERS[type(message)](self, message)
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
-        if supervisor.is_lost(owes=bool(self._jobs or self._ending)):
+        if supervisor.is_lost(owes=self._in_flight.owes):
             self._mark_lost()
         return bool(messages)
 
-    def _take(self, message: Any) -> None:
-        match message:
-            case protocol.JobDone():
-                self._end(message)
-            case protocol.Table():
-                self._map(message)
-            case News():
-                self.table.set_collided(message.collided)
-                self._events.lost |= message.lost
-                self._events.add(stored=message.stored, removed=message.removed)
-                for request, whole in message.persisted:
-                    self._ending_bytes -= self._ending.pop(request, 0)
-                    self._persisted[request] = whole
-            case protocol.Flushed() | protocol.HostStats():
-                if isinstance(message, protocol.HostStats):
-                    self._totals = message
-                # callers of older tokens have timed out
-                if message.token == self._token:
-                    self._answer = message
-            case protocol.Recent():
-                self._recent = [keys.unpack() for keys in message.contexts]
-            case protocol.Opened():
-                self._opened(message)
-            case protocol.OpenFailed():
-                self._open_error = message.error()
-                self.supervisor.end_failed_open()
-                self._forget_content()
-            case protocol.Pong():
-                if self.supervisor.watchdog.call_hangs(message.longest_s):
-                    self._mark_lost()
-            case protocol.Notice():
-                logger.log(message.level, "%s", message.text)
+    def _job_done(self, message: protocol.JobDone) -> None:
+        self._in_flight.answer_job(message)
+
+    def _news(self, news: News) -> None:
+        self.table.set_collided(news.collided)
+        self._events.lost |= news.lost
+        self._events.add(stored=news.stored, removed=news.removed)
+        for request, whole in news.persisted:
+            self._in_flight.answer_end(request, whole)
+
+    def _answer(self, message: protocol.Flushed | protocol.HostStats) -> None:
+        self._questions.take(message)
+
+    def _take_contexts(self, message: protocol.Recent) -> None:
+        self._recent = [keys.unpack() for keys in message.contexts]
+
+    def _open_failed(self, message: protocol.OpenFailed) -> None:
+        self._open_failures.last = message.error()
+        self.supervisor.end_failed_open()
+        self._forget_content()
+
+    def _pong(self, message: protocol.Pong) -> None:
+        if self.supervisor.watchdog.call_hangs(message.longest_s):
+            self._mark_lost()
+
+    def _log(self, message: protocol.Notice) -> None:
+        logger.log(message.level, "%s", message.text)
+
+    def _ended(self, message: protocol.Ended) -> None:
+        """Do nothing: the host has released the rows, and its connection ends."""
 
     def _map(self, table: protocol.Table) -> None:
         fd, table.fd = table.fd, -1
@@ -577,11 +552,7 @@ class StoreClient:
     def _opened(self, opened: protocol.Opened) -> None:
         self._map(opened.table)
         self.supervisor.opened()
-        if self._reported is not None:
-            self._reported = None
-            logger.warning(
-                "the store is open now: lookups find its blocks, and new ones are stored"
-            )
+        self._open_failures.end()
         self.wants_all = opened.wants_all
         if self.wants_all and self._others_load:  # while the store was not open
             self.supervisor.connection.send(protocol.Loaded(PackedKeys()))
@@ -611,40 +582,37 @@ class StoreClient:
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
         """Return totals of client and host; waits for those of the host."""
-        host = self._ask(protocol.AskStats, timeout_s)
+        answer = self._ask(protocol.AskStats, timeout_s)
+        host = answer if isinstance(answer, protocol.HostStats) else None
         return StoreStats(self.state.value, self.counters, host)
 
     def glance(self) -> StoreStats:
         """Return totals of client and host without waiting, and ask the host for new ones for later
         calls, at most every 5 s. The host's totals are the last that arrived.
         """
-        now = time.monotonic()
-        if self.state is State.OPEN and now >= self._next_glance:
-            self._next_glance = now + _GLANCE_S
+        if self.state is State.OPEN and self._questions.may_glance():
             self.supervisor.connection.send(protocol.AskStats(_GLANCE_TOKEN))
-        return StoreStats(
-            self.state.value, self.counters, self._totals, self._queued_bytes
-        )
+        totals, queued_bytes = self._questions.totals, self._in_flight.queued_bytes
+        return StoreStats(self.state.value, self.counters, totals, queued_bytes)
 
     def _ask(
         self,
         question: Callable[[int], protocol.Flush | protocol.AskStats],
         timeout_s: float,
-    ) -> Any:
+    ) -> protocol.Flushed | protocol.HostStats | None:
         """Send a message with a new token, and return the answer; None if the store is not open or
         does not answer."""
         self._check_process()
         deadline = time.monotonic() + timeout_s
-        self._token += 1
-        self._answer = None
+        token = self._questions.ask()
         if self.state is State.OPEN:
-            self.supervisor.connection.send(question(self._token))
+            self.supervisor.connection.send(question(token))
         while self.state is State.OPEN:
             self._receive()
-            if self._answer is not None or time.monotonic() >= deadline:
+            if self._questions.answer is not None or time.monotonic() >= deadline:
                 break
             time.sleep(_NAP_S)
-        return self._answer
+        return self._questions.answer
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Have the host commit its work and exit. Idempotent. The rows are free on return, unless
@@ -664,8 +632,22 @@ class StoreClient:
         self.table.clear()
         exited = self.supervisor.close(max(1.0, deadline - time.monotonic()))
         if not self.supervisor.uses_rows:
-            self._fail_all()
+            self.counters.lost_jobs += self._in_flight.fail_all()
         return exited
+
+    _HANDLERS: Mapping[type, Callable[[StoreClient, Any], None]] = {
+        protocol.JobDone: _job_done,
+        protocol.Table: _map,
+        News: _news,
+        protocol.Flushed: _answer,
+        protocol.HostStats: _answer,
+        protocol.Recent: _take_contexts,
+        protocol.Opened: _opened,
+        protocol.OpenFailed: _open_failed,
+        protocol.Pong: _pong,
+        protocol.Ended: _ended,
+        protocol.Notice: _log,
+    }
 
 
 def _joined(values: Sequence[int]) -> bytes:

@@ -8,7 +8,6 @@ also bounds its jobs in flight.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 from array import array
@@ -27,8 +26,6 @@ _LENGTH = struct.Struct("<I")
 _FD_SPACE = socket.CMSG_SPACE(16)
 # 256 KiB: the answers to many jobs, or some thousand keys of events
 _RECEIVE_BYTES = 256 << 10
-# bound on messages of other threads that the owner has not sent; older ones are dropped
-_MOST_POSTED = 1_000
 MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length is certainly malformed
 CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, not counting the socket's own buffer
 
@@ -68,9 +65,7 @@ class Connection:
 
 class SocketConnection(Connection):
     """One end of a connection over a socket: length-prefixed msgpack messages on a stream socket.
-
-    Only ``wake`` and ``post`` may be called by other threads than the one that waits for messages.
-    """
+    Not thread-safe."""
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         """:param receives: the union of message types that may arrive."""
@@ -84,8 +79,6 @@ class SocketConnection(Connection):
         self._outbox: deque[tuple[memoryview, Table | None]] = deque()
         self._fds: deque[int] = deque()
         self.outbox_bytes = 0
-        self._posted: deque[ToEngine] = deque(maxlen=_MOST_POSTED)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -100,17 +93,6 @@ class SocketConnection(Connection):
         )
         self.outbox_bytes += _LENGTH.size + len(body)
         self.push()
-
-    def wake(self) -> None:
-        """Make the current or next ``wait`` return."""
-        with suppress(OSError):  # closed: the owner no longer waits
-            os.eventfd_write(self._bell, 1)
-
-    def post(self, message: ToEngine) -> None:
-        """Send a message during the next ``wait``. The oldest of more than 1,000 unsent messages
-        are dropped."""
-        self._posted.append(message)
-        self.wake()
 
     def push(self) -> None:
         """Send as many bytes of the outbox as the socket accepts."""
@@ -155,26 +137,6 @@ class SocketConnection(Connection):
         while self._pull():
             pass
         return self._decoded()
-
-    def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
-        """Wait until a message arrives, ``wake`` is called, the engine dies, or the time limit has
-        passed.
-
-        :param seconds: time limit; None: no limit.
-        :param engine_pidfd: pidfd of the engine, to detect its death; None: do not detect it.
-        :returns: whether the engine is dead.
-        """
-        poller = select.poll()
-        poller.register(self, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-        poller.register(self._bell, select.POLLIN)
-        if engine_pidfd is not None:
-            poller.register(engine_pidfd, select.POLLIN)
-        ready = poller.poll(None if seconds is None else seconds * 1000)
-        if any(fd == self._bell for fd, _ in ready):
-            os.eventfd_read(self._bell)
-        while self._posted and self.outbox_bytes <= CONGESTED_BYTES:
-            self.send(self._posted.popleft())
-        return any(fd == engine_pidfd for fd, _ in ready)
 
     def _pull(self) -> bool:
         """Read bytes from the socket into the inbox; return False if there are none or the
@@ -238,8 +200,6 @@ class SocketConnection(Connection):
         self._drop_outbox()
         while self._fds:
             os.close(self._fds.popleft())
-        bell, self._bell = self._bell, -1
-        os.close(bell)
         with suppress(OSError):
             # a forked child may hold a copy, which ``close`` leaves open
             self._socket.shutdown(socket.SHUT_WR)
@@ -247,47 +207,54 @@ class SocketConnection(Connection):
 
 
 class ThreadConnection(SocketConnection):
-    """One end of a connection between threads. To receive, it makes no system call unless the other
-    end has sent bytes.
+    """The engine's end of a connection to a thread. To receive, it makes no system call unless the
+    other end has sent bytes.
 
     If it did, and a scheduler polled each millisecond, the thread at the other end might never run:
     the poll would release and reacquire the GIL before that thread is awake, and restart that
     thread's wait for the GIL each time (measured: 20 s for a job of 60 ms).
     """
 
-    _other: ThreadConnection
-    _has_bytes = False
+    has_bytes = False
+    """Whether the other end may have sent bytes; it sets this."""
 
     @classmethod
-    def pair(cls) -> tuple[ThreadConnection, ThreadConnection]:
+    def pair(cls) -> tuple[ThreadConnection, SocketConnection]:
         """Return the ends of the engine and of the host."""
-        engine, host = socket.socketpair()
-        ends = cls(engine, ToEngine), cls(host, ToStore)
-        ends[0]._other, ends[1]._other = ends[1], ends[0]
-        return ends
+        ours, theirs = socket.socketpair()
+        engine = cls(ours, ToEngine)
+        return engine, _HostThreadConnection(theirs, engine)
+
+    def _end_after_arrived(self) -> None:
+        self.has_bytes = True  # so that ``_pull`` finds the end
+        super()._end_after_arrived()
+
+    def _pull(self) -> bool:
+        if not self.has_bytes:
+            return False
+        self.has_bytes = False  # before the call: the other end may send during it
+        pulled = super()._pull()
+        if pulled:
+            self.has_bytes = True  # there may be more
+        return pulled
+
+
+class _HostThreadConnection(SocketConnection):
+    """The host's end of a connection between threads."""
+
+    def __init__(self, sock: socket.socket, engine: ThreadConnection) -> None:
+        super().__init__(sock, ToStore)
+        self._engine = engine
 
     def push(self) -> None:
         if self._outbox:
             try:
                 super().push()
-            finally:  # the bytes may have been sent before an interrupt
-                self._other._has_bytes = True
-
-    def _end_after_arrived(self) -> None:
-        self._has_bytes = True  # so that ``_pull`` finds the end
-        super()._end_after_arrived()
+            finally:
+                self._engine.has_bytes = True
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            self._other._has_bytes = True
-
-    def _pull(self) -> bool:
-        if not self._has_bytes:
-            return False
-        self._has_bytes = False  # before the call: the other end may send during it
-        pulled = super()._pull()
-        if pulled:
-            self._has_bytes = True  # there may be more
-        return pulled
+            self._engine.has_bytes = True

@@ -1,4 +1,4 @@
-"""Supervision of the host by the engine (start, watchdog, kill, restart), and the three kinds of
+"""Supervision of the host by the engine (start, watchdog, kill, restart), and the two kinds of
 host.
 
 1. The engine sends nothing before it holds a pidfd of the host process, so a process that it cannot
@@ -26,19 +26,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from persistkv.errors import HostError
-from persistkv.storage.executor import Executor
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import (
     Connection,
     SocketConnection,
     ThreadConnection,
-    discard,
 )
-from persistkv.storage.host.protocol import ToEngine, ToStore
-from persistkv.storage.host.server import StoreServer, serve
+from persistkv.storage.host.protocol import ToEngine
+from persistkv.storage.host.server import serve
 
 logger = logging.getLogger(__name__)
 
@@ -237,36 +235,27 @@ class ProcessHost(Host):
             spawner.wait()
 
 
-class _EngineHost(Host):
-    """Base of the hosts in the engine's own process, which cannot be killed or restarted."""
+class ThreadHost(Host):
+    """Runs the store in a thread of the engine, which shares its GIL and cannot be killed. Used if
+    a host process is not possible, and by tools and tests."""
 
+    name = "thread"
     restartable = False
     idle_look_s = 0.0
 
     def __init__(self, rows_buffer: memoryview) -> None:
         self._buffer: memoryview | None = rows_buffer
-
-    def _rows(self) -> memoryview:
-        if self._buffer is None:
-            raise HostError("the host has released its rows")
-        return self._buffer
-
-    def release(self) -> None:
-        self._buffer = None
-
-
-class ThreadHost(_EngineHost):
-    """Runs the store in a thread of the engine, which shares its GIL. Used if a host process is not
-    possible."""
-
-    name = "thread"
-    _thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> Connection:
-        rows = self._rows()
+        if self._buffer is None:
+            raise HostError("the host has released its rows")
         ours, theirs = ThreadConnection.pair()
         thread = threading.Thread(
-            target=serve, args=(theirs, rows), name="persistkv-store", daemon=True
+            target=serve,
+            args=(theirs, self._buffer),
+            name="persistkv-store",
+            daemon=True,
         )
         try:
             thread.start()
@@ -284,60 +273,8 @@ class ThreadHost(_EngineHost):
         return not self._thread.is_alive()
 
     def release(self) -> None:
-        super().release()
+        self._buffer = None
         self._thread = None  # it references the rows
-
-
-class InlineHost(_EngineHost):
-    """Runs the store on the caller's thread, within each poll for answers. For tools and tests.
-
-    Calls with a timeout check it between two units of work; one unit can be a whole commit.
-    """
-
-    name = "inline"
-
-    def start(self) -> Connection:
-        return _InlineConnection(self._rows())
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-
-class _InlineConnection(Connection):
-    def __init__(self, rows_buffer: memoryview) -> None:
-        self._messages: list[Any] = []
-        self._answers: list[Any] = []
-        self._server = StoreServer(
-            rows_buffer, self._answers.append, lambda threads: Executor()
-        )
-
-    def send(self, message: ToStore | ToEngine) -> None:
-        if not self.ended:
-            self._messages.append(message)
-
-    def receive(self) -> list[Any]:
-        if not self.ended:
-            messages, self._messages = self._messages, []
-            try:
-                for message in messages:
-                    self._server.handle(message)
-                self._server.step()
-            except BaseException:
-                # the server's state is undefined, and its current job would never end
-                self.ended = True
-                self._server.close(finish=False)
-                raise
-            if self._server.ending:
-                self.close()
-        answers = self._answers.copy()
-        self._answers.clear()
-        return answers
-
-    def close(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self._server.close()
-            discard(self._answers)
 
 
 class Watchdog:
@@ -403,6 +340,28 @@ class State(enum.Enum):
     """The host is not restarted."""
 
 
+class _Event(enum.Enum):
+    STARTED = "started"
+    OPENED = "opened"
+    LOST = "lost"
+    """The connection has ended, or the host was killed."""
+    EXITED = "exited"
+    CLOSED = "closed"
+
+
+_NEXT_STATE = {
+    (State.DOWN, _Event.STARTED): State.OPENING,
+    (State.DYING, _Event.STARTED): State.OPENING,  # its exit was waited for
+    (State.OPENING, _Event.OPENED): State.OPEN,
+    (State.OPENING, _Event.LOST): State.DYING,
+    (State.OPEN, _Event.LOST): State.DYING,
+    (State.DYING, _Event.LOST): State.DYING,
+    (State.DOWN, _Event.LOST): State.DYING,  # a start that failed is abandoned
+    (State.DYING, _Event.EXITED): State.DOWN,
+    **{(state, _Event.CLOSED): State.CLOSED for state in State},
+}
+
+
 class Supervisor:
     """Starts, watches, kills and restarts the host of one ``StoreClient``."""
 
@@ -445,9 +404,18 @@ class Supervisor:
             self.connection = self.host.start()
         except OSError as error:
             raise HostError(f"the host of the store does not start: {error}") from error
-        self.state, self.uses_rows, self.open_failed = State.OPENING, False, False
+        self._enter(_Event.STARTED)
+        self.uses_rows = self.open_failed = False
         self.watchdog.patience_s = self.opening_watchdog_s
         self.watchdog.restart_timer()
+
+    def _enter(self, event: _Event) -> None:
+        self.state = _NEXT_STATE[self.state, event]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the host opens the store or has it open."""
+        return self.state in (State.OPENING, State.OPEN)
 
     def send_hello(self) -> bool:
         """Send the host its first message if it is ready and has not received it; return whether it
@@ -458,7 +426,7 @@ class Supervisor:
         return self.uses_rows
 
     def opened(self) -> None:
-        self.state = State.OPEN
+        self._enter(_Event.OPENED)
         self._opened_at = time.monotonic()
         self.watchdog.patience_s = self.watchdog_s
 
@@ -472,7 +440,7 @@ class Supervisor:
         returns True."""
         self.host.kill()
         self.connection.close()
-        self.state = State.DYING
+        self._enter(_Event.LOST)
         if (
             self._opened_at is not None
             and time.monotonic() - self._opened_at >= HEALTHY_S
@@ -484,7 +452,8 @@ class Supervisor:
         """Return True once, at the first call that finds a killed host dead; otherwise False."""
         if self.state is not State.DYING or not self.host.wait(0.0):
             return False
-        self.state, self.uses_rows = State.DOWN, False
+        self._enter(_Event.EXITED)
+        self.uses_rows = False
         seconds = self.delay_start()
         if self.host.restartable and not self.open_failed:  # the client reports that
             logger.warning(
@@ -520,10 +489,8 @@ class Supervisor:
         A host that was open for 60 s begins again at 0.1. A single answer does not: a job that
         kills each host, or a crash soon after each start, would restart it ten times a second.
         """
-        seconds, self._backoff_s = (
-            self._backoff_s,
-            min(_LONGEST_BACKOFF_S, 2 * self._backoff_s),
-        )
+        seconds = self._backoff_s
+        self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * seconds)
         self._start_at = time.monotonic() + seconds
         return seconds
 
@@ -563,7 +530,7 @@ class Supervisor:
     def _end(self, exited: bool) -> None:
         self.uses_rows &= not exited
         self.host.release()
-        self.state = State.CLOSED
+        self._enter(_Event.CLOSED)
 
     def is_lost(self, *, owes: bool) -> bool:
         """Return whether the host has died or is silent for too long. The caller must then call
@@ -571,7 +538,7 @@ class Supervisor:
 
         :param owes: whether the host has to answer a job or a request end.
         """
-        if self.state not in (State.OPENING, State.OPEN):
+        if not self.is_running:
             return False
         if self.connection.ended:
             return True

@@ -88,6 +88,18 @@ class _Request:
     foreign: bool = False
     """Whether another tier had loaded any of the blocks, or the depth of any is unknown."""
 
+    def offer(self, block: Block, *, is_held: bool) -> bool:
+        """Record that a block was offered; return whether it is deeper than all earlier ones of its
+        group."""
+        count = self.counts[block.group]
+        if block.depth < count:
+            return False
+        self.held |= is_held
+        if block.depth > count:
+            self.gaps.add(block.group)
+        self.counts[block.group] = block.depth + 1
+        return True
+
     @property
     def is_whole(self) -> bool:
         """Whether all blocks of at least one group were offered. Groups with a sliding window skip
@@ -111,6 +123,13 @@ class _Evidence:
     """Largest ``Agreement.error`` so far."""
     limit: float = 0.0
     """``Agreement.limit`` of the last comparison."""
+
+    def add(self, request: str, block: Block, tokens: int) -> None:
+        """Add a block of which this many tokens agree."""
+        depth = max(self.depths[block.group], block.depth + 1)
+        self.tokens[block.group] += tokens
+        self.depths[block.group] = depth
+        self.requests.add(request)
 
 
 class OtherNamespace(NamespaceView):
@@ -139,25 +158,16 @@ class OtherNamespace(NamespaceView):
         self._own_reloads = own.index.reloads
         options = msgspec.structs.replace(options, events=False)
         super().__init__(
-            own.backend, namespace, own.executor, StoreCounters(), layout, options
+            own.backend, namespace, own.threads, StoreCounters(), layout, options
         )
 
     def _load(self) -> Changes:
         # the tables of all packs are needed for the hints
         return self.backend.changes(self.namespace, None)
 
-    async def use(self, depths: tuple[int, ...]) -> None:
-        """Replace the limits of usable depths, as a flow of ``Executor.begin_write``. They hold
-        from the next refresh on if the catalogue cannot be read, which is logged.
-        """
+    def use(self, depths: tuple[int, ...]) -> None:
+        """Replace the limits of usable depths. They hold from the next refresh on."""
         self.depths, self.cursor = depths, None
-        try:
-            await self.refresh()
-        except StoreError as error:
-            logger.info(
-                "the adopted namespace is read again at the next refresh: %s",
-                str(error),
-            )
 
     async def refresh(self) -> None:
         if self._own.index.reloads != self._own_reloads:  # the hints were deleted
@@ -199,10 +209,11 @@ class OtherNamespace(NamespaceView):
         holders = await self.holders(keys)
         packs = {pack.pack_id: pack.table for pack in holders if pack is not None}
         usable = {pack_id: set(self._usable(table)) for pack_id, table in packs.items()}
-        return [
-            pack if pack is not None and key in usable[pack.pack_id] else None
-            for key, pack in zip(keys, holders, strict=True)
-        ]
+        found: list[HeldPack | None] = []
+        for key, pack in zip(keys, holders, strict=True):
+            is_usable = pack is not None and key in usable[pack.pack_id]
+            found.append(pack if is_usable else None)
+        return found
 
     def distrust(
         self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
@@ -214,8 +225,12 @@ class OtherNamespace(NamespaceView):
         for pack in packs:
             self._own.index.remove_hints(pack.table.keys.fingerprints)
 
-    def close(self) -> None:
-        """Release the view's index; the backend stays open. Idempotent."""
+    async def _quarantine(self) -> None:
+        """Delete nothing: the engines of the other release decide about their packs."""
+        self._doubts.undecided = False
+
+    def close(self, *, saves: bool = True) -> None:
+        """Release the view's index, which is not saved; the backend stays open. Idempotent."""
         self.index.close()
 
 
@@ -235,7 +250,6 @@ class Canary:
         self._own = own
         self._rows = rows
         self._options = options
-        self._groups = len(rows.layout.groups)
         self.other: OtherNamespace | None = None
         """The adopted namespace, or the candidate that is being compared."""
         self.verdict: Verdict | None = None
@@ -246,6 +260,10 @@ class Canary:
         self._is_blind = False
         self._evidence = self._nothing()
         self._running = False
+        self._unwritten: dict[bytes, Verdict] = {}
+        """Verdicts that are not recorded yet, by namespace."""
+        self._refused: list[OtherNamespace] = []
+        """Refused namespaces that are still open."""
         self._extended_at = time.monotonic()
         if self._is_described():
             try:
@@ -258,6 +276,10 @@ class Canary:
         self.active = bool(self._candidates or self.other)
         """Whether anything can be compared or is adopted. The engine then offers all blocks of its
         requests, including those that a lookup finds."""
+
+    @property
+    def _groups(self) -> int:
+        return len(self._rows.layout.groups)
 
     def _is_described(self) -> bool:
         layout = self._rows.layout
@@ -331,29 +353,32 @@ class Canary:
         state = self._requests.setdefault(request, _Request([0] * self._groups))
         if len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
-        held = [
-            pack is not None for pack in self._own.index.first_candidates(blocks.keys)
-        ]
         limits = (0,) * self._groups if self.verdict is None else self.verdict.depths
-        found = []
-        offered = zip(map(Block._make, zip(*blocks, strict=True)), held, strict=True)
-        for block, is_held in sorted(offered, key=lambda offer: offer[0].depth):
-            count = state.counts[block.group]
-            state.foreign |= block.depth == UNKNOWN_DEPTH or block.key in self._loaded
-            if block.depth < count:
-                continue
-            state.held |= is_held
-            if block.depth > count:
-                state.gaps.add(block.group)
-            state.counts[block.group] = block.depth + 1
-            if not is_held and block.depth >= limits[block.group]:
+        holders = self._own.index.first_candidates(blocks.keys)
+        held = {
+            key
+            for key, pack in zip(blocks.keys, holders, strict=True)
+            if pack is not None
+        }
+        offered = map(Block._make, zip(*blocks, strict=True))
+        found: list[Block] = []
+        for block in sorted(offered, key=_depth_of):
+            is_foreign = block.depth == UNKNOWN_DEPTH or block.key in self._loaded
+            state.foreign |= is_foreign
+            is_deeper = state.offer(block, is_held=block.key in held)
+            if is_deeper and self._is_new(block, held, limits):
                 found.append(block)
-        is_sound = (
-            state.is_whole
-            and not state.foreign
-            and not (state.held and self.verdict is None)
-        )
-        return found if is_sound and not self._is_blind else []
+        return found if self._is_evidence(state) else []
+
+    @staticmethod
+    def _is_new(block: Block, held: set[bytes], limits: Sequence[int]) -> bool:
+        return block.key not in held and block.depth >= limits[block.group]
+
+    def _is_evidence(self, request: _Request) -> bool:
+        """Whether the engine has computed all blocks of a request, by rules 2 and 3."""
+        if self._is_blind or request.foreign or not request.is_whole:
+            return False
+        return self.verdict is not None or not request.held
 
     # Comparison
 
@@ -411,51 +436,50 @@ class Canary:
         Return False if a block differs; the candidate is then refused, or the adopted depths are
         final.
         """
-        layout, executor, backend = (
-            self._rows.layout,
-            self._own.executor,
-            self._own.backend,
-        )
-        theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
-        keys = [block.key for block, _ in some]
-        holders = [pack for _, pack in some]
-        bounds = (_BATCH_BYTES, _BATCH_BYTES)
-        is_remote = backend.capabilities.remote
-        parts, missing = plan_reads(
-            holders, theirs, keys, range(len(some)), *bounds, remote=is_remote
-        )
-        scratch = Scratch(_BATCH_BYTES)
-        reads = [
-            partial(read_part, backend, other.namespace, theirs, scratch, part)
-            for part in parts
-        ]
-        failed = {
-            *missing,
-            *(key for outcome in await executor.read(reads) for key in outcome.failed),
-        }
-        readable = [
-            (block, number)
-            for number, (block, _) in enumerate(some)
-            if block.key not in failed
-        ]
-        pairs = [
-            (block.group, self._rows.array[block.row], theirs.array[number])
-            for block, number in readable
-        ]
-        (agreements,) = await executor.read([partial(self._agreements, pairs)])
-        for (block, _), agreement in zip(readable, agreements, strict=True):
+        theirs, failed = await self._read_theirs(other, some)
+        readable: list[Block] = []
+        pairs: list[tuple[int, ByteArray, ByteArray]] = []
+        for number, (block, _) in enumerate(some):
+            if block.key not in failed:
+                ours = self._rows.array[block.row]
+                readable.append(block)
+                pairs.append((block.group, ours, theirs.array[number]))
+        compare_all = partial(self._agreements, pairs)
+        (agreements,) = await self._own.threads.read([compare_all])
+        for block, agreement in zip(readable, agreements, strict=True):
             self._evidence.error = max(self._evidence.error, agreement.error)
             self._evidence.limit = agreement.limit
             if not agreement.agrees:
                 self._refuse(other, block, agreement)
                 return False
             if agreement.tokens:
-                self._evidence.tokens[block.group] += agreement.tokens
-                self._evidence.depths[block.group] = max(
-                    self._evidence.depths[block.group], block.depth + 1
-                )
-                self._evidence.requests.add(request)
+                self._evidence.add(request, block, agreement.tokens)
         return True
+
+    async def _read_theirs(
+        self, other: OtherNamespace, some: Sequence[tuple[Block, HeldPack]]
+    ) -> tuple[Rows, set[bytes]]:
+        """Read blocks of the other namespace; return rows with them, in order, and the keys that
+        failed."""
+        layout, backend = self._rows.layout, self._own.backend
+        theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
+        keys = [block.key for block, _ in some]
+        holders = [pack for _, pack in some]
+        parts, missing = plan_reads(
+            holders,
+            theirs,
+            keys,
+            range(len(some)),
+            _BATCH_BYTES,
+            _BATCH_BYTES,
+            remote=backend.capabilities.remote,
+        )
+        where = backend, other.namespace, theirs, Scratch(_BATCH_BYTES)
+        failed = set(missing)
+        reads = [partial(read_part, *where, part) for part in parts]
+        for outcome in await self._own.threads.read(reads):
+            failed.update(outcome.failed)
+        return theirs, failed
 
     def _agreements(
         self, pairs: Iterable[tuple[int, ByteArray, ByteArray]]
@@ -495,7 +519,7 @@ class Canary:
     def _adopt(self, other: OtherNamespace, depths: tuple[int, ...]) -> None:
         self._record(other, "adopted", depths)
         self._extended_at = time.monotonic()
-        self._own.executor.begin_write(other.use(depths))
+        other.use(depths)
 
     def _refuse(
         self, other: OtherNamespace, block: Block, agreement: Agreement
@@ -517,7 +541,7 @@ class Canary:
         logger.warning("the blocks of namespace %s are not used: %s", name, cause)
         self._record(other, "refused", ())
         self.verdict = None
-        other.close()
+        self._refused.append(other)
         self.other = None
         self._candidates = self._candidates[1:]
         self._evidence = self._nothing()
@@ -529,8 +553,7 @@ class Canary:
         depths: tuple[int, ...],
         final: bool = False,
     ) -> None:
-        """Set the verdict, and start to record it. A failure is logged, and the next start decides
-        again."""
+        """Set the verdict; ``update`` records it."""
         found = self._evidence
         tokens, error, limit = sum(found.tokens), found.error, found.limit
         self.verdict = Verdict(
@@ -541,7 +564,26 @@ class Canary:
             error=error,
             limit=limit,
         )
-        self._own.executor.begin_write(self._write(other.namespace, self.verdict))
+        self._unwritten[other.namespace] = self.verdict
+
+    @property
+    def needs_update(self) -> bool:
+        """Whether ``update`` has work to do."""
+        needs_repair = self.other is not None and self.other.needs_repair
+        return needs_repair or bool(self._unwritten or self._refused)
+
+    async def update(self) -> None:
+        """Record new verdicts, and apply them. The task that changes the catalogue awaits it.
+        Failures to record are logged, and the next start decides again."""
+        while self._refused:
+            self._refused.pop().close()
+        unwritten, self._unwritten = self._unwritten, {}
+        for namespace, verdict in unwritten.items():
+            await self._write(namespace, verdict)
+        if self.other is not None:
+            await self.other.repair()
+        if unwritten:
+            await self.refresh()
 
     async def _write(self, theirs: bytes, verdict: Verdict) -> None:
         own = self._own
@@ -559,15 +601,21 @@ class Canary:
     # The adopted namespace
 
     async def refresh(self) -> None:
-        """Apply the changes of the other namespace, as a flow of ``Executor.begin_write``. Failures
-        are logged."""
+        """Apply the changes of the other namespace. The task that changes the catalogue awaits it.
+        Failures are logged."""
         if self.other is not None:
             await self.other.refresh_or_log()
 
     def close(self) -> None:
-        """Release the other namespace's index. Idempotent."""
+        """Release the indexes of other namespaces. Idempotent."""
+        while self._refused:
+            self._refused.pop().close()
         if self.other is not None:
             self.other.close()
+
+
+def _depth_of(block: Block) -> int:
+    return block.depth
 
 
 def _spread(both: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:

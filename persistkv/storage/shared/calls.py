@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError, Blobs
-from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.shared.clock import Clock, ServerTime
@@ -19,6 +18,7 @@ from persistkv.storage.shared.format import (
     seal,
     unseal,
 )
+from persistkv.storage.threads import ThreadPool
 
 _FIRST_BYTES = 16 << 10  # 16 KiB: of the buffer for a blob of unknown length
 _MOST_LISTS = 6  # in a row, while other engines delete blobs

@@ -3,12 +3,14 @@ parts."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import mmap
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.executor import Executor
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.pack import FRAME_BYTES
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.store import Store
+from persistkv.storage.threads import StoreThreads
 from persistkv.testing.samples import sample_pack
 from tests.backends.lmdb.conftest import Opener
 
@@ -58,20 +60,18 @@ def block_keys(first: int, count: int) -> list[bytes]:
 @pytest.fixture
 def open_store_with_rows(
     open_store: Opener, identity: Identity
-) -> Iterator[Callable[..., Store]]:
+) -> Iterator[Callable[..., BlockingStore]]:
     """Open a store with rows: stores read from the first half, loads write to the second half."""
     opened = []
 
-    def open_store_with_rows(seed: int = 1, **options: Any) -> Store:
-        executor = Executor(2, lambda: None)
+    def open_store_with_rows(seed: int = 1, **options: Any) -> BlockingStore:
         backend = open_store("?capacity=256MiB")
-        store = Store(
+        store = BlockingStore(
             backend,
             identity,
             rows_of(seed),
             StoreOptions(**options),
             url="lmdb:",
-            executor=executor,
         )
         opened.append(store)
         return store
@@ -79,10 +79,9 @@ def open_store_with_rows(
     yield open_store_with_rows
     for store in opened:
         store.close()
-        store.catalogue.executor.close()
 
 
-def loaded(store: Store, wanted: Sequence[int]) -> list[bytes | None]:
+def loaded(store: BlockingStore, wanted: Sequence[int]) -> list[bytes | None]:
     """Load blocks by number. Return their bytes in the order of ``wanted``, with None for a
     miss."""
     order = random.Random(len(wanted)).sample(range(BLOCKS, 2 * BLOCKS), len(wanted))
@@ -96,7 +95,7 @@ def loaded(store: Store, wanted: Sequence[int]) -> list[bytes | None]:
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_read_random_jobs_returns_stored_blocks(
-    open_store_with_rows: Callable[..., Store], path: Path, codec: str
+    open_store_with_rows: Callable[..., BlockingStore], path: Path, codec: str
 ) -> None:
     store = open_store_with_rows(codec=codec)
     store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # compressible content for the codecs
@@ -121,7 +120,7 @@ def test_read_random_jobs_returns_stored_blocks(
 
 
 def test_read_bad_frame_misses_its_blocks_only(
-    open_store_with_rows: Callable[..., Store], path: Path
+    open_store_with_rows: Callable[..., BlockingStore], path: Path
 ) -> None:
     """Two packs in one job, one with a flipped byte: its other frames and all frames of the other
     pack are served."""
@@ -153,7 +152,7 @@ def test_read_bad_frame_misses_its_blocks_only(
 
 
 def test_read_pack_overwritten_meanwhile_misses_and_counts_no_damage(
-    open_store_with_rows: Callable[..., Store],
+    open_store_with_rows: Callable[..., BlockingStore],
     open_store: Opener,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -195,7 +194,7 @@ def test_read_pack_overwritten_meanwhile_misses_and_counts_no_damage(
 
 
 def test_read_one_failing_disk_call_misses_its_blocks_only(
-    open_store_with_rows: Callable[..., Store],
+    open_store_with_rows: Callable[..., BlockingStore],
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -223,20 +222,26 @@ def test_read_one_failing_disk_call_misses_its_blocks_only(
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_close_executor_during_read_waits_for_read(
-    open_store_with_rows: Callable[..., Store],
+def test_close_threads_during_cancelled_read_waits_for_read(
+    open_store_with_rows: Callable[..., BlockingStore],
 ) -> None:
     """No caller waits for the job's outcome. Closing waits for the reads, so no thread writes to
     the rows later."""
     store = open_store_with_rows()
     store.put("r", block_keys(0, BLOCKS), range(BLOCKS), None)
     store.flush()
-    # the executor of the stores above, which is no longer needed
-    store.catalogue.executor.close()
-    ending = store.catalogue.executor = Executor(2, lambda: None)
-    store.begin_read(
-        block_keys(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None
-    )
-    ending.close()
+    running, ending = store.catalogue.threads, StoreThreads(2)
+    store.catalogue.threads = ending
+
+    async def cancel_read() -> None:
+        keys, block_ids = block_keys(0, BLOCKS), range(BLOCKS, 2 * BLOCKS)
+        reading = asyncio.create_task(store.store.read(keys, block_ids))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        ending.close()
+
+    asyncio.run(cancel_read())
     assert np.array_equal(store.rows.array[BLOCKS:], store.rows.array[:BLOCKS])
-    store.catalogue.executor = Executor(2, lambda: None)
+    store.catalogue.threads = running

@@ -16,8 +16,8 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import (
     check_totals,
     read_pack,
@@ -210,7 +210,9 @@ def test_store_opened_during_outage_misses_until_server_recovers(
     rows = Rows(
         memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),))
     )
-    store = Store(backend, sample_identity(), rows, StoreOptions(), url="s3://test")
+    store = BlockingStore(
+        backend, sample_identity(), rows, StoreOptions(), url="s3://test"
+    )
     assert "does not answer" in caplog.text
     key = theirs.segments[0].keys[0]
     assert not store.contains(key)

@@ -22,9 +22,9 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.policy import Policy
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import (
     check_totals,
     read_pack,
@@ -129,7 +129,7 @@ def test_read_only_engine_promotes_and_writes_nothing(
     rows = Rows(
         memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),))
     )
-    store = Store(
+    store = BlockingStore(
         backend, sample_identity(), rows, StoreOptions(refresh_s=0.0), url="s3://test"
     )
     assert store.read(keys, range(4)) == []
@@ -138,9 +138,9 @@ def test_read_only_engine_promotes_and_writes_nothing(
     fresh = sample_keys(2, 4)
     assert store.put("q", [*keys, *fresh], range(8), range(8)), "the rows are free"
     store.end_request(RequestEnd("q", "manifest", ([*keys, *fresh],), 128, 16))
-    assert not store.unwritten
+    assert store.store.queue.is_empty
     assert store.take_news().persisted == [("q", False)]
-    store.tick()
+    store.work()
     store.flush()
     assert set(client.take()) <= {"GET", "HEAD"}, "nothing was even tried"
     assert backend.breaker_state == "closed"
@@ -166,7 +166,9 @@ def test_read_only_engine_corrupt_pack_is_dropped_locally(
     rows = Rows(
         memoryview(bytearray(4 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),))
     )
-    store = Store(backend, sample_identity(), rows, StoreOptions(), url="s3://test")
+    store = BlockingStore(
+        backend, sample_identity(), rows, StoreOptions(), url="s3://test"
+    )
     assert sorted(store.read(keys, range(4))) == sorted(keys)
     assert not store.contains(keys[0])
     store.refresh()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from mmap import mmap
 from random import Random
@@ -17,13 +17,12 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.executor import Executor
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.shared.format import Latest, Names, encode_latest, seal
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
@@ -49,8 +48,8 @@ def make_rows(count: int) -> Rows:
     )
 
 
-def open_on(backend: S3Backend, rows: Rows, **options: Any) -> Store:
-    return Store(
+def open_on(backend: S3Backend, rows: Rows, **options: Any) -> BlockingStore:
+    return BlockingStore(
         backend,
         sample_identity(),
         rows,
@@ -158,17 +157,9 @@ def test_read_broken_off_keeps_blocks_received_before(
     assert (rows.array == expected).all()
 
 
-@pytest.fixture
-def executor() -> Iterator[Executor]:
-    bell = threading.Event()
-    running = Executor(8, bell.set)
-    yield running
-    running.close()
-
-
 @pytest.mark.slow
 def test_read_fetches_ranges_in_parallel(
-    open_store: Opener, executor: Executor
+    open_store: Opener,
 ) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(256), make_keys(256)
@@ -176,13 +167,12 @@ def test_read_fetches_ranges_in_parallel(
     writer.put("r", keys, range(256), range(256))
     writer.flush()
     other, client = open_store("refresh=1h")
-    store = Store(
+    store = BlockingStore(
         other,
         sample_identity(),
         rows,
         StoreOptions(),
         url="s3://test",
-        executor=executor,
     )
     both = threading.Barrier(2, timeout=PATIENCE_S)
 
@@ -204,7 +194,7 @@ def test_client_receives_changes_of_other_engines_without_jobs(
     client = hosted.connect(url)
     client.open()
     writer, _ = open_store()
-    store = Store(
+    store = BlockingStore(
         writer,
         identity,
         Rows(memoryview(bytearray(8 * STRIDE)), layout),
@@ -245,7 +235,7 @@ def test_host_process_driver_log_reaches_engine(
     wait_for(client, lambda: "does not read" in caplog.text)
 
 
-def _deletion(store: Store) -> CommitBatch:
+def _deletion(store: BlockingStore) -> CommitBatch:
     packs = store.catalogue.backend.changes(store.namespace, None).added
     return CommitBatch(deletions=[pack.pack_id for pack in packs])
 

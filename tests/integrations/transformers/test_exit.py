@@ -41,7 +41,7 @@ def checkpoint(
     ("host", "end"),
     [
         ("process", "end of script"),
-        ("inline", "exception"),
+        ("thread", "exception"),
         pytest.param("process", "exit", marks=pytest.mark.slow),
         pytest.param("process", "exception", marks=pytest.mark.slow),
         pytest.param("process", "local engine", marks=pytest.mark.slow),

@@ -64,7 +64,7 @@ def test_engine_model_with_either_cache_name_answers_like_plain_model(
     options: dict[str, Any] = {
         "device_blocks": 32,
         "cpu_bytes": "8MiB",
-        "host": "inline",
+        "host": "thread",
     }
     with Engine.open(plain, tmp_path / "plain", **options) as engine:
         expected = engine.generate(prompt, 8).tokens

@@ -57,7 +57,7 @@ def answer_without_store(
         return engine.generate(prompt, 8)
 
 
-@pytest.mark.parametrize("host", ["process", "thread", "inline"])
+@pytest.mark.parametrize("host", ["process", "thread"])
 @pytest.mark.parametrize("codec", ["raw", "zstd:3"])
 def test_engine_restart_restores_identical_pages_and_answer(
     model: PreTrainedModel, url: str, prompt: list[int], host: str, codec: str
@@ -110,7 +110,7 @@ def test_prewarm_share_promotes_recent_contexts_before_first_request(
 def test_generate_result_id_equals_id_of_listed_request(
     model: PreTrainedModel, url: str, prompt: list[int]
 ) -> None:
-    with open_engine(model, url, host="inline") as engine:
+    with open_engine(model, url, host="thread") as engine:
         results = [engine.generate(prompt[start:], 2) for start in range(3)]
         assert all(map(engine.wait_persisted, results))
     with persistkv.open_store(url) as store:

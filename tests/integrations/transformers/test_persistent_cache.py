@@ -169,7 +169,7 @@ def test_engine_and_load_restore_contexts_of_each_other(
     options: dict[str, Any] = {
         "cpu_bytes": "8MiB",
         "device_blocks": 32,
-        "host": "inline",
+        "host": "thread",
     }
     with Engine.open(model, store, **options) as engine:
         found = engine.generate(prompt, NEW_TOKENS)

@@ -55,7 +55,7 @@ def test_engine_bfloat16_answers_equal_plain_transformers_at_same_split(
         options: dict[str, Any] = {
             "device_blocks": 64,
             "cpu_bytes": "16MiB",
-            "host": "inline",
+            "host": "thread",
         }
         with Engine.open(model, url, **options) as engine:
             for prompt in PROMPTS:

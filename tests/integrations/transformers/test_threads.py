@@ -20,7 +20,7 @@ PROMPTS = [
 def test_generate_from_several_threads_returns_answers_of_one_thread(
     model: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Engine.open(model, host="inline", cpu_bytes="8MiB") as engine:
+    with Engine.open(model, host="thread", cpu_bytes="8MiB") as engine:
         expected = [list(engine.generate(prompt, 6).tokens) for prompt in PROMPTS]
     with (
         Engine.open(

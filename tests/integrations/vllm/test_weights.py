@@ -284,7 +284,7 @@ def make_tier(url, rows, weights="start"):
         {"test": "weights", "weights": weights}, 16, layout, len(rows)
     )
     return PersistentTier(
-        config, memoryview(rows), url=url, host="inline", durability="interval:1h"
+        config, memoryview(rows), url=url, host="thread", durability="interval:1h"
     )
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from persistkv.errors import CorruptPackError
 from persistkv.memory.rows import ByteArray, StagedBlocks
-from persistkv.storage.executor import Executor
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
@@ -25,6 +24,7 @@ from persistkv.storage.format.pack import (
     verify_frame,
 )
 from persistkv.storage.format.pack_writer import PackCopy, PackWriter, Segment
+from persistkv.storage.threads import StoreThreads
 from persistkv.testing.samples import (
     payload_of,
     sample_blocks,
@@ -284,16 +284,15 @@ def test_pack_writer_frames_encoded_ahead_give_same_pack(codec: Codec) -> None:
     segments = [
         Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)
     ]
-    executor = Executor(3, lambda: None)
+    threads = StoreThreads(3)
     plain, ahead = (
-        PackWriter(NAMESPACE, codec, segments, ahead)
-        for ahead in (None, executor.ahead)
+        PackWriter(NAMESPACE, codec, segments, ahead) for ahead in (None, threads.ahead)
     )
     expected, pieces = b"".join(plain.stream()), list(ahead.stream())
     assert b"".join(pieces) == expected
     assert ahead.table == plain.table
     assert b"".join(ahead.stream()) == expected, "a commit that is retried"
-    executor.close()
+    threads.close()
 
 
 def test_pack_writer_settle_waits_for_frames_being_encoded() -> None:
@@ -312,9 +311,9 @@ def test_pack_writer_settle_waits_for_frames_being_encoded() -> None:
 
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(12)]
     source = Slow([np.zeros((12, 1 << 20), np.uint8)])
-    executor = Executor(2, lambda: None)
+    threads = StoreThreads(2)
     writer = PackWriter(
-        NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], executor.ahead
+        NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], threads.ahead
     )
     stream = writer.stream()
     next(stream)
@@ -324,7 +323,7 @@ def test_pack_writer_settle_waits_for_frames_being_encoded() -> None:
     writer.settle()
     assert not reading
     assert not writer.written
-    executor.close()
+    threads.close()
 
 
 def test_pack_writer_restart_resets_written() -> None:

@@ -1,4 +1,4 @@
-"""Stores with shared rows on each of the three hosts: process, thread, inline."""
+"""Stores with shared rows on both hosts: process and thread."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
-from persistkv.storage.host.client import JobOutcome, StoreClient
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
+from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 
@@ -47,7 +48,6 @@ class Hosted:
         hosts: dict[str, Callable[[], Host]] = {
             "process": lambda: ProcessHost((self.fd,), len(self.memory)),
             "thread": lambda: ThreadHost(memoryview(self.memory)),
-            "inline": lambda: InlineHost(memoryview(self.memory)),
         }
         host = hosts[kind]()
         layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))

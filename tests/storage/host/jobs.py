@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.connection import Connection
+from persistkv.storage.host.connection import (
+    Connection,
+    ThreadConnection,
+    discard,
+)
+from persistkv.storage.host.protocol import End
+from persistkv.storage.host.server import serve
 from persistkv.storage.host.supervisor import ProcessHost, State
 from persistkv.storage.records import RequestEnd
 
-KINDS = ["process", "thread", "inline"]
+KINDS = ["process", "thread"]
 BLOCK = 64 << 10
 
 
@@ -70,6 +77,33 @@ def wait_for(client: StoreClient, state: State, timeout_s: float = 90.0) -> None
         assert time.monotonic() < deadline, f"still {client.state}"
         client.poll()
         time.sleep(0.001)
+
+
+class Served:
+    """The engine's end of a server in a thread."""
+
+    def __init__(self, rows: memoryview) -> None:
+        self.connection, theirs = ThreadConnection.pair()
+        self._thread = threading.Thread(target=serve, args=(theirs, rows))
+        self._thread.start()
+
+    def receive_until(self, kind: type, timeout_s: float = 90.0) -> list[Any]:
+        """Return the messages that arrive up to one of this kind."""
+        received: list[Any] = []
+        deadline = time.monotonic() + timeout_s
+        while not any(isinstance(message, kind) for message in received):
+            assert time.monotonic() < deadline, f"got only {received}"
+            received += self.connection.receive()
+            time.sleep(0.001)
+        return received
+
+    def close(self) -> None:
+        """End the server."""
+        self.connection.send(End())
+        self._thread.join(90)
+        assert not self._thread.is_alive()
+        discard(self.connection.receive_rest())
+        self.connection.close()
 
 
 ENGINE_AS_INIT = """

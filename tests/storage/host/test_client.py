@@ -29,7 +29,7 @@ from persistkv.storage.host.protocol import (
     ToEngine,
     ToStore,
 )
-from persistkv.storage.host.supervisor import InlineHost, State
+from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.index import Index
 from persistkv.storage.records import News, RequestEnd, StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, end, make_keys, pid_of, wait_for
@@ -98,7 +98,7 @@ def test_client_stored_blocks_load_after_reopen(
 def test_submit_store_invalid_key_raises_and_queues_nothing(
     hosted: Any, tmp_path: Path
 ) -> None:
-    client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
     client.open()
     with pytest.raises(ValueError, match="keys have 0"):
         client.submit_store(1, "a", [b""], [0], None, BLOCK)
@@ -155,7 +155,7 @@ def test_host_ignores_termination_signals_and_commits_on_close(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid_of(hosted), number)
     assert client.close()
-    again = hosted.connect(url, "inline")
+    again = hosted.connect(url, "thread")
     again.open()
     assert all(map(again.contains, make_keys(2)))
 
@@ -179,7 +179,7 @@ def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
     ours, theirs = socket.socketpair()
     host = SocketConnection(theirs, ToStore)
 
-    class Slow(InlineHost):
+    class Slow(ThreadHost):
         restartable = True
 
         def start(self) -> SocketConnection:
@@ -245,7 +245,7 @@ def test_events_after_host_restart_report_loss(hosted: Any, tmp_path: Path) -> N
 def test_client_malformed_reply_ends_host_not_engine(
     hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
     client.open()
     monkeypatch.setattr(
         client.supervisor.connection,
@@ -384,7 +384,7 @@ def test_close_commits_all_submitted_blocks(hosted: Any, tmp_path: Path) -> None
     client.submit_store(1, "a", make_keys(128), range(128), None, 128 * BLOCK)
     assert client.close()
     assert client.close(), "closing is idempotent"
-    again = hosted.connect(url, "inline")
+    again = hosted.connect(url, "thread")
     again.open()
     assert len(again) == 128
 

@@ -98,7 +98,7 @@ def make_keys(count: int, start: int = 0) -> list[bytes]:
 def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
     medium = Medium()
     monkeypatch.setattr(
-        "persistkv.storage.host.server.open_backend", lambda url: medium.backend
+        "persistkv.storage.host.session.open_backend", lambda url: medium.backend
     )
     yield medium
     medium.open()
@@ -322,10 +322,10 @@ def test_thread_host_internal_error_refuses_running_jobs(
     store(client, 1, make_keys(64))
     medium.commits.await_waiting()
 
-    def broken(_: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr("persistkv.storage.store.Store.tick", broken)
+    monkeypatch.setattr("persistkv.storage.store.Store.read", broken)
     # pytest's hook would keep references to the rows
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)
     client.submit_load(2, make_keys(3, 500), [70, 71, 72])

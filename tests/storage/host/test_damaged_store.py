@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from persistkv.storage.executor import Executor
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import JobDone, LoadJob, Opened
-from persistkv.storage.host.server import StoreServer
+from persistkv.storage.host.connection import discard
+from persistkv.storage.host.protocol import JobDone, LoadJob, Mapped, Opened
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.records import News
+from tests.storage.host.jobs import Served
 
 COUNT = 32
 KEYS = [number.to_bytes(32, "little") + bytes(4) for number in range(COUNT)]
@@ -87,19 +87,15 @@ def test_load_corrupt_pack_reports_removal_before_job_ends(
     data[data.index(hosted.array[5].tobytes())] ^= 1
     segment.write_bytes(data)
 
-    sent: list[Any] = []
-    side = StoreServer(
-        memoryview(hosted.memory), sent.append, lambda threads: Executor()
-    )
-    side.handle(hosted.connect(url).supervisor.hello)
-    while not any(isinstance(message, Opened) for message in sent):
-        side.step()
-    sent.clear()
+    served = Served(memoryview(hosted.memory))
+    served.connection.send(hosted.connect(url).supervisor.hello)
+    discard(served.receive_until(Opened))
+    served.connection.send(Mapped())
     rows = array("I", range(COUNT, 2 * COUNT)).tobytes()
-    side.handle(LoadJob(1, PackedKeys.of(KEYS), rows))
-    while not any(isinstance(message, JobDone) for message in sent):
-        side.step()
-    assert [type(message) for message in sent[:2]] == [News, JobDone]
-    assert sorted(sent[0].removed) == sorted(KEYS)
-    assert KEYS[5] in sent[1].failed.unpack()
-    side.close()
+    served.connection.send(LoadJob(1, PackedKeys.of(KEYS), rows))
+    news, done = served.receive_until(JobDone)[:2]
+    assert isinstance(news, News)
+    assert sorted(news.removed) == sorted(KEYS)
+    assert isinstance(done, JobDone)
+    assert KEYS[5] in done.failed.unpack()
+    served.close()

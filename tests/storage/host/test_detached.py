@@ -514,7 +514,7 @@ def test_orphan_host_with_hung_read_commits_accepted_blocks(
     # has the same effect as the death of the engine
     client.supervisor.connection.close()
     begin = time.monotonic()
-    again = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
+    again = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
     again.open()
     assert not any(map(again.contains, make_keys(3, 100)))
     os.kill(pid, signal.SIGCONT)

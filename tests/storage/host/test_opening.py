@@ -33,10 +33,9 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage import open_backend
-from persistkv.storage.executor import Executor
-from persistkv.storage.host import server
+from persistkv.storage.host import session
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.connection import SocketConnection
+from persistkv.storage.host.connection import SocketConnection, discard
 from persistkv.storage.host.protocol import (
     Hello,
     Opened,
@@ -46,14 +45,14 @@ from persistkv.storage.host.protocol import (
     ToEngine,
     ToStore,
 )
-from persistkv.storage.host.server import StoreServer
-from persistkv.storage.host.supervisor import InlineHost, State
+from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import (
     BLOCK,
     ENGINE_AS_INIT,
     KINDS,
+    Served,
     SignalledHost,
     make_keys,
     wait_for,
@@ -332,7 +331,7 @@ def test_open_answering_host_gets_ten_times_watchdog_limit() -> None:
     ours, theirs = socket.socketpair()
     host = SocketConnection(theirs, ToStore)
 
-    class Slow(InlineHost):
+    class Slow(ThreadHost):
         restartable = True
 
         def start(self) -> SocketConnection:
@@ -368,44 +367,32 @@ def block_open_backend(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert gate.wait(90)
         return open_backend(url)
 
-    monkeypatch.setattr(server, "open_backend", late)
+    monkeypatch.setattr(session, "open_backend", late)
     return gate
 
 
-def test_store_server_answers_ping_while_store_opens(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, woken = block_open_backend(monkeypatch), threading.Event()
-    sent: list[Any] = []
-    side = StoreServer(
-        memoryview(hosted.memory),
-        sent.append,
-        lambda threads: Executor(threads, woken.set),
-    )
-    side.handle(msgspec.structs.replace(HELLO, url=f"lmdb://{tmp_path}/store"))
-    side.handle(Ping())
-    side.step()
-    assert [type(message) for message in sent] == [Pong]
-    gate.set()
-    while not any(isinstance(message, Opened) for message in sent):
-        assert woken.wait(90)
-        woken.clear()
-        side.step()
-    side.close()
-
-
-def test_store_server_closed_during_open_closes_store_cleanly(
+def test_serve_answers_ping_while_store_opens(
     hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = block_open_backend(monkeypatch)
-    side = StoreServer(
-        memoryview(hosted.memory),
-        lambda _: None,
-        lambda threads: Executor(threads, lambda: None),
-    )
-    side.handle(hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello)
+    served = Served(memoryview(hosted.memory))
+    hello = msgspec.structs.replace(HELLO, url=f"lmdb://{tmp_path}/store")
+    served.connection.send(hello)
+    served.connection.send(Ping())
+    assert [type(message) for message in served.receive_until(Pong)] == [Pong]
+    gate.set()
+    discard(served.receive_until(Opened))
+    served.close()
+
+
+def test_serve_closed_during_open_closes_store_cleanly(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = block_open_backend(monkeypatch)
+    served = Served(memoryview(hosted.memory))
+    served.connection.send(hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello)
     threading.Timer(0.05, gate.set).start()
-    side.close()
+    served.close()
     assert (tmp_path / "store" / "guard").read_text().split()[0] == "clean"
 
 

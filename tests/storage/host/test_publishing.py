@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.host.status import StatusPublisher
-from tests.storage.stores import inject_faults
+from persistkv.storage.host import session
+from persistkv.testing import FaultyBackend, MemoryBackend
+
+INTERVAL_S = 0.02
+PATIENCE_S = 30.0
 
 
-def test_status_publisher_failed_row_logs_once_and_next_is_published(
-    open_store: Any,
-    tmp_path: Any,
+def test_status_failed_row_logs_once_and_next_is_published(
+    hosted: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    store = open_store(f"lmdb://{tmp_path}/store")
-    monkeypatch.setattr(store.catalogue.backend, "status_interval_s", 0.0)
-    backend = inject_faults(store)
-    publisher = StatusPublisher(store, store.catalogue.executor, 1)
-    backend.fail("publish_status", StoreError("the disk is full"))
-    for _ in range(3):
-        publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
+    backend = FaultyBackend.of(MemoryBackend())
+    monkeypatch.setattr(backend.inner, "status_interval_s", INTERVAL_S)
+    monkeypatch.setattr(session, "open_backend", lambda url: backend)
+    failed: list[str] = []
+
+    def refuse(*_: object) -> None:
+        failed.append("publish_status")
+        raise StoreError("the disk is full")
+
+    backend.before("publish_status", refuse)
+    client = hosted.connect("lmdb:///refused", "thread")
+    client.open()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(failed) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(INTERVAL_S)
     assert caplog.text.count("the disk is full") == 1
     assert backend.inner.statuses() == {}
     backend.clear_faults()
-    publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
-    assert len(backend.inner.statuses()) == 1
+    while not backend.inner.statuses():
+        assert time.monotonic() < deadline
+        time.sleep(INTERVAL_S)
+    withdrawn: list[bytes | None] = []
+    backend.before("publish_status", lambda engine, row: withdrawn.append(row))
+    client.close()
+    assert withdrawn[-1] is None

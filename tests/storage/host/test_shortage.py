@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from persistkv.storage import committer, loading
 from persistkv.storage import store as store_module
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import State
@@ -130,7 +131,7 @@ def test_host_without_descriptors_serves_and_recovers(
     )
 
 
-@pytest.mark.parametrize("kind", ["thread", "inline"])
+@pytest.mark.parametrize("kind", ["thread"])
 @pytest.mark.parametrize("error", [MemoryError, OSError])
 def test_host_lack_of_memory_fails_job_only(
     hosted: Any,
@@ -148,7 +149,7 @@ def test_host_lack_of_memory_fails_job_only(
 
     with monkeypatch.context() as patch:
         patch.setattr(store_module, "plan_packs", fail)
-        patch.setattr(store_module, "plan_reads", fail)
+        patch.setattr(loading, "plan_reads", fail)
         client.submit_store(2, "a", make_keys(4), range(4), None, 4 * BLOCK)
         outcome = hosted.finish(client, 2)
         assert (outcome.refused, outcome.failed) == (False, make_keys(2, 2))
@@ -156,7 +157,7 @@ def test_host_lack_of_memory_fails_job_only(
         outcome = hosted.finish(client, 3)
         assert (outcome.refused, outcome.failed) == (False, make_keys(2))
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "make_manifest", fail)
+        patch.setattr(committer, "make_manifest", fail)
         store_failed = make_keys(2, 10)
         client.submit_store(4, "b", store_failed, range(2), None, 2 * BLOCK)
         client.end_request(end("b", store_failed))

@@ -16,10 +16,10 @@ from persistkv.config import GroupLayout, NumberLayout, RowLayout, VectorLayout
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.canary import Canary
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.store import Store
 
 LAYERS, HEADS, TOKENS, SIZE = 4, 2, 16, 32
 """Layers and KV heads of the model, tokens per block, numbers per head."""
@@ -160,7 +160,7 @@ class Release:
         self.dtype = dtype
         self.rows = Rows(memoryview(bytearray(_NUM_ROWS * layout.row_stride)), layout)
         known = identity(release, **(fields or {}))
-        self.store = Store(
+        self.store = BlockingStore(
             backend, known, self.rows, StoreOptions(**options), url="memory://test"
         )
         self._requests = 0
@@ -168,13 +168,13 @@ class Release:
     @property
     def canary(self) -> Canary:
         """The store's canary, which it must have."""
-        assert self.store.canary is not None
-        return self.store.canary
+        assert self.store.store.canary is not None
+        return self.store.store.canary
 
     @property
     def compares(self) -> bool:
         """Whether the store compares blocks, or serves those of another release."""
-        return self.store.canary is not None and self.store.canary.active
+        return self.store.store.canary is not None and self.store.store.canary.active
 
     def run(self, tokens: Sequence[int], kv: KV, first: int = 0) -> None:
         """Store the blocks of a request that an engine has computed, from block ``first`` on, and
@@ -210,6 +210,6 @@ class Release:
     def end(self) -> None:
         """Close the store, but not its backend."""
         self.store.flush()
-        if self.store.canary is not None:
-            self.store.canary.close()
+        if self.store.store.canary is not None:
+            self.store.store.canary.close()
         self.store.index.close()

@@ -14,6 +14,7 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.authentication import TAG_BYTES, Authenticator
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackWriter
@@ -28,7 +29,6 @@ from persistkv.storage.shared.format import (
     seal,
 )
 from persistkv.storage.shared.options import parse_shared
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from tests.storage.shared.town import NAMESPACE, START, Engine, Town, town_of
@@ -114,7 +114,7 @@ def test_read_forged_pack_misses_and_commit_replaces_it(
     rows = Rows(
         memoryview(bytearray(4 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),))
     )
-    store = Store(
+    store = BlockingStore(
         first.backend, sample_identity(), rows, StoreOptions(), url="shared://test"
     )
     pack = sample_pack(NAMESPACE, 1)

@@ -16,11 +16,11 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.blobs import UnavailableError
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.shared.packs import UploadBudget
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from tests.storage.shared.town import NAMESPACE, Engine, Town, pack, town_of
@@ -203,8 +203,10 @@ def test_store_missing_blob_misses_without_verification_failure(town: Town) -> N
     assert bytes(memory[: 4 * BLOCK]) == payload_of(packs[0])
 
 
-def open_store(engine: Engine, identity: Identity, rows: Rows) -> Store:
-    return Store(engine.backend, identity, rows, StoreOptions(), url="shared://test")
+def open_store(engine: Engine, identity: Identity, rows: Rows) -> BlockingStore:
+    return BlockingStore(
+        engine.backend, identity, rows, StoreOptions(), url="shared://test"
+    )
 
 
 # Whole stores
@@ -221,7 +223,7 @@ def test_opening_among_many_namespaces_reads_few_identities(town: Town) -> None:
         engine = town.engine(opens=False)
         identity = Identity.of({"weights": weights, "config": {"block": 16}})
         store = open_store(engine, identity, Rows(memoryview(bytearray(BLOCK)), LAYOUT))
-        return engine.calls("read", "identities/"), store.notice
+        return engine.calls("read", "identities/"), store.store.notice
 
     assert opened("w7") == (1, "")
     count, notice = opened("new")

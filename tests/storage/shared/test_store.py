@@ -12,8 +12,8 @@ import pytest
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
+from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.faulty import FaultyBackend
 from tests.storage.shared.town import Engine, Town, pack, town_of
@@ -43,8 +43,10 @@ def make_rows(count: int) -> Rows:
     )
 
 
-def open_on(engine: Engine, rows: Rows, options: StoreOptions) -> Store:
-    return Store(engine.backend, sample_identity(), rows, options, url="shared://test")
+def open_on(engine: Engine, rows: Rows, options: StoreOptions) -> BlockingStore:
+    return BlockingStore(
+        engine.backend, sample_identity(), rows, options, url="shared://test"
+    )
 
 
 def test_put_copies_rows_and_releases_them_before_upload(town: Town) -> None:
@@ -71,7 +73,7 @@ def test_put_beyond_staging_writes_from_rows(town: Town) -> None:
     others = make_keys(32, 1000)
     assert not store.put("s", others, range(32), range(32))
     store.flush()
-    assert store.in_flight(others) == set()
+    assert store.store.queue.in_flight(others) == set()
     assert all(map(store.contains, [*keys, *others]))
 
 
@@ -81,7 +83,7 @@ def test_tick_commits_pack_after_max_age(town: Town) -> None:
     store.put("r", keys, range(2), range(2))
     until = time.monotonic() + PATIENCE_S
     while not store.contains(keys[1]):
-        store.tick()
+        store.work()
         assert time.monotonic() < until
     assert store.counters.commits == 1
 
@@ -101,7 +103,7 @@ def test_store_reopen_loads_index_from_file(town: Town) -> None:
             "changes", lambda namespace, cursor, seen=cursors: seen.append(cursor)
         )
         rows = Rows(memoryview(bytearray(4096)), layout)
-        store = Store(
+        store = BlockingStore(
             backend, sample_identity(), rows, StoreOptions(), url="shared://test"
         )
         held = packs[: 16 + (number == 2)]

@@ -37,10 +37,10 @@ from persistkv.errors import ConfigurationError, FileError
 from persistkv.memory.budget import no_collections
 from persistkv.memory.pages import huge_memory
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.inspection.pack_tables import NamespacePacks, keys_of
+from persistkv.storage.threads import ThreadPool
 from persistkv_tools import options
 from persistkv_tools.packs import (
     BATCH_BYTES,

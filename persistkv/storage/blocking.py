@@ -1,0 +1,139 @@
+"""A store for callers without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from persistkv.memory.rows import Rows
+from persistkv.storage.backend import Backend
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store import Store, start_threads
+from persistkv.storage.threads import StoreThreads
+
+T = TypeVar("T")
+
+
+class BlockingStore:
+    """A store whose calls wait for their results. Its event loop runs in a thread of its own,
+    because the caller's thread may run another loop, as in a notebook.
+
+    Between two calls nothing happens: only ``flush`` and ``work`` commit. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        identity: Identity,
+        rows: Rows,
+        options: StoreOptions,
+        *,
+        url: str,
+    ) -> None:
+        """Open the namespace of ``identity``. This object then owns and closes the backend; if this
+        raises, the caller still owns it.
+
+        The parameters and errors are those of ``Store``.
+        """
+        self._loop = asyncio.new_event_loop()
+        threads = start_threads(backend, options)
+        try:
+            self.store = Store(
+                backend, identity, rows, options, url=url, threads=threads
+            )
+        except BaseException:
+            threads.close()
+            self._loop.close()
+            raise
+        thread = threading.Thread(
+            target=self._loop.run_forever, name="persistkv-loop", daemon=True
+        )
+        thread.start()
+        self._end = weakref.finalize(self, _end_threads, self._loop, thread, threads)
+        # a call that hangs must not delay the interpreter's exit
+        self._end.atexit = False
+        self.rows = self.store.rows
+        self.counters = self.store.counters
+        self.catalogue = self.store.catalogue
+        self.namespace = self.store.namespace
+        self.index = self.store.index
+        self.contains = self.store.contains
+        self.take_news = self.store.take_news
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def put(
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        depths: Sequence[int] | None,
+    ) -> bool:
+        """Accept blocks for storage; return whether the rows may be reused now. If not, they may be
+        after ``flush``. See ``Store.put``.
+        """
+        job = self._wait(self.store.put(request, keys, block_ids, depths))
+        return not job.writes
+
+    def end_request(self, end: RequestEnd) -> None:
+        """End a request; see ``Store.end_request``."""
+        self.store.end_request(end)
+
+    def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
+        """Load blocks into rows; return the keys that failed. The content of their rows is
+        undefined. Bad packs are deleted. See ``Store.read``."""
+        return self._wait(self._read(keys, block_ids))
+
+    async def _read(
+        self, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> list[bytes]:
+        outcome = await self.store.read(keys, block_ids)
+        await self.catalogue.repair()
+        return outcome.failed
+
+    def flush(self) -> None:
+        """Commit all accepted work; see ``Store.flush``."""
+        self._wait(self._flush())
+
+    async def _flush(self) -> None:
+        await asyncio.gather(self.store.flush(), self.store.committer.work())
+
+    def work(self) -> None:
+        """Commit and refresh what is due; see ``Committer.work``."""
+        self._wait(self.store.committer.work())
+
+    def refresh(self) -> None:
+        """Apply the commits and deletions of other processes to the index.
+
+        :raises StoreError: the medium failed; the index is unchanged.
+        """
+        self._wait(self._refresh())
+
+    async def _refresh(self) -> None:
+        await self.catalogue.refresh()
+        if self.store.canary is not None:
+            await self.store.canary.refresh()
+
+    def close(self) -> None:
+        """Flush, then close the backend, also if the flush raises. Idempotent."""
+        if not self._end.alive:
+            return
+        try:
+            self.flush()
+        finally:
+            self._end()
+            self.store.close()
+
+
+def _end_threads(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, threads: StoreThreads
+) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    threads.close()

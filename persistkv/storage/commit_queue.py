@@ -1,0 +1,220 @@
+"""What a store has accepted and not committed yet: blocks, ends of requests, uses of packs.
+
+A block is absent, in flight, staged or held:
+
+=========  ==========================================  ====================================
+state      its bytes are in                            next state
+=========  ==========================================  ====================================
+absent     a row that the caller may change            in flight or staged, if it is offered
+in flight  a row that must not change                  held, or absent if its commit fails
+staged     a copy in memory                            held, or absent if its commit fails
+held       a committed pack                            absent, if the pack is removed
+=========  ==========================================  ====================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from persistkv.config import parse_durability
+from persistkv.memory.budget import MemoryShares
+from persistkv.storage.commit_pipeline import (
+    DIRECT_BYTES,
+    Staging,
+    Transaction,
+    divide,
+)
+from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.threads import resolve
+
+# bound on packs with a pending use: each costs the commit about 10 µs
+_MAX_TOUCHED = 4096
+# bound on a remote transaction, as a multiple of that of a local one
+_REMOTE_FACTOR = 16
+
+
+class RequestEnds:
+    """Ended requests whose manifests are not written yet."""
+
+    def __init__(self, max_bytes: int, interval_s: float | None) -> None:
+        """:param interval_s: seconds for which an end may wait; None: it is due at once."""
+        self._max_bytes = max_bytes
+        self._interval_s = interval_s
+        self._ends: list[RequestEnd] = []
+        self._num_bytes = 0
+        self._oldest_at = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._ends)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether memory is left for another one."""
+        return self._num_bytes < self._max_bytes
+
+    def add(self, end: RequestEnd) -> None:
+        """Queue the end of a request; does not check ``has_room``."""
+        if not self._ends:
+            self._oldest_at = time.monotonic()
+        self._ends.append(end)
+        self._num_bytes += end.num_bytes
+
+    def seconds_to_due(self) -> float | None:
+        """Return the seconds until the ends are to be written; None if there are none."""
+        if not self._ends:
+            return None
+        if self._interval_s is None or not self.has_room:
+            return 0.0
+        return max(0.0, self._oldest_at + self._interval_s - time.monotonic())
+
+    def take(self) -> list[RequestEnd]:
+        """Remove and return all ends."""
+        taken, self._ends = self._ends, []
+        self._num_bytes = 0
+        return taken
+
+
+class CommitQueue:
+    """Accepted blocks, ends of requests and uses of packs that wait for a commit. For the tasks of
+    one event loop."""
+
+    def __init__(
+        self,
+        make_writer: Callable[[Sequence[Segment]], PackWriter],
+        options: StoreOptions,
+        *,
+        remote: bool,
+    ) -> None:
+        """:param make_writer: returns a new pack of these blocks.
+        :param remote: whether the medium is on another machine.
+        """
+        shares = MemoryShares.of(options.staging_bytes)
+        interval_s = parse_durability(options.durability)
+        self._make_writer = make_writer
+        self._copies_all = interval_s is not None or remote
+        # A remote driver holds at most ``CommitBatch.memory`` bytes at once. Its transactions only
+        # have to end soon.
+        self._max_bytes = shares.transaction * (_REMOTE_FACTOR if remote else 1)
+        self._least_room = min(DIRECT_BYTES, shares.staged)
+        waits_s = options.max_age_s if interval_s is None else interval_s
+        self.staging = Staging(
+            shares.staged, waits_s, gather_all=interval_s is not None
+        )
+        self.ends = RequestEnds(shares.ends, interval_s)
+        self._direct: list[PackWriter] = []
+        self._writes: dict[PackWriter, asyncio.Future[None]] = {}
+        """For each pack that is written from rows, a future that ends with its transaction."""
+        self._in_flight: dict[bytes, asyncio.Future[None]] = {}
+        """Key of a block in flight → future of its pack."""
+        self._touched: dict[bytes, None] = {}
+        self._freed = asyncio.Event()
+
+    # Blocks
+
+    def add(self, request: str, segments: Sequence[Segment]) -> None:
+        """Copy a pack to staging memory if it is small, or if commits are delayed or remote, and if
+        there is room. Otherwise queue it to be written from its rows, at once.
+        """
+        num_bytes = sum(segment.raw_length for segment in segments)
+        is_small = num_bytes < DIRECT_BYTES
+        if (is_small or self._copies_all) and self.staging.fits(num_bytes):
+            self.staging.add(request, segments, whole=not is_small)
+            return
+        writer = self._make_writer(segments)
+        write = asyncio.get_running_loop().create_future()
+        self._direct.append(writer)
+        self._writes[writer] = write
+        for segment in segments:
+            self._in_flight.update(dict.fromkeys(segment.keys, write))
+
+    def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Return the keys whose blocks are still to be written from their rows. These rows must not
+        change."""
+        return self._in_flight.keys() & set(keys)
+
+    def writes_of(self, keys: Iterable[bytes]) -> set[asyncio.Future[None]]:
+        """Return a future for each pack that is to be written from the rows of these blocks. Their
+        results come when the packs are durable or dropped."""
+        return {self._in_flight[key] for key in self.in_flight(keys)}
+
+    def take_direct(self) -> list[PackWriter]:
+        """Remove and return the packs to be written from rows that no commit has taken yet."""
+        taken, self._direct = self._direct, []
+        return taken
+
+    def end(self, writer: PackWriter) -> None:
+        """Forget a pack, because it is durable or dropped: its rows are free."""
+        for key in writer.keys.unpack():
+            self._in_flight.pop(key, None)
+        self.staging.end(writer.segments)
+        writer.release()
+        write = self._writes.pop(writer, None)
+        if write is not None:
+            resolve(write)
+        self._freed.set()
+
+    # Uses
+
+    def touch(self, pack_ids: Iterable[bytes | None]) -> None:
+        """Record uses of packs, at most 4,096 of them until the next ``take_uses``."""
+        used = dict.fromkeys(pack_id for pack_id in pack_ids if pack_id is not None)
+        room = _MAX_TOUCHED - len(self._touched)
+        self._touched.update(dict.fromkeys(islice(used, room)))
+
+    @property
+    def has_uses(self) -> bool:
+        return bool(self._touched)
+
+    def take_uses(self) -> list[bytes]:
+        """Remove and return the ids of the packs that were used."""
+        taken, self._touched = self._touched, {}
+        return list(taken)
+
+    # Time and room
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all accepted blocks and request ends are durable or dropped."""
+        return not (
+            self._direct or self._in_flight or self.ends or self.staging.num_bytes
+        )
+
+    def seconds_to_due(self) -> float | None:
+        """Return the seconds until packs or ends are to be written; None if none wait."""
+        if self._direct or (self.staging.num_bytes and self.staging.due()):
+            return 0.0
+        waits = (self.ends.seconds_to_due(), self.staging.seconds_to_due())
+        return min((seconds for seconds in waits if seconds is not None), default=None)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether memory is left for another job or end of a request, which ``add`` does not
+        check."""
+        return self.staging.fits(self._least_room) and self.ends.has_room
+
+    async def wait_for_room(self) -> None:
+        """Wait until a commit has freed memory for another job, if there is none."""
+        while not self.has_room:
+            self._freed.clear()
+            await self._freed.wait()
+
+    def take(self, *, everything: bool) -> deque[Transaction]:
+        """Remove what is due, and all ends of requests with the staged blocks of their contexts;
+        return at least one transaction.
+
+        :param everything: take all staged blocks.
+        """
+        ends = self.ends.take()
+        self._freed.set()
+        staged = dict.fromkeys(self.staging.due(everything=everything))
+        for end in ends:
+            staged.update(dict.fromkeys(self.staging.of_context(end)))
+        writers = self.take_direct()
+        for pack in staged:
+            writers.append(self._make_writer(self.staging.take(pack)))
+        return divide(writers, ends, self._max_bytes)

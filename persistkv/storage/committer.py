@@ -1,0 +1,308 @@
+"""The one task that changes a store's catalogue: commits, refreshes, and the removal of damaged
+packs, one after another. The index therefore applies changes in order."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from persistkv.config import parse_durability
+from persistkv.errors import StoreError
+from persistkv.memory.budget import MemoryShares
+from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
+from persistkv.storage.commit_pipeline import Transaction
+from persistkv.storage.commit_queue import CommitQueue
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.identity.canary import Canary
+from persistkv.storage.namespace_view import NamespaceView, make_manifest
+from persistkv.storage.records import RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.threads import resolve
+
+# repetitions of a commit that another process overtook; the last one does not check for that
+_STALE_RETRIES = 2
+# seconds since the last commit after which uses of packs are committed without blocks
+_TOUCH_S = 2.0
+# seconds between empty commits, which give the backend a chance to expire old packs
+_EXPIRE_S = 30.0
+
+
+class _Attempt(NamedTuple):
+    """A commit that was executed."""
+
+    batch: CommitBatch
+    writers: Sequence[PackWriter]
+    """The packs of the batch; other packs of the transaction were held already."""
+    persisted: Sequence[tuple[str, bool]]
+    """``News.persisted`` of the requests."""
+    result: CommitResult
+
+    @property
+    def followed(self) -> bool:
+        """Whether certainly no other process committed between the last refresh and this commit."""
+        return self.batch.seen is not None and not self.result.interleaved
+
+
+class Committer:
+    """Commits what waits in a queue, and applies the changes of other processes to the index."""
+
+    def __init__(
+        self,
+        catalogue: NamespaceView,
+        queue: CommitQueue,
+        counters: StoreCounters,
+        options: StoreOptions,
+        canary: Canary | None,
+    ) -> None:
+        self._catalogue = catalogue
+        self._queue = queue
+        self._counters = counters
+        self._canary = canary
+        self._memory = MemoryShares.of(options.staging_bytes).transaction
+        self._touch_s = max(_TOUCH_S, parse_durability(options.durability) or 0.0)
+        self._refresh_s = options.refresh_s
+        self._committed_at = self._refreshed_at = time.monotonic()
+        self._flushes: list[asyncio.Future[None]] = []
+        self._has_work = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set when the index or the news may have changed; the owner clears it."""
+
+    def wake(self) -> None:
+        """Have ``run`` look for due work now."""
+        self._has_work.set()
+
+    async def run(self) -> None:
+        """Do the work as it becomes due, until the task is cancelled."""
+        while True:
+            self._has_work.clear()
+            seconds = self.seconds_to_work()
+            if seconds > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._has_work.wait()
+            else:
+                await asyncio.sleep(0)  # other tasks run between two slices of work
+            await self.work()
+
+    def seconds_to_work(self) -> float:
+        """Return the seconds until ``work`` has something to do."""
+        catalogue = self._catalogue
+        if self._flushes or catalogue.needs_repair or catalogue.index.replacing:
+            return 0.0
+        if self._canary is not None and self._canary.needs_update:
+            return 0.0
+        seconds = min(self._seconds_to_refresh(), self._seconds_to_upkeep())
+        due = self._queue.seconds_to_due()
+        return seconds if due is None else min(seconds, due)
+
+    def _seconds_to_refresh(self) -> float:
+        return max(0.0, self._refreshed_at + self._refresh_s - time.monotonic())
+
+    def _seconds_to_upkeep(self) -> float:
+        """Return the seconds until a commit without blocks is due, for uses or the expiry of
+        packs."""
+        if not self._catalogue.backend.capabilities.writable:
+            return math.inf
+        wait_s = self._touch_s if self._queue.has_uses else _EXPIRE_S
+        return max(0.0, self._committed_at + wait_s - time.monotonic())
+
+    async def flush(self) -> None:
+        """Have the next round of ``work`` commit all accepted work; return when it is durable, or
+        dropped and counted. Errors are not raised."""
+        flushed = asyncio.get_running_loop().create_future()
+        self._flushes.append(flushed)
+        self.wake()
+        await flushed
+
+    async def work(self) -> None:
+        """Do what is due: a slice of the index's replacement, the removal of damaged packs, a
+        commit, a refresh."""
+        catalogue = self._catalogue
+        if catalogue.index.replacing:
+            catalogue.index.replace_some()
+        if catalogue.needs_repair:
+            await catalogue.repair()
+        if self._canary is not None and self._canary.needs_update:
+            await self._canary.update()
+        if (
+            self._flushes
+            or self._queue.seconds_to_due() == 0.0
+            or not self._seconds_to_upkeep()
+        ):
+            await self._commit()
+        if not self._seconds_to_refresh():
+            self._refreshed_at = time.monotonic()
+            await catalogue.refresh_or_log()
+            if self._canary is not None:
+                await self._canary.refresh()
+        self.changed.set()
+
+    # Commits
+
+    async def _commit(self) -> None:
+        """Commit the due work in as few transactions as possible.
+
+        A transaction that fails is split into one for each pack and each end of a request, so that
+        a pack that does not fit is dropped alone. The first transaction that succeeds also commits
+        the uses.
+        """
+        flushes, self._flushes = self._flushes, []
+        waiting = self._queue.take(everything=bool(flushes))
+        is_due = self._queue.has_uses or not self._seconds_to_upkeep()
+        if waiting[0].is_empty and not is_due:
+            waiting.clear()
+        uses = self._queue.take_uses() if waiting else []
+        while waiting:
+            # not kept: copies of blocks are freed after their transaction
+            transaction = waiting.popleft()
+            if await self._try_commit(transaction, uses):
+                uses = []
+            elif alone := transaction.split():
+                waiting.extendleft(reversed(alone))
+            else:
+                self._drop(transaction)
+            self._committed_at = time.monotonic()
+        for flushed in flushes:
+            resolve(flushed)
+
+    async def _try_commit(
+        self, transaction: Transaction, uses: Sequence[bytes]
+    ) -> bool:
+        """Commit, and apply the result. Return False if the commit failed, which is logged."""
+        catalogue = self._catalogue
+        try:
+            done = await self._commit_current(transaction, uses)
+        except StoreError as error:
+            catalogue.log_failure(error)
+            done = None
+        except (OSError, MemoryError) as error:
+            catalogue.log_failure(StoreError(describe_shortage(error)))
+            done = None
+        if done is None:
+            await catalogue.refresh_or_log()  # the failed commit may have evicted packs
+            return False
+        await catalogue.committed(done.writers, done.result, followed=done.followed)
+        for writer in transaction.packs:
+            if writer not in done.writers:
+                self._counters.held_blocks += len(writer.keys)
+            self._queue.end(writer)
+        catalogue.news.persisted += done.persisted
+        self.changed.set()
+        return True
+
+    def _drop(self, transaction: Transaction) -> None:
+        """Count what a failed transaction lost."""
+        persisted = self._catalogue.news.persisted
+        persisted += [(end.request, False) for end in transaction.ends]
+        self.drop(transaction.packs)
+
+    def drop(self, writers: Iterable[PackWriter]) -> None:
+        """Drop packs, and count their blocks."""
+        for writer in writers:
+            self._counters.dropped_blocks += len(writer.keys)
+            self._counters.dropped_bytes += writer.raw_length
+            self._queue.end(writer)
+        self.changed.set()
+
+    async def _commit_current(
+        self, transaction: Transaction, uses: Sequence[bytes]
+    ) -> _Attempt:
+        """Commit; if other processes have committed since the last refresh, refresh and repeat.
+
+        :raises StoreError, OSError, MemoryError: the commit failed.
+        """
+        for _ in range(_STALE_RETRIES):
+            done = await self._attempt(transaction, uses, self._catalogue.cursor)
+            if not done.result.stale:
+                return done
+            await self._catalogue.refresh()
+        return await self._attempt(transaction, uses, None)
+
+    async def _attempt(
+        self, transaction: Transaction, uses: Sequence[bytes], seen: bytes | None
+    ) -> _Attempt:
+        writers, needs = await self._without_held(transaction.packs)
+        pack_of = await self._pack_of(writers, transaction.ends)
+        manifests: list[ManifestWrite] = []
+        pins: list[tuple[str, bool]] = []
+        persisted: list[tuple[str, bool]] = []
+        for end in transaction.ends:
+            manifest, whole = make_manifest(end, pack_of, self._catalogue.block_bytes)
+            persisted.append((end.request, whole))
+            if manifest is None:
+                continue
+            manifests.append(manifest)
+            needs.update(manifest.packs)
+            if end.retention.pin:
+                pins.append((end.manifest_id, True))
+        needs.difference_update(writer.pack_id for writer in writers)
+        batch = CommitBatch(
+            writers,
+            manifests,
+            touches=uses,
+            pins=pins,
+            seen=seen,
+            needs=list(needs),
+            memory=self._memory,
+        )
+        result = await self._catalogue.commit(batch)
+        return _Attempt(batch, writers, persisted, result)
+
+    async def _without_held(
+        self, packs: Iterable[PackWriter]
+    ) -> tuple[list[PackWriter], set[bytes]]:
+        """Return the packs with a block that the store lacks, and the ids of those that hold the
+        blocks of the others.
+
+        :raises StoreError: the key tables could not be read.
+        """
+        lacking: list[PackWriter] = []
+        holding: set[bytes] = set()
+        for writer in packs:
+            holders = await self._holders(writer)
+            if holders is None:
+                lacking.append(writer)
+            else:
+                holding.update(holders)
+        return lacking, holding
+
+    async def _holders(self, writer: PackWriter) -> list[bytes] | None:
+        """Return the ids of packs that hold all blocks of a pack to write; None if a block is not
+        held."""
+        keys = writer.keys.unpack()
+        if keys[0] not in self._catalogue.index:
+            return None
+        ids: list[bytes] = []
+        for holder in await self._catalogue.holders(keys):
+            if holder is None:
+                return None
+            ids.append(holder.pack_id)
+        return ids
+
+    async def _pack_of(
+        self, writers: Iterable[PackWriter], ends: Sequence[RequestEnd]
+    ) -> dict[bytes, bytes]:
+        """Return the id of a pack for each key of the ended requests that is held, or that
+        ``writers`` add.
+
+        :raises StoreError: the key tables could not be read.
+        """
+        if not ends:
+            return {}
+        added: dict[bytes, bytes] = {}
+        for writer in writers:
+            added.update(dict.fromkeys(writer.keys.unpack(), writer.pack_id))
+        keys: dict[bytes, None] = {}
+        for end in ends:
+            for group in end.group_keys:
+                keys.update(dict.fromkeys(group))
+        return added | await self._catalogue.pack_of(list(keys))
+
+
+def describe_shortage(error: Exception) -> str:
+    """Describe a lack of memory or descriptors. Exceptions keep references to rows, so they are not
+    kept."""
+    return str(error) or "no memory is left"

@@ -1,0 +1,105 @@
+"""The host's end of the connection, for the tasks of its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from persistkv.storage.host.connection import CONGESTED_BYTES, SocketConnection
+from persistkv.storage.host.protocol import Notice, ToEngine
+
+# bound on messages of other threads that are not sent yet; older ones are dropped
+_MOST_POSTED = 1_000
+
+
+class Channel:
+    """Sends and receives messages. Only ``post`` may be called by other threads."""
+
+    def __init__(self, connection: SocketConnection, engine_pidfd: int | None) -> None:
+        """Attach a connection to the running event loop.
+
+        :param engine_pidfd: pidfd of the engine. Needed because a child that the engine forked can
+            keep the connection open after the engine's death. None: the store runs in the engine's
+            process.
+        """
+        self._connection = connection
+        self._engine_pidfd = engine_pidfd
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._posted: deque[ToEngine] = deque(maxlen=_MOST_POSTED)
+        self._engine_died = False
+        self._loop.add_reader(connection.fileno(), self._arrived.set)
+        if engine_pidfd is not None:
+            self._loop.add_reader(engine_pidfd, self._note_death)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further message arrives."""
+        return self._engine_died or self._connection.ended
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether the engine is slow to receive: messages that can wait must not be sent."""
+        return self._connection.outbox_bytes > CONGESTED_BYTES
+
+    def send(self, message: ToEngine) -> None:
+        """Send or queue a message. Never waits; drops the message after the end."""
+        self._connection.send(message)
+        if self._connection.outbox_bytes:
+            self._loop.add_writer(self._connection.fileno(), self._push)
+
+    def post(self, message: ToEngine) -> None:
+        """Have the event loop send a message, from any thread. The oldest of more than 1,000 unsent
+        messages are dropped."""
+        self._posted.append(message)
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._send_posted)
+
+    async def receive(self) -> list[Any]:
+        """Wait for messages or the end, and return the messages that have arrived: some of them, or
+        all of them if the engine has died.
+
+        :raises HostError: the input is malformed; the connection has ended.
+        """
+        await self._arrived.wait()
+        self._arrived.clear()
+        if self._engine_died:
+            return self._connection.receive_rest()
+        return self._connection.receive()
+
+    def close(self) -> None:
+        """Detach from the event loop and close the connection."""
+        if self._engine_pidfd is not None:
+            self._loop.remove_reader(self._engine_pidfd)
+        if self._connection.fileno() >= 0:
+            self._loop.remove_reader(self._connection.fileno())
+            self._loop.remove_writer(self._connection.fileno())
+        self._connection.close()
+
+    def _note_death(self) -> None:
+        self._engine_died = True
+        self._arrived.set()
+
+    def _push(self) -> None:
+        self._connection.push()
+        self._send_posted()
+        if not self._connection.outbox_bytes:
+            self._loop.remove_writer(self._connection.fileno())
+
+    def _send_posted(self) -> None:
+        while self._posted and not self.is_congested:
+            self.send(self._posted.popleft())
+
+
+class NoticeHandler(logging.Handler):
+    """Log handler that sends the records of all threads to the engine, which logs them."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.INFO)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.post(Notice(record.levelno, record.getMessage()))

@@ -1,0 +1,157 @@
+"""Jobs and ends of requests that an engine has sent to its host, and their results.
+
+Each submitted job has exactly one outcome:
+
+=============  ===================================  ===============================
+state          next event                           outcome
+=============  ===================================  ===============================
+not submitted  queue full, or the store not open    refused: its rows were not used
+not submitted  sent to the host                     none yet: in flight
+in flight      the host answers                     the host's result
+in flight      the host is known to be dead         refused: all of its keys failed
+=============  ===================================  ===============================
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from persistkv.storage.host import protocol
+from persistkv.storage.records import RequestEnd
+
+# 32 MiB of ends of requests: the host keeps them until it writes their manifests
+_MOST_ENDING_BYTES = 32 << 20
+
+
+class JobOutcome(NamedTuple):
+    """Result of a store or load job. The host no longer uses the rows of the job."""
+
+    job_id: int
+    failed: list[bytes]
+    """Store job: keys whose blocks were dropped; the others are durable, or staged to be written
+    later. Load job: keys whose rows have undefined content."""
+    refused: bool
+    """True: the job was not sent, or the host died before its answer. All keys have failed."""
+    num_bytes: int
+    """Raw bytes of the job's blocks, without those of ``failed``."""
+    seconds: float
+    """Seconds from the submission to the end of the job."""
+
+
+class _Job(NamedTuple):
+    keys: Sequence[bytes]
+    num_bytes: int
+    """Raw bytes of a store job; 0 for a load job."""
+    begin: float
+
+
+class InFlight:
+    """What the host has not answered yet, and the results that the engine has not taken yet."""
+
+    def __init__(self, max_queue_bytes: int) -> None:
+        """:param max_queue_bytes: bound on the raw bytes of store jobs in flight."""
+        self._max_queue_bytes = max_queue_bytes
+        self._jobs: dict[int, _Job] = {}
+        self.queued_bytes = 0
+        """Raw bytes of the store jobs in flight."""
+        self._ends: dict[str, int] = {}  # bytes of the request ends in flight
+        self._end_bytes = 0
+        self._outcomes: list[JobOutcome] = []
+        self._persisted: dict[str, bool] = {}
+
+    @property
+    def num_jobs(self) -> int:
+        """Number of jobs that the host has not answered."""
+        return len(self._jobs)
+
+    @property
+    def owes(self) -> bool:
+        """Whether the host has to answer a job or the end of a request."""
+        return bool(self._jobs or self._ends)
+
+    @property
+    def has_outcomes(self) -> bool:
+        return bool(self._outcomes)
+
+    # Jobs
+
+    def fits_store(self, num_bytes: int) -> bool:
+        """Return whether the queue has room for a store job. A job that exceeds the bound fits an
+        empty queue."""
+        queued_bytes = self.queued_bytes
+        return not queued_bytes or queued_bytes + num_bytes <= self._max_queue_bytes
+
+    def add_job(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
+        """Add a job that is sent to the host."""
+        self._jobs[job_id] = _Job(keys, num_bytes, time.monotonic())
+        self.queued_bytes += num_bytes
+
+    def refuse_job(self, job_id: int, keys: Sequence[bytes]) -> None:
+        """Add the outcome of a job that is not sent."""
+        self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
+
+    def answer_job(self, answer: protocol.JobDone) -> None:
+        """Add the outcome of a job that the host has answered."""
+        failed = answer.failed.unpack()
+        job = self._jobs.pop(answer.job_id, None)
+        if job is None:
+            return
+        self.queued_bytes -= job.num_bytes
+        num_stored = len(job.keys) - len(failed)
+        stored_bytes = job.num_bytes * num_stored // max(1, len(job.keys))
+        num_bytes = answer.num_bytes + stored_bytes
+        seconds = time.monotonic() - job.begin
+        self._outcomes.append(
+            JobOutcome(answer.job_id, failed, False, num_bytes, seconds)
+        )
+
+    def take_outcomes(self) -> list[JobOutcome]:
+        """Return the outcomes since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    # Ends of requests
+
+    def fits_end(self, end: RequestEnd) -> bool:
+        """Return whether the queue has room for the end of a request."""
+        return not self._end_bytes or (
+            self._end_bytes + end.num_bytes <= _MOST_ENDING_BYTES
+        )
+
+    def add_end(self, end: RequestEnd) -> None:
+        """Add the end of a request that is sent to the host."""
+        num_bytes = end.num_bytes
+        self._ends[end.request] = self._ends.get(end.request, 0) + num_bytes
+        self._end_bytes += num_bytes
+
+    def answer_end(self, request: str, whole: bool) -> None:
+        """Record whether all blocks of a request are durable."""
+        self._end_bytes -= self._ends.pop(request, 0)
+        self._persisted[request] = whole
+
+    def refuse_end(self, request: str) -> None:
+        """Record that the end of a request is not sent."""
+        self._persisted[request] = False
+
+    def take_persisted(self) -> dict[str, bool]:
+        """Return the results of request ends since the last call."""
+        persisted, self._persisted = self._persisted, {}
+        return persisted
+
+    # The end of the host
+
+    def fail_all(self) -> int:
+        """Fail all jobs and request ends in flight, because the host is dead and no longer uses
+        rows; return the number of jobs."""
+        now = time.monotonic()
+        for job_id, job in self._jobs.items():
+            seconds = now - job.begin
+            self._outcomes.append(JobOutcome(job_id, list(job.keys), True, 0, seconds))
+        self._persisted.update(dict.fromkeys(self._ends, False))
+        num_jobs = len(self._jobs)
+        self._jobs.clear()
+        self._ends.clear()
+        self.queued_bytes = self._end_bytes = 0
+        return num_jobs

@@ -1,0 +1,263 @@
+"""The jobs of an engine, from their message to their answer.
+
+Store jobs, ends of requests and flushes keep their order. Loads run concurrently with each other
+and with all else. ``NEXT_STATES`` has the states of a job. Its rows may be in use in three of them;
+it is answered when they are not in use any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from array import array
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from persistkv.errors import HostError
+from persistkv.storage.format.pack import PackedKeys
+from persistkv.storage.host import protocol
+from persistkv.storage.host.channel import Channel
+from persistkv.storage.host.publishing import NewsPublisher
+from persistkv.storage.load import ReadOutcome
+from persistkv.storage.records import RequestEnd
+from persistkv.storage.store import Store, StoredJob
+
+logger = logging.getLogger(__name__)
+
+
+class JobState(enum.Enum):
+    """State of a store or load job."""
+
+    QUEUED = "queued"
+    ACCEPTING = "accepting"
+    """The store copies the blocks that it lacks, or makes packs of them."""
+    WRITING = "writing"
+    """Commits read the rows."""
+    READING = "reading"
+    """Reads fill the rows."""
+    ANSWERED = "answered"
+    DROPPED = "dropped"
+    """The engine ended before the job began; it gets no answer."""
+
+
+NEXT_STATES: Mapping[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset(
+        {JobState.ACCEPTING, JobState.READING, JobState.DROPPED}
+    ),
+    JobState.ACCEPTING: frozenset({JobState.WRITING, JobState.ANSWERED}),
+    JobState.WRITING: frozenset({JobState.ANSWERED}),
+    JobState.READING: frozenset({JobState.ANSWERED}),
+    JobState.ANSWERED: frozenset(),
+    JobState.DROPPED: frozenset(),
+}
+"""The states that may follow each state."""
+ROWS_IN_USE = frozenset({JobState.ACCEPTING, JobState.WRITING, JobState.READING})
+"""The states in which the store may read or write the rows of a job."""
+
+
+class _Job:
+    """A job of the engine."""
+
+    def __init__(
+        self, message: protocol.StoreJob | protocol.LoadJob, counts: JobCounts
+    ) -> None:
+        self.message = message
+        self._state = JobState.QUEUED
+        self._counts = counts
+        counts.add(self._state)
+
+    def move(self, state: JobState) -> None:
+        """Enter the next state."""
+        if state not in NEXT_STATES[self._state]:
+            raise HostError(f"a job that is {self._state.value} becomes {state.value}")
+        self._counts.move(self._state, state)
+        self._state = state
+
+
+class JobCounts:
+    """The number of jobs in each state."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[JobState] = Counter()
+        self._moved = asyncio.Event()
+
+    def __getitem__(self, state: JobState) -> int:
+        return self._counts[state]
+
+    def add(self, state: JobState) -> None:
+        self._counts[state] += 1
+
+    def move(self, before: JobState, after: JobState) -> None:
+        self._counts[before] -= 1
+        self._counts[after] += 1
+        self._moved.set()
+
+    async def wait_until_none(self, states: frozenset[JobState]) -> None:
+        """Wait until no job is in one of these states."""
+        while any(self._counts[state] for state in states):
+            self._moved.clear()
+            await self._moved.wait()
+
+
+class Jobs:
+    """Runs the jobs of an engine on its store, and answers them."""
+
+    def __init__(
+        self,
+        store: Store,
+        channel: Channel,
+        publisher: NewsPublisher,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """:param tasks: the group to which the tasks of jobs are added."""
+        self._store = store
+        self._channel = channel
+        self._publisher = publisher
+        self._tasks = tasks
+        self.counts = JobCounts()
+        self.num_loads = 0
+        """Load jobs that are not answered yet."""
+        self._queue: deque[_Job | RequestEnd | protocol.Flush] = deque()
+        self._has_arrived = asyncio.Event()
+        # one more than can be read at once: its packs are looked up meanwhile
+        self._load_slots = asyncio.Semaphore(store.catalogue.threads.readers + 1)
+        self._is_ending = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of store jobs and ends of requests that have not begun."""
+        return len(self._queue)
+
+    def add_store(self, message: protocol.StoreJob) -> None:
+        """Queue a store job."""
+        self._enqueue(_Job(message, self.counts))
+
+    def add_end(self, end: RequestEnd) -> None:
+        """Queue the end of a request."""
+        self._enqueue(end)
+
+    def add_flush(self, message: protocol.Flush) -> None:
+        """Queue a flush. What arrives later waits for its end."""
+        self._enqueue(message)
+
+    def _enqueue(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
+        self._queue.append(entry)
+        self._has_arrived.set()
+
+    def add_load(self, message: protocol.LoadJob) -> None:
+        """Start a load job."""
+        self.num_loads += 1
+        self._tasks.create_task(self._load(_Job(message, self.counts)))
+
+    async def run(self) -> None:
+        """Pass what is queued to the store, in order, until the engine ends."""
+        while not self._is_ending:
+            if not self._queue:
+                self._has_arrived.clear()
+                await self._has_arrived.wait()
+            elif self._store.queue.has_room:
+                await self._begin(self._queue.popleft())
+            else:
+                await self._store.queue.wait_for_room()
+
+    async def _begin(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
+        match entry:
+            case _Job():
+                await self._store_blocks(entry)
+            case RequestEnd():
+                self._end_request(entry)
+            case protocol.Flush():
+                await self._flush(entry)
+
+    # Stores
+
+    async def _store_blocks(self, job: _Job) -> None:
+        """Pass a job to the store. Answer it if its rows are free; otherwise a task does so
+        later."""
+        message = job.message
+        assert isinstance(message, protocol.StoreJob)
+        keys = message.keys.unpack()
+        depths = array("I", message.depths) or None
+        job.move(JobState.ACCEPTING)
+        try:
+            accepted = await self._store.put(
+                message.request, keys, array("I", message.block_ids), depths
+            )
+        except ValueError as error:
+            logger.error("store job %d is refused: %s", message.job_id, error)
+            self._answer(job, keys)
+            return
+        if accepted.writes:
+            job.move(JobState.WRITING)
+            self._tasks.create_task(self._finish_store(job, accepted))
+        else:
+            self._answer(job, accepted.lost)
+
+    async def _finish_store(self, job: _Job, accepted: StoredJob) -> None:
+        self._answer(job, await self._store.finish(accepted))
+
+    def _end_request(self, end: RequestEnd) -> None:
+        try:
+            self._store.end_request(end)
+        except ValueError as error:
+            logger.error("the end of request %s is refused: %s", end.request, error)
+            self._store.news.persisted.append((end.request, False))
+
+    async def _flush(self, message: protocol.Flush) -> None:
+        """Commit until no accepted work is left, then answer.
+
+        Repeated, because blocks of a failed transaction can be stored again from the rows of
+        another job.
+        """
+        while self.counts[JobState.WRITING] or not self._store.queue.is_empty:
+            await self._store.flush()
+            await self.counts.wait_until_none(frozenset({JobState.WRITING}))
+        await self._publisher.wait_until_sent()
+        self._channel.send(protocol.Flushed(message.token))
+
+    # Loads
+
+    async def _load(self, job: _Job) -> None:
+        async with self._load_slots:
+            if self._is_ending:
+                job.move(JobState.DROPPED)
+            else:
+                job.move(JobState.READING)
+                await self._read(job)
+        self.num_loads -= 1
+
+    async def _read(self, job: _Job) -> None:
+        message = job.message
+        keys = message.keys.unpack()
+        try:
+            outcome = await self._store.read(keys, array("I", message.block_ids))
+        except ValueError as error:
+            logger.error("load job %d is refused: %s", message.job_id, error)
+            outcome = ReadOutcome(keys)
+        if outcome.failed:
+            # collisions first: the engine skips stores of keys that it counts as held
+            self._publisher.send_news()
+        self._answer(job, outcome.failed, outcome.raw_bytes)
+
+    def _answer(self, job: _Job, failed: list[bytes], num_bytes: int = 0) -> None:
+        """Answer a job: its rows are not in use any more."""
+        job_id = job.message.job_id
+        self._channel.send(protocol.JobDone(job_id, PackedKeys.of(failed), num_bytes))
+        job.move(JobState.ANSWERED)
+
+    # The end
+
+    async def end(self) -> None:
+        """Drop the jobs that have not begun; return when no row is in use. Ends of requests are
+        passed to the store."""
+        self._is_ending = True
+        self._has_arrived.set()
+        self._store.refuse_rows()
+        for entry in self._queue:
+            if isinstance(entry, RequestEnd):
+                self._end_request(entry)
+            elif isinstance(entry, _Job):
+                entry.move(JobState.DROPPED)
+        self._queue.clear()
+        await self.counts.wait_until_none(ROWS_IN_USE)

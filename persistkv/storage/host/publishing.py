@@ -1,0 +1,86 @@
+"""Publishing of a store's changes to its engine: lookup tables and news."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from persistkv.storage.host import protocol
+from persistkv.storage.host.channel import Channel
+from persistkv.storage.records import News
+from persistkv.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1  # seconds between attempts to send
+
+
+class NewsPublisher:
+    """Sends the engine each new lookup table, and the store's news."""
+
+    def __init__(self, store: Store, channel: Channel) -> None:
+        self._store = store
+        self._channel = channel
+        self._table_version = -1
+        self._is_mapping = False
+        """Whether the engine has not mapped the last table yet. The next one waits: an idle engine
+        maps none for hours, and each table that was sent must be kept."""
+        self._sent = asyncio.Event()
+
+    async def run(self) -> None:
+        """Send what is new, until the task is cancelled."""
+        changed = self._store.committer.changed
+        while True:
+            await changed.wait()
+            changed.clear()
+            while not self.send_news():
+                await asyncio.sleep(_RETRY_S)
+
+    def send_news(self) -> bool:
+        """Send the new lookup table and the news; return False if some of it could not be sent.
+
+        An idle engine may receive nothing for hours, and the outbox must not grow meanwhile.
+        """
+        if self._channel.is_congested:
+            return False
+        is_sent = True
+        if self._has_new_table and not self._is_mapping:
+            try:
+                self._channel.send(self.share_table())
+            except OSError as error:
+                # the engine uses the last table until a descriptor is free
+                # the error references rows
+                logger.warning("the new lookup table is not sent yet: %s", str(error))
+                is_sent = False
+        if self._store.news != News():
+            self._channel.send(self._store.take_news())
+        self._sent.set()
+        return is_sent
+
+    def share_table(self) -> protocol.Table:
+        """Return a message with the present lookup table.
+
+        :raises OSError: there is no descriptor left.
+        """
+        fd, slots = self._store.index.share()
+        self._table_version = self._store.index.version
+        self._is_mapping = True
+        return protocol.Table(slots, fd)
+
+    def note_mapped(self) -> None:
+        """Release replaced tables: the engine has mapped the last one that was sent."""
+        self._is_mapping = False
+        self._store.index.release_retired()
+        self._store.committer.wake()
+        self._store.committer.changed.set()
+
+    async def wait_until_sent(self) -> None:
+        """Wait until the engine has been sent all changes."""
+        self.send_news()
+        while self._has_new_table or self._store.news != News():
+            self._sent.clear()
+            await self._sent.wait()
+
+    @property
+    def _has_new_table(self) -> bool:
+        return self._store.index.version != self._table_version

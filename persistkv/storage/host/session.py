@@ -1,0 +1,200 @@
+"""An open store and its engine: the tasks that serve it, from its opening to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from persistkv.errors import HostError, StoreError
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
+from persistkv.storage.format.pack import PackedKeys
+from persistkv.storage.host import protocol
+from persistkv.storage.host.channel import Channel
+from persistkv.storage.host.jobs import Jobs
+from persistkv.storage.host.prewarm import recent_contexts
+from persistkv.storage.host.publishing import NewsPublisher
+from persistkv.storage.host.status_publisher import StatusPublisher
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import RequestEnd
+from persistkv.storage.store import Store, start_threads
+
+logger = logging.getLogger(__name__)
+
+
+def open_store(buffer: memoryview | None, hello: protocol.Hello) -> Store:
+    """Open the backend and the store of a message. Blocks; ``close_store`` is its opposite.
+
+    :param buffer: the primary tier's rows; None: they are released already.
+    :raises PersistKVError, ValueError: the store cannot be opened; nothing is left open.
+    """
+    if buffer is None:
+        raise HostError("the host has released its rows")
+    rows = Rows(buffer, hello.layout)
+    identity = Identity.decode(hello.identity)
+    url = hello.url.partition("?")[0]
+    backend = open_backend(hello.url)
+    try:
+        threads = start_threads(backend, hello.options)
+    except BaseException:
+        backend.close()
+        raise
+    try:
+        return Store(backend, identity, rows, hello.options, url=url, threads=threads)
+    except BaseException:
+        threads.close()
+        backend.close()
+        raise
+
+
+def close_store(store: Store, *, is_sound: bool) -> None:
+    """Wait for the running calls of a store, end its threads, and close it.
+
+    :param is_sound: see ``Store.close``.
+    """
+    store.catalogue.threads.close()
+    store.close(is_sound=is_sound)
+
+
+class Session:
+    """Serves an engine from the opening of its store on."""
+
+    def __init__(
+        self,
+        store: Store,
+        channel: Channel,
+        tasks: asyncio.TaskGroup,
+        engine_pid: int,
+    ) -> None:
+        """Start the tasks of the store, and tell the engine that it is open.
+
+        :param tasks: the group to which tasks are added.
+        :raises OSError: there is no descriptor for the lookup table.
+        """
+        self.store = store
+        self._channel = channel
+        self._tasks = tasks
+        self._publisher = NewsPublisher(store, channel)
+        self._jobs = Jobs(store, channel, self._publisher, tasks)
+        self._status = StatusPublisher(store, self._jobs, engine_pid)
+        canary = store.canary
+        opened = protocol.Opened(
+            self._publisher.share_table(),
+            store.notice,
+            canary is not None and canary.active,
+        )
+        channel.send(opened)
+        endless = (
+            store.committer.run(),
+            self._jobs.run(),
+            self._publisher.run(),
+            self._status.run(),
+        )
+        self._running = [tasks.create_task(task) for task in endless]
+
+    def handle(self, message: Any) -> None:
+        """Process one message from the engine, other than the first and the last one."""
+        handler = self._HANDLERS.get(type(message))
+        if handler is not None:
+            handler(self, message)
+
+    def _store_job(self, message: protocol.StoreJob) -> None:
+        self._jobs.add_store(message)
+
+    def _load_job(self, message: protocol.LoadJob) -> None:
+        self._jobs.add_load(message)
+
+    def _end_request(self, message: RequestEnd) -> None:
+        self._jobs.add_end(message)
+
+    def _flush(self, message: protocol.Flush) -> None:
+        self._jobs.add_flush(message)
+
+    def _loaded(self, message: protocol.Loaded) -> None:
+        if self.store.canary is not None:
+            self.store.canary.loaded_elsewhere(message.keys.unpack())
+
+    def _touch(self, message: protocol.Touch) -> None:
+        self.store.touch(message.keys.unpack())
+
+    def _mapped(self, message: protocol.Mapped) -> None:
+        self._publisher.note_mapped()
+
+    def _ask_stats(self, message: protocol.AskStats) -> None:
+        self._tasks.create_task(self._answer_stats(message))
+
+    def _ask_recent(self, message: protocol.AskRecent) -> None:
+        self._tasks.create_task(self._answer_recent(message))
+
+    async def _answer_stats(self, ask: protocol.AskStats) -> None:
+        store = self.store
+        backend = store.catalogue.backend
+        disk_bytes, capacity = 0, None
+        try:
+            totals = await store.catalogue.call(backend.stats)
+            disk_bytes, capacity = totals.disk_bytes, totals.capacity
+        except StoreError as error:
+            # the exception references rows
+            logger.warning("totals cannot be read: %s", str(error))
+        stats = protocol.HostStats(
+            ask.token,
+            store.counters,
+            held_blocks=len(store.index),
+            staged_bytes=store.queue.staging.num_bytes,
+            disk_bytes=disk_bytes,
+            capacity=capacity,
+            cpu_seconds=time.process_time(),
+            requests=dict(backend.requests),
+            breaker=backend.breaker_state,
+        )
+        self._channel.send(stats)
+
+    async def _answer_recent(self, ask: protocol.AskRecent) -> None:
+        store = self.store
+        contexts: list[list[bytes]] = []
+        read = partial(
+            recent_contexts,
+            store.catalogue.backend,
+            store.namespace,
+            store.contains,
+            ask.max_blocks,
+            ask.choice,
+        )
+        try:
+            contexts = await store.catalogue.call(read)
+        except StoreError as error:
+            why = str(error)
+            logger.warning("the most recently used contexts cannot be read: %s", why)
+        self._channel.send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
+
+    async def end(self, released: Callable[[], None]) -> None:
+        """Drop the jobs that have not begun, commit accepted work, and end the tasks.
+
+        :param released: called when no row is in use any more.
+        """
+        # at once, also while a read hangs
+        flushing = self._tasks.create_task(self.store.flush())
+        await self._jobs.end()
+        released()
+        await flushing
+        while not self.store.queue.is_empty:
+            await self.store.flush()
+        for task in self._running:
+            task.cancel()
+        await self._status.withdraw()
+
+    _HANDLERS: Mapping[type, Callable[[Session, Any], None]] = {
+        protocol.StoreJob: _store_job,
+        protocol.LoadJob: _load_job,
+        RequestEnd: _end_request,
+        protocol.Flush: _flush,
+        protocol.Loaded: _loaded,
+        protocol.Touch: _touch,
+        protocol.Mapped: _mapped,
+        protocol.AskStats: _ask_stats,
+        protocol.AskRecent: _ask_recent,
+    }

@@ -1,0 +1,206 @@
+"""Threads for the blocking calls of a store, which an event loop awaits.
+
+1. A call that a coroutine awaits runs on another thread. It receives all it needs and never
+   accesses shared state.
+2. Calls of ``write`` run one at a time, in order. Calls of ``read`` run concurrently with all
+   others.
+3. ``read`` returns or raises after all of its calls have ended, even if one raised. From then on,
+   no thread accesses the buffers of these calls. If its task is cancelled, they end with ``close``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class StoreThreads:
+    """One thread that writes, and several that read, for the tasks of one event loop."""
+
+    def __init__(self, readers: int) -> None:
+        """:param readers: number of ``read`` and ``ahead`` calls that can run at once, at least 1.
+        :raises RuntimeError: the system cannot start so many threads; none is left.
+        """
+        self.readers = readers
+        self._begun_at: dict[int, float] = {}
+        """Thread id → ``time.monotonic()`` at the start of the call that the thread is running."""
+        self._writer = ThreadPool(1, "persistkv-writer")
+        try:
+            self._readers = ThreadPool(readers, "persistkv-reader")
+        except BaseException:
+            self._writer.shutdown()
+            raise
+
+    async def write(self, call: Callable[[], T]) -> T:
+        """Run a call after all earlier ones of this method; return its result, or raise its
+        exception."""
+        (result,) = await _all_ended(self._submit(self._writer, [call]))
+        return result
+
+    async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Run calls concurrently; return their results in order.
+
+        If a call raises, its exception is raised here after all of them have ended; of several, the
+        first in order.
+        """
+        return await _all_ended(self._submit(self._readers, calls))
+
+    def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Start a call that may run concurrently with the caller. Return a function that waits for
+        it, and returns its result or raises its exception. Thread-safe.
+        """
+        return self._readers.submit(self._run, call).result
+
+    def longest_s(self) -> float:
+        """Return for how many seconds the oldest call has been running; 0 if there is none."""
+        begun_at = self._begun_at.copy().values()
+        return time.monotonic() - min(begun_at) if begun_at else 0.0
+
+    def close(self) -> None:
+        """Wait for the submitted calls, then end the threads. Idempotent."""
+        self._writer.shutdown()
+        self._readers.shutdown()
+
+    def _submit(
+        self, pool: ThreadPool, calls: Sequence[Callable[[], T]]
+    ) -> list[Future[T]]:
+        return [pool.submit(self._run, call) for call in calls]
+
+    def _run(self, call: Callable[[], T]) -> T:
+        thread = threading.get_ident()
+        self._begun_at[thread] = time.monotonic()
+        try:
+            return call()
+        finally:
+            del self._begun_at[thread]
+
+
+async def _all_ended(futures: list[Future[T]]) -> list[T]:
+    """Wait until all futures are done; return their results in order.
+
+    The list is emptied, and no variable refers to a future, so that an exception is in no reference
+    cycle that keeps the rows of its call alive.
+    """
+    try:
+        await _ends(futures)
+        return [futures.pop(0).result() for _ in range(len(futures))]
+    finally:
+        futures.clear()
+
+
+def _ends(futures: Sequence[Future[T]]) -> asyncio.Future[None]:
+    """Return a future of the running loop that is done when all ``futures`` are."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    left = list(range(len(futures)))
+
+    def end_one(_: Future[T]) -> None:
+        # ``pop`` is atomic: only the last thread to call it gets 0, so the loop wakes up once
+        if left.pop() == 0:
+            loop.call_soon_threadsafe(resolve, ended)
+
+    for future in futures:
+        future.add_done_callback(end_one)
+    if not futures:
+        ended.set_result(None)
+    return ended
+
+
+def resolve(future: asyncio.Future[None]) -> None:
+    """Complete a future, unless its task was cancelled."""
+    if not future.done():
+        future.set_result(None)
+
+
+class ThreadPool:
+    """Fixed number of threads that run queued calls in order; results are futures of
+    ``concurrent.futures``.
+
+    Unlike those of ``ThreadPoolExecutor``, all threads start at once, so a queued call never waits
+    for a thread that cannot start, and they are daemons: the interpreter's exit does not wait for a
+    call that never returns, and handlers of ``atexit`` can still store and load.
+
+    :raises RuntimeError: the system cannot start so many threads; those that started have ended.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            SimpleQueue()
+        )
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        try:
+            for number in range(threads):
+                thread = threading.Thread(
+                    target=_run_calls,
+                    args=(self._queue,),
+                    name=f"{name}_{number}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Queue a call, from any thread.
+
+        :raises RuntimeError: the pool is shut down.
+        """
+        future: Future[T] = Future()
+        self.begin(future, partial(call, *arguments))
+        return future
+
+    def begin(self, future: Future[T], call: Callable[[], T]) -> None:
+        """Queue a call that completes ``future``, which the caller already holds. With ``submit``,
+        an exception such as KeyboardInterrupt could leave the caller without the future of a queued
+        call.
+
+        :raises RuntimeError: the pool is shut down; the future stays pending.
+        """
+        if self._closed:
+            raise RuntimeError("the thread pool is shut down")
+        self._queue.put((future, call))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Refuse further calls, and end the threads once the queued calls have run. Idempotent.
+
+        :param wait: return only when the threads have ended.
+        :param cancel_futures: cancel the queued calls instead of running them.
+        """
+        self._closed = True
+        while cancel_futures and not self._queue.empty():
+            with suppress(Empty):
+                if (item := self._queue.get_nowait()) is not None:
+                    item[0].cancel()
+                    item[0].set_running_or_notify_cancel()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+
+def _run_calls(
+    queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None],
+) -> None:
+    while (item := queue.get()) is not None:
+        future, call = item
+        if future.set_running_or_notify_cancel():
+            try:
+                result = call()
+            except BaseException as error:  # ``Future.result`` raises it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        del item, future, call  # they reference rows

@@ -130,7 +130,7 @@ class SimulatedStore(SharedBackend):
 
     def abandon(self) -> None:
         """Release what the operating system releases when a process is killed."""
-        for namespace in self._opened.values():
+        for namespace in self._opened:
             namespace.replica._env.close()
             namespace._folder._release()
 

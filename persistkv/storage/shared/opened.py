@@ -1,0 +1,127 @@
+"""Namespaces that one handle has opened: for its engine, and abandoned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import NamedTuple
+
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.index.totals import TotalsBoard
+from persistkv.storage.shared.namespace import SharedNamespace
+from persistkv.storage.shared.options import SharedOptions
+from persistkv.storage.shared.policy import RecordedPolicy
+from persistkv.storage.shared.replica import ReplicaFolder
+
+_CARE_S = 3 * 3600.0  # three hours: for a namespace without an engine
+_CARE_CHANCE = 0.25
+_MOST_ABANDONED = 4  # namespaces without engines that one handle cares for at a time
+
+
+class _Abandoned(NamedTuple):
+    """A namespace without an engine that the handle cares for."""
+
+    namespace: SharedNamespace
+    until: float
+    """Monotonic time."""
+
+
+class OpenedNamespaces:
+    """Namespaces that one handle has opened.
+
+    One thread at a time may call ``open`` and ``begin_anew``, another one ``care_for_abandoned``.
+
+    :param place: name of the store, for its replicas on this machine.
+    :param is_writable: whether the handle commits and merges.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        policy: RecordedPolicy,
+        options: SharedOptions,
+        place: str,
+        *,
+        is_writable: bool,
+    ) -> None:
+        self._medium = medium
+        self._policy = policy
+        self._options = options
+        self._place = place
+        self._is_writable = is_writable
+        self._cache = options.cache_directory()
+        self._board = TotalsBoard(medium)
+        self._opened: dict[bytes, SharedNamespace] = {}
+        self._abandoned: dict[bytes, _Abandoned] = {}
+
+    def __iter__(self) -> Iterator[SharedNamespace]:
+        """Iterate over the namespaces that are open now."""
+        yield from list(self._opened.values())
+        for abandoned in list(self._abandoned.values()):
+            yield abandoned.namespace
+
+    def find(self, name: bytes) -> SharedNamespace | None:
+        """Return the namespace with this id if it was opened for the engine; None: it was not."""
+        return self._opened.get(name)
+
+    def open(self, name: bytes) -> SharedNamespace:
+        """Open a namespace for the engine. Its index is not read yet.
+
+        :raises StoreError: the replica cannot be opened, or the medium has not answered yet.
+        """
+        opened = self._make(name)
+        self._opened[name] = opened
+        return opened
+
+    def refresh(self) -> None:
+        """Read everything that is durable now into the namespaces of the engine.
+
+        :raises StoreError: the medium failed.
+        """
+        for namespace in list(self._opened.values()):
+            namespace.refresh()
+
+    def begin_anew(self) -> list[bytes]:
+        """Replace the replicas of the engine's namespaces by empty ones: they belong to a store
+        that was deleted. Return the ids of these namespaces.
+        """
+        for name, opened in list(self._opened.items()):
+            opened.discard()
+            self._opened[name] = self._make(name)
+        return list(self._opened)
+
+    def care_for_abandoned(self) -> None:
+        """Open a namespace that no engine uses, if it has content to evict. It is kept for as long
+        as the blobs of evicted packs are needed, and a sweep.
+        """
+        now = self._medium.clock.monotonic()
+        for name, abandoned in list(self._abandoned.items()):
+            if name in self._opened or now > abandoned.until:
+                del self._abandoned[name]
+                abandoned.namespace.close()
+        found = self._board.abandoned(self._policy.now())
+        if found is None or found in self._opened or found in self._abandoned:
+            return
+        # a thousand engines may find it at once
+        is_turn = self._medium.clock.random.random() < _CARE_CHANCE
+        if is_turn and len(self._abandoned) < _MOST_ABANDONED:
+            self._abandoned[found] = _Abandoned(self._make(found), now + _CARE_S)
+
+    def close(self) -> None:
+        """Publish waiting uses, and release the replicas. Failures are only logged."""
+        for namespace in self:
+            namespace.close()
+
+    def _make(self, name: bytes) -> SharedNamespace:
+        store = self._place.encode() + self._policy.store_name()
+        place = blake2b(store, digest_size=16).hexdigest()
+        key_id = self._medium.authenticator.key_id or "plain"
+        folder = ReplicaFolder(self._cache, [place, f"{name.hex()}-{key_id}"])
+        return SharedNamespace(
+            self._medium,
+            name,
+            folder,
+            self._options,
+            self._board,
+            is_writable=self._is_writable,
+        )

@@ -1,0 +1,182 @@
+"""The recorded policy of a shared store. Its blob marks the store: without it, there is none."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+
+from persistkv.errors import CorruptPackError, StoreUnavailableError
+from persistkv.storage.blobs import BlobMissingError, UnavailableError
+from persistkv.storage.policy import Policy
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import (
+    MAX_SMALL_BYTES,
+    NO_NAMESPACE,
+    NONCE_BYTES,
+)
+
+logger = logging.getLogger(__name__)
+
+_POLICY_S = 60.0  # between reads of the policy
+_RETRY_S = 5.0  # until a medium that has not answered is tried again
+_CREATION_S = 120.0  # two minutes: a policy that was read and is a minute old, twice
+
+
+class StoredPolicy(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
+    """Content of the blob ``policy``, which marks a store."""
+
+    store: bytes
+    """Random name of the store: one that was deleted and created anew has another."""
+    capacity: int | None
+    ttl_s: float | None
+
+
+class RecordedPolicy:
+    """The policy of a store as one handle knows it. One thread at a time may call ``refresh``,
+    ``has_answered`` and ``replace``.
+
+    :param wanted: recorded if the store is created.
+    :param place: name of the store in messages.
+    :param creates: whether a missing store is created.
+    """
+
+    def __init__(
+        self, medium: Medium, wanted: Policy, place: str, *, creates: bool
+    ) -> None:
+        self._medium = medium
+        self._wanted = wanted
+        self._place = place
+        self._creates = creates
+        self._clock = medium.clock
+        self._stored: StoredPolicy | None = None
+        # monotonic time at which this handle created the store
+        self._created_at = -math.inf
+        self.due_at = self._clock.monotonic()
+        """Monotonic time at which ``is_due`` is true."""
+        self.last_error = ""
+        """Why the medium has not answered yet."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the medium has answered."""
+        return self._stored is not None
+
+    def now(self) -> Policy:
+        """Return the policy that was read last; without limits before the first answer."""
+        stored = self._stored
+        if stored is None:
+            return Policy(None, None)
+        return Policy(stored.capacity, stored.ttl_s)
+
+    def store_name(self) -> bytes:
+        """Return the random name of the store.
+
+        :raises UnavailableError: the medium has not answered yet.
+        """
+        if self._stored is None:
+            raise UnavailableError(f"{self._place} has not answered yet")
+        return self._stored.store
+
+    def has_answered(self) -> bool:
+        """Return whether the medium has answered this handle. If it has not, try again.
+
+        :raises StoreError: the medium refuses; or there is no store, and none is created.
+        """
+        if self._stored is None:
+            try:
+                self.refresh()
+            except UnavailableError as error:
+                self.last_error = str(error)
+        return self._stored is not None
+
+    def is_due(self) -> bool:
+        """Return whether it is time for a ``refresh``; if so, plan the next one."""
+        now = self._clock.monotonic()
+        if now < self.due_at:
+            return False
+        self.due_at = now + (_RETRY_S if self._stored is None else _POLICY_S)
+        return True
+
+    def refresh(self) -> bool:
+        """Read the policy, and create the store if there is none; return whether another store is
+        in the place of the one that was read before.
+
+        :raises StoreError: the medium failed; or there is no store, and none is created.
+        """
+        before = self._stored
+        found = self._read()
+        if found is None:
+            found = self._create()
+        self._stored = found
+        if before is None:
+            self._report_differences()
+            return False
+        if found.store == before.store:
+            return False
+        self._report_replacement()
+        return True
+
+    def replace(self, policy: Policy) -> None:
+        """Record another policy of the store that was read last.
+
+        :raises StoreError: the medium failed; the policy is as before, or (``UnavailableError``)
+            the other one.
+        """
+        changed = StoredPolicy(self.store_name(), policy.capacity, policy.ttl_s)
+        self._write(changed)
+        self._stored = changed
+
+    def _create(self) -> StoredPolicy:
+        if not self._creates:
+            is_first = self._stored is None
+            text = "there is no store" if is_first else "the store was deleted"
+            raise StoreUnavailableError(f"{self._place}: {text}")
+        # one that was deleted keeps its policy
+        policy = self._wanted if self._stored is None else self.now()
+        name = self._clock.random.randbytes(NONCE_BYTES)
+        created = StoredPolicy(name, policy.capacity, policy.ttl_s)
+        self._write(created)
+        self._created_at = self._clock.monotonic()
+        return created
+
+    def _read(self) -> StoredPolicy | None:
+        """Return the recorded policy; None if there is none."""
+        name = self._medium.names.policy
+        try:
+            return _DECODER.decode(self._medium.sealed(name, NO_NAMESPACE))
+        except BlobMissingError:
+            return None
+        except (CorruptPackError, msgspec.DecodeError) as error:
+            if self._medium.authenticator.key_id or self._stored is None:
+                text = "%s: the policy does not read (%s): nothing is evicted"
+                logger.warning(text, self._place, error)
+            return self._stored or StoredPolicy(bytes(NONCE_BYTES), None, None)
+
+    def _write(self, policy: StoredPolicy) -> None:
+        name = self._medium.names.policy
+        body = _ENCODER.encode(policy)
+        self._medium.put_sealed(name, body, NO_NAMESPACE, MAX_SMALL_BYTES)
+
+    def _report_differences(self) -> None:
+        differences = self.now().contradictions(self._wanted)
+        if differences and self._creates:
+            text = "%s: the URL says %s; the store keeps its recorded policy"
+            logger.warning(
+                text + " (persistkv set changes it)", self._place, differences
+            )
+
+    def _report_replacement(self) -> None:
+        # Engines that create a store at the same moment replace each other's policy: that is no
+        # reason for a warning.
+        is_new = self._clock.monotonic() - self._created_at < _CREATION_S
+        level = logging.DEBUG if is_new else logging.WARNING
+        text = "%s: the store was deleted or replaced; its content is read anew"
+        logger.log(level, text, self._place)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(StoredPolicy)

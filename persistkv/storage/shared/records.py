@@ -1,0 +1,126 @@
+"""Small blobs of a store that belong to no namespace's index: identities and statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from persistkv.errors import CorruptPackError, StoreError
+from persistkv.storage.backend import Namespace
+from persistkv.storage.blobs import BlobMissingError
+from persistkv.storage.catalog.rows import decode_namespace, encode_namespace
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import MAX_SMALL_BYTES, NO_NAMESPACE
+
+_STATUS_KEPT_S = 86_400.0  # one day
+
+
+class Identities:
+    """Namespaces of a store by their identities. Namespaces are immutable, so each is read once.
+
+    Any thread may call any method.
+    """
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+        self._names = medium.names
+        self._known: dict[bytes, Namespace] = {}
+        self._unwritten: dict[bytes, Namespace] = {}
+        """Namespaces that the store lacks."""
+
+    def known(self, name: bytes) -> Namespace | None:
+        """Return the namespace with this id if it was read or added; None: it was not."""
+        return self._known.get(name)
+
+    def find(self, name: bytes) -> Namespace | None:
+        """Return the namespace with this id; None if it is missing or invalid.
+
+        :raises StoreError: the medium failed.
+        """
+        known = self._known.get(name)
+        if known is not None:
+            return known
+        try:
+            row = self._medium.sealed(self._names.identity(name), NO_NAMESPACE)
+        except (BlobMissingError, CorruptPackError):
+            return None
+        found = decode_namespace(name, row)
+        if found is not None:
+            self._known[name] = found
+        return found
+
+    def all(self) -> Iterator[Namespace]:
+        """Iterate over the namespaces of the store, the newest first.
+
+        :raises StoreError: the medium failed, now or during the iteration.
+        """
+        infos = self._medium.listed(self._names.identities)
+        infos.sort(key=lambda info: -info.time)
+        names: list[bytes] = []
+        for info in infos:
+            name = self._names.parse_identity(info.name)
+            if name is not None:
+                names.append(name)
+        found = self._medium.maintenance.each(self.find, names)
+        return (namespace for _, namespace in found if namespace is not None)
+
+    def add(self, namespace: Namespace, *, writes: bool) -> None:
+        """Add a namespace that the store lacks.
+
+        :param writes: whether ``write_new`` writes it.
+        """
+        self._known[namespace.id] = namespace
+        if writes:
+            self._unwritten[namespace.id] = namespace
+
+    def write_new(self) -> None:
+        """Write the namespaces that the store lacks.
+
+        :raises StoreError: the medium failed; the rest is written later.
+        """
+        for name, namespace in list(self._unwritten.items()):
+            body = encode_namespace(namespace)
+            blob = self._names.identity(name)
+            self._medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
+            self._unwritten.pop(name, None)
+
+
+class Statuses:
+    """Statuses of engines, see ``Backend.publish_status``."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+        self._prefix = medium.names.statuses
+        self._cleaned = False
+
+    def publish(self, engine: str, row: bytes | None) -> None:
+        """Write the status of an engine; None: delete it.
+
+        :raises StoreError: it is larger than readers accept, or the medium failed.
+        """
+        name = f"{self._prefix}{engine.lower()}"
+        if row is None:
+            self._medium.blobs.delete([name])
+            return
+        if len(row) > MAX_SMALL_BYTES:
+            text = f"a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}"
+            raise StoreError(text)
+        self._medium.put(name, [row])
+        if not self._cleaned:
+            self._delete_old()
+            self._cleaned = True
+
+    def _delete_old(self) -> None:
+        """Delete what killed engines have left."""
+        oldest = self._medium.time.now() - _STATUS_KEPT_S
+        infos = self._medium.listed(self._prefix)
+        self._medium.blobs.delete([info.name for info in infos if info.time < oldest])
+
+    def all(self) -> dict[str, bytes]:
+        """Return the statuses by the names of the engines."""
+        found: dict[str, bytes] = {}
+        for info in self._medium.listed(self._prefix):
+            with suppress(BlobMissingError, CorruptPackError):
+                row = self._medium.whole(info.name, MAX_SMALL_BYTES)
+                found[info.name.removeprefix(self._prefix)] = bytes(row)
+        return found

@@ -444,7 +444,7 @@ class SharedBackend(Backend):
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         opened = self._searched(namespace, [span.pack_id for span in spans])
-        opened.use()
+        opened.follower.use()
         return opened.packs.read(spans)
 
     def read_frames(
@@ -456,7 +456,7 @@ class SharedBackend(Backend):
         take: TakeFrame,
     ) -> None:
         opened = self._open(namespace)
-        opened.use()
+        opened.follower.use()
         opened.packs.read_frames(pack_id, frames, buffer, take)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:

@@ -32,7 +32,6 @@ from persistkv.config import StoreUrl
 from persistkv.storage.blobs import Blobs
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.shared import SharedBackend, SharedOptions, inbox
-from persistkv.storage.shared import namespace as namespace_module
 from persistkv.storage.shared.index import merge, sweep
 from persistkv.testing.conformance.suite import read_pack, tables
 from tests.storage.shared.engines import Engine
@@ -240,7 +239,7 @@ class History:
             patch.setattr(inbox, "_MOST_COMMIT_S", 200.0)
             patch.setattr(sweep, "_LEAST_AGE_S", 400.0)
             patch.setattr(sweep, "INTERVAL_S", 20.0)
-            patch.setattr(namespace_module, "_SWEEP_CHECK_S", 8.0)
+            patch.setattr(sweep, "_CHECK_S", 8.0)
 
     def _run(self) -> None:
         draw, world = self._draw, self.world

@@ -30,6 +30,7 @@ from persistkv.storage.shared.replica import Replica
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 86_400.0  # one day
+_CHECK_S = 3600.0  # between looks whether a sweep is due
 _LEAST_AGE_S = 86_400.0  # one day: commits are acknowledged only within half of it
 _JUNK_S = 7 * 86_400.0  # seven days
 _TRIES = 4
@@ -47,8 +48,23 @@ class Sweeper:
         self._medium = medium
         self._names = names
         self._replica = replica
+        clock = medium.clock
+        self.due_at = clock.monotonic() + _CHECK_S * clock.random.random()
+        """Monotonic time of the next step."""
 
-    def is_due(self) -> bool:
+    def step(self) -> None:
+        """Sweep, if no engine has begun a sweep for a day.
+
+        :raises StoreError: the medium failed; a later step sweeps the rest.
+        """
+        clock = self._medium.clock
+        if clock.monotonic() < self.due_at:
+            return
+        self.due_at = clock.monotonic() + _CHECK_S * clock.random.uniform(0.5, 1.5)
+        if self._is_due():
+            self.sweep()
+
+    def _is_due(self) -> bool:
         """Return whether no engine has begun a sweep for a day.
 
         :raises StoreError: the medium failed.

@@ -10,18 +10,21 @@ no totals.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Sequence
 
 import msgspec
 
-from persistkv.errors import CorruptPackError
+from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.index.merge import Limits
 from persistkv.storage.shared.replica import Replica
+
+logger = logging.getLogger(__name__)
 
 # between two totals of an engine in use, and of an idle one
 TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0
@@ -170,6 +173,50 @@ class TotalsBoard:
             if now - written > _ABANDONED_S and totals.used_until(horizon):
                 return name
         return None
+
+
+class NamespaceLimits:
+    """What merges of one namespace enforce, brought up to date once a minute. One thread at a time
+    may use it.
+
+    :param policy: that the store probably has: another one acts at once.
+    """
+
+    def __init__(
+        self, board: TotalsBoard, replica: Replica, medium: Medium, policy: Policy
+    ) -> None:
+        self._board = board
+        self._replica = replica
+        self._clock = medium.clock
+        self._policy = policy
+        self.now = Limits(None, None)
+        """The present limits."""
+        self.due_at = math.inf
+        """Monotonic time of the next ``refresh``."""
+
+    def start(self) -> None:
+        """Plan the first refresh, after the index was read."""
+        self.due_at = self._clock.monotonic() + TOTALS_S * self._clock.random.random()
+
+    def is_due(self, policy: Policy) -> bool:
+        """Return whether it is time for a refresh; a new policy acts at once."""
+        return self._clock.monotonic() >= self.due_at or policy != self._policy
+
+    def refresh(self, policy: Policy, *, is_idle: bool) -> None:
+        """Exchange totals with the other namespaces, if anything is limited. If the medium fails,
+        the limits follow from the totals that were read before.
+        """
+        pause_s = IDLE_TOTALS_S if is_idle else TOTALS_S
+        self.due_at = self._clock.monotonic() + pause_s
+        self._policy = policy
+        namespace = self._replica.namespace
+        if policy.capacity is not None or policy.ttl_s is not None:
+            try:
+                self._board.exchange(self._replica)
+            except StoreError as error:
+                text = "%s: the totals of the store were not exchanged (%s)"
+                logger.warning(text, namespace.hex(), error)
+        self.now = self._board.limits(policy, namespace)
 
 
 def _horizon(all_totals: Sequence[Totals], capacity: int) -> float:

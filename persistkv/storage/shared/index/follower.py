@@ -1,0 +1,130 @@
+"""Following what other engines publish: when one handle reads ``latest``, and the lists."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+from persistkv.errors import StoreError
+from persistkv.storage.blobs import BlobInfo
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import Latest
+from persistkv.storage.shared.index.merge import Merger
+from persistkv.storage.shared.index.reader import IndexReader
+from persistkv.storage.shared.index.turns import AGAIN_S, MERGE_S
+
+_IDLE_AFTER_S = 60.0  # without reads and commits
+_IDLE_FOLLOW_S = 30.0
+_LEAST_FOLLOW_S = 0.05
+_LIST_S, _IDLE_LIST_S = 60.0, 300.0  # between lists of the index
+_OLD_COMMIT_S = 10.0  # age of a commit that nobody seems to merge
+_REGULAR_S = 10.0  # age of ``latest`` while somebody merges regularly
+
+
+class Follower:
+    """Reads what other engines publish in one namespace, when that is due. One thread at a time may
+    use it; any thread may call ``use``.
+
+    :param refresh_s: between two looks at ``latest`` while the handle is in use.
+    :param merger: None: the handle only reads.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        reader: IndexReader,
+        merger: Merger | None,
+        refresh_s: float,
+    ) -> None:
+        self._time = medium.time
+        self._clock = medium.clock
+        self._reader = reader
+        self._merger = merger
+        self._refresh_s = refresh_s
+        self._used_at = self._clock.monotonic()
+        self._follow_at = math.inf
+        self._list_at = math.inf
+        self._is_merged_regularly = False
+        """Whether another engine merges, as the last look has shown."""
+
+    def start(self) -> None:
+        """Begin to follow, after the index was read."""
+        now = self._clock.monotonic()
+        self._follow_at = now + self._refresh_s
+        self._list_at = now + _LIST_S * self._clock.random.uniform(0.5, 1.0)
+
+    def use(self) -> None:
+        """Record that the handle is in use: it follows other engines more closely then."""
+        was_idle = self.is_idle()
+        now = self._clock.monotonic()
+        self._used_at = now
+        if was_idle:
+            self._follow_at = min(self._follow_at, now + self._refresh_s)
+
+    def is_idle(self) -> bool:
+        """Return whether the handle was not used for a minute."""
+        return self._clock.monotonic() - self._used_at > _IDLE_AFTER_S
+
+    def due_at(self) -> float:
+        """Return the monotonic time of the next step."""
+        return min(self._follow_at, self._list_at)
+
+    def step(self) -> None:
+        """Read what is due.
+
+        :raises StoreError: the medium failed; later steps read the rest.
+        """
+        now = self._clock.monotonic()
+        if now >= self._list_at:
+            self._list(now)
+        if now >= self._follow_at:
+            self._look(now)
+        elif self._merger is not None and self._merger.is_merge_due():
+            # Commits that others have merged meanwhile need not be merged again. If the medium
+            # fails, so does the merge, which is then repeated after a pause.
+            with suppress(StoreError):
+                self._look(now)
+
+    def _list(self, now: float) -> None:
+        """Read the lists, and what they show."""
+        pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
+        self._list_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
+        inbox = self._reader.refresh(with_inbox=not self._is_merged_regularly)
+        if self._merger is None:
+            return
+        self._merger.delete_included()
+        if self._has_old(inbox):
+            self._merger.turns.look_soon(now)
+
+    def _has_old(self, commits: list[BlobInfo]) -> bool:
+        latest = self._time.now() - _OLD_COMMIT_S
+        return any(info.time < latest for info in commits)
+
+    def _look(self, now: float) -> None:
+        """Read ``latest``, and what it names."""
+        pause_s = max(self._refresh_s, _LEAST_FOLLOW_S)
+        if self.is_idle():
+            pause_s = max(pause_s, _IDLE_FOLLOW_S)
+        self._follow_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
+        latest = self._reader.follow()
+        if self._merger is not None:
+            self._merger.followed(latest)
+        self._is_merged_regularly = latest is not None and self._is_merging(latest)
+        if latest is not None:
+            merge_at = now + self._until_next_merge(latest.time)
+            self._follow_at = max(self._follow_at, merge_at)
+
+    def _until_next_merge(self, merged: float) -> float:
+        """Return the seconds until a merge is expected after one that was announced at this time on
+        the medium's clock; 0: it is not known. Until then, nothing new is announced.
+        """
+        pause_s = AGAIN_S + MERGE_S
+        rest_s = merged + pause_s - self._time.now()
+        return rest_s if 0 < rest_s <= pause_s else 0.0
+
+    def _is_merging(self, latest: Latest) -> bool:
+        """Return whether another engine merges the commits of all: nobody else needs to look for
+        old ones."""
+        if self._merger is not None and latest.writer == self._merger.writer:
+            return False
+        return 0 <= self._time.now() - latest.time < _REGULAR_S

@@ -99,7 +99,7 @@ def store_of(words: Sequence[str]) -> str | None:
     """Return the first store among arguments, or that of the environment; None: there is none."""
     for word in words:
         if looks_like_store(word):
-            return _absolute(word)
+            return absolute(word)
     return os.environ.get(STORE_VARIABLE)
 
 
@@ -223,38 +223,55 @@ def _assigned(
 ) -> Mapping[str, Any]:
     """Return the values of the positional arguments. A store that was left out is the one that the
     variable ``PERSISTKV_STORE`` names."""
-    stores = sum(positional.is_store for positional in positionals)
-    given = 0
-    while given < min(stores, len(words)) and looks_like_store(words[given]):
-        given += 1
-    default = os.environ.get(STORE_VARIABLE)
-    remaining = [_absolute(word) for word in words[:given]] + words[given:]
-    if given < stores and default:
-        remaining.insert(0, default)
-
+    remaining = _with_default_store(positionals, words)
     values: dict[str, Any] = {}
     for positional in positionals:
         if positional.is_many:
             values[positional.name] = remaining
             remaining = []
         elif remaining:
-            values[positional.name] = remaining.pop(0)
-            if positional.is_store and not looks_like_store(values[positional.name]):
-                expected = "scheme://location, or a path that begins with /, ~ or ./"
-                raise ConfigurationError("store", values[positional.name], expected)
-        elif not positional.is_needed:
-            values[positional.name] = None
-        elif positional.is_store and stores == 1:
-            needed = f"a store: a URL, a path, or the variable {STORE_VARIABLE}"
-            raise MissingOptionError(command, needed)
+            values[positional.name] = _checked(positional, remaining.pop(0))
+        elif positional.is_needed:
+            raise MissingOptionError(command, _needed(positional))
         else:
-            raise MissingOptionError(command, positional.metavar)
+            values[positional.name] = None
     if remaining:
         raise ConfigurationError("arguments", remaining[0], "no further argument")
     return values
 
 
-def _absolute(word: str) -> str:
+def _with_default_store(
+    positionals: Sequence[Positional], words: list[str]
+) -> list[str]:
+    """Return the words, with absolute paths of stores, and with the store of the environment in
+    front if fewer stores are given than the command takes."""
+    stores = sum(positional.is_store for positional in positionals)
+    given: list[str] = []
+    for word in words[:stores]:
+        if not looks_like_store(word):
+            break
+        given.append(absolute(word))
+    others = words[len(given) :]
+    default = os.environ.get(STORE_VARIABLE)
+    if default and len(given) < stores:
+        given.insert(0, default)
+    return [*given, *others]
+
+
+def _checked(positional: Positional, word: str) -> str:
+    if positional.is_store and not looks_like_store(word):
+        expected = "scheme://location, or a path that begins with /, ~ or ./"
+        raise ConfigurationError("store", word, expected)
+    return word
+
+
+def _needed(positional: Positional) -> str:
+    if positional is URL:
+        return f"a store: a URL, a path, or the variable {STORE_VARIABLE}"
+    return positional.metavar
+
+
+def absolute(word: str) -> str:
     """Return a store given by a relative path as an absolute path; others unchanged."""
     if not word.startswith("."):
         return word

@@ -109,15 +109,16 @@ def view_of(kind: type[T], source: object, **more: Any) -> T:
 def print_json(value: Any) -> None:
     """Print one JSON object. Values are exact; unprintable characters are written as ``\\u``
     sequences."""
-    lines = (
-        msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
-    )
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    lines = text.split("\n")
     for at, line in enumerate(lines):
         if not line.isprintable():  # within strings only
-            lines[at] = "".join(
-                char if char.isprintable() else json.dumps(char)[1:-1] for char in line
-            )
+            lines[at] = "".join(map(_json_escape, line))
     _write("\n".join(lines) + "\n")
+
+
+def _json_escape(char: str) -> str:
+    return char if char.isprintable() else json.dumps(char)[1:-1]
 
 
 def print_exact(text: str) -> None:
@@ -162,8 +163,10 @@ def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
 
 def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
     """Return the texts of a table: for each record, one for each column."""
-    shown = list(columns.values())
-    return [[_cell(record, column) for column in shown] for record in records]
+    rows = []
+    for record in records:
+        rows.append([_cell(record, column) for column in columns.values()])
+    return rows
 
 
 def pairs(columns: Columns, record: object) -> dict[str, str]:
@@ -179,14 +182,13 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
         value = None if value is None else getattr(value, name)
     if value is None:
         return "-"
-    if column in ("created", "updated", "last_used"):
-        return format_age(value)
-    if column in ("namespace", "pack"):
-        return str(value)[:8]
-    if column.endswith(("_bytes", "bytes_per_s")):
-        return format_size(round(value)) + "/s" * column.endswith("_s")
-    if column.endswith("seconds"):
-        return f"{value * 1e3:,.1f} ms"
+    for endings, format_value in _FORMATS_BY_NAME:
+        if column.endswith(endings):
+            return format_value(value)
+    return _text(column, value)
+
+
+def _text(column: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, int):
@@ -196,6 +198,20 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
     if isinstance(value, dict):
         return format_labels(value)
     return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def _format_id(value: object) -> str:
+    return str(value)[:8]
+
+
+_FORMATS_BY_NAME: tuple[tuple[tuple[str, ...], Callable[[Any], str]], ...] = (
+    (("created", "updated", "last_used"), format_age),
+    (("namespace", "pack"), _format_id),
+    (("bytes_per_s",), lambda value: f"{format_size(round(value))}/s"),
+    (("_bytes",), lambda value: format_size(round(value))),
+    (("seconds",), lambda value: f"{value * 1e3:,.1f} ms"),
+)
+"""How the values of fields are formatted, by the ends of their names."""
 
 
 def show_table(
@@ -214,22 +230,16 @@ def show_table(
     :param optional: headers of columns that are left out if all their cells are empty, "-" or 0.
     :param most: number of records to show; a line below says how many are left out. None: all.
     """
-    headers, rows = list(columns), cells(columns, records[:most])
-    is_used = [any(row[at].strip("-0") for row in rows) for at in range(len(headers))]
-    kept = [
-        at
-        for at, header in enumerate(headers)
-        if is_used[at] or header not in optional.split(",")
-    ]
+    can_be_left_out = set(optional.split(","))
+    kept = dict(columns)
+    for header, column in columns.items():
+        texts = [_cell(record, column) for record in records[:most]]
+        is_used = any(text.strip("-0") for text in texts)
+        if header in can_be_left_out and not is_used:
+            del kept[header]
     if title is not None:
         say(title)
-    console().print(
-        table(
-            [headers[at] for at in kept],
-            [[row[at] for at in kept] for row in rows],
-            left=left,
-        )
-    )
+    console().print(table(kept, cells(kept, records[:most]), left=left))
     if most is not None and len(records) > most:
         say(f"and {len(records) - most:,} more; --json lists all")
 

@@ -202,13 +202,15 @@ def _is_left(path: Path) -> bool:
     return True
 
 
+def _limit(number: int) -> str:
+    return "no limit" if number == resource.RLIM_INFINITY else f"{number:,}"
+
+
 def _process(environment: Mapping[str, str]) -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
-    files, most = (
-        "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,}"
-        for limit in (soft, hard)
-    )
+    files = _limit(soft)
+    most = _limit(hard)
     todo = f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service"
     yield _passed("open files", enough, f"{files} (at most {most})", todo)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -342,17 +344,12 @@ def _spread(items: Sequence[T], most: int) -> Sequence[T]:
 
 def smallest(sample: bytes) -> tuple[str, float]:
     """Return the codec that makes these bytes smallest, and its ratio of raw to stored bytes."""
-    frames = [
-        sample[start : start + FRAME_BYTES]
-        for start in range(0, len(sample), FRAME_BYTES)
-    ]
-    sizes = {
-        name: sum(
-            align(min(len(parse_codec(name).encode(frame)), len(frame)))
-            for frame in frames
-        )
-        for name in CODECS
-    }
+    sizes = dict.fromkeys(CODECS, 0)
+    for start in range(0, len(sample), FRAME_BYTES):
+        frame = sample[start : start + FRAME_BYTES]
+        for name in CODECS:
+            encoded = len(parse_codec(name).encode(frame))
+            sizes[name] += align(min(encoded, len(frame)))
     best = min(sizes, key=sizes.__getitem__)
     return best, len(sample) / sizes[best]
 

@@ -72,7 +72,7 @@ def ls(
             "output format", "several", "at most one of --ids, --csv and --json"
         )
     for_programs = ids or csv or json
-    shown = (None if for_programs else _PAGE) if limit is None else limit or None
+    most = _most_rows(limit, for_programs=for_programs)
     with open_store(url) as store:
         page = store.requests(
             selection,
@@ -80,19 +80,25 @@ def ls(
             sort=sort,
             reverse=reverse,
             offset=offset,
-            limit=shown,
+            limit=most,
             merge_copies=not for_programs,
         )
     if json:
         render.print_json(page)
     elif ids:
-        render.print_exact(
-            "".join(f"{printable(request.id)}\n" for request in page.requests)
-        )
+        names = [f"{printable(request.id)}\n" for request in page.requests]
+        render.print_exact("".join(names))
     elif csv:
         render.print_exact(_csv(page))
     else:
         _print(page)
+
+
+def _most_rows(limit: int | None, *, for_programs: bool) -> int | None:
+    """Return how many rows to show; None: all."""
+    if limit is not None:
+        return limit or None
+    return None if for_programs else _PAGE
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -128,78 +134,84 @@ COMMAND = Command(ls, (URL,), _add_options)
 
 
 def _csv(page: Page) -> str:
-    text, columns = (
-        StringIO(),
-        [name for name in RequestView.__struct_fields__ if name != "copies"],
-    )
+    text = StringIO()
+    columns = [name for name in RequestView.__struct_fields__ if name != "copies"]
     writer = DictWriter(
         text, [*columns, "model"], extrasaction="ignore", lineterminator="\n"
     )
     writer.writeheader()
     models = {space.id: space.model for space in page.namespaces}
     for request in page.requests:
-        blocks, labels = (
-            "+".join(map(str, request.group_blocks)),
-            render.format_labels(request.labels),
-        )
-        writer.writerow(
-            {
-                **asdict(request),
-                "group_blocks": blocks,
-                "labels": labels,
-                "model": models[request.namespace],
-            }
-        )
+        row = asdict(request)
+        row["group_blocks"] = "+".join(map(str, request.group_blocks))
+        row["labels"] = render.format_labels(request.labels)
+        row["model"] = models[request.namespace]
+        writer.writerow(row)
     return text.getvalue()
 
 
 def _print(page: Page) -> None:
-    wide, models = (
-        render.is_wide(),
-        {space.id: render.format_model(space.model) for space in page.namespaces},
-    )
-    distinct, shorts = (
-        len(set(models.values())),
-        Counter(request.short_id for request in page.requests),
-    )
+    models = {}
+    for space in page.namespaces:
+        models[space.id] = render.format_model(space.model)
+    has_models = len(set(models.values())) > 1
+    shorts = Counter(request.short_id for request in page.requests)
+    words = "request=short age=created"
+    if render.is_wide():
+        words += " used=last_used tokens blocks by_group size=raw_bytes"
+        words += " stored=stored_bytes"
+    else:
+        words += " tokens size=raw_bytes"
+    words += " copies hits pinned labels"
+    if has_models:
+        words += " model"
+    if render.is_wide() and len(models) > len(set(models.values())):
+        words += " namespace"
+
+    def short(request: RequestView) -> str:
+        is_unique = shorts[request.short_id] == 1
+        return request.short_id if is_unique else request.id
+
     columns = render.columns(
-        "request=short age=created"
-        + " used=last_used" * wide
-        + " tokens"
-        + " blocks by_group" * wide
-        + " size=raw_bytes"
-        + " stored=stored_bytes" * wide
-        + " copies hits pinned labels"
-        + " model" * (distinct > 1)
-        + " namespace" * (wide and len(models) > distinct),
-        short=lambda request: (
-            request.short_id if shorts[request.short_id] == 1 else request.id
-        ),
-        by_group=lambda request: (
-            "+".join(f"{n:,}" for n in request.group_blocks)
-            * (len(request.group_blocks) > 1)
-        ),
+        words,
+        short=short,
+        by_group=_blocks_by_group,
         copies=lambda request: f"{request.copies:,}" * (request.copies > 1),
         hits=_hits,
         model=lambda request: models[request.namespace],
     )
-    optional = "by group,stored,copies,hits,pinned,labels"
     render.show_table(
-        columns, page.requests, left="pinned,labels,model,namespace", optional=optional
+        columns,
+        page.requests,
+        left="pinned,labels,model,namespace",
+        optional="by group,stored,copies,hits,pinned,labels",
     )
-    held = (
-        f"{render.count(page.total, 'request')} in {render.count(len(models), 'namespace')} "
-        f"of {page.url}"
-    )
-    if distinct == 1 and (name := next(space.model for space in page.namespaces)):
-        held += f", model {render.format_model(name)}"
-    matched = (
-        "" if page.matched == page.total else f"; {page.matched:,} match the filters"
-    )
-    render.say(held + matched)
+    _print_counts(page, "" if has_models else "".join(set(models.values())))
+
+
+def _blocks_by_group(request: RequestView) -> str:
+    if len(request.group_blocks) == 1:
+        return ""
+    return "+".join(f"{blocks:,}" for blocks in request.group_blocks)
+
+
+def _print_counts(page: Page, model: str) -> None:
+    """Say how many requests there are and which rows were shown.
+
+    :param model: the only model of the store; ``-`` or empty: none.
+    """
+    requests = render.count(page.total, "request")
+    namespaces = render.count(len(page.namespaces), "namespace")
+    line = f"{requests} in {namespaces} of {page.url}"
+    if model not in ("", "-"):
+        line += f", model {model}"
+    if page.matched != page.total:
+        line += f"; {page.matched:,} match the filters"
+    render.say(line)
     end = page.offset + len(page.requests)
-    if page.requests and (page.offset or end < page.rows):
-        following = f"; next page: --offset {end}" if end < page.rows else ""
+    has_more = end < page.rows
+    if page.requests and (page.offset or has_more):
+        following = f"; next page: --offset {end}" if has_more else ""
         render.say(f"rows {page.offset + 1:,} to {end:,} of {page.rows:,}{following}")
 
 

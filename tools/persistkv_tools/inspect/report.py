@@ -294,14 +294,17 @@ def _fill(periods: list[Period]) -> str:
 
 
 def _hits(periods: list[Period]) -> str:
-    rates = [one.found_blocks / one.blocks if one.blocks else 0.0 for one in periods]
-    texts = [
-        f"{_share(one.found_blocks, one.blocks)} of {one.blocks:,} blocks"
-        for one in periods
-    ]
-    overall = _share(
-        sum(one.found_blocks for one in periods), sum(one.blocks for one in periods)
-    )
+    rates = []
+    texts = []
+    found_blocks = 0
+    blocks = 0
+    for one in periods:
+        rates.append(one.found_blocks / max(1, one.blocks))
+        share = _share(one.found_blocks, one.blocks)
+        texts.append(f"{share} of {one.blocks:,} blocks")
+        found_blocks += one.found_blocks
+        blocks += one.blocks
+    overall = _share(found_blocks, blocks)
     note = (
         f"Share of blocks that earlier requests had stored; overall {overall}. Deleted "
         f"requests are not counted."
@@ -376,10 +379,9 @@ def _columns(*parts: str) -> str:
 
 
 def _records(columns: render.Columns, records: Iterable[object]) -> str:
-    rows = (
-        "".join(f"<td>{_escape(cell)}</td>" for cell in row)
-        for row in render.cells(columns, records)
-    )
+    rows = []
+    for row in render.cells(columns, records):
+        rows.append("".join(f"<td>{_escape(cell)}</td>" for cell in row))
     return _table(columns, rows)
 
 

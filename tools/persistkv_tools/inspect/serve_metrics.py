@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +24,7 @@ from persistkv.errors import (
 )
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
-from persistkv.storage.host.status import read_statuses
+from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command, add_flag
 
@@ -77,10 +78,7 @@ def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
 
     Example: persistkv serve-metrics lmdb:///var/cache/kv --listen 0.0.0.0:9464
     """
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
-    host = host.strip("[]")
+    host, port = _address(listen)
     try:
         from prometheus_client import (
             CollectorRegistry,
@@ -100,34 +98,44 @@ def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
     with closing(StoreCollector(url)) as collector:
         registry.register(cast("Collector", collector))
         if once and json:
-            samples = [
-                sample for metric in registry.collect() for sample in metric.samples
-            ]
-            metrics = [
-                {"name": one.name, "labels": one.labels, "value": one.value}
-                for one in samples
-            ]
-            render.print_json({"url": url, "metrics": metrics})
-            return
-        if once:
+            render.print_json({"url": url, "metrics": _samples(registry.collect())})
+        elif once:
             render.print_exact(generate_latest(registry).decode())
-            return
-        try:
-            server, thread = start_http_server(int(port), host, registry)
-        except OSError as error:
-            raise ConfigurationError(
-                "--listen", listen, f"a free address of this machine ({error.strerror})"
-            ) from None
-        address = f"http://{host}:{server.server_port}/metrics"
-        if json:
-            render.print_json({"url": url, "address": address})
         else:
-            render.say(f"metrics of {url} at {address}")
-        sys.stdout.flush()
-        with suppress(KeyboardInterrupt):  # the way out
-            thread.join()
-        server.shutdown()
-        server.server_close()
+            try:
+                server, thread = start_http_server(int(port), host, registry)
+            except OSError as error:
+                expected = f"a free address of this machine ({error.strerror})"
+                raise ConfigurationError("--listen", listen, expected) from None
+            _say_address(url, f"http://{host}:{server.server_port}/metrics", json=json)
+            with suppress(KeyboardInterrupt):  # the way out
+                thread.join()
+            server.shutdown()
+            server.server_close()
+
+
+def _address(listen: str) -> tuple[str, str]:
+    """Return host and port of ``HOST:PORT``."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
+    return host.strip("[]"), port
+
+
+def _samples(metrics: Iterable[Metric]) -> list[dict[str, object]]:
+    samples: list[dict[str, object]] = []
+    for metric in metrics:
+        for one in metric.samples:
+            samples.append({"name": one.name, "labels": one.labels, "value": one.value})
+    return samples
+
+
+def _say_address(url: str, address: str, *, json: bool) -> None:
+    if json:
+        render.print_json({"url": url, "address": address})
+    else:
+        render.say(f"metrics of {url} at {address}")
+    sys.stdout.flush()
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -156,7 +164,7 @@ class StoreCollector:
     def collect(self) -> list[Metric]:
         """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot
         be read."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import GaugeMetricFamily
 
         metrics: list[Metric] = []
 
@@ -175,44 +183,50 @@ class StoreCollector:
                 add("persistkv_up", _UP, 0)
                 return metrics
         now = time.time()
-        live = [
-            ([self._store, status.engine, status.host, status.namespace], status)
-            for status in statuses
-            if status.is_live(now)
-        ]
+        live = [status for status in statuses if status.is_live(now)]
         add("persistkv_up", _UP, 1)
         for name, text in _STORE.items():
             add(f"persistkv_store_{name}", text, getattr(stats, name))
         if stats.capacity is not None:
-            add(
-                "persistkv_store_capacity_bytes", "Limit of disk_bytes.", stats.capacity
-            )
-        add(
-            "persistkv_engines", "Running engines that publish their status.", len(live)
-        )
+            name = "persistkv_store_capacity_bytes"
+            add(name, "Limit of disk_bytes.", stats.capacity)
+        running = "Running engines that publish their status."
+        add("persistkv_engines", running, len(live))
+        return metrics + self._counters(live) + self._gauges(live)
+
+    def _counters(self, engines: list[EngineStatus]) -> list[Metric]:
+        from prometheus_client.core import CounterMetricFamily
+
+        metrics: list[Metric] = []
         for name, text in _COUNTERS.items():
-            metrics.append(
-                counter := CounterMetricFamily(
-                    f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS
-                )
-            )
-            for labels, status in live:
-                counter.add_metric(
-                    labels, getattr(status.counters, name), created=status.started
-                )
-        for name, text in _GAUGES.items():
-            metrics.append(
-                gauge := GaugeMetricFamily(
-                    f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS
-                )
-            )
-            for labels, status in live:
-                value = getattr(status, name)
-                if name != "breaker":
-                    gauge.add_metric(labels, value)
-                elif value in _BREAKER:
-                    gauge.add_metric(labels, _BREAKER.index(value))
+            metric_name = f"persistkv_engine_{name}"
+            counter = CounterMetricFamily(metric_name, text, labels=_ENGINE_LABELS)
+            for status in engines:
+                value = getattr(status.counters, name)
+                labels = self._labels(status)
+                counter.add_metric(labels, value, created=status.started)
+            metrics.append(counter)
         return metrics
+
+    def _gauges(self, engines: list[EngineStatus]) -> list[Metric]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        metrics: list[Metric] = []
+        for name, text in _GAUGES.items():
+            metric_name = f"persistkv_engine_{name}"
+            gauge = GaugeMetricFamily(metric_name, text, labels=_ENGINE_LABELS)
+            for status in engines:
+                value = getattr(status, name)
+                if name == "breaker":
+                    if value not in _BREAKER:
+                        continue
+                    value = _BREAKER.index(value)
+                gauge.add_metric(self._labels(status), value)
+            metrics.append(gauge)
+        return metrics
+
+    def _labels(self, status: EngineStatus) -> list[str]:
+        return [self._store, status.engine, status.host, status.namespace]
 
     def close(self) -> None:
         """Release the store; idempotent."""

@@ -8,8 +8,9 @@ a tree: what neighbours have in common is a node. Only nodes that are shown are 
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby, repeat, takewhile, zip_longest
+from typing import TypeVar
 
 import msgspec
 from rich.tree import Tree
@@ -176,28 +177,24 @@ COMMAND = Command(show, (URL, REQUEST), _add_options)
 
 def _print(context: ContextView) -> None:
     request = context.request
+    name = request.id
+    if request.short_id != request.id:
+        name += f" (short: {request.short_id})"
+    created = render.format_time(request.created)
     rows = {
-        "request": request.id
-        + f" (short: {request.short_id})" * (request.short_id != request.id),
+        "request": name,
         "model": context.model or "-",
         "namespace": request.namespace,
-        "created": f"{render.format_time(request.created)} "
-        f"({render.format_age(request.created)} ago)",
-        "last used": "-"
-        if request.last_used is None
-        else f"{render.format_age(request.last_used)} ago",
+        "created": f"{created} ({render.format_age(request.created)} ago)",
+        "last used": _or_dash(request.last_used, _ago),
         "pinned": "yes" if request.pinned else "no",
         "tokens": f"{request.tokens:,}",
         "raw size": render.format_size(request.raw_bytes),
-        "stored size": "-"
-        if request.stored_bytes is None
-        else render.format_size(request.stored_bytes),
-        "hits": "-"
-        if request.hits is None
-        else f"{request.hits:,} (later requests that contain the whole context)",
+        "stored size": _or_dash(request.stored_bytes, render.format_size),
+        "hits": _or_dash(request.hits, _hits),
         "labels": render.format_labels(request.labels),
-        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are also in other "
-        f"requests",
+        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are also in other"
+        " requests",
     }
     if request.ttl_s is not None:
         rows["ttl"] = f"{request.ttl_s:,.0f} s after its last use"
@@ -215,38 +212,46 @@ def _print(context: ContextView) -> None:
             render.show_table(_KEYS, group.keys, title=title)
 
 
+N = TypeVar("N", int, float)
+
+
+def _or_dash(value: N | None, format_value: Callable[[N], str]) -> str:
+    return "-" if value is None else format_value(value)
+
+
+def _ago(time: float) -> str:
+    return f"{render.format_age(time)} ago"
+
+
+def _hits(number: int) -> str:
+    return f"{number:,} (later requests that contain the whole context)"
+
+
 def _rich_tree(top: TreeNode, title: str) -> Tree:
     drawn = Tree(render.plain(title))
     waiting = [(drawn, top)]
     while waiting:
         branch, node = waiting.pop()
         for child in node.children:
-            line = (
-                f"{child.key} blocks {child.start:,} to {child.start + child.blocks:,}"
-            )
-            line += (
-                f", {render.count(child.requests, 'request')}"
-                if child.requests > 1
-                else ""
-            )
-            more = (
-                f" and {child.ends - len(child.names):,} more"
-                if child.ends > len(child.names)
-                else ""
-            )
-            line += (
-                f"; ends here: {', '.join(map(short_id, child.names))}{more}"
-                if child.names
-                else ""
-            )
-            waiting.append(
-                (branch.add(render.plain(line, "bold" if child.chosen else "")), child)
-            )
+            style = "bold" if child.chosen else ""
+            line = render.plain(_node_line(child), style)
+            waiting.append((branch.add(line), child))
         if node.hidden:
             branch.add(
                 render.plain(f"{node.hidden:,} more, not drawn (see --nodes)", "dim")
             )
     return drawn
+
+
+def _node_line(node: TreeNode) -> str:
+    line = f"{node.key} blocks {node.start:,} to {node.start + node.blocks:,}"
+    if node.requests > 1:
+        line += f", {render.count(node.requests, 'request')}"
+    if node.names:
+        line += f"; ends here: {', '.join(map(short_id, node.names))}"
+    if node.ends > len(node.names):
+        line += f" and {node.ends - len(node.names):,} more"
+    return line
 
 
 def show_context(
@@ -265,14 +270,14 @@ def show_context(
     ]
     places = _places(backend, namespace, backend.tables(namespace, named), chains)
     sharers = _sharers(backend, namespace, others, chains)
+    groups = []
+    for group, group_keys in enumerate(chains):
+        groups.append(_group_view(group, group_keys, places, key_limit))
     return ContextView(
         url,
         found.namespace.identity.model_name,
         found.view(backend),
-        [
-            _group_view(number, keys, places, key_limit)
-            for number, keys in enumerate(chains)
-        ],
+        groups,
         _pack_views(chains, places, sharers),
         sum(key in sharers for key in chain.from_iterable(chains)),
     )
@@ -386,34 +391,19 @@ def prefix_tree(
 
     :param node_limit: largest number of nodes below the top node. Each node has at most 8 children.
     """
-    namespace, chosen, chains = found.namespace.id, found.manifest.id, list[_Chain]()
+    chosen = found.manifest.id
     blocks = found.manifest.group_blocks
     group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
-    names = (manifest.id for manifest in backend.catalogue(namespace).manifests())
-    for name, keys in keys_of(backend, namespace, names):
-        if keys is not None and len(keys) > group and len(keys[group]):
-            chains.append((keys[group].unpack(), name))
-    chains.sort()
+    chains = _chains_of_group(backend, found.namespace.id, group)
     top = TreeNode(0, 0, "", len(chains), 0, [], True, [])
     waiting: list[tuple[TreeNode, Sequence[_Chain]]] = [(top, chains)]
     while waiting:  # first along the path of the chosen request, then level by level
         parent, below = waiting.pop(0)
         depth = parent.start + parent.blocks
-        longer = (chain for chain in below if len(chain[0]) > depth)
-        branches = [
-            list(run) for _, run in groupby(longer, key=lambda chain: chain[0][depth])
-        ]
-        branches.sort(
-            key=lambda branch: (
-                not _has(branch, chosen),
-                -len(branch),
-                branch[0][0][depth],
-            )
-        )
-        shown = [
-            (_node(branch, depth, chosen), branch)
-            for branch in branches[: min(node_limit, _BRANCHES)]
-        ]
+        branches = _branches(below, depth, chosen)
+        shown = []
+        for branch in branches[: min(node_limit, _BRANCHES)]:
+            shown.append((_node(branch, depth, chosen), branch))
         node_limit -= len(shown)
         parent.hidden = len(branches) - len(shown)
         parent.children = [node for node, _ in shown]
@@ -421,6 +411,34 @@ def prefix_tree(
             waiting.insert(0, shown.pop(0))
         waiting += shown
     return top, group
+
+
+def _chains_of_group(backend: Backend, namespace: bytes, group: int) -> list[_Chain]:
+    """Return the keys of each request in one KV cache group with the request's id, sorted."""
+    chains: list[_Chain] = []
+    names = (manifest.id for manifest in backend.catalogue(namespace).manifests())
+    for name, keys in keys_of(backend, namespace, names):
+        if keys is not None and len(keys) > group and len(keys[group]):
+            chains.append((keys[group].unpack(), name))
+    chains.sort()
+    return chains
+
+
+def _branches(
+    chains: Sequence[_Chain], depth: int, chosen: str
+) -> list[Sequence[_Chain]]:
+    """Divide sorted chains by their key at ``depth``: the branch of the chosen request first, then
+    the largest. Shorter chains are left out."""
+    branches: list[Sequence[_Chain]] = []
+    longer = (chain for chain in chains if len(chain[0]) > depth)
+    for _, run in groupby(longer, key=lambda chain: chain[0][depth]):
+        branches.append(list(run))
+
+    def order(branch: Sequence[_Chain]) -> tuple[bool, int, bytes]:
+        return not _has(branch, chosen), -len(branch), branch[0][0][depth]
+
+    branches.sort(key=order)
+    return branches
 
 
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:

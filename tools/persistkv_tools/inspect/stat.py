@@ -9,6 +9,7 @@ import msgspec
 from persistkv.storage.inspection.handle import open_store
 from persistkv.storage.inspection.store_totals import (
     Bin,
+    FreeTotals,
     ModelTotals,
     NamespaceTotals,
     StoreTotals,
@@ -71,33 +72,32 @@ def stat(url: str, *, json: bool) -> None:
 COMMAND = Command(stat)
 
 
+def _free_rows(free: FreeTotals) -> dict[str, str]:
+    payload = render.format_size(free.payload_bytes)
+    if free.payload_bytes:
+        pieces = render.count(free.pieces, "piece")
+        payload += f" in {pieces} (largest {render.format_size(free.largest_bytes)})"
+    index = render.format_size(free.catalogue_bytes)
+    rows = {"free space": f"{payload}; index {index}"}
+    if free.fragmentation is not None:
+        outside = "(free payload space outside the largest piece)"
+        rows["fragmentation"] = f"{free.fragmentation:.0%} {outside}"
+    return rows
+
+
 def _print(store: StoreTotals) -> None:
     rows = render.pairs(_TOTALS, store)
-    if (free := store.free) is not None:
-        payload = render.format_size(free.payload_bytes)
-        if free.payload_bytes:
-            payload += (
-                f" in {render.count(free.pieces, 'piece')} (largest "
-                f"{render.format_size(free.largest_bytes)})"
-            )
-        rows["free space"] = (
-            f"{payload}; index {render.format_size(free.catalogue_bytes)}"
-        )
-        if free.fragmentation is not None:
-            rows["fragmentation"] = (
-                f"{free.fragmentation:.0%} (free payload space outside the largest piece)"
-            )
-    rows["capacity"] = (
-        "none" if store.capacity is None else render.format_size(store.capacity)
-    )
+    if store.free is not None:
+        rows |= _free_rows(store.free)
+    rows["capacity"] = "none"
+    if store.capacity is not None:
+        rows["capacity"] = render.format_size(store.capacity)
     if store.quarantined:
-        size, names = (
-            render.format_size(store.quarantined_bytes),
-            " ".join(store.quarantined),
-        )
+        size = render.format_size(store.quarantined_bytes)
+        names = " ".join(store.quarantined)
         rows["damaged"] = (
-            f"{size}, not counted in the capacity: {names}; persistkv prune --quarantined "
-            f"deletes them"
+            f"{size}, not counted in the capacity: {names};"
+            " persistkv prune --quarantined deletes them"
         )
     render.show_pairs(rows, title=store.url)
     shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES

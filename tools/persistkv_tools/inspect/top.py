@@ -184,14 +184,10 @@ class Watch:
         """
         now = time.time()
         statuses = read_statuses(self._backend)
-        models = (
-            {
-                space.id.hex(): space.identity.model_name
-                for space in self._backend.namespaces()
-            }
-            if statuses
-            else {}
-        )
+        models = {}
+        if statuses:  # else the identities need not be read
+            for space in self._backend.namespaces():
+                models[space.id.hex()] = space.identity.model_name
         engines: list[EngineView] = []
         for status in statuses:
             before = self._before.get(status.engine)

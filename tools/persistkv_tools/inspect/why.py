@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from persistkv.errors import FileError
-from persistkv.storage.backend import Namespace
+from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv.storage.inspection.adoptions import adoptions
 from persistkv.storage.inspection.requests import NotFoundError, chosen_namespaces
 from persistkv_tools import render
-from persistkv_tools.command import URL, Command, add_namespace
+from persistkv_tools.command import (
+    URL,
+    Command,
+    absolute,
+    add_namespace,
+    looks_like_store,
+)
 from persistkv_tools.options import opened, show_adoptions
 
 _LONGEST = 200
@@ -56,77 +62,87 @@ def why(url: str, *, against: str | None, namespace: str | None, json: bool) -> 
 
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
-    path = Path(against or "")
-    # a store may be a path, too
-    is_model = (
-        against is not None and path.is_dir() and not (path / "data.mdb").exists()
-    )
-    is_store = (
-        against is not None
-        and not is_model
-        and ("://" in against or against.startswith(("/", "~")))
-    )
     with opened(url) as backend:
-        adopted, spaces = adoptions(backend), chosen_namespaces(backend, None)
-        chosen, named = (
-            chosen_namespaces(backend, namespace) if namespace else spaces,
-            list[Namespace](),
-        )
-        if not (against is None or is_model or is_store):
-            named = chosen_namespaces(
-                backend,
-                against,
-                ", nor does a model's directory or a store of this name",
-            )
-    if is_store:
-        with opened(str(against)) as other:
-            named = chosen_namespaces(other, None)
-        if not named:
-            raise NotFoundError(f"{against} holds no namespace")
-    if against is None:
-        pairs = [
-            [
-                compare_namespaces(own, other)
-                for other in (spaces if namespace else spaces[:place])
-                if other != own
-            ]
-            for place, own in enumerate(chosen)
-        ]
-    elif is_model:
-        pairs = [[compare_model(path, space) for space in chosen]]
-    else:
-        theirs = [space for space in chosen if is_store or space not in named]
-        pairs = [[compare_namespaces(own, space) for space in theirs] for own in named]
-    pairs = [others for others in pairs if others]
-    if against is not None and not pairs:
-        raise NotFoundError(f"{url} holds no other namespace to compare with")
-    comparisons = [
-        min(found, key=lambda comparison: len(comparison.differences))
-        for found in pairs
-    ]
+        adopted = adoptions(backend)
+        spaces = chosen_namespaces(backend, None)
+        chosen = chosen_namespaces(backend, namespace or None)
+        if against is None:
+            older = None if namespace else spaces
+            pairs = _pairs_within(chosen, spaces, older)
+        else:
+            pairs = _pairs_against(against, chosen, backend)
+        if against is not None and not pairs:
+            raise NotFoundError(f"{url} holds no other namespace to compare with")
+    comparisons = [min(found, key=_difference_count) for found in pairs]
     if json:
-        render.print_json(
-            {
-                "url": url,
-                "against": against,
-                "comparisons": comparisons,
-                "adoptions": adopted,
-            }
-        )
+        report = {"url": url, "against": against}
+        render.print_json({**report, "comparisons": comparisons, "adoptions": adopted})
     else:
         for comparison in comparisons:
             _print(comparison)
         if not comparisons:
             held = render.count(len(spaces), "namespace")
-            render.say(
-                f"{url} has {held}: nothing to compare. Name a model or another store with "
-                f"--against"
-            )
+            advice = "Name a model or another store with --against"
+            render.say(f"{url} has {held}: nothing to compare. {advice}")
         show_adoptions(adopted)
-    if against is not None and not any(
-        comparison.matches for comparison in comparisons
-    ):
+    matches = any(comparison.matches for comparison in comparisons)
+    if against is not None and not matches:
         raise SystemExit(1)
+
+
+def _difference_count(comparison: ComparisonView) -> int:
+    return len(comparison.differences)
+
+
+def _pairs_within(
+    chosen: Sequence[Namespace],
+    spaces: Sequence[Namespace],
+    by_age: Sequence[Namespace] | None,
+) -> list[list[ComparisonView]]:
+    """Return the comparisons of each chosen namespace with the others of its store.
+
+    :param by_age: all namespaces, oldest first, to compare only with older ones; None: with all.
+    """
+    pairs = []
+    for own in chosen:
+        others = spaces if by_age is None else by_age[: by_age.index(own)]
+        compared = [compare_namespaces(own, other) for other in others if other != own]
+        if compared:
+            pairs.append(compared)
+    return pairs
+
+
+def _pairs_against(
+    against: str, chosen: Sequence[Namespace], backend: Backend
+) -> list[list[ComparisonView]]:
+    """Return the comparisons of a model, or of each namespace that ``against`` names, with the
+    chosen namespaces."""
+    path = Path(against)
+    # a store may be a path, too
+    if path.is_dir() and not (path / "data.mdb").exists():
+        compared = [compare_model(path, space) for space in chosen]
+        return [compared] if compared else []
+
+    theirs = list(chosen)
+    if looks_like_store(against):
+        named = _namespaces_of(against)
+    else:
+        otherwise = ", nor does a model's directory or a store of this name"
+        named = chosen_namespaces(backend, against, otherwise)
+        theirs = [space for space in chosen if space not in named]
+    pairs = []
+    for own in named if theirs else ():
+        pairs.append([compare_namespaces(own, space) for space in theirs])
+    return pairs
+
+
+def _namespaces_of(url: str) -> list[Namespace]:
+    """Return the namespaces of another store; raise NotFoundError if it has none."""
+    with opened(absolute(url)) as other:
+        named = chosen_namespaces(other, None)
+    if not named:
+        raise NotFoundError(f"{url} holds no namespace")
+    return named
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -138,11 +154,11 @@ COMMAND = Command(why, (URL,), _add_options)
 
 
 def _print(comparison: ComparisonView) -> None:
-    ours = (
-        f"namespace {comparison.ours[:8]}"
-        if len(comparison.ours) == 32
-        else comparison.ours
-    )
+    ours = comparison.ours
+    first = "model"
+    if len(comparison.ours) == 32:  # the id of a namespace
+        first = comparison.ours[:8]
+        ours = f"namespace {first}"
     if comparison.matches:
         render.say(
             f"{ours} matches namespace {comparison.theirs[:8]} in all {comparison.compared} "
@@ -151,10 +167,7 @@ def _print(comparison: ComparisonView) -> None:
     else:
         fields = render.count(len(comparison.differences), "field")
         title = f"{ours} and its nearest namespace {comparison.theirs[:8]} differ in {fields}"
-        first, second = (
-            "model" if ours == comparison.ours else ours.split()[1],
-            comparison.theirs[:8],
-        )
+        second = comparison.theirs[:8]
         columns: render.Columns = {
             "field": "field",
             first: lambda found: _value(found.ours),

@@ -152,10 +152,8 @@ class VerifyState(Tally, kw_only=True):
 def read_catalogues(backend: Backend) -> list[NamespacePacks]:
     """Return the packs of each readable namespace, in the order of the namespace ids."""
     with no_collections():  # creates many objects that stay alive
-        return [
-            NamespacePacks(backend, name)
-            for name in sorted(space.id for space in backend.namespaces())
-        ]
+        names = sorted(space.id for space in backend.namespaces())
+        return [NamespacePacks(backend, name) for name in names]
 
 
 def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Finding] | None:
@@ -163,33 +161,30 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Finding] 
     others kept writing."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
-        heads = sum(
-            1
-            for space in spaces
-            for _ in backend.catalogue(space.namespace).manifests()
-        )
-        moved = any(space.refresh() for space in spaces) or len(
-            list(backend.namespaces())
-        ) != len(spaces)
-        after = backend.stats()
+        heads = packs = 0
+        has_changed = len(list(backend.namespaces())) != len(spaces)
+        for space in spaces:
+            heads += sum(1 for _ in backend.catalogue(space.namespace).manifests())
+            has_changed = space.refresh() or has_changed
+            packs += len(space.tables)
         totals = attrgetter("packs", "requests", "stored_bytes")
-        if not moved and totals(before) == totals(after):
-            packs = before.packs - sum(len(space.tables) for space in spaces)
-            unread = (
-                (Problem.PACK_ROWS, "packs", packs),
-                (Problem.MANIFEST_ROWS, "requests", before.requests - heads),
-            )
-            return [
-                Finding(
-                    problem=problem,
-                    detail=f"the totals count {abs(rows)} {'more' if rows > 0 else 'fewer'} "
-                    f"{what} than can be read",
-                    count=abs(rows),
-                )
-                for problem, what, rows in unread
-                if rows
-            ]
+        if has_changed or totals(before) != totals(backend.stats()):
+            continue
+        unread_packs = before.packs - packs
+        unread_requests = before.requests - heads
+        return [
+            *_unread(Problem.PACK_ROWS, "packs", unread_packs),
+            *_unread(Problem.MANIFEST_ROWS, "requests", unread_requests),
+        ]
     return None
+
+
+def _unread(problem: Problem, what: str, rows: int) -> Iterator[Finding]:
+    """Yield a finding if the totals count other rows than can be read; ``rows``: the excess."""
+    if rows:
+        number = f"{abs(rows)} {'more' if rows > 0 else 'fewer'}"
+        detail = f"the totals count {number} {what} than can be read"
+        yield Finding(problem=problem, detail=detail, count=abs(rows))
 
 
 def packs_left(
@@ -419,11 +414,8 @@ def check_manifests(
 def _suspects(
     backend: Backend, space: NamespacePacks, names: list[str], took: Took
 ) -> dict[str, Finding]:
-    held = (
-        HeldKeys(table.keys for table in space.tables.values())
-        if names
-        else HeldKeys(())
-    )
+    tables = space.tables.values() if names else ()
+    held = HeldKeys(table.keys for table in tables)
     found: dict[str, Finding] = {}
     waiting = keys_of(backend, space.namespace, names)
     while some := list(islice(waiting, _MANIFESTS_AT_ONCE)):

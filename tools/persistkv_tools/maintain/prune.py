@@ -19,9 +19,10 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
@@ -153,61 +154,94 @@ def prune(
     selection = Selection.parse(
         label, older_than, larger_than=larger_than, never_hit=never_hit
     )
-    keep_bytes = (
-        None if keep_size is None else parse_size(keep_size, name="--keep-size")
-    )
-    names_requests = (
-        bool(request)
-        or selection != Selection()
-        or namespace is not None
-        or keep_bytes is not None
-    )
-    by_labels = bool(label) and selection == Selection(labels=selection.labels)
-    # any other condition is housekeeping
-    must_all_go = bool(request) or (by_labels and keep_bytes is None)
-    if not (names_requests or orphans or quarantined):
+    keep_bytes = _keep_bytes(keep_size)
+    is_chosen = selection != Selection() or namespace is not None
+    names_requests = any([request, is_chosen, keep_bytes is not None])
+    if not any([names_requests, orphans, quarantined]):
         raise MissingOptionError("prune", _ONE_OF)
     ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
-    done, failure, stats, free = None, None, None, None
+
     with open_store(url, read_only=dry_run) as store:
         pruning = plan_prune(
             store,
             selection if names_requests else None,
             requests=request or [],
             namespace=namespace,
-            keep_size=keep_size,
+            keep_size=keep_bytes,
             orphans=orphans,
             shared_packs=shared_packs,
             quarantined=quarantined,
         )
-        plan, damaged = pruning.plan, pruning.quarantined
         if not json:
-            _print_plan(plan, damaged)
-        if not dry_run and (not pruning.deletes or yes or confirm("Delete them?")):
-            done = pruning.done
-            try:
-                pruning.run()
-            except StoreError as error:
-                failure = error
-            else:
-                stats = store.backend.stats()
-                free = store.backend.free_space()
+            _print_plan(pruning.plan, pruning.quarantined)
+        outcome = _Outcome()
+        if not dry_run:
+            outcome = _run_if_consented(store, pruning, yes=yes)
+
     if json:
-        what = {"plan": plan, "done": done, "quarantined": damaged}
-        disk = {
-            "disk_bytes": stats and stats.disk_bytes,
-            "free_bytes": stats and _free_bytes(free),
-        }
-        render.print_json({"url": url, "dry_run": dry_run, **what, **disk})
-    elif done is not None:
-        _print_done(done, plan, damaged)
-        if stats is not None:
-            _print_sizes(stats, free, keep_bytes)
-    if failure is not None:
-        raise failure
-    stay = plan.staying if done is None else done.staying
-    if must_all_go and (stay or plan.private_blocks_left):
+        report = {"url": url, "dry_run": dry_run, **_json_report(pruning, outcome)}
+        render.print_json(report)
+    else:
+        _print_outcome(pruning, outcome, keep_bytes)
+    if outcome.failure is not None:
+        raise outcome.failure
+    must_all_go = bool(request) or _is_by_labels(selection, keep_bytes)
+    if must_all_go and not _all_gone(pruning.plan, outcome):
         raise SystemExit(1)
+
+
+def _keep_bytes(keep_size: str | None) -> int | None:
+    return None if keep_size is None else parse_size(keep_size, name="--keep-size")
+
+
+def _is_by_labels(selection: Selection, keep_bytes: int | None) -> bool:
+    """Return whether labels are the only condition: any other one is housekeeping."""
+    only_labels = selection == Selection(labels=selection.labels)
+    return bool(selection.labels) and only_labels and keep_bytes is None
+
+
+class _Outcome(NamedTuple):
+    """What the command deleted, and the store afterwards."""
+
+    done: Done | None = None
+    """None: nothing was deleted, because it was only a plan or the user did not consent."""
+    failure: StoreError | None = None
+    stats: BackendStats | None = None
+    free: FreeSpace | None = None
+
+
+def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outcome:
+    asks = pruning.deletes and not yes
+    if asks and not confirm("Delete them?"):
+        return _Outcome()
+    try:
+        pruning.run()
+    except StoreError as error:
+        return _Outcome(pruning.done, error)
+    backend = store.backend
+    return _Outcome(pruning.done, None, backend.stats(), backend.free_space())
+
+
+def _all_gone(plan: Plan, outcome: _Outcome) -> bool:
+    """Return whether all chosen requests were or will be deleted, with all their blocks."""
+    staying: Sequence[object] = plan.staying
+    if outcome.done is not None:
+        staying = outcome.done.staying
+    return not (staying or plan.private_blocks_left)
+
+
+def _json_report(pruning: Prune, outcome: _Outcome) -> dict[str, object]:
+    disk_bytes = free_bytes = None
+    if outcome.stats is not None:
+        disk_bytes = outcome.stats.disk_bytes
+        free_bytes = _free_bytes(outcome.free)
+    return {
+        "plan": pruning.plan,
+        "done": outcome.done,
+        "quarantined": pruning.quarantined,
+        "disk_bytes": disk_bytes,
+        "free_bytes": free_bytes,
+    }
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -259,65 +293,69 @@ def _print_sizes(
 
 
 def _print_plan(plan: Plan, damaged: Quarantine) -> None:
-    empty = [view for view in plan.staying if view.id in plan.without_packs]
+    without_packs = [view for view in plan.staying if view.id in plan.without_packs]
     shared = [view for view in plan.staying if view.id not in plan.without_packs]
-    tables = (
-        ("requests to delete", plan.requests),
-        ("requests that stay, because others use all their packs", shared),
-        (
-            f"requests that stay, because {_NO_PACKS.format(whose='their')}; ttl and capacity "
-            f"delete them",
-            empty,
-        ),
+    reason = _NO_PACKS.format(whose="their")
+    _print_requests("requests to delete", plan.requests)
+    _print_requests("requests that stay, because others use all their packs", shared)
+    _print_requests(
+        f"requests that stay, because {reason}; ttl and capacity delete them",
+        without_packs,
     )
-    for title, views in tables:
-        if views:
-            left = "pinned,labels,namespace"
-            render.show_table(
-                _COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN
-            )
-    render.say(
-        f"to delete: {render.count(len(plan.requests), 'request')}, {_amount(plan.goes)}"
-    )
-    if pins := sum(bool(view.pinned) for view in plan.requests):
-        render.say(
-            f"of these, {render.count(pins, 'request')} {'is' if pins == 1 else 'are'} pinned"
-        )
+    requests = render.count(len(plan.requests), "request")
+    render.say(f"to delete: {requests}, {_amount(plan.goes)}")
+    pins = sum(bool(view.pinned) for view in plan.requests)
+    if pins:
+        verb = "is" if pins == 1 else "are"
+        render.say(f"of these, {render.count(pins, 'request')} {verb} pinned")
     if plan.private_blocks_left:
-        kept = (
-            f"{render.count(plan.private_blocks_left, 'block')} that only these requests "
-            f"use, in shared packs"
-        )
+        blocks = render.count(plan.private_blocks_left, "block")
+        kept = f"{blocks} that only these requests use, in shared packs"
         render.say(f"to keep: {kept}; --shared-packs deletes those, too")
     if damaged.directories:
-        render.say(
-            f"to delete: {render.format_size(damaged.num_bytes)} in files of damaged stores:"
-        )
+        size = render.format_size(damaged.num_bytes)
+        render.say(f"to delete: {size} in files of damaged stores:")
     for directory in damaged.directories:
         render.say(f"  {directory}")
 
 
-def _print_done(done: Done, plan: Plan, damaged: Quarantine) -> None:
-    render.say(
-        f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}"
-    )
+def _print_requests(title: str, views: Sequence[RequestView]) -> None:
+    if views:
+        left = "pinned,labels,namespace"
+        render.show_table(
+            _COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN
+        )
+
+
+def _print_outcome(pruning: Prune, outcome: _Outcome, keep_bytes: int | None) -> None:
+    done, plan, damaged = outcome.done, pruning.plan, pruning.quarantined
+    if done is None:
+        return
+    requests = render.count(done.requests, "request")
+    render.say(f"deleted: {requests}, {_amount(done.goes)}")
     if done.freed_bytes:
-        render.say(
-            f"returned to the file system: {render.format_size(done.freed_bytes)}"
-        )
-    empty = [name for name in done.staying if name in plan.without_packs]
+        freed = render.format_size(done.freed_bytes)
+        render.say(f"returned to the file system: {freed}")
     shared = [name for name in done.staying if name not in plan.without_packs]
-    for names, reason in ((shared, "others use all {whose} packs"), (empty, _NO_PACKS)):
-        if names:
-            whose = "its" if len(names) == 1 else "their"
-            render.say(
-                f"not deleted: {render.count(len(names), 'request')}, because "
-                f"{reason.format(whose=whose)}"
-            )
+    without_packs = [name for name in done.staying if name in plan.without_packs]
+    _print_staying(shared, "others use all {whose} packs")
+    _print_staying(without_packs, _NO_PACKS)
     if damaged.directories:
-        render.say(
-            f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}"
-        )
+        size = render.format_size(damaged.deleted_bytes)
+        render.say(f"deleted files of damaged stores: {size}")
+    if outcome.stats is not None:
+        _print_sizes(outcome.stats, outcome.free, keep_bytes)
+
+
+def _print_staying(names: Sequence[str], reason: str) -> None:
+    """Say how many requests stay.
+
+    :param reason: with ``{whose}`` for a pronoun.
+    """
+    if names:
+        because = reason.format(whose="its" if len(names) == 1 else "their")
+        requests = render.count(len(names), "request")
+        render.say(f"not deleted: {requests}, because {because}")
 
 
 def _amount(amount: Amount) -> str:
@@ -360,6 +398,18 @@ class _Usage:
             self._backend, self.namespace.id, (self.manifests[name] for name in names)
         )
 
+    def payload_lengths(self) -> dict[bytes, int]:
+        """Return the bytes of each pack's payload, by pack id."""
+        tables = self.held.tables.items()
+        return {pack: table.payload_length for pack, table in tables}
+
+    def users(self) -> Counter[bytes]:
+        """Return the number of requests that use each pack, by pack id."""
+        users: Counter[bytes] = Counter()
+        for packs in self.packs.values():
+            users.update(packs)
+        return users
+
     def used(self, requests: Iterable[str]) -> set[bytes]:
         return set().union(*(self.packs[name] for name in requests))
 
@@ -373,21 +423,27 @@ class _Usage:
         """
         names = list(self.manifests)
         if named:
-            held = [
-                name
-                for space, name in named
-                if space == self.namespace.id and name in self.manifests
-            ]
-            rows = {copy_group(self.manifests[name]) for name in held}
-            names = [name for name in names if copy_group(self.manifests[name]) in rows]
-        asked = (
-            self.uses(names)
-            if selection.never_hit
-            else ((self.manifests[name], None) for name in names)
-        )
-        self.doomed = {
-            manifest.id for manifest, use in asked if selection.takes(manifest, use)
-        }
+            names = self._with_copies(named)
+        if not selection.never_hit:  # the use of requests is not needed
+            for name in names:
+                if selection.takes(self.manifests[name]):
+                    self.doomed.add(name)
+            return
+        for manifest, use in self.uses(names):
+            if selection.takes(manifest, use):
+                self.doomed.add(manifest.id)
+
+    def _with_copies(self, named: Collection[tuple[bytes, str]]) -> list[str]:
+        """Return the ids of these requests of the namespace, and of their copies."""
+        groups = set()
+        for space, name in named:
+            if space == self.namespace.id and name in self.manifests:
+                groups.add(copy_group(self.manifests[name]))
+        names = []
+        for name, manifest in self.manifests.items():
+            if copy_group(manifest) in groups:
+                names.append(name)
+        return names
 
     def private_blocks(self, shared: set[bytes]) -> dict[bytes, int]:
         """Return, by pack id, how many blocks of a shared pack only chosen requests name, if there
@@ -482,29 +538,26 @@ class Prune:
     ) -> None:
         """Make the plan; see ``plan_prune``. ``writable`` returns the same store, open for
         writing."""
-        self._backend, self._writable = backend, writable
+        self._backend = backend
+        self._writable = writable
         named = {(space.id, manifest.id) for space, manifest in requests}
-        ids = {space for space, _ in named}
-        self._usages = [
-            _Usage(backend, space) for space in namespaces if not ids or space.id in ids
-        ]
+        self._usages = _usages(backend, namespaces, named)
         if selection is not None or named:
             for usage in self._usages:
                 usage.choose(selection or Selection(), named)
         if keep_bytes is not None:
             self._shrink_to(keep_bytes)
+
         self.plan = Plan([], [], [], Amount(), 0)
         for usage in self._usages:
             if usage.doomed or orphans:
                 self._plan(usage, orphans, shared_packs)
-        for views in (self.plan.requests, self.plan.staying):
-            views.sort(key=lambda view: (view.created, view.id))
-        stats = backend.stats()
-        self.quarantined = (
-            Quarantine(stats.quarantined, stats.quarantined_bytes)
-            if quarantined
-            else Quarantine()
-        )
+        self.plan.requests.sort(key=_age_order)
+        self.plan.staying.sort(key=_age_order)
+        self.quarantined = Quarantine()
+        if quarantined:
+            stats = backend.stats()
+            self.quarantined = Quarantine(stats.quarantined, stats.quarantined_bytes)
         self.done = Done()
 
     @property
@@ -543,30 +596,25 @@ class Prune:
             for usage in self._usages:
                 usage.doomed.clear()
             return
-        held = sum(
-            table.payload_length
-            for usage in self._usages
-            for table in usage.held.tables.values()
-        )
-        uses = {
-            usage: Counter(pack for used in usage.packs.values() for pack in used)
-            for usage in self._usages
-        }
-        candidates = [
-            (usage.manifests[name].created, name, usage)
-            for usage in self._usages
-            for name in usage.doomed
-        ]
-        for _, name, usage in sorted(candidates, key=lambda candidate: candidate[:2]):
+        held = 0
+        candidates = []
+        users: dict[bytes, Counter[bytes]] = {}
+        for usage in self._usages:
+            held += sum(usage.payload_lengths().values())
+            users[usage.namespace.id] = usage.users()
+            for name in usage.doomed:
+                candidates.append((usage.manifests[name].created, name, usage))
+        candidates.sort(key=lambda candidate: candidate[:2])
+
+        for _, name, usage in candidates:
             if held <= stored_bytes:
                 usage.doomed.remove(name)
                 continue
-            uses[usage].subtract(usage.packs[name])
-            held -= sum(
-                usage.held.tables[pack].payload_length
-                for pack in usage.packs[name]
-                if not uses[usage][pack]
-            )
+            left = users[usage.namespace.id]
+            left.subtract(usage.packs[name])
+            for pack in usage.packs[name]:
+                if not left[pack]:
+                    held -= usage.held.tables[pack].payload_length
 
     def _plan(self, usage: _Usage, orphans: bool, shared_packs: bool) -> None:
         doomed, kept = (
@@ -624,3 +672,19 @@ class Prune:
             }
             self.done.requests += len(usage.going - there)
             self.done.staying += sorted(usage.doomed & there)
+
+
+def _age_order(view: RequestView) -> tuple[float, str]:
+    return view.created, view.id
+
+
+def _usages(
+    backend: Backend, namespaces: Iterable[Namespace], named: set[tuple[bytes, str]]
+) -> list[_Usage]:
+    """Return the usages of the namespaces; only those of the named requests, if there are any."""
+    named_spaces = {space for space, _ in named}
+    usages = []
+    for space in namespaces:
+        if not named or space.id in named_spaces:
+            usages.append(_Usage(backend, space))
+    return usages

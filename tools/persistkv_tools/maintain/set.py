@@ -144,11 +144,8 @@ def _consequences(
 
 
 def _print(before: Policy, after: Policy, found: Consequences) -> None:
-    sizes = [
-        _NONE if policy.capacity is None else render.format_size(policy.capacity)
-        for policy in (before, after)
-    ]
-    ttls = [_duration(policy.ttl_s) for policy in (before, after)]
+    sizes = [_size(before.capacity), _size(after.capacity)]
+    ttls = [_duration(before.ttl_s), _duration(after.ttl_s)]
     rows = {
         "capacity": " → ".join(dict.fromkeys(sizes)),
         "ttl": " → ".join(dict.fromkeys(ttls)),
@@ -170,6 +167,10 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
             f"this capacity needs {render.format_size(found.missing_disk_bytes)} more than the "
             f"disk has free"
         )
+
+
+def _size(capacity: int | None) -> str:
+    return _NONE if capacity is None else render.format_size(capacity)
 
 
 def _duration(seconds: float | None) -> str:

@@ -176,27 +176,8 @@ def verify(
             summary = check_store(
                 store, sample=sample, rate=rate, resume=resume, progress=progress
             )
-        bad = [finding for finding in summary.findings if finding.pack]
-        if repair and bad:
-            plan, repaired = plan_repair(store.backend, bad), Repaired()
-            if plan.packs and not json:
-                _print_plan(plan)
-            question = (
-                f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten the "
-                f"requests that use them?"
-            )
-            if plan.packs and (yes or confirm(question)):
-                try:
-                    repair_packs(store.writable(), bad, repaired)
-                except StoreError as error:
-                    failure = error
-            summary = msgspec.structs.replace(
-                summary,
-                repair=plan,
-                deleted_packs=len(repaired.packs),
-                shortened_requests=len(repaired.shortened),
-                deleted_requests=len(repaired.deleted),
-            )
+        if repair:
+            summary, failure = _repair(store, summary, yes=yes, json=json)
     if resume is not None:
         resume.unlink(missing_ok=True)
     if json:
@@ -207,6 +188,39 @@ def verify(
         raise failure
     if summary.problems:
         raise SystemExit(1)
+
+
+def _repair(
+    store: StoreHandle, summary: Summary, *, yes: bool, json: bool
+) -> tuple[Summary, StoreError | None]:
+    """Show the plan, ask, and delete bad packs. Return the summary with what was done, and the
+    error that ended the repair, if there was one."""
+    bad = [finding for finding in summary.findings if finding.pack]
+    if not bad:
+        return summary, None
+    plan = plan_repair(store.backend, bad)
+    repaired = Repaired()
+    failure = None
+    if plan.packs and not json:
+        _print_plan(plan)
+    if plan.packs and (yes or _consents(plan)):
+        try:
+            repair_packs(store.writable(), bad, repaired)
+        except StoreError as error:
+            failure = error
+    done = msgspec.structs.replace(
+        summary,
+        repair=plan,
+        deleted_packs=len(repaired.packs),
+        shortened_requests=len(repaired.shortened),
+        deleted_requests=len(repaired.deleted),
+    )
+    return done, failure
+
+
+def _consents(plan: RepairPlan) -> bool:
+    packs = render.count(len(plan.packs), "bad pack")
+    return confirm(f"Delete {packs}, and shorten the requests that use them?")
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -256,54 +270,40 @@ def check_store(
     bytes_per_s = None if rate is None else parse_size(rate, name="rate")
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
-    state = (
-        VerifyState.begin(url, sample)
-        if resume is None
-        else VerifyState.load(resume, url, sample)
-    )
-    if resume is not None:
-        # fails now, and not after an hour of reading, if the file cannot be written
-        state.save(resume)
-    begin, resumed = time.monotonic(), (state.packs, state.stored_bytes)
+    state = _begin_state(url, sample, resume)
+    begin = time.monotonic()
+    resumed_packs = state.packs
+    resumed_bytes = state.stored_bytes
     now = time.time()
     engines = sum(status.is_live(now) for status in read_statuses(backend))
-    throttle = Throttle(
-        bytes_per_s,
-        share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1,
-    )
+    beside_engines = engines > 0 and bytes_per_s is None
+    share = _SHARE_BESIDE_ENGINES if beside_engines else 1
+    throttle = Throttle(bytes_per_s, share=share)
+
     spaces = read_catalogues(backend)
-    total = sum(
-        space.tables[pack].payload_length for space, pack in packs_left(spaces, state)
-    )
+    total = 0
+    for space, pack in packs_left(spaces, state):
+        total += space.tables[pack].payload_length
     took = counted(progress, "verify", total, throttle)
     threads, portion, batch = _THREADS, _PORTION_BYTES, BATCH_BYTES
     if throttle.bounded:
         threads, portion, batch = 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES
-    verifier = Verifier(
-        backend,
-        spaces,
-        state,
-        took,
-        threads,
-        math.inf if resume is None else portion,
-        batch,
-    )
+    saved_after = math.inf if resume is None else portion
+    verifier = Verifier(backend, spaces, state, took, threads, saved_after, batch)
     with closing(verifier), _prompt_threads():
         verifier.begin()
         rows = count_rows(backend, spaces)
         requests, of_manifests = check_manifests(backend, spaces, took)
         _read_packs(verifier, state, resume)
     findings = [*(rows or []), *of_manifests, *state.findings]
-    by_problem = Counter[str]()
-    for finding in findings:
-        by_problem[finding.problem.value] += finding.count
+    by_problem = _count_problems(findings)
     return render.view_of(
         Summary,
         state,
         url=url,
         seconds=round(time.monotonic() - begin, 3),
-        resumed_packs=resumed[0],
-        resumed_bytes=resumed[1],
+        resumed_packs=resumed_packs,
+        resumed_bytes=resumed_bytes,
         requests=requests,
         rows_counted=rows is not None,
         beside_engines=engines,
@@ -311,6 +311,22 @@ def check_store(
         by_problem=dict(by_problem),
         findings=findings,
     )
+
+
+def _count_problems(findings: Iterable[Finding]) -> Counter[str]:
+    counts = Counter[str]()
+    for finding in findings:
+        counts[finding.problem.value] += finding.count
+    return counts
+
+
+def _begin_state(url: str, sample: float, resume: Path | None) -> VerifyState:
+    if resume is None:
+        return VerifyState.begin(url, sample)
+    state = VerifyState.load(resume, url, sample)
+    # fails now, and not after an hour of reading, if the file cannot be written
+    state.save(resume)
+    return state
 
 
 @contextmanager
@@ -363,6 +379,29 @@ def _print_plan(plan: RepairPlan) -> None:
     )
 
 
+def _print_reads(summary: Summary, bytes_per_s: int | None) -> None:
+    read_bytes = summary.stored_bytes - summary.resumed_bytes
+    speed = "-"
+    if summary.seconds:
+        speed = render.format_size(int(read_bytes / summary.seconds))
+    packs = render.count(summary.packs, "pack")
+    size = render.format_size(summary.stored_bytes)
+    requests = render.count(summary.requests, "request")
+    render.say(
+        f"read {packs} ({size}) and {requests} in {summary.seconds:.1f} s ({speed}/s)"
+    )
+    if summary.resumed_packs:
+        packs = render.count(summary.resumed_packs, "pack")
+        earlier = f"{packs} ({render.format_size(summary.resumed_bytes)})"
+        render.say(f"this includes {earlier} that earlier, interrupted runs read")
+    if summary.beside_engines:
+        bound = "5 % of the time"
+        if bytes_per_s is not None:
+            bound = f"{render.format_size(bytes_per_s)}/s"
+        engines = render.count(summary.beside_engines, "engine")
+        render.say(f"reads were limited to {bound}; {engines} used the store")
+
+
 def _print(summary: Summary, bytes_per_s: int | None) -> None:
     if summary.findings:
         render.show_table(
@@ -371,33 +410,7 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
             left="pack or request,namespace,detail",
             most=_SHOWN,
         )
-    read_bytes = summary.stored_bytes - summary.resumed_bytes
-    speed = (
-        render.format_size(int(read_bytes / summary.seconds))
-        if summary.seconds
-        else "-"
-    )
-    read = f"{render.count(summary.packs, 'pack')} ({render.format_size(summary.stored_bytes)})"
-    render.say(
-        f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} "
-        f"s ({speed}/s)"
-    )
-    if summary.resumed_packs:
-        earlier = (
-            f"{render.count(summary.resumed_packs, 'pack')} "
-            f"({render.format_size(summary.resumed_bytes)})"
-        )
-        render.say(f"this includes {earlier} that earlier, interrupted runs read")
-    if summary.beside_engines:
-        bound = (
-            "5 % of the time"
-            if bytes_per_s is None
-            else f"{render.format_size(bytes_per_s)}/s"
-        )
-        render.say(
-            f"reads were limited to {bound}; {render.count(summary.beside_engines, 'engine')} "
-            f"used the store"
-        )
+    _print_reads(summary, bytes_per_s)
     if summary.went_meanwhile:
         render.say(
             f"no problem: {render.count(summary.went_meanwhile, 'pack')} deleted or replaced "

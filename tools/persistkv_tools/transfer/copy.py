@@ -225,6 +225,14 @@ def _print(outcome: CopyOutcome, target: str, seconds: float | None) -> None:
     else:
         pace = render.format_pace(copied.stored_bytes, seconds)
         render.say(f"copied to {target}: {content}, {size} {pace}")
+    _print_left_out(copied)
+    if place.url != target and place.capacity is not None:
+        created = "would be" if seconds is None else "was"
+        capacity = render.format_size(place.capacity)
+        render.say(f"{target} {created} created with a capacity of {capacity}")
+
+
+def _print_left_out(copied: Copied) -> None:
     if copied.requests_held or copied.packs_held:
         held = counts(copied.requests_held, copied.packs_held)
         render.say(f"not copied, because the store has them: {held}")
@@ -242,10 +250,6 @@ def _print(outcome: CopyOutcome, target: str, seconds: float | None) -> None:
     if copied.lost or copied.lost_packs:
         lost = counts(len(copied.lost), copied.lost_packs)
         _print_names(f"copied, but evicted again: {lost}:", copied.lost)
-    if place.url != target and place.capacity is not None:
-        created = "would be" if seconds is None else "was"
-        capacity = render.format_size(place.capacity)
-        render.say(f"{target} {created} created with a capacity of {capacity}")
 
 
 def _print_names(title: str, names: list[str]) -> None:

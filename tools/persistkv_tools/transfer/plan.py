@@ -195,28 +195,21 @@ class Plan:
     ) -> None:
         namespace = source.namespace.id
         tables = source.packs.tables
-        held_packs = Packs()
         held_requests: set[str] = set()
+        lacking = set(tables)
         if target is not None and target.holds(namespace):
-            held_packs = NamespacePacks(target, namespace)
             held_requests = {one.id for one in target.catalogue(namespace).manifests()}
-
-        lacking = set()
-        for pack, table in tables.items():
-            if not held_packs.hold(table.keys.unpack()):
-                lacking.add(pack)
+            lacking = _lacking(source.packs, NamespacePacks(target, namespace))
         orphans = set(lacking) if everything else set()
         needed = set(tables) if everything else set()
 
         for manifest in source.requests:
             is_held = manifest.id in held_requests
-            if is_held:
-                self.known.requests_held += 1
-                if not orphans:
-                    continue
+            self.known.requests_held += is_held
+            if is_held and not orphans:  # its keys are not needed
+                continue
             keys = source.keys(manifest.id)
-            if keys is not None:
-                orphans -= source.packs.holding(all_keys(keys))
+            orphans -= source.packs.holding(all_keys(keys or ()))
             if not is_held:
                 needed |= self._add(source, manifest, keys, lacking)
 
@@ -270,6 +263,15 @@ class Plan:
 def counts(requests: int, packs: int) -> str:
     """Return the numbers with their nouns: ``2 requests and 1 pack``."""
     return f"{render.count(requests, 'request')} and {render.count(packs, 'pack')}"
+
+
+def _lacking(packs: Packs, held: Packs) -> set[bytes]:
+    """Return the ids of the packs with keys that the packs of the target do not hold."""
+    lacking = set()
+    for pack, table in packs.tables.items():
+        if not held.hold(table.keys.unpack()):
+            lacking.add(pack)
+    return lacking
 
 
 def _age_order(manifest: RequestManifest) -> tuple[float, str]:

@@ -1,0 +1,73 @@
+"""Stores for callers without an event loop, and for callers whose thread runs one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.errors import ConfigurationError
+from persistkv.memory.rows import Rows
+from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.records import StoreOptions
+from persistkv.testing.memory import MemoryBackend
+from tests.storage.conftest import IDENTITY
+
+URL = "memory://test"
+THREADS = ("persistkv-loop", "persistkv-reader", "persistkv-writer")
+
+
+def open_alone(rows: Rows, **options: str) -> BlockingStore:
+    backend = MemoryBackend.open(StoreUrl.parse(URL))
+    return BlockingStore(backend, IDENTITY, rows, StoreOptions(**options), url=URL)  # type: ignore[arg-type]
+
+
+def store_threads() -> list[str]:
+    """Return the names of the threads of stores; those of their media have other names."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(THREADS)]
+
+
+def test_blocking_store_in_running_event_loop_stores_and_reads(
+    make_rows: Callable[..., Rows], keys: Callable[..., list[bytes]]
+) -> None:
+    """As in a notebook, whose cells run in an event loop."""
+
+    async def cell() -> list[bytes]:
+        store = open_alone(make_rows())
+        names = keys(3)
+        store.put("r", names, range(3), range(3))
+        store.flush()
+        missing = keys(1)
+        failed = store.read([*names, *missing], range(4))
+        store.close()
+        assert failed == missing
+        return names
+
+    assert len(asyncio.run(cell())) == 3
+
+
+def test_close_ends_threads_and_is_idempotent(make_rows: Callable[..., Rows]) -> None:
+    before = store_threads()
+    store = open_alone(make_rows())
+    assert len(store_threads()) > len(before)
+    store.close()
+    store.close()
+    assert store_threads() == before
+
+
+def test_dropped_store_ends_its_threads(make_rows: Callable[..., Rows]) -> None:
+    before = store_threads()
+    store = open_alone(make_rows())
+    del store
+    assert store_threads() == before
+
+
+def test_failed_open_leaves_no_threads(make_rows: Callable[..., Rows]) -> None:
+    before = store_threads()
+    with pytest.raises(ConfigurationError, match="codec"):
+        open_alone(make_rows(), codec="none")
+    assert store_threads() == before

@@ -68,6 +68,7 @@ class RequestEnds:
         """Return the seconds until the ends are to be written; None if there are none."""
         if not self._ends:
             return None
+        # full: the interval ends early, or no further request could end
         if self._interval_s is None or not self.has_room:
             return 0.0
         return max(0.0, self._oldest_at + self._interval_s - time.monotonic())
@@ -152,6 +153,7 @@ class CommitQueue:
         for key in writer.keys.unpack():
             self._in_flight.pop(key, None)
         self.staging.end(writer.segments)
+        # before the rows are reported as free
         writer.release()
         write = self._writes.pop(writer, None)
         if write is not None:
@@ -212,6 +214,7 @@ class CommitQueue:
         ends = self.ends.take()
         self._freed.set()
         staged = dict.fromkeys(self.staging.due(everything=everything))
+        # a manifest names only durable packs, so the staged blocks of its context are written too
         for end in ends:
             staged.update(dict.fromkeys(self.staging.of_context(end)))
         writers = self.take_direct()

@@ -77,6 +77,7 @@ class Committer:
     async def run(self) -> None:
         """Do the work as it becomes due, until the task is cancelled."""
         while True:
+            # cleared first: what becomes due from here on sets it again
             self._has_work.clear()
             seconds = self.seconds_to_work()
             if seconds > 0:
@@ -121,8 +122,10 @@ class Committer:
         """Do what is due: a slice of the index's replacement, the removal of damaged packs, a
         commit, a refresh."""
         catalogue = self._catalogue
+        # one slice per round, so that a large table delays no commit by more than some ms
         if catalogue.index.replacing:
             catalogue.index.replace_some()
+        # before the commit: a block that was damaged must not count as held
         if catalogue.needs_repair:
             await catalogue.repair()
         if self._canary is not None and self._canary.needs_update:
@@ -214,11 +217,14 @@ class Committer:
 
         :raises StoreError, OSError, MemoryError: the commit failed.
         """
+        # With a cursor, the driver refuses a batch that other commits made stale: its blocks may be
+        # held by now, or its manifests may name packs that were evicted.
         for _ in range(_STALE_RETRIES):
             done = await self._attempt(transaction, uses, self._catalogue.cursor)
             if not done.result.stale:
                 return done
             await self._catalogue.refresh()
+        # a busy store must not starve this engine: the last attempt may store some blocks twice
         return await self._attempt(transaction, uses, None)
 
     async def _attempt(
@@ -238,6 +244,7 @@ class Committer:
             needs.update(manifest.packs)
             if end.retention.pin:
                 pins.append((end.manifest_id, True))
+        # what the batch itself writes need not be held before
         needs.difference_update(writer.pack_id for writer in writers)
         batch = CommitBatch(
             writers,
@@ -273,6 +280,7 @@ class Committer:
         """Return the ids of packs that hold all blocks of a pack to write; None if a block is not
         held."""
         keys = writer.keys.unpack()
+        # new packs are the usual case: one probe instead of one for each block
         if keys[0] not in self._catalogue.index:
             return None
         ids: list[bytes] = []

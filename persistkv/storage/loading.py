@@ -88,6 +88,7 @@ class Loader:
             remote=self._remote,
         )
         wanted = _Wanted(keys, block_ids, size)
+        # if the tables cannot be read, all blocks are misses, or the adopted namespace serves them
         holders: Sequence[HeldPack | None] = [None] * len(keys)
         try:
             holders = await catalogue.holders(keys)
@@ -138,6 +139,7 @@ class Loader:
             self._scratch_bytes,
             remote=self._remote,
         )
+        # uses of an adopted namespace are not recorded: its blocks are stored again in the own one
         if catalogue is self._catalogue and self._writable:
             for part in parts:
                 self._queue.touch(read.pack.pack_id for read in part)

@@ -203,6 +203,7 @@ class Store:
         """
         while job.writes:
             await asyncio.wait(job.writes)
+            # what other jobs were to store is lost with their packs, so the rows must not be freed
             missing = self.missing(job.blocks.keys)
             if self._is_ending or job.borrowed.isdisjoint(missing):
                 return missing

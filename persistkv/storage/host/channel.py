@@ -48,6 +48,7 @@ class Channel:
     def send(self, message: ToEngine) -> None:
         """Send or queue a message. Never waits; drops the message after the end."""
         self._connection.send(message)
+        # almost never: the socket takes hundreds of answers
         if self._connection.outbox_bytes:
             self._loop.add_writer(self._connection.fileno(), self._push)
 
@@ -66,6 +67,7 @@ class Channel:
         """
         await self._arrived.wait()
         self._arrived.clear()
+        # jobs that it sent before its death are accepted work
         if self._engine_died:
             return self._connection.receive_rest()
         return self._connection.receive()

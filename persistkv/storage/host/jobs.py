@@ -210,6 +210,7 @@ class Jobs:
         Repeated, because blocks of a failed transaction can be stored again from the rows of
         another job.
         """
+        # loads are not waited for: they change nothing
         while self.counts[JobState.WRITING] or not self._store.queue.is_empty:
             await self._store.flush()
             await self.counts.wait_until_none(frozenset({JobState.WRITING}))
@@ -243,6 +244,7 @@ class Jobs:
     def _answer(self, job: _Job, failed: list[bytes], num_bytes: int = 0) -> None:
         """Answer a job: its rows are not in use any more."""
         job_id = job.message.job_id
+        # before the state changes: the end of an engine waits for it, and sends nothing afterwards
         self._channel.send(protocol.JobDone(job_id, PackedKeys.of(failed), num_bytes))
         job.move(JobState.ANSWERED)
 
@@ -253,6 +255,7 @@ class Jobs:
         passed to the store."""
         self._is_ending = True
         self._has_arrived.set()
+        # first, so that no commit begins to read the rows of jobs that get no answer
         self._store.refuse_rows()
         for entry in self._queue:
             if isinstance(entry, RequestEnd):

@@ -70,6 +70,7 @@ class NewsPublisher:
     def note_mapped(self) -> None:
         """Release replaced tables: the engine has mapped the last one that was sent."""
         self._is_mapping = False
+        # only now: the engine has read the replaced table until this message
         self._store.index.release_retired()
         self._store.committer.wake()
         self._store.committer.changed.set()

@@ -129,6 +129,7 @@ class _Server:
             and self._store.catalogue.backend.capabilities.remote
         )
         self._lifecycle.ending(remote=is_remote)
+        # its thread reads the rows, and the store that it opens has to be closed
         if self._opening is not None:
             await self._opening
         if self._session is not None:
@@ -146,6 +147,7 @@ class _Server:
             if store is not None:
                 close_store(store, is_sound=is_sound)
         finally:
+            # not before: cancelled tasks leave calls on threads, which may still use rows
             self._release()
 
     def _release(self) -> None:

@@ -181,10 +181,13 @@ class Session:
         await self._jobs.end()
         released()
         await flushing
+        # what jobs added after the flush had taken its work
         while not self.store.queue.is_empty:
             await self.store.flush()
+        # they wait; a refresh may still run on the writer's thread, but its result is not needed
         for task in self._running:
             task.cancel()
+        # after the last row, which may still be on its way to the writer's thread
         await self._status.withdraw()
 
     _HANDLERS: Mapping[type, Callable[[Session, Any], None]] = {

@@ -37,6 +37,7 @@ Request = list[int]
 PACK_BLOCKS = 8
 """Default bound on the blocks in a pack: a power of two as in real packs, and more than those hold
 for most models."""
+_FLUSH_S = 120.0
 _TOKENS_PER_BLOCK = 512
 _LOOK_EVERY = 100  # requests
 
@@ -192,8 +193,10 @@ class _Engine:
         self.client.end_request(
             RequestEnd(request, request, (keys,), tokens, _TOKENS_PER_BLOCK)
         )
-        # one step of the host takes all jobs and writes them
-        finish(self.client, job_id)
+        # the rows are reused, and the next request looks its blocks up
+        if not self.client.flush(_FLUSH_S):
+            raise StoreError(f"request {number} was not stored within {_FLUSH_S:g} s")
+        self.client.poll()
 
     def look(self) -> HostStats:
         """Record the blocks and disk bytes that the store holds now; return the statistics of its

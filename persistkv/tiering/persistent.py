@@ -8,8 +8,8 @@ how.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -165,8 +165,6 @@ class PersistentTier(SecondaryTierManager):
             watchdog_s=self.options.watchdog_s,
         )
         self._client.open(self.options.open_timeout_s, required=self.options.required)
-        self._engine = uuid.uuid4().hex
-        self._sequence = 0
         self._finished: list[JobResult] = []
         self._undescribed: dict[str, list[OffloadKey]] = {}
         self._ended: dict[str, bool] = {}
@@ -299,7 +297,6 @@ class PersistentTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         req_id, num_groups = req_context.req_id, len(self.config.layout.groups)
         arrived = dict.fromkeys(self._undescribed.pop(req_id, ()))
-        self._sequence += 1
         description = req_context.description
         if description is None:
             description = RequestDescription(num_groups)
@@ -320,9 +317,7 @@ class PersistentTier(SecondaryTierManager):
         self._client.end_request(
             RequestEnd(
                 req_id,
-                req_id
-                if self.options.unique_request_ids
-                else f"{self._engine}-{self._sequence}",
+                req_id if self.options.unique_request_ids else secrets.token_hex(16),
                 tuple(map(list[bytes], description.group_keys)),
                 description.num_tokens,
                 self.config.block_size,

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 
 from persistkv.errors import PersistKVError
-from persistkv.storage.inspection.requests import short_id
 from persistkv_tools.command import REQUEST, REQUESTS, Command, store_of
 from persistkv_tools.options import opened
 
@@ -45,9 +44,8 @@ def completions(
 
 
 def _requests(url: str | None, begin: str) -> list[str]:
-    """Return the ids of requests that begin with the text, or else the short ids that do."""
+    """Return the ids of requests that begin with the text."""
     found: list[str] = []
-    short: list[str] = []
     if url is None:
         return found
     try:
@@ -56,8 +54,6 @@ def _requests(url: str | None, begin: str) -> list[str]:
                 for manifest in backend.catalogue(space.id).manifests():
                     if manifest.id.startswith(begin):
                         found.append(manifest.id)
-                    if short_id(manifest.id).startswith(begin):
-                        short.append(short_id(manifest.id))
     except PersistKVError:  # a completion has no place for an error
         return []
-    return sorted(found or short)[:_MOST]
+    return sorted(found)[:_MOST]

@@ -29,7 +29,7 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     """The head of a manifest: everything except the keys."""
 
     id: str
-    """Unique across restarts: engine uuid and a sequence number."""
+    """Unique across restarts, random unless the engine's own ids are unique."""
     created: float
     """Time of creation: seconds since the epoch, on the engine's wall clock."""
     tokens: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -16,6 +16,7 @@ from persistkv.storage.inspection.requests import (
     RequestView,
     chosen_namespaces,
     copy_group,
+    short_ids,
     with_uses,
 )
 from persistkv.storage.inspection.selection import Selection
@@ -86,6 +87,7 @@ def list_requests(
     by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
     total = 0
     views: list[RequestView] = []
+    names: list[str] = []
     for space in namespaces:
         manifests = backend.catalogue(space.id).manifests()
         uses: Iterable[tuple[RequestManifest, RequestUse | None]]
@@ -94,6 +96,7 @@ def list_requests(
             uses = with_uses(backend, space.id, manifests)
         for manifest, use in uses:
             total += 1
+            names.append(manifest.id)
             if selection.takes(manifest, use):
                 views.append(RequestView.of(space.id, manifest, use))
 
@@ -107,7 +110,7 @@ def list_requests(
         len(views),
         len(rows),
         offset,
-        _with_uses_and_copies(backend, shown),
+        _with_uses_and_copies(backend, shown, short_ids(names)),
         [NamespaceView.of(space) for space in namespaces],
     )
 
@@ -124,9 +127,10 @@ def _rows(views: list[RequestView], *, merge_copies: bool) -> list[list[RequestV
 
 
 def _with_uses_and_copies(
-    backend: Backend, rows: list[list[RequestView]]
+    backend: Backend, rows: list[list[RequestView]], shorts: Mapping[str, str]
 ) -> list[RequestView]:
-    """Return the first view of each row, with its use and the number of its copies."""
+    """Return the first view of each row, with its use, the number of its copies, and its short
+    id."""
     names: dict[str, list[str]] = {}
     for first, *_ in rows:
         names.setdefault(first.namespace, []).append(first.id)
@@ -139,5 +143,6 @@ def _with_uses_and_copies(
     shown = []
     for row in rows:
         view = row[0].with_use(uses[row[0].namespace, row[0].id])
-        shown.append(msgspec.structs.replace(view, copies=len(row)))
+        short = shorts[view.id]
+        shown.append(msgspec.structs.replace(view, copies=len(row), short_id=short))
     return shown

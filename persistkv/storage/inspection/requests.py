@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from hashlib import blake2b
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,12 +23,26 @@ class NotFoundError(PersistKVError):
     """No request or namespace of the store matches the given id, or several do."""
 
 
-def short_id(request: str) -> str:
-    """Return the request's id if it has at most 8 characters, or else 8 hexadecimal digits of its
-    digest."""
-    if len(request) <= _SHORT:
-        return request
-    return blake2b(request.encode(), digest_size=_SHORT // 2).hexdigest()
+def short_ids(requests: Iterable[str]) -> dict[str, str]:
+    """Return, for each of these ids, its shortest beginning that none of the others has, of at
+    least 8 characters."""
+    ordered = sorted(set(requests))
+    shared = [0]
+    for left, right in pairwise(ordered):
+        shared.append(_shared_length(left, right))
+    shared.append(0)
+    short = {}
+    for place, name in enumerate(ordered):
+        length = 1 + max(shared[place], shared[place + 1])
+        short[name] = name[: max(_SHORT, length)]
+    return short
+
+
+def _shared_length(left: str, right: str) -> int:
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return place
+    return min(len(left), len(right))
 
 
 class NamespaceView(msgspec.Struct, frozen=True):
@@ -86,7 +99,8 @@ class RequestView(msgspec.Struct, frozen=True):
     """Estimated size of the request's blocks in the store: ``raw_bytes`` divided by the codec ratio
     of its packs. None: unknown."""
     short_id: str = ""
-    """At most 8 characters that the commands accept in place of the id."""
+    """Shortest beginning of the id, of at least 8 characters, that no other request has; the id
+    if the others are not known."""
     context: str = ""
     """Digest of the request's keys, hexadecimal: equal for requests of the same context; empty:
     unknown."""
@@ -113,7 +127,7 @@ class RequestView(msgspec.Struct, frozen=True):
             manifest.raw_bytes,
             manifest.ordered,
             manifest.labels,
-            short_id=short_id(manifest.id),
+            short_id=manifest.id,
             context=manifest.context.hex(),
             ttl_s=manifest.ttl_s,
             priority=manifest.priority,
@@ -141,6 +155,8 @@ class FoundRequest(NamedTuple):
 
     namespace: Namespace
     manifest: RequestManifest
+    short_id: str = ""
+    """See ``RequestView.short_id``; empty: unknown."""
 
     def keys(self, backend: Backend) -> ManifestKeys:
         """Return the keys; raise ``NotFoundError`` if the request was deleted meanwhile or its keys
@@ -156,7 +172,8 @@ class FoundRequest(NamedTuple):
     def view(self, backend: Backend) -> RequestView:
         """Return the view of the request, with its use."""
         uses = backend.catalogue(self.namespace.id).uses([self.manifest.id])
-        return RequestView.of(self.namespace.id, self.manifest, uses[0])
+        view = RequestView.of(self.namespace.id, self.manifest, uses[0])
+        return msgspec.structs.replace(view, short_id=self.short_id or view.id)
 
 
 def chosen_namespaces(
@@ -183,16 +200,17 @@ def chosen_namespaces(
 def find_request(
     backend: Backend, wanted: str, namespace: str | None = None
 ) -> FoundRequest:
-    """Return the request with this id, or else the only one with this short id or an id that begins
-    with ``wanted``.
+    """Return the request with this id, or else the only one whose id begins with ``wanted``.
 
     :param namespace: id of the only namespace to search, or its first digits; None: search all.
     :raises NotFoundError: no request matches, or more than one.
     """
+    names = []
     similar = []
     for space in chosen_namespaces(backend, namespace):
         for manifest in backend.catalogue(space.id).manifests():
-            if manifest.id.startswith(wanted) or short_id(manifest.id) == wanted:
+            names.append(manifest.id)
+            if manifest.id.startswith(wanted):
                 similar.append(FoundRequest(space, manifest))
     equal = [found for found in similar if found.manifest.id == wanted]
     candidates = equal or similar
@@ -201,7 +219,8 @@ def find_request(
             f"no request has the id {wanted!r}; persistkv ls lists the ids"
         )
     if len(candidates) == 1:
-        return candidates[0]
+        found = candidates[0]
+        return found._replace(short_id=short_ids(names)[found.manifest.id])
     meant = _some(
         f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})"
         for found in candidates

@@ -12,7 +12,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.listing import Sort, list_requests
-from persistkv.storage.inspection.requests import short_id
+from persistkv.storage.inspection.requests import short_ids
 from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend
 from persistkv.testing.samples import sample_manifest
@@ -23,7 +23,9 @@ def test_ls_store_open_elsewhere_lists_requests(start, filled):
     done = start("ls", filled)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[3:6]] == [
-        short_id(request) for request in ("engine-1-0", "engine-0-1", "engine-0-0")
+        "engine-1",
+        "engine-0-1",
+        "engine-0-0",
     ]
     assert "12.0 KiB" in done.stdout
     assert "3 requests in 2 namespaces" in done.stdout
@@ -51,7 +53,7 @@ def test_ls_json_has_exact_values(run, filled):
         "pinned": False,
         "hits": 0,
         "stored_bytes": None,
-        "short_id": short_id("engine-0-0"),
+        "short_id": "engine-0-0",
         "context": "",
         "copies": 1,
         "ttl_s": None,
@@ -59,10 +61,19 @@ def test_ls_json_has_exact_values(run, filled):
     }
 
 
+def test_short_ids_are_unique_beginnings_of_at_least_8_characters():
+    names = ["cmpl-12345678", "cmpl-12345679", "cmpl-2", "abc", "0123456789abcdef"]
+    assert short_ids(names) == {
+        "cmpl-12345678": "cmpl-12345678",
+        "cmpl-12345679": "cmpl-12345679",
+        "cmpl-2": "cmpl-2",
+        "abc": "abc",
+        "0123456789abcdef": "01234567",
+    }
+
+
 class TestIds:
-    LONG = tuple(
-        f"0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-{number:06d}" for number in range(12)
-    )
+    LONG = tuple(f"0c4d{number:x}6a0b1f24c7e8d9a0b1c2d3e4f50" for number in range(12))
 
     @pytest.fixture
     def store(self, contexts):
@@ -73,17 +84,18 @@ class TestIds:
             )
         return url
 
-    def test_ls_short_ids_have_8_characters_and_differ(self, run, store):
+    def test_ls_short_ids_begin_full_ids_and_differ(self, run, store):
         rows = run("ls", store).stdout.splitlines()[3:15]
         shown = [row.split()[0] for row in rows]
-        assert [len(name) for name in shown] == [8] * 12
-        assert len(set(shown)) == 12
+        assert shown == [name[:8] for name in self.LONG]
+        listed = json.loads(run("ls", store, "--json").stdout)["requests"]
+        assert [request["short_id"] for request in listed] == shown
 
     @pytest.mark.parametrize("command", ["show", "pin", "label", "copy", "prune"])
     def test_every_command_accepts_short_and_long_ids(
         self, run, store, tmp_path, command
     ):
-        for name in (short_id(self.LONG[3]), self.LONG[3]):
+        for name in (self.LONG[3][:5], self.LONG[3][:8], self.LONG[3]):
             arguments = {
                 "prune": ("--request", name, "--dry-run"),
                 "label": (name, "a=b"),
@@ -112,7 +124,7 @@ class TestIds:
         assert run("ls", store, "--ids", "--csv").returncode == 2
 
     @pytest.mark.parametrize("words", [("{url}",), ()])
-    def test_shell_completion_returns_long_and_short_ids(self, start, store, words):
+    def test_shell_completion_returns_ids(self, start, store, words):
         def completed(incomplete: str) -> list[str]:
             typed = ["show", *(word.format(url=place) for word in words), incomplete]
             variable = {} if words else {"PERSISTKV_STORE": place}
@@ -121,7 +133,7 @@ class TestIds:
 
         place = store.partition("?")[0].removeprefix("lmdb://")
         assert completed("0c4d") == list(self.LONG)
-        assert completed(short_id(self.LONG[7])[:6]) == [short_id(self.LONG[7])]
+        assert completed(self.LONG[7][:6]) == [self.LONG[7]]
         assert completed("nothing") == []
 
     def test_bash_completion_url_split_at_colons_returns_ids(self, start, store):
@@ -146,10 +158,8 @@ class TestCopies:
         rows = run("ls", store).stdout.splitlines()
         assert "copies" in rows[1]
         shown = {row.split()[0]: row for row in rows[3:6]}
-        assert list(shown) == list(
-            map(short_id, ("engine-labelled", "engine-same-149", "engine-other"))
-        )
-        assert " 150 " in shown[short_id("engine-same-149")]
+        assert list(shown) == ["engine-l", "engine-same-149", "engine-o"]
+        assert " 150 " in shown["engine-same-149"]
         assert "152 requests" in run("ls", store).stdout
 
     @pytest.mark.parametrize("sort", list(Sort))
@@ -200,9 +210,9 @@ class TestModels:
         assert {
             line.split()[0]: line.split()[-2] for line in text.splitlines()[3:6]
         } == {
-            short_id("request0"): "/models/llama",
-            short_id("request1"): "/models/llama",
-            short_id("request2"): "org/qwen",
+            "request0": "/models/llama",
+            "request1": "/models/llama",
+            "request2": "org/qwen",
         }
         assert "org/qwen" in run("show", store, "request2").stdout
 

@@ -6,7 +6,6 @@ The JSON output has the fields of the structs below; the table is made from them
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections import Counter
 from csv import DictWriter
 from io import StringIO
 
@@ -155,8 +154,7 @@ def _print(page: Page) -> None:
     for space in page.namespaces:
         models[space.id] = render.format_model(space.model)
     has_models = len(set(models.values())) > 1
-    shorts = Counter(request.short_id for request in page.requests)
-    words = "request=short age=created"
+    words = "request=short_id age=created"
     if render.is_wide():
         words += " used=last_used tokens blocks by_group size=raw_bytes"
         words += " stored=stored_bytes"
@@ -168,13 +166,8 @@ def _print(page: Page) -> None:
     if render.is_wide() and len(models) > len(set(models.values())):
         words += " namespace"
 
-    def short(request: RequestView) -> str:
-        is_unique = shorts[request.short_id] == 1
-        return request.short_id if is_unique else request.id
-
     columns = render.columns(
         words,
-        short=short,
         by_group=_blocks_by_group,
         copies=lambda request: f"{request.copies:,}" * (request.copies > 1),
         hits=_hits,

@@ -198,7 +198,8 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
         for number in range(int((last - first) / length) + 1)
     ]
     named: dict[bytes, set[bytes]] = {}
-    for namespace, request in found:
+    for one in found:
+        namespace, request = one.namespace, one.manifest
         keys = backend.manifest_keys(namespace.id, [request.id])[0]
         if keys is None:
             continue

@@ -8,7 +8,7 @@ a tree: what neighbours have in common is a node. Only nodes that are shown are 
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, groupby, repeat, takewhile, zip_longest
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from persistkv.storage.inspection.requests import (
     FoundRequest,
     RequestView,
     find_request,
-    short_id,
+    short_ids,
 )
 from persistkv_tools import render
 from persistkv_tools.command import (
@@ -135,8 +135,12 @@ def show(
 
     Example: persistkv show lmdb:///var/cache/kv 0c4de6a0 --tree
     """
+    shorts: Mapping[str, str] = {}
     with opened(url) as backend:
         found = find_request(backend, request, namespace)
+        if tree:
+            heads = backend.catalogue(found.namespace.id).manifests()
+            shorts = short_ids(head.id for head in heads)
         context = show_context(url, backend, found, key_limit=keys)
         top, group = prefix_tree(backend, found, nodes) if tree else (None, 0)
     if json:
@@ -149,7 +153,7 @@ def show(
             f"{context.request.namespace[:8]}"
         )
         render.console().print(
-            _rich_tree(top, f"prefix tree of {tree_of} (keys of group {group})")
+            _rich_tree(top, f"prefix tree of {tree_of} (keys of group {group})", shorts)
         )
 
 
@@ -227,14 +231,14 @@ def _hits(number: int) -> str:
     return f"{number:,} (later requests that contain the whole context)"
 
 
-def _rich_tree(top: TreeNode, title: str) -> Tree:
+def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
     drawn = Tree(render.plain(title))
     waiting = [(drawn, top)]
     while waiting:
         branch, node = waiting.pop()
         for child in node.children:
             style = "bold" if child.chosen else ""
-            line = render.plain(_node_line(child), style)
+            line = render.plain(_node_line(child, shorts), style)
             waiting.append((branch.add(line), child))
         if node.hidden:
             branch.add(
@@ -243,12 +247,13 @@ def _rich_tree(top: TreeNode, title: str) -> Tree:
     return drawn
 
 
-def _node_line(node: TreeNode) -> str:
+def _node_line(node: TreeNode, shorts: Mapping[str, str]) -> str:
     line = f"{node.key} blocks {node.start:,} to {node.start + node.blocks:,}"
     if node.requests > 1:
         line += f", {render.count(node.requests, 'request')}"
     if node.names:
-        line += f"; ends here: {', '.join(map(short_id, node.names))}"
+        names = [shorts.get(name, name) for name in node.names]
+        line += f"; ends here: {', '.join(names)}"
     if node.ends > len(node.names):
         line += f" and {node.ends - len(node.names):,} more"
     return line

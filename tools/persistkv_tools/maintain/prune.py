@@ -39,6 +39,7 @@ from persistkv.storage.inspection.requests import (
     chosen_namespaces,
     copy_group,
     find_request,
+    short_ids,
     with_uses,
 )
 from persistkv.storage.inspection.selection import Selection
@@ -540,7 +541,7 @@ class Prune:
         writing."""
         self._backend = backend
         self._writable = writable
-        named = {(space.id, manifest.id) for space, manifest in requests}
+        named = {(found.namespace.id, found.manifest.id) for found in requests}
         self._usages = _usages(backend, namespaces, named)
         if selection is not None or named:
             for usage in self._usages:
@@ -552,8 +553,7 @@ class Prune:
         for usage in self._usages:
             if usage.doomed or orphans:
                 self._plan(usage, orphans, shared_packs)
-        self.plan.requests.sort(key=_age_order)
-        self.plan.staying.sort(key=_age_order)
+        self._sort_and_shorten()
         self.quarantined = Quarantine()
         if quarantined:
             stats = backend.stats()
@@ -588,6 +588,17 @@ class Prune:
         if self.done.goes.packs:
             self.done.freed_bytes = backend.release_free()
         return self.done
+
+    def _sort_and_shorten(self) -> None:
+        """Sort the requests of the plan by age, and set their short ids."""
+        names: list[str] = []
+        for usage in self._usages:
+            names.extend(usage.manifests)
+        shorts = short_ids(names)
+        for views in (self.plan.requests, self.plan.staying):
+            views.sort(key=_age_order)
+            for place, view in enumerate(views):
+                views[place] = msgspec.structs.replace(view, short_id=shorts[view.id])
 
     def _shrink_to(self, stored_bytes: int) -> None:
         """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this

@@ -227,20 +227,6 @@ class Allocator:
         self.reserve(writer, ())
         self.free_now(extents)
 
-    def take_first(self, pages: int) -> list[Extent]:
-        """Allocate ``pages`` pages from the first free extents, by place."""
-        taken: list[Extent] = []
-        while pages:
-            with self._rows.cursor(FREE) as cursor:
-                if not cursor.first():
-                    raise CorruptStoreError(
-                        "there are fewer free extents than the totals say"
-                    )
-                first = _extent_at(cursor.item())
-            taken.append(self._cut(first, pages))
-            pages -= taken[-1].pages
-        return taken
-
     def _cut(self, free: Extent, pages: int) -> Extent:
         """Allocate the first ``pages`` pages of a free extent, or all if it has fewer."""
         taken = free._replace(pages=min(pages, free.pages))
@@ -456,23 +442,20 @@ class Payloads:
         self.allocator.reserve(writer, ())
         self.allocator.free_now(rest)
 
-    def take(self, pages: int, *, first: bool = False) -> list[Extent]:
+    def take(self, pages: int) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
-        :param first: take the first free extents instead of those of the best size, and do not let
-            the segments grow. A copy-on-write file system may refuse to overwrite the same extents
-            for ever.
         :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments
             from growing.
         """
-        if pages > self.allocator.largest() and not first:
+        if pages > self.allocator.largest():
             self._grow(pages)
         if pages > self.allocator.free:
             free = self.allocator.free * PAGE_BYTES
             raise StoreFullError(
                 f"{pages * PAGE_BYTES} bytes of payload: {free} are free in the segments"
             )
-        return self.allocator.take_first(pages) if first else self.allocator.take(pages)
+        return self.allocator.take(pages)
 
     def delete(self, name: bytes) -> None:
         if not self.allocator.retire(name):

@@ -20,9 +20,6 @@ is retried.
 
 Pages that a reader's snapshot can see are not reusable, however much is evicted. A stopped reader
 must not cause the eviction of the whole store: a batch that lacks only these pages is refused.
-
-The segment files get what the catalogue (``data.mdb``) leaves of the capacity: when it grows, packs
-are evicted, and their disk space returns to the file system.
 """
 
 from __future__ import annotations
@@ -30,10 +27,8 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError, StoreFullError
@@ -57,13 +52,11 @@ from persistkv_lmdb.allocator import (
     pages_for,
     pages_of,
     read_reserved,
-    read_space,
     split,
     without,
 )
-from persistkv_lmdb.environment import CATALOGUE_AHEAD, MIN_CATALOGUE, Environment
+from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.files import ReplacedError
-from persistkv_lmdb.inline import page_bytes
 from persistkv_lmdb.layout import (
     encode_tail,
     read_erasures,
@@ -71,6 +64,7 @@ from persistkv_lmdb.layout import (
     tail_pages,
     write_erasures,
 )
+from persistkv_lmdb.room import Amount, Room, bound_pages
 from persistkv_lmdb.segments import Extent
 
 # packs and manifests that one transaction evicts or deletes, in about 3 ms: other engines wait
@@ -90,14 +84,6 @@ fragmented."""
 _TURN_S = 0.001
 # wait of a commit for readers that still see evicted packs; a read takes about 20 ms
 _PATIENCE_S = 0.5
-# 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
-_MAX_AHEAD = 256 << 20
-# 128 KiB: pages of the catalogue that each commit may rewrite, besides those of its packs
-_GROWN_BYTES = 128 << 10
-_MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
-_RESERVED_SHARE, _ALL_RESERVED_SHARE = 16, 8
-"""At most 1/16 of the segments is reserved for a process's next commit, and at most 1/8 for all
-processes."""
 # of one batch: between writing and commit, another process may delete a pack that was held
 _PLACINGS = 4
 _NO_LIMIT = 1 << 62
@@ -130,7 +116,6 @@ class BatchCommit:
         # used bytes at which the present entry of _MORE ends its evictions
         self._goal: Amount | None = None
         self._freed_by = 0  # number of the last transaction that evicted for this batch
-        self._attempted = False
         self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_A_PACK * len(batch.packs))
         """Maximum number of packs and manifests that one transaction evicts: a large batch takes
         its time anyway."""
@@ -140,12 +125,10 @@ class BatchCommit:
         # packs that this batch deletes before it adds them
         self._rewritten = {*batch.deletions, *batch.bad}
         self._placed: dict[bytes, list[Extent]] = {}
-        """Extents of the packs that were written durably and are not committed yet, by pack id."""
+        """Extents of the packs that the present attempt has written durably, by pack id."""
         self._erasures = 0  # number of the last erasure before the packs are written
-        self._replacements = environment.files.replacements
-        self._renews = False
-        """Whether the reserved extents could not be written: others are reserved, the first ones
-        that are free."""
+        # of segment files, before the packs are written: later ones may lose what was written
+        self._replacements = 0
 
     def write(self) -> CommitResult:
         """Write the batch, after short transactions that delete manifests if many name a pack that
@@ -158,19 +141,11 @@ class BatchCommit:
         """
         self._drop_shared_manifests(_DROPPED_AT_ONCE)
         for _ in range(_PLACINGS):
-            for pack in self._batch.packs if self._attempted else ():
-                # another process may have stored it since
-                if pack.pack_id not in self._placed:
-                    pack.restart()
-            self._attempted = True
+            for pack in self._batch.packs:
+                pack.restart()
             try:
                 if not self._environment.shares.inline:
-                    lacking, extents = self._lacking()
-                    if lacking and (
-                        self._renews or _bound_pages(lacking) > pages_of(extents)
-                    ):
-                        lacking, extents = self._reserve()
-                    self._write_packs(lacking, extents)
+                    self._place()
                 return self._commit()
             except NotPlacedError:
                 continue
@@ -185,23 +160,22 @@ class BatchCommit:
             f"attempts"
         )
 
-    def _lacking(self) -> tuple[list[NewPack], list[Extent]]:
-        """Return the packs that the store lacks and that are not placed, and the extents that are
-        reserved for this process and free for them.
-        """
+    def _place(self) -> None:
+        """Write the packs that the store lacks durably, into extents that are reserved for this
+        process, without the writer lock."""
+        self._placed.clear()
         environment = self._environment
-        if environment.files.replacements != self._replacements:
-            self._placed.clear()  # the file that was written may be the deleted one
-            self._replacements = environment.files.replacements
+        self._replacements = environment.files.replacements
         with environment.transaction() as rows:
             # before the work of writing
             self._check_seen(rows, read_state(rows, self._namespace).cursor)
             self._erasures = read_erasures(rows)
-            spare = self._spare(rows)  # first: it may forget placed packs
-            unplaced = [
-                pack for pack in self._added(rows) if pack.pack_id not in self._placed
-            ]
-            return unplaced, spare
+            extents = self._reserved(rows)
+            lacking = self._added(rows)
+        if bound_pages(lacking) > pages_of(extents):
+            lacking, extents = self._reserve()
+        if lacking:
+            self._write_packs(lacking, extents)
 
     def _reserve(self) -> tuple[list[NewPack], list[Extent]]:
         """Reserve extents for the packs that the store lacks. If the segments are full, evict for
@@ -213,60 +187,43 @@ class BatchCommit:
         environment = self._environment
         with environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction)
-            environment.release_reserved(transaction)
+            environment.release_reserved(transaction, own=True)
             writer, allocator = environment.claim_writer(), room.payloads.allocator
-            kept = self._release_spare(room)
             commit.touch(self._batch.touches)
-            if not room.need.plus(Amount(0, allocator.reserved * PAGE_BYTES)).within(
-                room.limit
-            ):
+            if not room.need.plus(room.reserved).within(room.limit):
                 raise room.full()
             goal = room.limit.minus(room.need)
             ended = commit.evict(lambda: room.fits(goal), self._at_once)
             if ended is not Evicted.ENOUGH:
                 raise room.full()
-            taken = room.payloads.take(_bound_pages(room.unplaced), first=self._renews)
-            allocator.reserve(writer, [*kept, *taken])
+            lacking = self._added(transaction)
+            taken = room.payloads.take(bound_pages(lacking))
+            allocator.reserve(writer, taken)
             commit.finish()
         self._note(commit)
-        return room.unplaced, taken
-
-    def _release_spare(self, room: Room) -> list[Extent]:
-        """Release the reservation of this process, except the extents of placed packs, which are
-        returned."""
-        kept = [extent for extents in self._placed.values() for extent in extents]
-        room.payloads.allocator.free_now(room.spare)
-        if self._environment.writer is not None:
-            room.payloads.allocator.reserve(self._environment.writer, kept)
-        return kept
+        return lacking, taken
 
     def _write_packs(self, packs: Sequence[NewPack], extents: Sequence[Extent]) -> None:
-        """Write packs and their trailers one behind the other into reserved extents, durably,
-        without the writer lock.
+        """Write packs and their trailers one behind the other, and sync the files.
 
         The checksums of a pack are computed while the disk writes its first part, and the packs
         before it.
         """
-        if not packs:
-            return
         files, rest = self._environment.files, extents
+        num_pages = sum(tail_pages(pack.table_length) for pack in packs)
+        tails = memoryview(mmap.mmap(-1, PAGE_BYTES * num_pages))
         placed: dict[bytes, list[Extent]] = {}
-        tails = memoryview(
-            mmap.mmap(
-                -1, PAGE_BYTES * sum(tail_pages(pack.table_length) for pack in packs)
-            )
-        )
         try:
             for pack in packs:
-                tail, tails = _cut(tails, PAGE_BYTES * tail_pages(pack.table_length))
+                tail_bytes = PAGE_BYTES * tail_pages(pack.table_length)
+                tail, tails = tails[:tail_bytes], tails[tail_bytes:]
                 pages = pages_for(files.write(rest, self._whole(pack, rest, tail)))
                 placed[pack.pack_id], rest = split(rest, pages)
             files.sync()
-        except BaseException as error:
+        except BaseException:
             files.abandon()
-            self._renews = isinstance(error, StoreFullError)
             raise
-        self._placed.update(placed)
+        self._placed = placed
 
     def _whole(
         self, pack: NewPack, extents: Sequence[Extent], tail: memoryview
@@ -294,10 +251,8 @@ class BatchCommit:
         environment, batch = self._environment, self._batch
         with environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction)
-            if not room.is_inline and (
-                room.unplaced or environment.files.replacements != self._replacements
-            ):
-                raise NotPlacedError
+            if not room.is_inline:
+                self._check_placed(transaction)
             room.payloads.placed = {
                 self._namespace + pack_id: place
                 for pack_id, place in self._placed.items()
@@ -327,6 +282,20 @@ class BatchCommit:
         self._note(commit)
         self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
+
+    def _check_placed(self, rows: TableRows) -> None:
+        """Raise NotPlacedError if a pack that the store lacks was not written, or was written to
+        extents that are not reserved for this process, or to a file that was replaced since."""
+        is_written = all(pack.pack_id in self._placed for pack in self._added(rows))
+        reserved = self._reserved(rows)
+        placed = [extent for extents in self._placed.values() for extent in extents]
+        rest = pages_of(without(reserved, placed))
+        if (
+            not is_written
+            or rest + pages_of(placed) != pages_of(reserved)
+            or self._replacements != self._environment.files.replacements
+        ):
+            raise NotPlacedError
 
     def _erase(
         self,
@@ -366,20 +335,10 @@ class BatchCommit:
             if pack.pack_id in self._placed and not is_published:
                 pack.restart()
 
-    def _spare(self, rows: TableRows) -> list[Extent]:
-        """Return the extents that are reserved for this process and that no placed pack is in.
-
-        If placed packs are in extents that are not reserved (any more), all placed packs are
-        forgotten.
-        """
+    def _reserved(self, rows: TableRows) -> list[Extent]:
+        """Return the extents that are reserved for this process."""
         writer = self._environment.writer
-        reserved = [] if writer is None else read_reserved(rows, writer)
-        placed = [extent for extents in self._placed.values() for extent in extents]
-        spare = without(reserved, placed)
-        if pages_of(spare) + pages_of(placed) == pages_of(reserved):
-            return spare
-        self._placed.clear()
-        return reserved
+        return [] if writer is None else read_reserved(rows, writer)
 
     def _added(self, rows: TableRows) -> list[NewPack]:
         """Return the packs that the batch adds to the store: those not held, or that it deletes
@@ -406,6 +365,7 @@ class BatchCommit:
         """
         environment = self._environment
         environment.clear_readers()
+        self._placed.clear()  # evictions release the reservation
         try:
             if not (self._batch.packs or self._batch.manifests):
                 environment.age()
@@ -466,13 +426,12 @@ class BatchCommit:
             transaction, room.payloads, self._namespace, self._keep, opened=opened
         )
         self._check_seen(transaction, commit.cursor)
-        room.spare = self._spare(transaction)  # first: it may forget placed packs
         added = self._added(transaction)
-        room.unplaced = [pack for pack in added if pack.pack_id not in self._placed]
+        unplaced = [pack for pack in added if pack.pack_id not in self._placed]
         rows = rows_bound(added, self._batch.manifests)
         if rows:
             rows += commit.beginning_bytes
-        room.expect(added, room.unplaced, rows)
+        room.expect(added, unplaced, rows)
         return commit, room
 
     def _check_seen(self, rows: TableRows, cursor: bytes) -> None:
@@ -539,23 +498,12 @@ class BatchCommit:
         """
         with self._environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction, as_it_is=more > 0)
-            self._environment.release_reserved(transaction)
-            self._release_spare(room)
+            self._environment.release_reserved(transaction, own=True)
             commit.touch(self._batch.touches)
             need = room.need
             if self._goal is None:
-                catalogue, payload = room.low_watermark()
-                most = (
-                    transaction.used_bytes() - more * need.catalogue
-                    if more
-                    else catalogue
-                )
-                self._goal = Amount(
-                    min(catalogue - need.catalogue, most), payload - need.payload
-                )
-            # of other processes, and with placed packs
-            reserved = room.payloads.allocator.reserved * PAGE_BYTES
-            if not need.plus(Amount(0, reserved)).within(room.limit):
+                self._goal = self._goal_of(room, transaction, more)
+            if not need.plus(room.reserved).within(room.limit):
                 raise _NothingLeftError(str(room.full()))
             goal = self._goal
             ended = commit.evict(lambda: room.fits(goal), at_most)
@@ -570,152 +518,14 @@ class BatchCommit:
         self._note(commit)
         return ended is Evicted.SOME or holes_lack
 
-
-class Amount(NamedTuple):
-    """Number of bytes in the catalogue (``data.mdb``) and in the segment files."""
-
-    catalogue: int
-    payload: int
-
-    def plus(self, other: Amount) -> Amount:
-        return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
-
-    def minus(self, other: Amount) -> Amount:
-        return Amount(self.catalogue - other.catalogue, self.payload - other.payload)
-
-    def within(self, limit: Amount) -> bool:
-        return self.catalogue <= limit.catalogue and self.payload <= limit.payload
-
-
-class Room:
-    """Part of the capacity that a write transaction may use. ``as_it_is`` assumes that no file can
-    grow."""
-
-    def __init__(
-        self,
-        environment: Environment,
-        transaction: TableRows,
-        *,
-        as_it_is: bool = False,
-    ) -> None:
-        self._environment = environment
-        self._transaction = transaction
-        self.payloads = environment.payloads(transaction)
-        self.is_inline = environment.shares.inline
-        segments = (
-            read_space(transaction).total * PAGE_BYTES
-            if as_it_is
-            else self.payloads.limit
-        )
-        self.limit = Amount(
-            environment.limit_bytes(as_it_is=as_it_is),
-            _NO_LIMIT if self.is_inline else segments,
-        )
-        """Upper bound on the bytes in use after a commit that adds content."""
-        self.need = Amount(0, 0)
-        """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for
-        deletions."""
-        self.unplaced: list[NewPack] = []
-        """Packs that the batch adds and that are not in extents yet."""
-        self.spare: list[Extent] = []
-        """Extents that are reserved for this process and that no placed pack is in."""
-
-    @property
-    def _segments(self) -> int:
-        return self.payloads.allocator.total * PAGE_BYTES
-
-    def fits(self, goal: Amount) -> bool:
-        """Return whether the bytes in use are at most ``goal``. Freed pages that are not reusable
-        yet do not count: more eviction would not change them.
-        """
-        payload = self.payloads.allocator.used * PAGE_BYTES
-        return (
-            payload <= goal.payload and self._transaction.used_bytes() <= goal.catalogue
-        )
-
-    def expect(
-        self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], rows: int
-    ) -> None:
-        """Estimate ``need``, the bytes that a batch adds. If ``data.mdb`` may grow by more than
-        usual, lower the limit of the segments.
-
-        :param packs: those of its packs that are not stored yet; ``unplaced``: those of them that
-            need extents.
-        :param rows: upper estimate of the bytes of its rows.
-        """
-        if self.is_inline:
-            self.need = Amount(
-                rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0
-            )
-            return
-        self.need = Amount(rows, _bound_pages(unplaced) * PAGE_BYTES)
-        if (more := rows - self._environment.shares.growth_bytes // 2) > 0:
-            self.payloads.limit = max(0, self.payloads.limit - more)
-            self.limit = self.limit._replace(
-                payload=min(self.limit.payload, self.payloads.limit)
-            )
-
-    def check(self) -> None:
-        """Raise a StoreFullError if ``need`` exceeds the free space, including the space by which a
-        file may grow."""
-        if not any(self.need):
-            return
-        allocator = self.payloads.allocator
-        self._environment.check_growth(self._transaction.used_bytes())
-        free = allocator.free * PAGE_BYTES + max(0, self.limit.payload - self._segments)
-        if not self.fits(self.limit.minus(self.need)) or self.need.payload > free:
-            raise self.full()
-        is_too_large = self._segments > self.payloads.limit and allocator.free > 0
-        # the catalogue may need the space
-        if is_too_large and self._environment.files.punches:
-            raise self.full()
-
-    def full(self) -> StoreFullError:
-        path, capacity = self._environment.path, self._environment.shares.capacity
-        return StoreFullError(
-            f"{path}: {sum(self.need)} bytes do not fit a capacity of {capacity}"
-        )
-
-    def low_watermark(self) -> Amount:
-        """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later
-        commits."""
-        catalogue, payload = self.limit
-        rewritten = (
-            0
-            if self.is_inline
-            else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
-        )
-        reserve = max(rewritten, min(catalogue // 16, _MAX_AHEAD))
-        grows_by = min(
-            2 * self.need.catalogue + _GROWN_BYTES,
-            self._environment.shares.growth_bytes,
-        )
-        return Amount(catalogue - reserve, payload - self._ahead_bytes() - grows_by)
-
-    def reserve_ahead(self, writer: int) -> None:
-        """Reserve extents for the next commit of a writer that has none reserved, as far as there
-        is room."""
-        allocator, most = self.payloads.allocator, self.payloads.limit // PAGE_BYTES
-        pages = min(
-            self._ahead_bytes() // PAGE_BYTES,
-            allocator.free + max(0, most - allocator.total),
-        )
-        if pages > 0:
-            # the disk is full: the next commit evicts first
-            with suppress(StoreFullError):
-                allocator.reserve(writer, self.payloads.take(pages))
-
-    def _ahead_bytes(self) -> int:
-        """Return how much of the segments to reserve for the next commit: what the largest of the
-        last ones took."""
-        share = (
-            self.limit.payload // _ALL_RESERVED_SHARE
-            - self.payloads.allocator.reserved * PAGE_BYTES
-        )
-        largest = max(self._environment.taken, default=0)
-        return max(
-            0, min(largest, _MAX_RESERVED, self.limit.payload // _RESERVED_SHARE, share)
-        )
+    def _goal_of(self, room: Room, transaction: TableRows, more: int) -> Amount:
+        """Return the used bytes down to which the evictions for the batch go; see ``_evict_some``
+        for ``more``."""
+        goal = room.low_watermark().minus(room.need)
+        if not more:
+            return goal
+        catalogue = transaction.used_bytes() - more * room.need.catalogue
+        return goal._replace(catalogue=min(goal.catalogue, catalogue))
 
 
 def fit_capacity(environment: Environment) -> None:
@@ -757,14 +567,3 @@ def release_free(environment: Environment) -> None:
         with environment.transaction(write=True) as transaction:
             more = environment.payloads(transaction).shrink(0)
         time.sleep(_TURN_S)
-
-
-def _cut(memory: memoryview, num_bytes: int) -> tuple[memoryview, memoryview]:
-    return memory[:num_bytes], memory[num_bytes:]
-
-
-def _bound_pages(packs: Iterable[NewPack]) -> int:
-    """Return an upper bound on the pages that packs take in the segment files."""
-    return sum(
-        pages_for(pack.payload_bound) + tail_pages(pack.table_length) for pack in packs
-    )

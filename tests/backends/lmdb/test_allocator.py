@@ -103,25 +103,6 @@ class AllocatorMachine(RuleBasedStateMachine):
                 )
             )
 
-    @rule(pages=st.integers(1, 30))
-    def take_first(self, pages: int) -> None:
-        free = sorted(page for page, owner in self.pages.items() if owner == FREE)
-        if pages > len(free):
-            return
-
-        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
-            taken = space.take_first(pages)
-            space.free_now(taken)
-            return taken
-
-        taken = self.change(work)
-        places = [
-            (extent.segment, extent.page + page)
-            for extent in taken
-            for page in range(extent.pages)
-        ]
-        assert sorted(places) == free[:pages]
-
     @rule(pages=st.integers(1, 30), keep=st.booleans())
     def take(self, pages: int, keep: bool) -> None:
         free = [page for page, owner in self.pages.items() if owner == FREE]

@@ -24,7 +24,7 @@ from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_keys
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.commit import Room
+from persistkv_lmdb.room import Room
 from tests.backends.lmdb.consistency import find_faults
 
 MIB = 1 << 20

@@ -34,11 +34,10 @@ from persistkv_lmdb.layout import (
     SIZES,
     SPACE_ROW,
 )
-from persistkv_lmdb.segments import Extent, SegmentFiles
+from persistkv_lmdb.segments import PLACE, Extent, SegmentFiles
 
 _EXTENT = struct.Struct("<III")
 _SEGMENT = struct.Struct(">I")
-_PLACE = struct.Struct(">II")
 _SIZE = struct.Struct(">III")
 _WRITER = struct.Struct(">I")
 _PAGES = struct.Struct("<I")
@@ -49,20 +48,23 @@ _MOST_SEGMENTS = 64
 """Maximum number of segments, because each takes two file descriptors. A store of more than 64 GiB
 has larger segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
-_STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
+_LEAST_STEP_BYTES = 1 << 20  # 1 MiB
+_MOST_STEP_BYTES = 128 << 20  # 128 MiB
 _MOST_PAGES = (1 << 32) - 1  # of an extent: the size is recorded in 32 bits
 _HOLES_AT_ONCE = 64  # made by one transaction, in milliseconds
 # 16 MiB: from this size on, a pack makes the file grow by four times its size
 _LARGE_BYTES = 16 << 20
 
 
+def encode_extents(extents: Iterable[Extent]) -> bytes:
+    return b"".join([_EXTENT.pack(*extent) for extent in extents])
+
+
 def decode_extents(row: Buffer) -> list[Extent]:
     """Return the extents in a row of the table ``extents``; an empty list if the row is damaged."""
-    return (
-        []
-        if len(row) % _EXTENT.size
-        else [Extent(*fields) for fields in _EXTENT.iter_unpack(row)]
-    )
+    if len(row) % _EXTENT.size:
+        return []
+    return [Extent(*fields) for fields in _EXTENT.iter_unpack(row)]
 
 
 def read_extents(rows: TableRows, name: bytes) -> list[Extent] | None:
@@ -93,9 +95,10 @@ def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Ext
     first: list[Extent] = []
     for number, extent in enumerate(extents):
         if extent.pages > pages:
-            cut = [extent._replace(pages=pages)] if pages else []
-            rest = extent._replace(page=extent.page + pages, pages=extent.pages - pages)
-            return first + cut, [rest, *extents[number + 1 :]]
+            begin, end = extent.split(pages)
+            if pages:
+                first.append(begin)
+            return first, [end, *extents[number + 1 :]]
         first.append(extent)
         pages -= extent.pages
     return first, []
@@ -104,17 +107,17 @@ def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Ext
 def without(extents: Iterable[Extent], removed: Iterable[Extent]) -> list[Extent]:
     """Return the extents without the pages of ``removed``. Each removed extent lies within one of
     them."""
-    gone = sorted(removed)
+    holes = sorted(removed)
     left: list[Extent] = []
     for extent in extents:
         page = extent.page
-        for number in range(bisect_left(gone, (extent.segment, page)), len(gone)):
-            part = gone[number]
-            if (part.segment, part.page) >= (extent.segment, extent.end):
+        first_hole = bisect_left(holes, (extent.segment, page))
+        for hole in holes[first_hole:]:
+            if (hole.segment, hole.page) >= (extent.segment, extent.end):
                 break
-            if part.page > page:
-                left.append(Extent(extent.segment, page, part.page - page))
-            page = part.end
+            if hole.page > page:
+                left.append(Extent(extent.segment, page, hole.page - page))
+            page = hole.end
         if page < extent.end:
             left.append(Extent(extent.segment, page, extent.end - page))
     return left
@@ -139,11 +142,9 @@ class Space(NamedTuple):
 def read_space(rows: TableRows) -> Space:
     """Return the recorded counts of pages; zeros if the row is missing or invalid."""
     row = rows.get(META, SPACE_ROW)
-    return (
-        Space()
-        if row is None or len(row) != _SPACE.size
-        else Space(*_SPACE.unpack(row))
-    )
+    if row is None or len(row) != _SPACE.size:
+        return Space()
+    return Space(*_SPACE.unpack(row))
 
 
 class Allocator:
@@ -160,6 +161,7 @@ class Allocator:
         self._before = read_space(transaction)
         self.total, self.free, self.reserved = self._before
         """Pages of all segments, without holes; free pages; reserved pages."""
+        self._segments: dict[int, int] | None = None  # read on first use
 
     @property
     def used(self) -> int:
@@ -167,23 +169,28 @@ class Allocator:
         return self.total - self.free
 
     def segments(self) -> dict[int, int]:
-        """Return the number of pages of each segment, by segment number."""
-        return {
-            _unpack(_SEGMENT, key)[0]: _unpack(_PAGES, row)[0]
-            for key, row in self._rows.starting_with(SEGMENTS, b"")
-        }
+        """Return the number of pages of each segment, by segment number. Do not change it."""
+        if self._segments is None:
+            self._segments = {}
+            for key, row in self._rows.starting_with(SEGMENTS, b""):
+                (segment,) = _unpack(_SEGMENT, key)
+                (self._segments[segment],) = _unpack(_PAGES, row)
+        return self._segments
+
+    def _record_segment(self, segment: int, pages: int) -> None:
+        self.segments()[segment] = pages
+        self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
 
     def publish(self, name: bytes, extents: Iterable[Extent]) -> None:
         """Record in which extents the payload of the pack ``name`` is stored."""
-        self._rows.put(
-            EXTENTS, name, b"".join([_EXTENT.pack(*extent) for extent in extents])
-        )
+        self._rows.put(EXTENTS, name, encode_extents(extents))
 
     def largest(self) -> int:
         """Return the number of pages of the largest free extent; 0 if there is none."""
         with self._rows.cursor(SIZES) as cursor:
-            pages: int = _unpack(_SIZE, cursor.key())[0] if cursor.last() else 0
-        return pages
+            if not cursor.last():
+                return 0
+            return _free_extent(cursor.key()).pages
 
     def pieces(self) -> int:
         """Return the number of free extents."""
@@ -194,8 +201,9 @@ class Allocator:
         from several."""
         taken: list[Extent] = []
         while pages:
-            taken.append(self._cut(self._best(pages), pages))
-            pages -= taken[-1].pages
+            extent = self._cut(self._best(pages), pages)
+            taken.append(extent)
+            pages -= extent.pages
         return taken
 
     def reserved_by(self, writer: int) -> list[Extent]:
@@ -204,10 +212,8 @@ class Allocator:
 
     def writers(self) -> list[int]:
         """Return the numbers of the writers that have reserved extents."""
-        return [
-            _unpack(_WRITER, key)[0]
-            for key, _ in self._rows.starting_with(RESERVED, b"")
-        ]
+        keys = [key for key, _ in self._rows.starting_with(RESERVED, b"")]
+        return [_unpack(_WRITER, key)[0] for key in keys]
 
     def reserve(self, writer: int, extents: Sequence[Extent]) -> None:
         """Record allocated extents, and no others, as reserved by a writer."""
@@ -215,9 +221,7 @@ class Allocator:
         self.reserved += pages_of(extents) - before
         key = _WRITER.pack(writer)
         if extents:
-            self._rows.put(
-                RESERVED, key, b"".join([_EXTENT.pack(*extent) for extent in extents])
-            )
+            self._rows.put(RESERVED, key, encode_extents(extents))
         else:
             self._rows.delete(RESERVED, key)
 
@@ -229,8 +233,8 @@ class Allocator:
 
     def _cut(self, free: Extent, pages: int) -> Extent:
         """Allocate the first ``pages`` pages of a free extent, or all if it has fewer."""
-        taken = free._replace(pages=min(pages, free.pages))
-        self._replace([free], Extent(free.segment, taken.end, free.end - taken.end))
+        taken, rest = free.split(min(pages, free.pages))
+        self._replace([free], rest)
         self.free -= taken.pages
         return taken
 
@@ -257,7 +261,7 @@ class Allocator:
     def extend(self, segment: int, before: int, pages: int) -> None:
         """Record that a segment has ``pages`` pages instead of ``before``; the added ones are
         free."""
-        self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
+        self._record_segment(segment, pages)
         self.total += pages - before
         self.free_now([Extent(segment, before, pages - before)])
 
@@ -270,12 +274,9 @@ class Allocator:
         holes: list[Extent] = []
         while pages > 0 and self.free and len(holes) < at_most:
             free = self._best(_MOST_PAGES)
-            kept = free._replace(pages=max(0, free.pages - pages))
-            hole = Extent(free.segment, kept.end, free.pages - kept.pages)
+            kept, hole = free.split(max(0, free.pages - pages))
             self._replace([free], kept)
-            self._rows.put(
-                HOLES, _PLACE.pack(hole.segment, hole.page), _PAGES.pack(hole.pages)
-            )
+            self._put_hole(hole)
             self.free -= hole.pages
             self.total -= hole.pages
             pages -= hole.pages
@@ -284,12 +285,15 @@ class Allocator:
 
     def fill(self, hole: Extent, pages: int) -> None:
         """Record that the first ``pages`` pages of a hole have disk space again, and are free."""
-        self._rows.delete(HOLES, _PLACE.pack(hole.segment, hole.page))
-        if pages < hole.pages:
-            place = _PLACE.pack(hole.segment, hole.page + pages)
-            self._rows.put(HOLES, place, _PAGES.pack(hole.pages - pages))
+        self._rows.delete(HOLES, hole.place)
+        filled, rest = hole.split(pages)
+        if rest.pages:
+            self._put_hole(rest)
         self.total += pages
-        self.free_now([hole._replace(pages=pages)])
+        self.free_now([filled])
+
+    def _put_hole(self, hole: Extent) -> None:
+        self._rows.put(HOLES, hole.place, _PAGES.pack(hole.pages))
 
     def holes(self) -> Iterator[Extent]:
         """Yield all holes, ordered by segment and page."""
@@ -303,11 +307,9 @@ class Allocator:
         :param free: all pages that no pack has; ``holes``: those of them without disk space, each
             within one extent.
         """
-        self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
+        self._record_segment(segment, pages)
         for hole in holes:
-            self._rows.put(
-                HOLES, _PLACE.pack(hole.segment, hole.page), _PAGES.pack(hole.pages)
-            )
+            self._put_hole(hole)
         self.total += pages - pages_of(holes)
         self.free_now(without(free, holes))
 
@@ -324,50 +326,46 @@ class Allocator:
     def free_sizes(self) -> Iterator[Extent]:
         """Yield all free extents, ordered by size, as the table ``sizes`` lists them."""
         for key, _ in self._rows.starting_with(SIZES, b""):
-            pages, segment, page = _unpack(_SIZE, key)
-            yield Extent(segment, page, pages)
+            yield _free_extent(key)
 
     def _best(self, pages: int) -> Extent:
+        """Return the smallest free extent of at least ``pages`` pages, or the largest one."""
         with self._rows.cursor(SIZES) as cursor:
             if not cursor.set_range(_SIZE.pack(pages, 0, 0)) and not cursor.last():
                 raise CorruptStoreError(
                     "there are fewer free extents than the totals say"
                 )
-            size, segment, page = _unpack(_SIZE, cursor.key())
-        row = self._rows.get(SEGMENTS, _SEGMENT.pack(segment))
-        if not size or row is None or page + size > _unpack(_PAGES, row)[0]:
+            found = _free_extent(cursor.key())
+        if not found.pages or found.end > self.segments().get(found.segment, 0):
             raise CorruptStoreError(
-                f"a free extent of {size} pages is outside of segment {segment}"
+                f"a free extent of {found.pages} pages is outside of segment {found.segment}"
             )
-        return Extent(segment, page, size)
+        return found
 
     def _join(self, extent: Extent) -> None:
         """Record a free extent, merged with the free extents that it touches."""
-        with self._rows.cursor(FREE) as cursor:
-            behind = (
-                _extent_at(cursor.item())
-                if cursor.set_range(_PLACE.pack(extent.segment, extent.page))
-                else None
-            )
-            before = (
-                _extent_at(cursor.item())
-                if (cursor.prev() if behind else cursor.last())
-                else None
-            )
+        before, after = self._neighbours(extent)
         touching = []
-        if before is not None and (before.segment, before.end) == (
-            extent.segment,
-            extent.page,
-        ):
+        if before is not None and before.touches(extent):
             touching.append(before)
-            extent = Extent(extent.segment, before.page, before.pages + extent.pages)
-        if behind is not None and (behind.segment, behind.page) == (
-            extent.segment,
-            extent.end,
-        ):
-            touching.append(behind)
-            extent = Extent(extent.segment, extent.page, extent.pages + behind.pages)
+            extent = before._replace(pages=before.pages + extent.pages)
+        if after is not None and extent.touches(after):
+            touching.append(after)
+            extent = extent._replace(pages=extent.pages + after.pages)
         self._replace(touching, extent)
+
+    def _neighbours(self, extent: Extent) -> tuple[Extent | None, Extent | None]:
+        """Return the free extents before and after an extent, by place."""
+        before, after = None, None
+        with self._rows.cursor(FREE) as cursor:
+            if cursor.set_range(extent.place):
+                after = _extent_at(cursor.item())
+                has_before = cursor.prev()
+            else:
+                has_before = cursor.last()
+            if has_before:
+                before = _extent_at(cursor.item())
+        return before, after
 
     def _replace(self, old: Iterable[Extent], new: Extent) -> None:
         """Replace free extents by another one, or by none if ``new`` has no pages.
@@ -375,16 +373,13 @@ class Allocator:
         The new row is put first: a database that becomes empty loses a page until the transaction
         ends.
         """
-        place = _PLACE.pack(new.segment, new.page)
         if new.pages:
-            self._rows.put(FREE, place, _PAGES.pack(new.pages))
-            self._rows.put(SIZES, _SIZE.pack(new.pages, new.segment, new.page), b"")
+            self._rows.put(FREE, new.place, _PAGES.pack(new.pages))
+            self._rows.put(SIZES, _size_key(new), b"")
         for extent in old:
-            if not new.pages or _PLACE.pack(extent.segment, extent.page) != place:
-                self._rows.delete(FREE, _PLACE.pack(extent.segment, extent.page))
-            self._rows.delete(
-                SIZES, _SIZE.pack(extent.pages, extent.segment, extent.page)
-            )
+            if not new.pages or extent.place != new.place:
+                self._rows.delete(FREE, extent.place)
+            self._rows.delete(SIZES, _size_key(extent))
 
 
 class NotPlacedError(Exception):
@@ -480,24 +475,27 @@ class Payloads:
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
         most, total = self.limit // PAGE_BYTES, self.allocator.total
-        full = max(SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
-        least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
-        # packs after a large one are likely to be large, too, and growing takes 0.5 ms, whatever
-        # the step
-        ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
-        step = min(max(total // _STEPS, least, ahead), largest, most // _STEPS)
-        wanted = min(max(step, pages), most - total)
+        wanted = min(max(self._step_pages(pages), pages), most - total)
         try:
             while wanted > 0:
                 hole = next(self.allocator.holes(), None)
-                wanted -= (
-                    self._extend(wanted, full)
-                    if hole is None
-                    else self._fill(hole, wanted)
-                )
+                if hole is None:
+                    wanted -= self._extend(wanted)
+                else:
+                    wanted -= self._fill(hole, wanted)
         except StoreFullError:
             if pages > self.allocator.free:
                 raise
+
+    def _step_pages(self, pages: int) -> int:
+        """Return the number of pages to add when ``pages`` are lacking. Growing takes 0.5 ms,
+        whatever the step."""
+        most = self.limit // PAGE_BYTES
+        step = max(self.allocator.total // _STEPS, _LEAST_STEP_BYTES // PAGE_BYTES)
+        # packs after a large one are likely to be large, too
+        if pages * PAGE_BYTES >= _LARGE_BYTES:
+            step = max(step, 4 * pages)
+        return min(step, _MOST_STEP_BYTES // PAGE_BYTES, most // _STEPS)
 
     def _fill(self, hole: Extent, wanted: int) -> int:
         part = hole._replace(pages=min(wanted, hole.pages))
@@ -505,14 +503,13 @@ class Payloads:
         self.allocator.fill(hole, part.pages)
         return part.pages
 
-    def _extend(self, wanted: int, full: int) -> int:
-        """Let a segment of fewer than ``full`` pages grow, or create one; return the number of
-        added pages."""
+    def _extend(self, wanted: int) -> int:
+        """Let a segment grow that is not full, or create one; return the number of added pages."""
+        most = self.limit // PAGE_BYTES
+        full = max(SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
         segments = self.allocator.segments()
-        number = next(
-            (number for number, held in segments.items() if held < full),
-            max(segments, default=-1) + 1,
-        )
+        growing = [number for number, held in segments.items() if held < full]
+        number = growing[0] if growing else max(segments, default=-1) + 1
         held = segments.get(number, 0)
         count = min(wanted, full - held)
         self._files.grow(number, held, held + count)
@@ -521,7 +518,20 @@ class Payloads:
 
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:
-    return Extent(*_unpack(_PLACE, item[0]), *_unpack(_PAGES, item[1]))
+    """Return the extent in a row of ``free`` or ``holes``."""
+    segment, page = _unpack(PLACE, item[0])
+    (pages,) = _unpack(_PAGES, item[1])
+    return Extent(segment, page, pages)
+
+
+def _free_extent(key: Buffer) -> Extent:
+    """Return the extent in a key of ``sizes``."""
+    pages, segment, page = _unpack(_SIZE, key)
+    return Extent(segment, page, pages)
+
+
+def _size_key(extent: Extent) -> bytes:
+    return _SIZE.pack(extent.pages, extent.segment, extent.page)
 
 
 def _unpack(shape: struct.Struct, row: Buffer) -> tuple[Any, ...]:

@@ -338,11 +338,11 @@ class LmdbBackend(Backend):
         except StoreFullError as error:
             if not files.map_is_full(error):
                 raise
-            reader = environment.oldest_reader()
+            reader = environment.database.oldest_reader()
             if reader is None:  # fragmented, or damaged
                 environment.suspect()
                 raise
-            raise environment.pinned_error(*reader) from None
+            raise environment.database.pinned_error(reader) from None
 
     def read(
         self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False
@@ -422,7 +422,7 @@ class LmdbBackend(Backend):
         with self._transaction() as (environment, transaction):
             allocator = Allocator(transaction)
             return FreeSpace(
-                max(0, environment.file_bytes() - transaction.used_bytes()),
+                max(0, environment.database.file_bytes() - transaction.used_bytes()),
                 allocator.free * PAGE_BYTES,
                 allocator.pieces(),
                 allocator.largest() * PAGE_BYTES,

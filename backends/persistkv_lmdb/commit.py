@@ -144,7 +144,7 @@ class BatchCommit:
             for pack in self._batch.packs:
                 pack.restart()
             try:
-                if not self._environment.shares.inline:
+                if not self._environment.database.shares.inline:
                     self._place()
                 return self._commit()
             except NotPlacedError:
@@ -307,7 +307,7 @@ class BatchCommit:
         nor these ones."""
         names = {self._namespace + pack_id for pack_id in pack_ids}
         names.update(table.namespace + table.pack_id for table in commit.evicted)
-        if names and not self._environment.shares.inline:
+        if names and not self._environment.database.shares.inline:
             number = read_erasures(transaction) + 1
             self._environment.recovery.erase(names, number)
             write_erasures(transaction, number)
@@ -364,11 +364,11 @@ class BatchCommit:
             stay evicted.
         """
         environment = self._environment
-        environment.clear_readers()
+        environment.database.clear_readers()
         self._placed.clear()  # evictions release the reservation
         try:
             if not (self._batch.packs or self._batch.manifests):
-                environment.age()
+                environment.commit_nothing()
                 self._drop_shared_manifests(1)
                 return self.write()
             for more in _MORE:
@@ -376,8 +376,10 @@ class BatchCommit:
                 self._repeat(
                     partial(self._evict_some, more), self._at_once, _TRANSACTIONS
                 )
-                environment.age()
-                seen = environment.wait_for_readers(self._freed_by, _PATIENCE_S)
+                environment.commit_nothing()
+                seen = environment.database.wait_for_readers(
+                    self._freed_by, _PATIENCE_S
+                )
                 try:
                     return self.write()
                 except StoreFullError as error:
@@ -411,7 +413,7 @@ class BatchCommit:
                     raise
                 # a full disk has no pages for a larger transaction: deletions need some, too
                 at_most = 1
-                self._environment.age()
+                self._environment.commit_nothing()
             else:
                 at_most = min(4 * at_most, at_once)
 

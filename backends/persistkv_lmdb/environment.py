@@ -1,24 +1,19 @@
-"""The LMDB environment of a store, one per process, and the size of its map.
+"""A store that this process has open: its LMDB environment and segment files, one for all handles.
 
 1. LMDB's locks belong to the process, so a process opens a store once; all handles on the same
    files share it.
-2. A remap (another process grew the map, or the capacity changed) frees memory that transactions
-   read. It waits until no transaction runs in this process, and new transactions wait for it, for a
-   bounded time.
-3. An environment must not be used after a fork: calls in the child raise.
-4. Opening for writing and every write transaction hold persistkv's own writer lock, and wait for it
+2. An environment must not be used after a fork: calls in the child raise.
+3. Opening for writing and every write transaction hold persistkv's own writer lock, and wait for it
    a bounded time.
-5. The files at the path are compared with the open ones before each transaction, and after each
+4. The files at the path are compared with the open ones before each transaction, and after each
    commit. If a user removed or replaced some, the transaction raises, and the handle opens what is
    at the path now: nothing is written into, or read from, files that no later opening finds.
-6. LMDB's lock file names the last transaction for all processes. If ``data.mdb`` holds another one
+5. LMDB's lock file names the last transaction for all processes. If ``data.mdb`` holds another one
    (a failed commit that could not be undone, or files of two stores), the lock file is removed.
    Each process then opens a new one.
-7. One commit of this process at a time writes payloads, into extents that LMDB records as reserved
+6. One commit of this process at a time writes payloads, into extents that LMDB records as reserved
    for the process.
-8. The memory map bounds ``data.mdb``. Its size follows from the recorded capacity and placement,
-   and a write transaction begins only when the map has that size.
-9. With placement ``extents``, the segment files get what ``data.mdb`` leaves of the capacity, less
+7. With placement ``extents``, the segment files get what ``data.mdb`` leaves of the capacity, less
    an amount by which it may grow in one transaction. When it grows, packs are evicted, and holes
    are punched in the segment files.
 """
@@ -27,13 +22,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import lmdb
 
@@ -45,83 +39,19 @@ from persistkv.storage.catalog.rows import STATES, TableRows
 from persistkv.storage.policy import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, Payloads, read_reserved, read_space
+from persistkv_lmdb.database import LOCK_FILE_BYTES, Database
 from persistkv_lmdb.files import ReplacedError
-from persistkv_lmdb.layout import (
-    INLINE,
-    create_databases,
-    open_databases,
-    read_capacity,
-    read_placement,
-)
-from persistkv_lmdb.opening import Guard, open_lmdb
+from persistkv_lmdb.opening import Guard
 from persistkv_lmdb.recovery import RecoveryFiles
 from persistkv_lmdb.segments import SegmentFiles
 
-if TYPE_CHECKING:
-    from lmdb import _Database
-
-# 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
-LOCK_FILE_BYTES = 64 << 10
-MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
-# 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
-CATALOGUE_AHEAD = 2 << 20
-_CATALOGUE_SHARE = 4  # ``data.mdb`` takes at most 1/4 of the capacity
-_GROWTH_SHARE, _SMALL_GROWTH_SHARE, _LEAST_GROWTH, _MOST_GROWTH = (
-    256,
-    32,
-    1 << 20,
-    64 << 20,
-)
-"""Bytes by which ``data.mdb`` may grow in one transaction: 1/256 of the capacity, 1 MiB to 64 MiB;
-in a store of less than 32 MiB, 1/32."""
 # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
 _UNPUNCHED_BYTES = 1 << 20
-_PINNED_SHARE, _MOST_PINNED = 16, 64 << 20
-"""Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64
-MiB."""
-# a reader with an older snapshot counts as stopped: reads take about 20 ms
-_PINNED_TRANSACTIONS = 100
-_MIN_HEADROOM = 256 << 10  # 256 KiB
-_MAX_HEADROOM = 64 << 20  # 64 MiB
 _BEGIN_ATTEMPTS = 8
-_POLL_S = 0.002
-_COURTESY_S = 0.05
-"""Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions
-could otherwise delay for ever. Bounded: a thread inside a transaction may begin another one while
-the remap waits for that thread."""
 # wait for the writer lock when a store is closed, or a namespace has ended
 _RETURN_PATIENCE_S = 0.2
 # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
 _COMMITS = 16
-
-
-class Shares(NamedTuple):
-    """Division of the capacity, from values that LMDB records."""
-
-    capacity: int
-    """Capacity of the store in bytes."""
-    inline: bool
-    """Whether payloads are stored in ``data.mdb``."""
-    catalogue_bytes: int
-    """Bound of ``data.mdb`` in bytes."""
-
-    @property
-    def growth_bytes(self) -> int:
-        """Bytes by which ``data.mdb`` may grow in one transaction of the usual size."""
-        least = min(_LEAST_GROWTH, self.capacity // _SMALL_GROWTH_SHARE)
-        return min(max(self.capacity // _GROWTH_SHARE, least), _MOST_GROWTH)
-
-
-def _read_shares(transaction: TableRows) -> Shares:
-    capacity, inline = read_capacity(transaction), read_placement(transaction) == INLINE
-    share = (
-        capacity
-        if inline
-        else max(capacity // _CATALOGUE_SHARE, min(MIN_CATALOGUE, capacity // 4 * 3))
-    )
-    return Shares(
-        capacity, inline, (share - LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES
-    )
 
 
 class Environment:
@@ -142,31 +72,22 @@ class Environment:
         """Namespaces that the handles have opened, by id: the identities of those that a commit
         begins."""
         self.process = os.getpid()
-        self._databases: Mapping[str, _Database] = {}
         self._payloads: Payloads | None = None
         self.taken: deque[int] = deque(maxlen=_COMMITS)
         """Bytes that recent commits of this process took in the segments: an estimate for the next
         ones."""
-        self._map_lock = _MapLock()
         self._writing = threading.Lock()
         self.writer: int | None = None
         """Number under which LMDB records the reservation of this process; None before
         ``claim_writer``."""
-        # a wait for readers with a snapshot of this transaction, or of an older one, timed out
-        self._stuck = 0
-        self._is_open = False
         self._is_closed = False
-        self._ids: Sequence[tuple[int, int] | None] = ()  # of the open files of LMDB
-        self.shares = Shares(0, False, 0)  # valid within a write transaction
-        # present bound of ``data.mdb``; valid within a write transaction
-        self.map_bytes = 0
         self._guard = None if read_only else Guard(path)
-        self._policy = policy
+        self.database = Database(path, policy)
         with ExitStack() as undone:  # undoes each step if a later one fails
             if self._guard is not None:
                 undone.callback(self._guard.close)
             # the guard closes after LMDB, and its own close may fail
-            undone.callback(self._close_lmdb)
+            undone.callback(self.database.close)
             if self._guard is None:
                 self._open()
             else:
@@ -176,7 +97,7 @@ class Environment:
             undone.callback(self.files.close)
             if not read_only:
                 with self._suspect_on_error(), files.translated(path):
-                    self._remap()
+                    self.database.remap()
             undone.pop_all()
 
     @contextmanager
@@ -203,34 +124,41 @@ class Environment:
         )
         with self._suspect_on_error(), locked, files.translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
-                with self._map_lock.shared():
+                with self.database.map_lock.shared():
                     self._check_current()
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
-                        with begun:
-                            try:
-                                yield TableRows(begun, self._databases)
-                                payloads = self._payloads if write else None
-                                if payloads is not None:
-                                    payloads.allocator.finish()
-                                    self.files.sync_growth()
-                                if guard is not None:
-                                    guard.lock.mark(begun=True)
-                            finally:
-                                if write:
-                                    self._payloads = None
-                        if payloads is not None:
-                            self.files.punch(payloads.holes)
-                        if guard is not None:
-                            # the next transaction then syncs again
-                            with suppress(StoreError):
-                                guard.lock.mark(begun=False)
-                            self._check_current()
+                        with begun if guard is None else self._committed(begun, guard):
+                            yield self.database.rows(begun)
                         return
                 begun()
         raise StoreError(
             f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts"
         )
+
+    @contextmanager
+    def _committed(
+        self, begun: lmdb.Transaction[memoryview], guard: Guard
+    ) -> Iterator[None]:
+        """Commit a write transaction durably after the ``with`` block, or abort it if that
+        raises."""
+        payloads = None
+        with begun:
+            try:
+                yield
+                payloads = self._payloads
+                if payloads is not None:
+                    payloads.allocator.finish()
+                    self.files.sync_growth()
+                guard.lock.mark(begun=True)
+            finally:
+                self._payloads = None
+        if payloads is not None:
+            self.files.punch(payloads.holes)
+        # the next transaction then syncs again
+        with suppress(StoreError):
+            guard.lock.mark(begun=False)
+        self._check_current()
 
     @cached_property
     def recovery(self) -> RecoveryFiles:
@@ -291,9 +219,8 @@ class Environment:
         """
         if self._payloads is None:
             limit = self._segment_limit_bytes(transaction)
-            payloads = Payloads(
-                transaction, self.files, limit, inline=self.shares.inline
-            )
+            inline = self.database.shares.inline
+            payloads = Payloads(transaction, self.files, limit, inline=inline)
             self._fit_files(payloads.allocator)
             payloads.shrink(limit)
             self._payloads = payloads
@@ -314,123 +241,45 @@ class Environment:
         """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth
         of one transaction, leaves of the capacity, or of a smaller disk.
         """
-        held, segments = self.file_bytes(), read_space(transaction).total * PAGE_BYTES
-        disk = held + segments + files.free_disk_bytes(self.path)
-        whole = min(self.shares.capacity - LOCK_FILE_BYTES, disk)
-        return max(0, whole - min(self.map_bytes, held + self.shares.growth_bytes))
+        catalogue = self.database.file_bytes()
+        segments = read_space(transaction).total * PAGE_BYTES
+        disk = catalogue + segments + files.free_disk_bytes(self.path)
+        shares = self.database.shares
+        whole = min(shares.capacity - LOCK_FILE_BYTES, disk)
+        grown = min(self.database.map_bytes, catalogue + shares.growth_bytes)
+        return max(0, whole - grown)
 
-    def limit_bytes(self, *, as_it_is: bool = False) -> int:
-        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the
-        catalogue's or the disk's, less a reserve for deletions, because LMDB writes new pages to
-        free old ones.
-
-        :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are
-            fragmented.
-        """
-        file = self.file_bytes()
-        disk = file if as_it_is else file + files.growth_bytes(self.path)
-        bound = min(self.shares.catalogue_bytes, disk)
-        return bound - _headroom_bytes(bound)
-
-    def file_bytes(self) -> int:
-        """Return the bytes of ``data.mdb`` up to the last page that LMDB has ever used."""
-        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
-
-    def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until no reader of any process has a snapshot before transaction ``number``; return
-        False on timeout, or at once if a reader that caused an earlier timeout still runs.
-        """
-        deadline = time.monotonic() + timeout_s
-        while (oldest := self._oldest_snapshot(number)) < number:
-            if oldest <= self._stuck or time.monotonic() > deadline:
-                self._stuck = max(self._stuck, oldest)
-                return False
-            time.sleep(_POLL_S)
-        return True
-
-    def clear_readers(self) -> None:
-        """Remove the readers of dead processes: LMDB keeps the pages that they saw."""
-        self._env.reader_check()
-
-    def oldest_reader(self) -> tuple[int, int] | None:
-        """Return the process of the reader with the oldest snapshot, of those that live, and the
-        number of its transaction; None if no process reads.
-        """
-        self.clear_readers()
-        found: list[tuple[int, int]] = []
-        # a header, then process, thread and transaction of a reader
-        for line in self._env.readers().splitlines()[1:]:
-            process, _, number = line.split()
-            if number.isdecimal():  # ``-``: an idle one
-                found.append((int(number), int(process)))
-        return min(found)[::-1] if found else None
-
-    def check_growth(self, used: int) -> None:
-        """Refuse a commit if a stopped reader has made ``data.mdb`` grow far beyond the ``used``
-        bytes of its content.
-
-        :raises StoreFullError: that is the case; the error names the reader's process.
-        """
-        if self.file_bytes() <= 2 * used + min(
-            self.shares.capacity // _PINNED_SHARE, _MOST_PINNED
-        ):
-            return
-        reader = self.oldest_reader()
-        if (
-            reader is not None
-            and reader[1] < self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
-        ):
-            raise self.pinned_error(*reader)
-
-    def pinned_error(self, process: int, number: int) -> StoreFullError:
-        """Return the error of a commit that finds no free page because a process reads an old
-        transaction."""
-        kept = (
-            f"process {process} reads the state of transaction {number}, so the catalogue "
-            f"cannot reuse pages"
-        )
-        return StoreFullError(
-            f"{self.path}: {kept}: stop it, or continue it if it is stopped"
-        )
-
-    def _oldest_snapshot(self, newest: int) -> int:
-        """Return the number of the oldest transaction that a reader of any process may see, at most
-        ``newest``."""
-        reader = self.oldest_reader()
-        return newest if reader is None else min(newest, reader[1])
-
-    def age(self) -> int:
-        """Commit a transaction without changes; return its number. The next one can reuse pages
-        that the previous one freed.
-        """
+    def commit_nothing(self) -> None:
+        """Commit a transaction without changes. The next one can reuse the pages that the previous
+        one freed."""
         with self.transaction(write=True) as transaction:
             write_clock(transaction, *read_clock(transaction))
-            return int(transaction.txn.id())
 
     def make_writable(self) -> None:
         """Reopen a read-only environment for writing; handles stay valid. If that fails, it stays
         open for reading."""
         guard = Guard(self.path)
         try:
-            guard.open(lambda: self._reopen(False))
+            guard.open(lambda: self._reopen(read_only=False))
         except BaseException:
             try:
-                if not self._env.flags()["readonly"]:  # the guard failed after it
-                    self._reopen(self.read_only)
+                if self.database.is_writable():  # the guard failed after it
+                    self._reopen(read_only=self.read_only)
             finally:
                 guard.close()
             raise
-        with self._map_lock.exclusive():
+        with self.database.map_lock.exclusive():
             self.files.make_writable()
-            self._guard, self.read_only = guard, False
+            self._guard = guard
+            self.read_only = False
 
     def is_current(self) -> bool:
         """Return whether the open files are those at the store's path."""
-        if self._is_closed or self._ids != _ids_at(self.path):
+        if self._is_closed or not self.database.is_current():
             return False
-        return self.files.is_current() and (
-            self._guard is None or self._guard.is_current()
-        )
+        if self._guard is not None and not self._guard.is_current():
+            return False
+        return self.files.is_current()
 
     def _check_current(self) -> None:
         if not self.is_current():
@@ -470,9 +319,9 @@ class Environment:
         if self.process != os.getpid() or self._is_closed:
             return
         self._return_reserved()
-        with self._map_lock.exclusive(files.WRITING_PATIENCE_S):
+        with self.database.map_lock.exclusive(files.WRITING_PATIENCE_S):
             self._is_closed = True
-            self._close_lmdb()
+            self.database.close()
             self.files.close()
         if self._guard is not None:
             self._guard.close()
@@ -514,95 +363,42 @@ class Environment:
             self.suspect()
             raise
 
-    def _open(self, read_only: bool | None = None) -> None:
-        """Open ``data.mdb`` and its databases; leave nothing open on failure. None: with the mode
-        of this object."""
-        read_only = self.read_only if read_only is None else read_only
-        with files.translated_at_open(self.path):
-            exists = files.file_id(self.path / files.DATA_FILE) is not None
-            env = open_lmdb(self.path, read_only=read_only)
-            if not read_only and not _has_its_lock_file(env):
-                env.close()
-                # other processes notice it before their next transaction
-                (self.path / files.LOCK_FILE).unlink()
-                env = open_lmdb(self.path, read_only=read_only)
-            try:
-                env.reader_check()
-                self._ids = _ids_at(self.path)
-                if read_only:
-                    self._databases = open_databases(env)
-                else:
-                    with env.begin(write=True, buffers=True) as txn:
-                        self._databases = create_databases(env, txn, self._policy)
-                if not exists:
-                    files.sync_directory(self.path)
-            except BaseException:
-                env.close()
-                raise
-            self._env = env
-            self._is_open = True
+    def _open(self) -> None:
+        self.database.open(read_only=self.read_only)
 
-    def _close_lmdb(self) -> None:
-        if self._is_open:
-            self._env.close()
-            self._is_open = False
-
-    def _reopen(self, read_only: bool) -> None:
-        with self._map_lock.exclusive():
-            self._close_lmdb()
-            try:
-                self._open(read_only)
-            except BaseException:
-                self._open()  # if that fails, too, the next transaction retries
-                self._fit_map()
-                raise
-            self._fit_map()
-
-    def _fit_map(self) -> None:
-        """Set the map size to the recorded bound of ``data.mdb``, or to the file's size plus a
-        reserve for deletions if larger.
-        """
-        self._env.set_mapsize(0)  # adopts the size that other processes have written
-        with self._env.begin(buffers=True) as txn:
-            shares = _read_shares(TableRows(txn, self._databases))
-        allowed, held = shares.catalogue_bytes, self.file_bytes()
-        self.map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
-        self._env.set_mapsize(self.map_bytes)
-        self.shares = shares
+    def _reopen(self, *, read_only: bool) -> None:
+        self.database.reopen(read_only=read_only, fallback=self.read_only)
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
         """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function
         for that, to be called without the map lock.
         """
-        if not self._is_open:
+        database = self.database
+        if not database.is_open:
             return self._revive
         try:
-            begun = self._env.begin(write=write, buffers=True)
+            begun = database.begin(write=write)
         except lmdb.MapResizedError:
-            return self._remap
+            return database.remap
         except lmdb.PanicError:
             # LMDB could not write one of its pages: the files are intact, the handle is not
             return self._revive
         if not write:
             return begun
         try:
-            is_next = self._env.info()["last_txnid"] == begun.id() - 1
-            fits = _read_shares(TableRows(begun, self._databases)) == self.shares
+            is_next = database.is_next(begun)
+            is_mapped = database.is_mapped_as_recorded(begun)
         except BaseException:
             begun.abort()  # not left to garbage collection: it holds LMDB's write lock
             raise
-        if is_next and fits:
+        if is_next and is_mapped:
             return begun
         begun.abort()
-        return self._remap if is_next else self._adopt
-
-    def _remap(self) -> None:
-        with self._map_lock.exclusive():
-            self._fit_map()
+        return database.remap if is_next else self._adopt
 
     def _revive(self) -> None:
         with nullcontext() if self._guard is None else self._guard.lock.held():
-            self._reopen(self.read_only)
+            self._reopen(read_only=self.read_only)
 
     def _adopt(self) -> None:
         """Continue from the newest snapshot in ``data.mdb``, which LMDB's lock file does not
@@ -611,74 +407,7 @@ class Environment:
             raise StoreError(f"{self.path} is open read-only")
         with self._guard.lock.held():
             self._guard.recover()
-            self._reopen(False)
-
-
-class _MapLock:
-    """Shared/exclusive lock: transactions share the memory map, and a remap excludes them.
-    Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._wanted = 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Hold the lock shared, after an exclusive holder, and at most 50 ms after threads that
-        want to be one."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def exclusive(self, patience_s: float | None = None) -> Iterator[None]:
-        """Hold the lock exclusively, after waiting until no thread holds it shared, which the
-        calling one must not.
-
-        :param patience_s: maximum wait in seconds; None: unbounded.
-        :raises StoreBusyError: a thread has held it for longer; the block does not run.
-        """
-        with self._changed:
-            self._wanted += 1
-            try:
-                if not self._changed.wait_for(lambda: not self._inside, patience_s):
-                    raise StoreBusyError(
-                        f"another thread of this process has used the store for {patience_s} s"
-                    )
-                yield
-            finally:
-                self._wanted -= 1
-                self._changed.notify_all()
-
-
-def _headroom_bytes(file: int) -> int:
-    return (
-        min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4)
-        // PAGE_BYTES
-        * PAGE_BYTES
-    )
-
-
-def _ids_at(path: Path) -> list[tuple[int, int] | None]:
-    return [files.file_id(path / name) for name in (files.DATA_FILE, files.LOCK_FILE)]
-
-
-def _has_its_lock_file(env: lmdb.Environment) -> bool:
-    """Return whether LMDB's lock file names the newest transaction in ``data.mdb`` as the last one.
-    The caller holds the writer lock.
-    """
-    begun = env.begin(write=True)
-    try:
-        return bool(env.info()["last_txnid"] == begun.id() - 1)
-    finally:
-        begun.abort()
+            self._reopen(read_only=False)
 
 
 class _Slot(NamedTuple):

@@ -15,7 +15,8 @@ from persistkv.errors import StoreFullError
 from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.allocator import pages_for, read_space
-from persistkv_lmdb.environment import CATALOGUE_AHEAD, MIN_CATALOGUE, Environment
+from persistkv_lmdb.database import CATALOGUE_AHEAD, MIN_CATALOGUE
+from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.inline import page_bytes
 from persistkv_lmdb.layout import tail_pages
 
@@ -60,14 +61,14 @@ class Room:
         self._environment = environment
         self._transaction = transaction
         self.payloads = environment.payloads(transaction)
-        self.is_inline = environment.shares.inline
+        self.is_inline = environment.database.shares.inline
         if self.is_inline:
             payload_bytes = _NO_LIMIT
         elif as_it_is:
             payload_bytes = read_space(transaction).total * PAGE_BYTES
         else:
             payload_bytes = self.payloads.limit
-        catalogue_bytes = environment.limit_bytes(as_it_is=as_it_is)
+        catalogue_bytes = environment.database.limit_bytes(as_it_is=as_it_is)
         self.limit = Amount(catalogue_bytes, payload_bytes)
         """Upper bound on the bytes in use after a commit that adds content."""
         self.need = Amount(0, 0)
@@ -106,7 +107,7 @@ class Room:
             self.need = Amount(rows, 0)
             return
         self.need = Amount(rows, bound_pages(unplaced) * PAGE_BYTES)
-        more = rows - self._environment.shares.growth_bytes // 2
+        more = rows - self._environment.database.shares.growth_bytes // 2
         if more > 0:
             self.payloads.limit = max(0, self.payloads.limit - more)
             payload = min(self.limit.payload, self.payloads.limit)
@@ -118,7 +119,7 @@ class Room:
         if not any(self.need):
             return
         allocator = self.payloads.allocator
-        self._environment.check_growth(self._transaction.used_bytes())
+        self._environment.database.check_growth(self._transaction.used_bytes())
         free = allocator.free * PAGE_BYTES + max(0, self.limit.payload - self._segments)
         if not self.fits(self.limit.minus(self.need)) or self.need.payload > free:
             raise self.full()
@@ -128,7 +129,10 @@ class Room:
             raise self.full()
 
     def full(self) -> StoreFullError:
-        path, capacity = self._environment.path, self._environment.shares.capacity
+        path, capacity = (
+            self._environment.path,
+            self._environment.database.shares.capacity,
+        )
         return StoreFullError(
             f"{path}: {sum(self.need)} bytes do not fit a capacity of {capacity}"
         )
@@ -141,7 +145,7 @@ class Room:
         if not self.is_inline:
             rewritten = min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
             reserve = max(reserve, rewritten)
-        growth = self._environment.shares.growth_bytes
+        growth = self._environment.database.shares.growth_bytes
         growth = min(2 * self.need.catalogue + _GROWN_BYTES, growth)
         return Amount(catalogue - reserve, payload - self._ahead_bytes() - growth)
 

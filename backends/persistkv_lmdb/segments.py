@@ -25,6 +25,7 @@ import errno
 import logging
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -59,6 +60,7 @@ _FIRST_BYTES = 4 << 20
 # 8 MiB: the disk would wait for a larger batch of 64 KiB buffers
 _LATER_BYTES = 8 << 20
 _BOUNCE_BYTES = 4 << 20  # 4 MiB
+PLACE = struct.Struct(">II")  # of an extent: segment, first page
 _CACHESTAT = 451  # Linux 6.5, the same number on all architectures
 
 
@@ -73,6 +75,20 @@ class Extent(NamedTuple):
     def end(self) -> int:
         """Number of the page after the last one."""
         return self.page + self.pages
+
+    @property
+    def place(self) -> bytes:
+        """Key of the extent in a table that is ordered by place."""
+        return PLACE.pack(self.segment, self.page)
+
+    def split(self, pages: int) -> tuple[Extent, Extent]:
+        """Return the extents of the first ``pages`` pages and of the rest; one may be empty."""
+        rest = Extent(self.segment, self.page + pages, self.pages - pages)
+        return self._replace(pages=pages), rest
+
+    def touches(self, other: Extent) -> bool:
+        """Return whether the extent ``other`` begins where this one ends."""
+        return self.segment == other.segment and self.end == other.page
 
 
 class _Run(NamedTuple):

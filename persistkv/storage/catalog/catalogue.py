@@ -97,13 +97,14 @@ class Catalogue:
         while start:
             with self._read() as rows:
                 found = islice(rows.range(table, start), _ROWS_AT_ONCE)
-                some = [
-                    (bytes(key), decode(key, row))
-                    for key, row in found
-                    if key[:ID_BYTES] == self._namespace
-                ]
-            yield from (item for _, item in some if item is not None)
-            start = some[-1][0] + b"\0" if len(some) == _ROWS_AT_ONCE else b""
+                last_key, items = b"", list[T | None]()
+                for key, row in found:
+                    if key[:ID_BYTES] != self._namespace:
+                        break
+                    last_key = bytes(key)
+                    items.append(decode(key, row))
+            yield from (item for item in items if item is not None)
+            start = last_key + b"\0" if len(items) == _ROWS_AT_ONCE else b""
 
     def tables(self, pack_ids: Sequence[bytes]) -> list[PackTable]:
         """See ``Backend.tables``."""
@@ -252,26 +253,38 @@ def _use_of(
     if use is None:
         return None
     if last not in moments:
-        chains = [
-            Chain.decode(rows.get(CHAINS, name)) for name in manifests_of(rows, last)
-        ]
-        moments[last] = sorted(other.moment for other in chains if other is not None)
+        moments[last] = _moments_of(rows, last)
     naming = moments[last]
     later = len(naming) - bisect_right(naming, chain.moment)
-    held = [
-        row
-        for pack_id in chain.packs
-        if (row := rows.get(PACKS, namespace + pack_id)) is not None
-    ]
-    lengths = [table_lengths(row[SEQUENCE.size :]) for row in held]
-    raw, stored = (sum(length[part] for length in lengths) for part in (0, 1))
-    reused = use.moment > chain.moment
+    raw, stored = _bytes_of(rows, namespace, chain)
     return RequestUse(
         use.time + skew,
-        reused,
+        use.moment > chain.moment,
         max(0, len(naming) - 1),
         chain.pinned,
         later,
         raw,
         stored,
     )
+
+
+def _moments_of(rows: TableRows, pack: bytes) -> list[int]:
+    """Return the moments at which the manifests that name a pack were written, ascending."""
+    moments: list[int] = []
+    for name in manifests_of(rows, pack):
+        chain = Chain.decode(rows.get(CHAINS, name))
+        if chain is not None:
+            moments.append(chain.moment)
+    return sorted(moments)
+
+
+def _bytes_of(rows: TableRows, namespace: bytes, chain: Chain) -> tuple[int, int]:
+    """Return the raw and the stored bytes of the packs of a request that are held."""
+    raw, stored = 0, 0
+    for pack_id in chain.packs:
+        row = rows.get(PACKS, namespace + pack_id)
+        if row is not None:
+            raw_length, stored_length = table_lengths(row[SEQUENCE.size :])
+            raw += raw_length
+            stored += stored_length
+    return raw, stored

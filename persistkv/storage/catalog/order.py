@@ -112,10 +112,8 @@ class StoreClock(NamedTuple):
                 wall - elapsed,
             )
             if unconfirmed:
-                unconfirmed, since = (
-                    max(0.0, unconfirmed + wall - elapsed),
-                    now.since_boot,
-                )
+                unconfirmed = max(0.0, unconfirmed + wall - elapsed)
+                since = now.since_boot
             wall = min(wall, elapsed)
         moved = self.time + max(0.0, wall)
         if unconfirmed and now.since_boot - since >= CONFIRMATION_S:
@@ -144,12 +142,11 @@ def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
     if len(row) == _CLOCK.size:
         moment, seconds, wall, since_boot, boot, unconfirmed, since = _CLOCK.unpack(row)
         values = (seconds, wall, since_boot, unconfirmed, since)
-        if moment <= MAX_COUNT and all(
-            math.isfinite(value) and 0 <= value <= _LATEST_S for value in values
-        ):
-            return moment, StoreClock(
-                seconds, Reading(wall, since_boot, boot), unconfirmed, since
-            )
+        # false for NaN, too
+        is_valid = all(0 <= value <= _LATEST_S for value in values)
+        if is_valid and moment <= MAX_COUNT:
+            at = Reading(wall, since_boot, boot)
+            return moment, StoreClock(seconds, at, unconfirmed, since)
     raise CorruptStoreError(f"unreadable clock: {bytes(row).hex()}")
 
 
@@ -165,23 +162,24 @@ def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:
 def _listed(rows: TableRows, found: bytes) -> Chain | None:
     """Return the chain of the manifest that a key of ``EXPIRIES`` lists; None if the key is damaged
     or out of date."""
-    chain = Chain.decode(rows.get(CHAINS, found[-NAME_BYTES:]))
-    valid = (
-        chain is not None
-        and chain.ttl_s > 0
-        and found == EXPIRY_KEY.pack(chain.expires, found[-NAME_BYTES:])
-    )
-    return chain if valid else None
+    name = found[-NAME_BYTES:]
+    chain = Chain.decode(rows.get(CHAINS, name))
+    if chain is None or chain.ttl_s <= 0:
+        return None
+    is_listed_so = found == EXPIRY_KEY.pack(chain.expires, name)
+    return chain if is_listed_so else None
 
 
 def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
     """Return the time at which the manifest with the key ``found`` in ``EXPIRIES`` expires, unless
     it is used again."""
+    if not chain.packs:
+        return chain.expires
     namespace = found[-NAME_BYTES:-ID_BYTES]
-    use = (
-        Use.decode(rows.get(USES, namespace + chain.packs[-1])) if chain.packs else None
-    )
-    return chain.expires if use is None else max(chain.expires, use.time + chain.ttl_s)
+    use = Use.decode(rows.get(USES, namespace + chain.packs[-1]))
+    if use is None:
+        return chain.expires
+    return max(chain.expires, use.time + chain.ttl_s)
 
 
 class EvictionOrder:
@@ -198,15 +196,13 @@ class EvictionOrder:
         moment, before = read_clock(rows)
         self.moment = moment + 1
         clock = before.advanced(Reading.now())
-        self._clock = clock._replace(
-            time=max(clock.time, math.nextafter(before.time, math.inf))
-        )
+        after_all_uses = math.nextafter(before.time, math.inf)
+        self._clock = clock._replace(time=max(clock.time, after_all_uses))
         self.counts = False
         """Set by the caller: whether this transaction is a moment. If not, the next one may have
         the same number."""
-        self._clock_changed = (
-            clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
-        )
+        is_skewed = abs(clock.skew - before.skew) > _SKEW_S
+        self._clock_changed = is_skewed or clock.at.boot != before.at.boot
 
     @property
     def time(self) -> float:
@@ -224,7 +220,8 @@ class EvictionOrder:
         :param named: lower bound for ``Use.named``: the priority of a manifest that names the pack
             now.
         """
-        if (use := self.use(name)) is None:
+        use = self.use(name)
+        if use is None:
             return False
         moment, time = self._last_use(use)
         used = use._replace(moment=moment, time=time, named=max(use.named, named))
@@ -243,13 +240,14 @@ class EvictionOrder:
 
     def pin(self, name: bytes, count: int) -> None:
         """Add ``count``, which may be negative, to a pack's ``Use.pins``."""
-        if (use := self.use(name)) is not None:
-            self.put(
-                name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)), use
-            )
+        use = self.use(name)
+        if use is not None:
+            pins = min(max(0, use.pins + count), _MAX_PINS)
+            self.put(name, use._replace(pins=pins), use)
 
     def remove_pack(self, name: bytes) -> None:
-        if (use := self.use(name)) is not None:
+        use = self.use(name)
+        if use is not None:
             self._rows.delete(ORDER, use.order_key(name))
             self._rows.delete(USES, name)
 
@@ -257,14 +255,8 @@ class EvictionOrder:
         self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]
     ) -> None:
         """List a new manifest as written now; parameters as in ``Chain``."""
-        chain = Chain(
-            self.moment,
-            self.time,
-            flags,
-            ttl_s,
-            self.time + ttl_s if ttl_s else 0.0,
-            packs,
-        )
+        expires = self.time + ttl_s if ttl_s else 0.0
+        chain = Chain(self.moment, self.time, flags, ttl_s, expires, packs)
         self.put(name, chain)
         if ttl_s:
             self._rows.put(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name), b"")
@@ -296,7 +288,8 @@ class EvictionOrder:
                 continue
             if chain.expires > self.time:
                 return
-            name, expires = found[-NAME_BYTES:], _expiry(self._rows, found, chain)
+            name = found[-NAME_BYTES:]
+            expires = _expiry(self._rows, found, chain)
             if expires <= self.time:
                 yield name
             else:
@@ -311,21 +304,24 @@ class EvictionOrder:
         :param low: True: only candidates of low priority; False: only the others; None: all.
         """
         key = b"\1" if low is False else b""
-        while (found := self._rows.first(ORDER, key)) is not None and not (
-            low and found[:1] != b"\0"
-        ):
+        while (found := self._rows.first(ORDER, key)) is not None:
+            if low and found[:1] != b"\0":
+                return
             key = found + b"\0"
-            row, name = None, found[-NAME_BYTES:]
-            if len(found) == ORDER_KEY.size:
-                row = (
-                    self.chain(name)
-                    if ORDER_KEY.unpack(found)[3] == MANIFEST
-                    else self.use(name)
-                )
+            name = found[-NAME_BYTES:]
+            row = self._row_of(found)
             if row is not None and row.order_key(name) == found:
                 yield name, row
             else:
                 self._rows.delete(ORDER, found)
+
+    def _row_of(self, found: bytes) -> Use | Chain | None:
+        """Return the row of the pack or manifest in a key of ``ORDER``; None if it is damaged or
+        missing."""
+        if len(found) != ORDER_KEY.size:
+            return None
+        kind, name = found[-NAME_BYTES - 1], found[-NAME_BYTES:]
+        return self.chain(name) if kind == MANIFEST else self.use(name)
 
     def finish(self) -> None:
         """Record the clock if the transaction used anything (``counts``), after a reboot, or if the

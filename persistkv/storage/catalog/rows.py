@@ -143,12 +143,11 @@ class TableRows:
     def used_bytes(self) -> int:
         """Return the bytes of the pages that this transaction's snapshot uses, without free
         pages."""
-        stats = [self.txn.stat(), *map(self.txn.stat, self._databases.values())]
-        pages = sum(
-            stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
-            for stat in stats
-        )
-        return int((_META_PAGES + pages) * stats[0]["psize"])
+        main = self.txn.stat()
+        pages = _META_PAGES
+        for stat in (main, *map(self.txn.stat, self._databases.values())):
+            pages += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        return int(pages * main["psize"])
 
 
 _META_PAGES = 2  # of an LMDB environment
@@ -210,11 +209,9 @@ class Use(NamedTuple):
     @classmethod
     def decode(cls, row: Buffer | None) -> Use | None:
         """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
-        return (
-            cls(*_USE.unpack(row))
-            if row is not None and len(row) == _USE.size
-            else None
-        )
+        if row is None or len(row) != _USE.size:
+            return None
+        return cls(*_USE.unpack(row))
 
 
 class Chain(NamedTuple):
@@ -255,9 +252,8 @@ class Chain(NamedTuple):
         if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
             return None
         ids = bytes(row[_CHAIN.size :])
-        packs = tuple(
-            ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES)
-        )
+        starts = range(0, len(ids), ID_BYTES)
+        packs = tuple(ids[start : start + ID_BYTES] for start in starts)
         return cls._make((*_CHAIN.unpack_from(row), packs))
 
 
@@ -335,13 +331,10 @@ def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
     namespace."""
     if cursor == EMPTY_CURSOR:  # all that the namespace has was added later
         return 0
+    if len(cursor) != 16 or cursor[:8] != state.generation:
+        return None
     sequence = int.from_bytes(cursor[8:], "big")
-    known = (
-        len(cursor) == 16
-        and cursor[:8] == state.generation
-        and sequence <= state.sequence
-    )
-    return sequence if known else None
+    return sequence if sequence <= state.sequence else None
 
 
 def is_current(cursor: bytes, seen: bytes) -> bool:
@@ -373,13 +366,12 @@ def decode_namespace(key: Buffer, row: Buffer | None) -> Namespace | None:
         return None
     try:
         identity = Identity.decode(bytes(row[_CREATED.size :]))
-        return (
-            Namespace(identity, _CREATED.unpack_from(row)[0])
-            if identity.digest == key
-            else None
-        )
     except (ValueError, RecursionError):
         return None
+    if identity.digest != key:
+        return None
+    (created,) = _CREATED.unpack_from(row)
+    return Namespace(identity, created)
 
 
 def pack_table(key: Buffer, row: Buffer | None) -> PackTable | None:
@@ -400,7 +392,8 @@ def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -
     :param table: of a removed pack, if known. The row contains its ``PackedKeys.fingerprints``, so
         that readers of the log need not search their index for them.
     """
-    return kind + pack_id + (b"" if table is None else table.keys.fingerprints)
+    fingerprints = b"" if table is None else table.keys.fingerprints
+    return kind + pack_id + fingerprints
 
 
 def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
@@ -423,7 +416,6 @@ def manifests_of(rows: TableRows, pack: bytes) -> Iterator[bytes]:
     """Yield the keys (``manifest_row``) of the manifests that name a pack, whose key is ``pack``.
     Do not change rows meanwhile.
     """
-    return (
-        pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :])
-        for key, _ in rows.starting_with(LINKS, pack)
-    )
+    namespace = pack[:ID_BYTES]
+    for key, _ in rows.starting_with(LINKS, pack):
+        yield namespace + bytes(key[2 * ID_BYTES :])

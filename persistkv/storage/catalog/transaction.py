@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import islice, takewhile
 from typing import Protocol
 
 from persistkv.errors import StoreError
@@ -165,7 +164,7 @@ class CatalogTransaction:
         for write in batch.manifests:
             self._put_manifest(write)
         for manifest_id, pinned in batch.pins:
-            self._pin(manifest_id, pinned)
+            self.pin(manifest_row(self._namespace, manifest_id), pinned)
 
     def touch(self, pack_ids: Iterable[bytes]) -> None:
         """Record that packs are used by this transaction. Packs that are not held are ignored."""
@@ -217,15 +216,25 @@ class CatalogTransaction:
         if ttl_s is None:
             return
         for low in (True, False):
-            for name, row in self._order.oldest(low):
-                # damaged: nothing is used later than now
-                if row.time > self._order.time:
-                    continue
-                if not at_most or row.time >= self._order.time - ttl_s:
+            for name, row in self._unused_for(ttl_s, low):
+                if not at_most:
                     break
                 if name not in self._keep:
                     at_most -= 1
                     self._remove(name, row)
+
+    def _unused_for(
+        self, ttl_s: float, low: bool
+    ) -> Iterator[tuple[bytes, Use | Chain]]:
+        """Yield the packs and manifests of one priority that were unused for ``ttl_s``, in eviction
+        order."""
+        for name, row in self._order.oldest(low):
+            # damaged: nothing is used later than now
+            if row.time > self._order.time:
+                continue
+            if row.time >= self._order.time - ttl_s:
+                return
+            yield name, row
 
     def _expire_manifest(self, name: bytes) -> None:
         chain = self._order.chain(name)
@@ -255,12 +264,12 @@ class CatalogTransaction:
             deleted.
         """
         name = self._namespace + pack_id
-        found = (
-            manifest
-            for manifest in manifests_of(self._rows, name)
-            if manifest not in self._keep
-        )
-        naming = list(islice(found, at_most + 1))
+        naming: list[bytes] = []
+        for manifest in manifests_of(self._rows, name):
+            if manifest not in self._keep:
+                naming.append(manifest)
+            if len(naming) > at_most:
+                break
         self._drop_all(naming[:at_most], name, alone=alone)
         return len(naming) > at_most
 
@@ -272,15 +281,18 @@ class CatalogTransaction:
         """
         self._order.finish()
         for name, state in self._states.items():
-            if state.encode() == self._before[name]:
-                continue
-            if self._opened is not None and self._is_empty(name, state):
+            if state.encode() != self._before[name]:
+                self._finish_namespace(name, state)
+
+    def _finish_namespace(self, name: bytes, state: NamespaceState) -> None:
+        if self._opened is not None:
+            if self._is_empty(name, state):
                 self._end(name, state)
-                continue
-            if self._opened is not None and state.generation == NO_GENERATION:
+                return
+            if state.generation == NO_GENERATION:
                 self._begin(name, state, self._opened)
-            self._rows.put(STATES, name, state.encode())
-            self._shorten_log(name, state)
+        self._rows.put(STATES, name, state.encode())
+        self._shorten_log(name, state)
 
     # Packs
 
@@ -301,10 +313,10 @@ class CatalogTransaction:
         if self._payloads is not None:
             self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
-        self._rows.put(
-            PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode()
-        )
-        depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
+        added_at = SEQUENCE.pack(self._state.sequence)
+        self._rows.put(PACKS, name, added_at + pack.table.encode())
+        depths = [frame.depth for frame in pack.table.frames]
+        depth = min(depths, default=UNKNOWN_DEPTH)
         self._order.add_pack(name, depth, self._pins_of(name))
         # in a shared store, a manifest may arrive before its packs
         if named := self._named_by(name):
@@ -327,20 +339,17 @@ class CatalogTransaction:
     def _drop_all(self, manifests: list[bytes], pack: bytes, *, alone: bool) -> None:
         """Delete manifests that name a pack; unless ``alone``, also their later packs that no
         manifest names now."""
-        behind: dict[bytes, None] = {}
+        later: dict[bytes, None] = {}
         for manifest in manifests:
-            behind.update(dict.fromkeys(self.drop_manifest(manifest, behind=pack)))
+            later.update(dict.fromkeys(self.drop_manifest(manifest, after=pack)))
             # also if the manifest's rows are damaged
             self._rows.delete(LINKS, pack + manifest[ID_BYTES:])
         if alone:
             return
         # only packs that no manifest names: nothing else must be deleted with them
-        for name in behind:
-            if (
-                name not in self._keep
-                and self._rows.get(PACKS, name) is not None
-                and not self._is_named(name)
-            ):
+        for name in later:
+            is_held = self._rows.get(PACKS, name) is not None
+            if is_held and name not in self._keep and not self._is_named(name):
                 self._delete_pack(name)
 
     def _is_named(self, pack: bytes) -> bool:
@@ -376,11 +385,13 @@ class CatalogTransaction:
         self.drop_manifest(name)
         pinned = before is not None and before.pinned
         low = write.manifest.priority == "low"
-        flags = (
-            (ORDERED if write.manifest.ordered else 0)
-            | (PINNED if pinned else 0)
-            | (LOW if low else 0)
-        )
+        flags = 0
+        if write.manifest.ordered:
+            flags |= ORDERED
+        if pinned:
+            flags |= PINNED
+        if low:
+            flags |= LOW
         self._rows.put(MANIFESTS, name, encode_manifest(write.manifest))
         self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys))
         packs = tuple(dict.fromkeys(write.packs))
@@ -393,10 +404,10 @@ class CatalogTransaction:
             if pinned:
                 self._order.pin(pack, 1)
 
-    def drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
+    def drop_manifest(self, name: bytes, after: bytes | None = None) -> list[bytes]:
         """Delete a manifest, and keep its packs.
 
-        :returns: the names of the packs after the pack ``behind`` in its chain, if the chain is
+        :returns: the names of the packs after the pack ``after`` in its chain, if the chain is
             ordered.
         """
         namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
@@ -413,29 +424,27 @@ class CatalogTransaction:
             self._rows.delete(LINKS, pack + digest)
             if chain.pinned:
                 self._order.pin(pack, -1)
-        return (
-            packs[packs.index(behind) + 1 :]
-            if behind in packs and chain.flags & ORDERED
-            else []
-        )
+        if after not in packs or not chain.flags & ORDERED:
+            return []
+        return packs[packs.index(after) + 1 :]
 
     def _pins_of(self, pack: bytes) -> int:
         """Return the number of pinned manifests that name a pack."""
-        chains = (
-            self._order.chain(manifest) for manifest in manifests_of(self._rows, pack)
-        )
-        return sum(chain is not None and chain.pinned for chain in chains)
+        pins = 0
+        for manifest in manifests_of(self._rows, pack):
+            chain = self._order.chain(manifest)
+            if chain is not None and chain.pinned:
+                pins += 1
+        return pins
 
     def _named_by(self, pack: bytes) -> int:
         """Return ``Use.named`` of a pack, from the manifests that name it."""
         found = 0
         for manifest in manifests_of(self._rows, pack):
-            if (chain := self._order.chain(manifest)) is not None:
+            chain = self._order.chain(manifest)
+            if chain is not None:
                 found = max(found, NAMED_LOW if chain.flags & LOW else NAMED)
         return found
-
-    def _pin(self, manifest_id: str, pinned: bool) -> None:
-        self.pin(manifest_row(self._namespace, manifest_id), pinned)
 
     def pin(self, name: bytes, pinned: bool) -> None:
         """Pin or unpin a manifest, and the packs that it names. A name that is not held is
@@ -493,37 +502,37 @@ class CatalogTransaction:
         namespace, pack_id = name[:ID_BYTES], name[ID_BYTES:]
         state = self._state_of(namespace)
         state.sequence += 1
-        self._rows.put(
-            LOG,
-            LOG_KEY.pack(namespace, state.sequence),
-            encode_change(kind, pack_id, table),
-        )
+        key = LOG_KEY.pack(namespace, state.sequence)
+        self._rows.put(LOG, key, encode_change(kind, pack_id, table))
 
     def _shorten_log(self, namespace: bytes, state: NamespaceState) -> None:
         oldest = LOG_KEY.pack(namespace, max(0, state.sequence - LOG_ENTRIES + 1))
-        keys = (bytes(key) for key, _ in self._rows.starting_with(LOG, namespace))
-        for key in list(takewhile(lambda key: key < oldest, keys)):
+        expired: list[bytes] = []
+        for key, _ in self._rows.starting_with(LOG, namespace):
+            name = bytes(key)
+            if name >= oldest:
+                break
+            expired.append(name)
+        for key in expired:
             self._rows.delete(LOG, key)
 
     def _recount(self, namespace: bytes) -> None:
         state = self._state_of(namespace)
         state.packs = state.blocks = state.raw_bytes = state.stored_bytes = 0
         for key, row in self._rows.starting_with(PACKS, namespace):
-            if (table := pack_table(key, row)) is not None:
+            table = pack_table(key, row)
+            if table is not None:
                 state.count(table, 1)
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
     """Return the names of the packs and manifests that a batch writes, and of the packs that its
     manifests name."""
-    named = [pack_id for write in batch.manifests for pack_id in write.packs]
-    kept = {
-        namespace + pack_id
-        for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]
-    }
-    return kept | {
-        manifest_row(namespace, write.manifest.id) for write in batch.manifests
-    }
+    kept = {namespace + pack.pack_id for pack in batch.packs}
+    for write in batch.manifests:
+        kept.add(manifest_row(namespace, write.manifest.id))
+        kept.update(namespace + pack_id for pack_id in write.packs)
+    return kept
 
 
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
@@ -531,10 +540,8 @@ def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> 
     manifests add."""
     total = 0
     for pack in packs:
-        total += (
-            2 * (64 * pack.frame_count + len(pack.keys.data) + len(pack.keys.lengths))
-            + _ROWS_BYTES
-        )
+        keys = len(pack.keys.data) + len(pack.keys.lengths)
+        total += 2 * (64 * pack.frame_count + keys) + _ROWS_BYTES
     for write in manifests:
         keys = sum(len(keys.data) + len(keys.lengths) for keys in write.keys)
         total += 2 * (keys + 160 * len(write.packs)) + _ROWS_BYTES

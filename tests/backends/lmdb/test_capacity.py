@@ -28,16 +28,16 @@ def placement() -> str:
 
 
 @pytest.fixture
-def second_attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def second_attempts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record each commit that needs a second attempt because space was lacking."""
-    found = []
-    age = Environment.age
+    found: list[bool] = []
+    commit_nothing = Environment.commit_nothing
 
-    def counted(self: Environment) -> int:
-        found.append(age(self))
-        return found[-1]
+    def counted(self: Environment) -> None:
+        found.append(True)
+        commit_nothing(self)
 
-    monkeypatch.setattr(Environment, "age", counted)
+    monkeypatch.setattr(Environment, "commit_nothing", counted)
     return found
 
 
@@ -61,7 +61,7 @@ def commit_many(
 
 
 def test_commit_full_store_uses_most_of_capacity_for_payload(
-    open_store: Opener, identity: Identity, second_attempts: list[int]
+    open_store: Opener, identity: Identity, second_attempts: list[bool]
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -74,7 +74,7 @@ def test_commit_full_store_uses_most_of_capacity_for_payload(
 
 
 def test_commit_large_batches_of_small_packs_below_capacity_evict_nothing(
-    open_store: Opener, identity: Identity, second_attempts: list[int]
+    open_store: Opener, identity: Identity, second_attempts: list[bool]
 ) -> None:
     """Each batch rewrites more catalogue pages than are left before the driver detects that the
     catalogue is full."""
@@ -103,7 +103,7 @@ def gc_disabled() -> Iterator[None]:
 def test_commit_retried_or_rejected_releases_references_to_pack(
     open_store: Opener,
     identity: Identity,
-    second_attempts: list[int],
+    second_attempts: list[bool],
     gc_disabled: None,
     blocks: int,
     stored: bool,

@@ -329,8 +329,8 @@ def test_open_after_kills_during_open_keeps_content(
 import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb import environment
-environment.create_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from persistkv_lmdb import database
+database.create_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
     for _ in range(4):

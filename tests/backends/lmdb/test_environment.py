@@ -20,7 +20,7 @@ from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import LmdbBackend, environment
+from persistkv_lmdb import LmdbBackend, database
 from tests.backends.lmdb.conftest import Opener
 
 
@@ -114,7 +114,7 @@ def test_read_after_failed_open_for_writing_succeeds(
     def refuse_writing(*_: object) -> None:
         raise CorruptStoreError("refused")
 
-    monkeypatch.setattr(environment, "create_databases", refuse_writing)
+    monkeypatch.setattr(database, "create_databases", refuse_writing)
     with pytest.raises(CorruptStoreError, match="refused"):
         open_store()
     assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(

@@ -1,0 +1,363 @@
+"""``data.mdb`` of a store: its LMDB environment, the size of its memory map, and its readers.
+
+1. The memory map bounds ``data.mdb``. Its size follows from the recorded capacity and placement,
+   and a write transaction begins only when the map has that size. No estimate can replace this
+   bound: free pages may be fragmented, or a stopped reader may see them.
+2. A remap (another process grew the map, or the capacity changed) frees memory that transactions
+   read. It waits until no transaction runs in this process, and new transactions wait for it, for a
+   bounded time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import lmdb
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import StoreBusyError, StoreFullError
+from persistkv.storage.catalog.rows import TableRows
+from persistkv.storage.policy import Policy
+from persistkv_lmdb import files
+from persistkv_lmdb.layout import (
+    INLINE,
+    create_databases,
+    open_databases,
+    read_capacity,
+    read_placement,
+)
+from persistkv_lmdb.opening import open_lmdb
+
+if TYPE_CHECKING:
+    from lmdb import _Database
+
+# 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
+LOCK_FILE_BYTES = 64 << 10
+MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
+# 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
+CATALOGUE_AHEAD = 2 << 20
+_CATALOGUE_SHARE = 4  # ``data.mdb`` takes at most 1/4 of the capacity
+_GROWTH_SHARE, _SMALL_GROWTH_SHARE = 256, 32
+"""Share of the capacity by which ``data.mdb`` may grow in one transaction; the second one in a
+store of less than 32 MiB."""
+_LEAST_GROWTH = 1 << 20  # 1 MiB
+_MOST_GROWTH = 64 << 20  # 64 MiB
+_PINNED_SHARE, _MOST_PINNED = 16, 64 << 20
+"""Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64
+MiB."""
+# a reader with an older snapshot counts as stopped: reads take about 20 ms
+_PINNED_TRANSACTIONS = 100
+_MIN_HEADROOM = 256 << 10  # 256 KiB
+_MAX_HEADROOM = 64 << 20  # 64 MiB
+_POLL_S = 0.002
+_COURTESY_S = 0.05
+"""Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions
+could otherwise delay for ever. Bounded: a thread inside a transaction may begin another one while
+the remap waits for that thread."""
+
+
+class Shares(NamedTuple):
+    """Division of the capacity, from values that LMDB records."""
+
+    capacity: int
+    """Capacity of the store in bytes."""
+    inline: bool
+    """Whether payloads are stored in ``data.mdb``."""
+    catalogue_bytes: int
+    """Bound of ``data.mdb`` in bytes."""
+
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes by which ``data.mdb`` may grow in one transaction of the usual size."""
+        least = min(_LEAST_GROWTH, self.capacity // _SMALL_GROWTH_SHARE)
+        return min(max(self.capacity // _GROWTH_SHARE, least), _MOST_GROWTH)
+
+
+def _read_shares(rows: TableRows) -> Shares:
+    capacity = read_capacity(rows)
+    inline = read_placement(rows) == INLINE
+    share = capacity
+    if not inline:
+        least = min(MIN_CATALOGUE, capacity // 4 * 3)
+        share = max(capacity // _CATALOGUE_SHARE, least)
+    return Shares(capacity, inline, _whole_pages(share - LOCK_FILE_BYTES))
+
+
+class MapLock:
+    """Shared/exclusive lock: transactions share the memory map, and a remap excludes them.
+    Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._wanted = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the lock shared, after an exclusive holder, and at most 50 ms after threads that
+        want to be one."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self, patience_s: float | None = None) -> Iterator[None]:
+        """Hold the lock exclusively, after waiting until no thread holds it shared, which the
+        calling one must not.
+
+        :param patience_s: maximum wait in seconds; None: unbounded.
+        :raises StoreBusyError: a thread has held it for longer; the block does not run.
+        """
+        with self._changed:
+            self._wanted += 1
+            try:
+                if not self._changed.wait_for(lambda: not self._inside, patience_s):
+                    raise StoreBusyError(
+                        f"another thread of this process has used the store for {patience_s} s"
+                    )
+                yield
+            finally:
+                self._wanted -= 1
+                self._changed.notify_all()
+
+
+class Reader(NamedTuple):
+    """A process that reads, and the number of the transaction that its snapshot shows."""
+
+    number: int
+    process: int
+
+
+class Database:
+    """LMDB environment of the store in the directory ``path``, opened by ``open``. Transactions
+    hold ``map_lock`` shared.
+
+    :param policy: recorded if the store is created; an existing store keeps its own.
+    """
+
+    def __init__(self, path: Path, policy: Policy) -> None:
+        self._path = path
+        self._policy = policy
+        self.map_lock = MapLock()
+        self.is_open = False
+        self._env: lmdb.Environment
+        self._databases: Mapping[str, _Database] = {}
+        self._file_ids: Sequence[tuple[int, int] | None] = ()
+        self.shares = Shares(0, False, 0)  # valid within a write transaction
+        # present bound of ``data.mdb``; valid within a write transaction
+        self.map_bytes = 0
+        # a wait for readers with a snapshot of this transaction, or of an older one, timed out
+        self._stuck = 0
+
+    # Opening
+
+    def open(self, *, read_only: bool) -> None:
+        """Open ``data.mdb`` and its databases; leave nothing open on failure.
+
+        :raises StoreUnavailableError: it cannot be opened.
+        :raises CorruptStoreError: it is damaged, or something else, and was not changed.
+        """
+        with files.translated_at_open(self._path):
+            exists = files.file_id(self._path / files.DATA_FILE) is not None
+            env = open_lmdb(self._path, read_only=read_only)
+            if not read_only and not _has_its_lock_file(env):
+                env.close()
+                # other processes notice it before their next transaction
+                (self._path / files.LOCK_FILE).unlink()
+                env = open_lmdb(self._path, read_only=read_only)
+            try:
+                env.reader_check()
+                self._file_ids = self._ids_at_path()
+                if read_only:
+                    self._databases = open_databases(env)
+                else:
+                    with env.begin(write=True, buffers=True) as txn:
+                        self._databases = create_databases(env, txn, self._policy)
+                if not exists:
+                    files.sync_directory(self._path)
+            except BaseException:
+                env.close()
+                raise
+            self._env = env
+            self.is_open = True
+
+    def close(self) -> None:
+        """Close the environment; no transaction may be running. Idempotent."""
+        if self.is_open:
+            self._env.close()
+            self.is_open = False
+
+    def reopen(self, *, read_only: bool, fallback: bool) -> None:
+        """Open the environment anew, after the running transactions.
+
+        :param fallback: whether to open it read-only if that fails. If the second opening fails,
+            too, the next transaction retries.
+        """
+        with self.map_lock.exclusive():
+            self.close()
+            try:
+                self.open(read_only=read_only)
+            except BaseException:
+                self.open(read_only=fallback)
+                self._fit_map()
+                raise
+            self._fit_map()
+
+    def is_current(self) -> bool:
+        """Return whether the open files are those at the store's path."""
+        return self._file_ids == self._ids_at_path()
+
+    def is_writable(self) -> bool:
+        return not self._env.flags()["readonly"]
+
+    def _ids_at_path(self) -> list[tuple[int, int] | None]:
+        names = (files.DATA_FILE, files.LOCK_FILE)
+        return [files.file_id(self._path / name) for name in names]
+
+    # Transactions
+
+    def begin(self, *, write: bool) -> lmdb.Transaction[memoryview]:
+        """Begin an LMDB transaction, while ``map_lock`` is held.
+
+        :raises lmdb.MapResizedError: ``remap`` is needed first.
+        :raises lmdb.PanicError: the environment must be opened anew.
+        """
+        return self._env.begin(write=write, buffers=True)
+
+    def rows(self, txn: lmdb.Transaction[memoryview]) -> TableRows:
+        """Return the rows that a transaction sees."""
+        return TableRows(txn, self._databases)
+
+    def is_next(self, txn: lmdb.Transaction[memoryview]) -> bool:
+        """Return whether a write transaction follows the one that LMDB's lock file names."""
+        return bool(self._env.info()["last_txnid"] == txn.id() - 1)
+
+    def is_mapped_as_recorded(self, txn: lmdb.Transaction[memoryview]) -> bool:
+        """Return whether the map has the size that follows from the recorded capacity."""
+        return _read_shares(self.rows(txn)) == self.shares
+
+    def remap(self) -> None:
+        """Adapt the size of the map, after the running transactions."""
+        with self.map_lock.exclusive():
+            self._fit_map()
+
+    def _fit_map(self) -> None:
+        """Set the map size to the recorded bound of ``data.mdb``, or to the file's size plus a
+        reserve for deletions if larger.
+        """
+        self._env.set_mapsize(0)  # adopts the size that other processes have written
+        with self._env.begin(buffers=True) as txn:
+            shares = _read_shares(self.rows(txn))
+        self.map_bytes = shares.catalogue_bytes
+        held = self.file_bytes()
+        if held > self.map_bytes:
+            self.map_bytes = held + _headroom_bytes(held)
+        self._env.set_mapsize(self.map_bytes)
+        self.shares = shares
+
+    # Size
+
+    def file_bytes(self) -> int:
+        """Return the bytes of ``data.mdb`` up to the last page that LMDB has ever used."""
+        pages = self._env.info()["last_pgno"] + 1
+        return int(pages * self._env.stat()["psize"])
+
+    def limit_bytes(self, *, as_it_is: bool = False) -> int:
+        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the
+        catalogue's or the disk's, less a reserve for deletions, because LMDB writes new pages to
+        free old ones.
+
+        :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are
+            fragmented.
+        """
+        bound = self.file_bytes()
+        if not as_it_is:
+            bound += files.growth_bytes(self._path)
+        bound = min(bound, self.shares.catalogue_bytes)
+        return bound - _headroom_bytes(bound)
+
+    def check_growth(self, used: int) -> None:
+        """Refuse a commit if a stopped reader has made ``data.mdb`` grow far beyond the ``used``
+        bytes of its content.
+
+        :raises StoreFullError: that is the case; the error names the reader's process.
+        """
+        pinned = min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED)
+        if self.file_bytes() <= 2 * used + pinned:
+            return
+        oldest = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
+        reader = self.oldest_reader()
+        if reader is not None and reader.number < oldest:
+            raise self.pinned_error(reader)
+
+    # Readers
+
+    def clear_readers(self) -> None:
+        """Remove the readers of dead processes: LMDB keeps the pages that they saw."""
+        self._env.reader_check()
+
+    def oldest_reader(self) -> Reader | None:
+        """Return the reader with the oldest snapshot, of those that live; None if no process
+        reads."""
+        self.clear_readers()
+        found: list[Reader] = []
+        # a header, then process, thread and transaction of a reader
+        for line in self._env.readers().splitlines()[1:]:
+            process, _, number = line.split()
+            if number.isdecimal():  # ``-``: an idle one
+                found.append(Reader(int(number), int(process)))
+        return min(found, default=None)
+
+    def wait_for_readers(self, number: int, timeout_s: float) -> bool:
+        """Wait until no reader of any process has a snapshot before transaction ``number``; return
+        False on timeout, or at once if a reader that caused an earlier timeout still runs.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            reader = self.oldest_reader()
+            if reader is None or reader.number >= number:
+                return True
+            if reader.number <= self._stuck or time.monotonic() > deadline:
+                self._stuck = max(self._stuck, reader.number)
+                return False
+            time.sleep(_POLL_S)
+
+    def pinned_error(self, reader: Reader) -> StoreFullError:
+        """Return the error of a commit that finds no free page because a process reads an old
+        transaction."""
+        return StoreFullError(
+            f"{self._path}: process {reader.process} reads the state of transaction "
+            f"{reader.number}, so the catalogue cannot reuse pages: stop it, or continue it if it "
+            f"is stopped"
+        )
+
+
+def _headroom_bytes(file: int) -> int:
+    share = min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4)
+    return _whole_pages(share)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return num_bytes // PAGE_BYTES * PAGE_BYTES
+
+
+def _has_its_lock_file(env: lmdb.Environment) -> bool:
+    """Return whether LMDB's lock file names the newest transaction in ``data.mdb`` as the last one.
+    The caller holds the writer lock.
+    """
+    begun = env.begin(write=True)
+    try:
+        return bool(env.info()["last_txnid"] == begun.id() - 1)
+    finally:
+        begun.abort()

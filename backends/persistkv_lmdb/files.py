@@ -36,6 +36,7 @@ GUARD_FILE, WRITER_LOCK_FILE = "guard", "writer.lock"
 SEGMENT_DIRECTORY, STATUS_DIRECTORY = "segments", "status"
 INDEX_PREFIX = "index-"
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
+_STORE_DIRECTORIES = (SEGMENT_DIRECTORY, STATUS_DIRECTORY)
 
 # for the writer lock, whose holder may be checking the store's integrity
 OPENING_PATIENCE_S = 30.0
@@ -84,18 +85,19 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except lmdb.Error as error:
-        if (
-            isinstance(error, _FULL)
-            or error.code in _FULL_CODES
-            # a write that a full disk cut
-            or (error.code == errno.EIO and growth_bytes(path) < _NEARLY_FULL)
-        ):
-            kind: type[StoreError] = StoreFullError
-        else:
-            kind = CorruptStoreError if isinstance(error, _CORRUPT) else StoreError
+        kind = _kind_of(error, path)
         raise kind(f"{path}: {_reason(error)}") from error
     except _NO_ROW as error:
         raise CorruptStoreError(f"{path}: a row does not read: {error}") from error
+
+
+def _kind_of(error: lmdb.Error, path: Path) -> type[StoreError]:
+    if isinstance(error, _FULL) or error.code in _FULL_CODES:
+        return StoreFullError
+    # a write that a full disk cut
+    if error.code == errno.EIO and growth_bytes(path) < _NEARLY_FULL:
+        return StoreFullError
+    return CorruptStoreError if isinstance(error, _CORRUPT) else StoreError
 
 
 @contextmanager
@@ -151,10 +153,8 @@ def free_disk_bytes(path: Path) -> int:
 def growth_bytes(path: Path) -> int:
     """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file
     size limit."""
-    free, (longest, _) = (
-        free_disk_bytes(path),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    free = free_disk_bytes(path)
+    longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if longest != resource.RLIM_INFINITY:
         with suppress(OSError):
             free = min(free, max(0, longest - (path / DATA_FILE).stat().st_size))
@@ -227,41 +227,48 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
         if not read_only and status.st_uid not in (os.geteuid(), _ROOT):
             raise StoreUnavailableError(
                 f"{store} belongs to user {status.st_uid}, and this process runs as user "
-                f"{os.geteuid()}: "
-                "run it as that user, or change the owner"
+                f"{os.geteuid()}: run it as that user, or change the owner"
             )
-        for name in (*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY):
-            is_right, kind = (
-                (stat.S_ISREG, "regular file")
-                if name in STORE_FILES
-                else (stat.S_ISDIR, "directory")
-            )
-            with suppress(FileNotFoundError):
-                found = (store / name).lstat().st_mode
-                if not is_right(found):
-                    what = "a symbolic link" if stat.S_ISLNK(found) else f"no {kind}"
-                    raise StoreUnavailableError(
-                        f"{store / name} is {what}: move it away, or choose another directory"
-                    )
+        for name in STORE_FILES:
+            _check_kind(store / name, stat.S_ISREG, "regular file")
+        for name in _STORE_DIRECTORIES:
+            _check_kind(store / name, stat.S_ISDIR, "directory")
         if any((store / name).exists() for name in (DATA_FILE, GUARD_FILE)):
             return
-        # the last one: of a file system's root
-        own = {*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY, "lost+found"}
-        names = [
-            entry.name
-            for entry in store.iterdir()
-            if not entry.name.startswith(INDEX_PREFIX)
-        ]
-        if others := sorted(name for name in names if name not in own):
-            reason = (
-                f"{store} is a directory with other files ({', '.join(others[:3])}) and "
-                f"no store"
-            )
-            raise StoreUnavailableError(
-                f"{reason}: name a store, or a new or empty directory to create one"
-            )
+        _check_no_other_files(store)
         if read_only:
             raise StoreUnavailableError(f"{store} is an empty directory and no store")
+
+
+def _check_kind(file: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+    """Raise a StoreUnavailableError if a file or directory of a store exists and is something
+    else."""
+    try:
+        mode = file.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not is_kind(mode):
+        found = "a symbolic link" if stat.S_ISLNK(mode) else f"no {kind}"
+        raise StoreUnavailableError(
+            f"{file} is {found}: move it away, or choose another directory"
+        )
+
+
+def _check_no_other_files(directory: Path) -> None:
+    """Raise a StoreUnavailableError if a directory without a store holds files that are not
+    persistkv's."""
+    # the last one: of a file system's root
+    own = {*STORE_FILES, *_STORE_DIRECTORIES, "lost+found"}
+    others: list[str] = []
+    for entry in directory.iterdir():
+        if entry.name not in own and not entry.name.startswith(INDEX_PREFIX):
+            others.append(entry.name)
+    if others:
+        first = ", ".join(sorted(others)[:3])
+        raise StoreUnavailableError(
+            f"{directory} is a directory with other files ({first}) and no store: name a store, "
+            f"or a new or empty directory to create one"
+        )
 
 
 def is_on_read_only_file_system(store: Path) -> bool:
@@ -334,16 +341,16 @@ def _end_of(page: bytes) -> tuple[int, int] | None:
     """Return the end of the last page that a meta page lists, a byte offset, and the page size;
     None if it is no meta page.
     """
+    if len(page) != _META_BYTES:
+        return None
     for header in _PAGE_HEADERS:
-        if (
-            len(page) == _META_BYTES
-            and _U32.unpack_from(page, header)[0] == _META_MAGIC
-        ):
-            page_bytes = _U32.unpack_from(page, header + _PAGE_BYTES_AT)[0]
-            if 1 <= page_bytes <= _MOST_PAGE_BYTES:
-                return (
-                    _U64.unpack_from(page, header + _LAST_PAGE_AT)[0] + 1
-                ) * page_bytes, page_bytes
+        (magic,) = _U32.unpack_from(page, header)
+        if magic != _META_MAGIC:
+            continue
+        (page_bytes,) = _U32.unpack_from(page, header + _PAGE_BYTES_AT)
+        (last_page,) = _U64.unpack_from(page, header + _LAST_PAGE_AT)
+        if 1 <= page_bytes <= _MOST_PAGE_BYTES:
+            return (last_page + 1) * page_bytes, page_bytes
     return None
 
 
@@ -398,11 +405,8 @@ class WriterLock:
                     self._lock(deadline, patience_s)
             self._depth += 1
             try:
-                if recover is not None:
-                    with translated_io(self._file.parent):
-                        interrupted = os.pread(self._fd, 1, 0) == _BEGUN
-                    if interrupted:
-                        recover()
+                if recover is not None and self.interrupted:
+                    recover()
                 yield
             finally:
                 self._depth -= 1
@@ -479,21 +483,15 @@ class WriterLock:
     def _holder(self) -> str:
         """Return the process that holds the lock, with its PID if the kernel reports it."""
         held = os.fstat(self._fd)
+        # as the kernel lists it: number, FLOCK, ADVISORY, WRITE, process, device and inode, range
         place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
         with suppress(OSError):
             for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
                 fields = line.split()
-                if (
-                    len(fields) == 8
-                    and fields[1] == "FLOCK"
-                    and fields[3] == "WRITE"
-                    and fields[5] == place
-                ):
-                    return (
-                        f"process {fields[4]}"
-                        if int(fields[4]) > 0
-                        else "another process"
-                    )
+                if [*fields[1:4:2], *fields[5:6]] == ["FLOCK", "WRITE", place]:
+                    # 0 or less: in another PID namespace
+                    is_visible = int(fields[4]) > 0
+                    return f"process {fields[4]}" if is_visible else "another process"
         return "another process"
 
     def _busy(self, holder: str, patience_s: float) -> StoreBusyError:

@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -218,20 +218,24 @@ class SegmentFiles:
         with translated_io(self._path):
             for segment in {*segments, *self._existing()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
-                fd = self._descriptors(segment, create=True).buffered
-                if _is_deleted(fd):  # it would accept writes that nobody finds
-                    self._let_go(segment)
-                    fd = self._descriptors(segment, create=True).buffered
-                status = os.fstat(fd)
-                held = status.st_size
-                if held > expected:
-                    os.ftruncate(fd, expected)
-                elif held < expected:
-                    os.posix_fallocate(fd, held, expected - held)
-                if held != expected:
-                    status = os.fstat(fd)
-                on_disk += allocated_bytes(status)
+                on_disk += self._fit_one(segment, expected)
         return on_disk
+
+    def _fit_one(self, segment: int, expected: int) -> int:
+        """Give a file a length in bytes; return its bytes on disk."""
+        fd = self._descriptors(segment, create=True).buffered
+        if _is_deleted(fd):  # it would accept writes that nobody finds
+            self._let_go(segment)
+            fd = self._descriptors(segment, create=True).buffered
+        status = os.fstat(fd)
+        held = status.st_size
+        if held == expected:
+            return allocated_bytes(status)
+        if held > expected:
+            os.ftruncate(fd, expected)
+        else:
+            os.posix_fallocate(fd, held, expected - held)
+        return allocated_bytes(os.fstat(fd))
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
         """Start writing a payload to reserved extents. The stream's buffers are in use until
@@ -250,25 +254,31 @@ class SegmentFiles:
             if sum(run.length for run in runs) < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
-            begun = threading.Event()
             # among others, this thread would wait for the disk
             if length < _THREAD_BYTES and not self._writes:
-                self._write_runs(runs, buffers, begun)
+                self._write_runs(runs, buffers)
             else:
-                if self._pool is None:
-                    self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
-                write = Future[None]()
-                is_idle = (
-                    sum(not other.done() for other in self._writes) < _WRITES_AT_ONCE
-                )
-                # known before it is queued: an interrupt may come between
-                self._writes.append(write)
-                self._pool.begin(write, partial(self._write_runs, runs, buffers, begun))
-                # otherwise, the thread may wait up to 5 ms for the GIL while this one continues
-                if is_idle:
-                    begun.wait()
+                self._begin_write(runs, buffers)
             written += length
         return written
+
+    def _begin_write(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
+        """Write in another thread."""
+        if self._pool is None:
+            self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
+        running = sum(not write.done() for write in self._writes)
+        write, begun = Future[None](), threading.Event()
+
+        def run() -> None:
+            begun.set()
+            self._write_runs(runs, buffers)
+
+        # known before it is queued: an interrupt may come between
+        self._writes.append(write)
+        self._pool.begin(write, run)
+        # otherwise, the thread may wait up to 5 ms for the GIL while this one continues
+        if running < _WRITES_AT_ONCE:
+            begun.wait()
 
     def settle(self) -> None:
         """Wait until all started writes have ended. Their buffers are then not in use, even if a
@@ -352,24 +362,21 @@ class SegmentFiles:
             short or lost.
         :raises StoreError: the disk failed; the buffers have undefined content.
         """
-        lengths = [
-            sum([buffer.nbytes for buffer in buffers]) for _, _, buffers in wanted
-        ]
+        lengths = [sum(buffer.nbytes for buffer in buffers) for _, _, buffers in wanted]
         filled = [0] * len(wanted)
         with translated_io(self._path):
-            for neighbours in _neighbours_of(wanted, lengths):
-                whole = len(neighbours) > 1 and self._read(
-                    _Run(
-                        *neighbours[0].run[:2],
-                        sum(piece.run.length for piece in neighbours),
-                    ),
-                    [buffer for piece in neighbours for buffer in piece.buffers],
-                    direct,
-                )
-                for piece in neighbours:
+            for pieces in _neighbours_of(wanted, lengths):
+                whole = len(pieces) > 1 and self._read_together(pieces, direct)
+                for piece in pieces:
                     if whole or self._read(piece.run, piece.buffers, direct):
                         filled[piece.number] += piece.run.length
         return [count == length for count, length in zip(filled, lengths, strict=True)]
+
+    def _read_together(self, pieces: Sequence[_Piece], direct: bool | None) -> bool:
+        first = pieces[0].run
+        length = sum(piece.run.length for piece in pieces)
+        buffers = [buffer for piece in pieces for buffer in piece.buffers]
+        return self._read(first._replace(length=length), buffers, direct)
 
     def lengths(self) -> dict[int, int]:
         """Return the bytes on disk of each segment file, by segment number; see
@@ -416,22 +423,22 @@ class SegmentFiles:
         message = "%s: segment file %d was removed while the store was open: its packs are lost"
         logger.warning(message, self._path, segment)
 
-    def _write_runs(
-        self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event
-    ) -> None:
-        begun.set()
+    def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
         with translated_io(self._path):
             for run in runs:
-                fds, part = self._descriptors(run.segment), front(buffers, run.length)
+                self._write_run(run, front(buffers, run.length))
                 buffers = after_bytes(buffers, run.length)
-                if fds.direct is not None and self._direct:
-                    try:
-                        write_all(fds.direct, part, run.offset, PAGE_BYTES)
-                        continue
-                    except OSError as error:
-                        if not self._is_refusal(error, part):
-                            raise
-                write_all(fds.buffered, part, run.offset)
+
+    def _write_run(self, run: _Run, buffers: list[memoryview]) -> None:
+        fds = self._descriptors(run.segment)
+        if fds.direct is not None and self._direct:
+            try:
+                write_all(fds.direct, buffers, run.offset, PAGE_BYTES)
+                return
+            except OSError as error:
+                if not self._is_refusal(error, buffers):
+                    raise
+        write_all(fds.buffered, buffers, run.offset)
 
     def _read(
         self, run: _Run, buffers: Sequence[memoryview], direct: bool | None
@@ -445,13 +452,7 @@ class SegmentFiles:
             fds = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
-        if (
-            fds.direct is not None
-            and self._direct
-            and direct is not False
-            and not run.length % PAGE_BYTES
-            and (direct or not is_cached(fds.buffered, run.offset, run.length))
-        ):
+        if fds.direct is not None and self._goes_direct(fds, run, direct):
             try:
                 if read_all(fds.direct, buffers, run.offset, PAGE_BYTES):
                     return True
@@ -460,6 +461,12 @@ class SegmentFiles:
                     raise
         return read_all(fds.buffered, buffers, run.offset)
 
+    def _goes_direct(self, fds: _Descriptors, run: _Run, direct: bool | None) -> bool:
+        """Return whether to read with O_DIRECT; see ``read`` for ``direct``."""
+        if not self._direct or direct is False or run.length % PAGE_BYTES:
+            return False
+        return bool(direct) or not is_cached(fds.buffered, run.offset, run.length)
+
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
         """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned,
         stop using it. Alignment is checked only after a failure: checking before each transfer
@@ -467,10 +474,7 @@ class SegmentFiles:
         """
         if error.errno not in _NO_DIRECT:
             return False
-        if all(
-            not len(buffer) % PAGE_BYTES and starts_aligned(buffer)
-            for buffer in buffers
-        ):
+        if all(is_aligned(buffer) for buffer in buffers):
             self._direct = False
             logger.info(
                 "%s: O_DIRECT is refused (%s); payloads go through the page cache",
@@ -596,6 +600,11 @@ def starts_aligned(view: memoryview) -> bool:
     return not address_of(view) % PAGE_BYTES
 
 
+def is_aligned(view: memoryview) -> bool:
+    """Return whether O_DIRECT accepts a buffer: its address and length are multiples of 4 KiB."""
+    return not len(view) % PAGE_BYTES and starts_aligned(view)
+
+
 def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     """Return views of the first ``count`` bytes of a sequence of buffers."""
     found = []
@@ -702,7 +711,7 @@ class Bounce:
     ) -> None:
         self._first, self._later = first, later
         # backed by physical memory on first use
-        self._memory = memoryview(mmap.mmap(-1, size))
+        self.memory = memoryview(mmap.mmap(-1, size))
         self._settle = settle
         self._lent = False
 
@@ -711,57 +720,92 @@ class Bounce:
         with zeros to a multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and
         are valid as long as the stream's buffers.
         """
-        memory, most = self._memory, self._first
-        batch: list[memoryview] = []
-        # bytes of the batch; those of memory[begun:filled] are not in its list yet
-        length = begun = filled = 0
+        batch = _Batch(self, self._first)
         for piece in stream:
-            rest = (
-                piece
-                if type(piece) is memoryview and piece.format == "B"
-                else memoryview(piece).cast("B")
-            )
-            while count := len(rest):
-                if (
-                    length >= most
-                    or len(batch) >= _MOST_BUFFERS - 1
-                    or filled == len(memory)
-                ):
-                    end = filled - filled % PAGE_BYTES
-                    tail = bytes(memory[end:filled])
-                    yield batch if begun == end else [*batch, memory[begun:end]]
-                    batch, most, begun = [], self._later, 0
-                    length = filled = self._copy(tail, 0)
-                if (
-                    count >= PAGE_BYTES
-                    and not filled % PAGE_BYTES
-                    and starts_aligned(rest)
-                ):
-                    if begun < filled:
-                        batch.append(memory[begun:filled])
-                        begun = filled
-                    count = min(count - count % PAGE_BYTES, most - length)
-                    batch.append(rest if count == len(rest) else rest[:count])
-                else:
-                    count = self._copy(rest, filled)
-                    filled += count
-                length += count
-                rest = rest[count:]
-        filled += self._copy(bytes(-filled % PAGE_BYTES), filled)
-        if begun < filled:
-            batch.append(memory[begun:filled])
-        if batch:
-            yield batch
+            rest = _as_bytes(piece)
+            while rest:
+                if batch.is_full():
+                    incomplete_page = batch.cut_incomplete_page()
+                    yield batch.buffers
+                    batch = _Batch(self, self._later, incomplete_page)
+                rest = rest[batch.take(rest) :]
+        batch.pad()
+        if batch.buffers:
+            yield batch.buffers
 
-    def _copy(self, piece: Buffer, at: int) -> int:
+    def copy(self, piece: Buffer, at: int) -> int:
         """Copy as much of ``piece`` as fits to the memory, from byte ``at`` on; return the number
         of bytes. Before the first copy of a batch, wait until the writes of earlier batches no
         longer use the memory.
         """
-        count = min(len(piece), len(self._memory) - at)
+        count = min(len(piece), len(self.memory) - at)
         if count and not at:
             if self._lent:
                 self._settle()
             self._lent = True
-        self._memory[at : at + count] = piece[:count]
+        self.memory[at : at + count] = piece[:count]
         return count
+
+
+class _Batch:
+    """Aligned buffers of one write. Bytes that are not aligned are copied to the memory of
+    ``bounce``.
+
+    :param most: bytes from which on the batch is full.
+    :param begin: first bytes, less than a page.
+    """
+
+    def __init__(self, bounce: Bounce, most: int, begin: bytes = b"") -> None:
+        self.buffers: list[memoryview] = []
+        self._bounce = bounce
+        self._most = most
+        self._filled = bounce.copy(begin, 0)  # bytes of the memory that are in use
+        self._listed = 0  # those of them that are in ``buffers``
+        self._length = self._filled
+
+    def is_full(self) -> bool:
+        return (
+            self._length >= self._most
+            or len(self.buffers) >= _MOST_BUFFERS - 1
+            or self._filled == len(self._bounce.memory)
+        )
+
+    def take(self, rest: memoryview) -> int:
+        """Add bytes, without a copy if they are aligned; return their number."""
+        is_at_page = not self._filled % PAGE_BYTES
+        if len(rest) >= PAGE_BYTES and is_at_page and starts_aligned(rest):
+            self._list_copied()
+            whole_pages = len(rest) - len(rest) % PAGE_BYTES
+            count = min(whole_pages, self._most - self._length)
+            self.buffers.append(rest if count == len(rest) else rest[:count])
+        else:
+            count = self._bounce.copy(rest, self._filled)
+            self._filled += count
+        self._length += count
+        return count
+
+    def cut_incomplete_page(self) -> bytes:
+        """End the batch with a whole page; return the bytes after it."""
+        end = self._filled - self._filled % PAGE_BYTES
+        rest = bytes(self._bounce.memory[end : self._filled])
+        self._filled = end
+        self._list_copied()
+        return rest
+
+    def pad(self) -> None:
+        """End the batch with zeros up to a whole page."""
+        padding = bytes(-self._filled % PAGE_BYTES)
+        self._filled += self._bounce.copy(padding, self._filled)
+        self._list_copied()
+
+    def _list_copied(self) -> None:
+        if self._listed < self._filled:
+            copied = self._bounce.memory[self._listed : self._filled]
+            self.buffers.append(copied)
+            self._listed = self._filled
+
+
+def _as_bytes(piece: Buffer) -> memoryview:
+    if type(piece) is memoryview and piece.format == "B":
+        return piece
+    return memoryview(piece).cast("B")

@@ -103,9 +103,8 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """True: the store is opened for reading, and none of its content is written."""
 
     def __post_init__(self) -> None:
-        if (given := self.given).capacity is not None and not is_capacity(
-            given.capacity
-        ):
+        capacity = self.given.capacity
+        if capacity is not None and not is_capacity(capacity):
             raise ConfigurationError(
                 "lmdb option capacity", self.capacity, "a size from 1MiB to 64TiB"
             )
@@ -117,15 +116,12 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
         :raises ConfigurationError: capacity is not a valid size, or ttl not a valid duration.
         """
-        return Policy(
-            None
-            if self.capacity is None
-            else parse_size(self.capacity, name="lmdb option capacity"),
-            None
-            if self.ttl is None
-            else parse_duration(self.ttl, name="lmdb option ttl"),
-            self.placement,
-        )
+        capacity, ttl_s = None, None
+        if self.capacity is not None:
+            capacity = parse_size(self.capacity, name="lmdb option capacity")
+        if self.ttl is not None:
+            ttl_s = parse_duration(self.ttl, name="lmdb option ttl")
+        return Policy(capacity, ttl_s, self.placement)
 
     @property
     def policy(self) -> Policy:
@@ -195,15 +191,18 @@ class LmdbBackend(Backend):
             read_only=read_only,
             cached=options.reads == "cached",
         )
-        if not read_only and (
-            differences := backend.policy().contradictions(options.given)
-        ):
+        if not read_only:
+            backend._report_differences(options.given)
+        return backend
+
+    def _report_differences(self, given: Policy) -> None:
+        differences = self.policy().contradictions(given)
+        if differences:
             message = (
                 "%s: the URL says %s; the store keeps its recorded policy (persistkv set "
                 "lmdb://%s changes it)"
             )
-            logger.warning(message, path, differences, path)
-        return backend
+            logger.warning(message, self._path, differences, self._path)
 
     @classmethod
     def rebuild(
@@ -496,7 +495,9 @@ def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent]
     if not extents:
         return extents
     row = rows.get(PACKS, name)
-    _, payload_length = (0, 0) if row is None else table_lengths(row[SEQUENCE.size :])
+    if row is None:
+        return []
+    _, payload_length = table_lengths(row[SEQUENCE.size :])
     end = span.offset + sum(buffer.nbytes for buffer in span.buffers)
     return extents if end <= payload_length else []
 
@@ -509,10 +510,8 @@ def _refuse_remote(store: Path) -> None:
         kind = remote_type(existing)
     if kind is not None and not files.is_on_read_only_file_system(existing):
         expected = (
-            f"a directory on a local disk; this one is on {kind}, where LMDB's locks and "
-            f"memory map do not work. Hosts "
-            "share a directory or a bucket instead (file://PATH, s3://BUCKET/PREFIX); a file "
-            "system that is mounted "
-            "read-only is read"
+            f"a directory on a local disk; this one is on {kind}, where LMDB's locks and memory "
+            f"map do not work. Hosts share a directory or a bucket instead (file://PATH, "
+            f"s3://BUCKET/PREFIX); a file system that is mounted read-only is read"
         )
         raise ConfigurationError("url", f"lmdb://{store}", expected)

@@ -119,9 +119,8 @@ class BatchCommit:
         self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_A_PACK * len(batch.packs))
         """Maximum number of packs and manifests that one transaction evicts: a large batch takes
         its time anyway."""
-        self._keep = kept_names(namespace, batch) | {
-            namespace + pack_id for pack_id in batch.needs or ()
-        }
+        self._keep = kept_names(namespace, batch)
+        self._keep.update(namespace + pack_id for pack_id in batch.needs or ())
         # packs that this batch deletes before it adds them
         self._rewritten = {*batch.deletions, *batch.bad}
         self._placed: dict[bytes, list[Extent]] = {}
@@ -277,7 +276,7 @@ class BatchCommit:
             # Last: a segment that is removed after this moment is noticed by the next transaction
             # only.
             environment.files.check_present(
-                {extent.segment for place in self._placed.values() for extent in place}
+                {extent.segment for extent in self._placed_extents()}
             )
         self._note(commit)
         self._restart_unpublished(room)
@@ -288,7 +287,7 @@ class BatchCommit:
         extents that are not reserved for this process, or to a file that was replaced since."""
         is_written = all(pack.pack_id in self._placed for pack in self._added(rows))
         reserved = self._reserved(rows)
-        placed = [extent for extents in self._placed.values() for extent in extents]
+        placed = self._placed_extents()
         rest = pages_of(without(reserved, placed))
         if (
             not is_written
@@ -296,6 +295,9 @@ class BatchCommit:
             or self._replacements != self._environment.files.replacements
         ):
             raise NotPlacedError
+
+    def _placed_extents(self) -> list[Extent]:
+        return [extent for place in self._placed.values() for extent in place]
 
     def _erase(
         self,
@@ -441,11 +443,11 @@ class BatchCommit:
         stale."""
         if self._seen is None or is_current(cursor, self._seen):
             return
-        needs = self._batch.needs
-        if needs is None or any(
-            rows.get(PACKS, self._namespace + pack_id) is None for pack_id in needs
-        ):
+        if self._batch.needs is None:
             raise StaleError
+        for pack_id in self._batch.needs:
+            if rows.get(PACKS, self._namespace + pack_id) is None:
+                raise StaleError
         self._interleaved = True
 
     def _note(self, commit: CatalogTransaction) -> None:
@@ -460,24 +462,24 @@ class BatchCommit:
         """Delete, in short transactions, manifests that name packs which the batch deletes, except
         packs that at most ``shared_by`` manifests name: the batch's own transaction handles them.
         """
-        for pack_ids, alone in (
-            (self._batch.deletions, False),
-            (self._batch.bad, True),
-        ):
-            for pack_id in self._shared(pack_ids, shared_by) if pack_ids else ():
+        deletions = ((self._batch.deletions, False), (self._batch.bad, True))
+        for pack_ids, alone in deletions:
+            if not pack_ids:
+                continue
+            for pack_id in self._shared(pack_ids, shared_by):
                 self._repeat(partial(self._drop_some, pack_id, alone), _DROPPED_AT_ONCE)
 
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         with self._environment.transaction() as rows:
-            links = {
-                pack_id: rows.starting_with(LINKS, self._namespace + pack_id)
-                for pack_id in pack_ids
-            }
             return [
                 pack_id
-                for pack_id, found in links.items()
-                if next(islice(found, shared_by, None), None)
+                for pack_id in pack_ids
+                if self._is_named_by_more(rows, pack_id, shared_by)
             ]
+
+    def _is_named_by_more(self, rows: TableRows, pack_id: bytes, than: int) -> bool:
+        links = rows.starting_with(LINKS, self._namespace + pack_id)
+        return next(islice(links, than, None), None) is not None
 
     def _drop_some(self, pack_id: bytes, alone: bool, at_most: int) -> bool:
         with self._environment.transaction(write=True) as transaction:

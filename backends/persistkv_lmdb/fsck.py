@@ -23,7 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -62,6 +62,7 @@ from persistkv_lmdb.layout import (
     open_databases,
     read_placement,
 )
+from persistkv_lmdb.segments import Extent
 
 logger = logging.getLogger(__name__)
 
@@ -214,59 +215,67 @@ def examine(directory: Path) -> Finding:
             max_dbs=len(DATABASES),
             max_spare_txns=0,
         ) as env:
-            if not env.stat()["entries"]:
-                return Finding(Verdict.FINE, "it is empty")
-            try:
-                databases = open_databases(env)
-            except OtherReleaseError as error:
-                return Finding(Verdict.FOREIGN, str(error))
-            except CorruptStoreError as error:
-                return Finding(Verdict.UNRECOGNISED, str(error))
-            with env.begin(buffers=True) as txn:
-                return Finding(Verdict.FINE, _examine_rows(TableRows(txn, databases)))
+            return _examine_databases(env)
     except (CorruptStoreError, lmdb.Error) as error:
         return Finding(Verdict.DAMAGED, str(error))
 
 
-def _examine_rows(transaction: TableRows) -> str:
+def _examine_databases(env: lmdb.Environment) -> Finding:
+    if not env.stat()["entries"]:
+        return Finding(Verdict.FINE, "it is empty")
+    try:
+        databases = open_databases(env)
+    except OtherReleaseError as error:
+        return Finding(Verdict.FOREIGN, str(error))
+    except CorruptStoreError as error:
+        return Finding(Verdict.UNRECOGNISED, str(error))
+    with env.begin(buffers=True) as txn:
+        return Finding(Verdict.FINE, _examine_rows(TableRows(txn, databases)))
+
+
+def _examine_rows(rows: TableRows) -> str:
     """Check all rows of a snapshot; return one line of findings.
 
     :raises CorruptStoreError: a row on which the driver depends is invalid.
     """
-    read_clock(transaction)
-    read_placement(transaction)
+    read_clock(rows)
+    read_placement(rows)
     # a page allocated twice would be overwritten
-    if (fault := next(space_faults(transaction), None)) is not None:
+    for fault in space_faults(rows):
         raise CorruptStoreError(fault)
-    unreadable: Counter[str] = Counter()
-    states = {
-        bytes(key): NamespaceState.decode(row)
-        for key, row in transaction.starting_with(STATES, b"")
-    }
-    for key, row in transaction.starting_with(NAMESPACES, b""):
-        if decode_namespace(key, row) is None:
-            unreadable[NAMESPACES] += 1
-        elif bytes(key) not in states:
-            raise CorruptStoreError(f"namespace {bytes(key).hex()} has no totals")
-    counted = recount(transaction, states, unreadable)
-    unreadable[ORDER] = sum(
-        len(key) != ORDER_KEY.size for key, _ in transaction.starting_with(ORDER, b"")
-    )
-    for _, row in transaction.starting_with(PIECES, b""):
+    for _, row in rows.starting_with(PIECES, b""):
         bytes(row[:1])  # a page that is missing raises SIGBUS
+    unreadable: Counter[str] = Counter()
+    states = _states(rows, unreadable)
+    counted = recount(rows, states, unreadable)
+    for key, _ in rows.starting_with(ORDER, b""):
+        unreadable[ORDER] += len(key) != ORDER_KEY.size
     unreadable += Counter()  # removes zero counts
-    found = f"{sum(state.packs for state in counted.values())} packs in {len(states)} namespaces"
+    packs = sum(state.packs for state in counted.values())
+    found = f"{packs} packs in {len(states)} namespaces"
     if unreadable:
-        bad = ", ".join(
-            f"{count} rows of {name}" for name, count in sorted(unreadable.items())
-        )
-        return f"{found}; {bad} do not read"
+        bad = [f"{count} rows of {name}" for name, count in sorted(unreadable.items())]
+        return f"{found}; {', '.join(bad)} do not read"
     for name, state in states.items():
         if state != counted[name]:
             raise CorruptStoreError(
                 f"the totals of namespace {name.hex()} are not those of its rows"
             )
     return found
+
+
+def _states(rows: TableRows, unreadable: Counter[str]) -> dict[bytes, NamespaceState]:
+    """Return the recorded totals of each namespace, by id; count unreadable namespaces."""
+    states = {
+        bytes(key): NamespaceState.decode(row)
+        for key, row in rows.starting_with(STATES, b"")
+    }
+    for key, row in rows.starting_with(NAMESPACES, b""):
+        if decode_namespace(key, row) is None:
+            unreadable[NAMESPACES] += 1
+        elif bytes(key) not in states:
+            raise CorruptStoreError(f"namespace {bytes(key).hex()} has no totals")
+    return states
 
 
 def recount(
@@ -308,31 +317,18 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     allocator = Allocator(transaction)
     segments = allocator.segments()
     free = list(allocator.free_extents())
-    reserved = [
-        extent
-        for writer in allocator.writers()
-        for extent in allocator.reserved_by(writer)
-    ]
     holes = list(allocator.holes())
-    used = [
-        extent
-        for _, row in transaction.starting_with(EXTENTS, b"")
-        for extent in decode_extents(row)
-    ]
+    reserved: list[Extent] = []
+    for writer in allocator.writers():
+        reserved += allocator.reserved_by(writer)
+    used: list[Extent] = []
+    for _, row in transaction.starting_with(EXTENTS, b""):
+        used += decode_extents(row)
     if sorted(allocator.free_sizes()) != free:
         yield "the free extents by size are not those by place"
-    ends = dict.fromkeys(segments, 0)
-    for segment, extents in groupby(
-        sorted([*free, *reserved, *used, *holes]), key=lambda extent: extent.segment
-    ):
-        for extent in extents:
-            if extent.page != ends.get(segment) or not extent.pages:
-                yield f"{extent} does not follow page {ends.get(segment)}"
-            ends[segment] = extent.end
-    if ends != segments:
-        yield f"extents end at {ends}, segments at {segments}"
+    yield from _gaps([*free, *reserved, *used, *holes], segments)
     for one, other in pairwise(free):
-        if (one.segment, one.end) == (other.segment, other.page):
+        if one.touches(other):
             yield f"{one} and {other} touch"
     counted = (
         sum(segments.values()) - pages_of(holes),
@@ -342,3 +338,16 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     recorded = (allocator.total, allocator.free, allocator.reserved)
     if counted != recorded:
         yield f"the totals of the space are {recorded}; counted: {counted}"
+
+
+def _gaps(extents: list[Extent], segments: dict[int, int]) -> Iterator[str]:
+    """Yield a line for each extent that does not begin where the one before ends, and for segments
+    that extents do not fill."""
+    ends = dict.fromkeys(segments, 0)
+    for extent in sorted(extents):
+        end = ends.get(extent.segment)
+        if extent.page != end or not extent.pages:
+            yield f"{extent} does not follow page {end}"
+        ends[extent.segment] = extent.end
+    if ends != segments:
+        yield f"extents end at {ends}, segments at {segments}"

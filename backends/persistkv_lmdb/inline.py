@@ -45,8 +45,10 @@ def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
         rest = memoryview(part)
         while length + len(rest) >= PIECE_BYTES:
             cut = PIECE_BYTES - length
-            yield b"".join([*parts, rest[:cut]]) if parts else rest[:cut]
-            parts, length, rest = [], 0, rest[cut:]
+            piece = rest[:cut]
+            yield b"".join([*parts, piece]) if parts else piece
+            rest = rest[cut:]
+            parts, length = [], 0
         if rest:
             parts.append(rest)
             length += len(rest)

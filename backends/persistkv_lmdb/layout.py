@@ -130,8 +130,8 @@ def is_capacity(num_bytes: int | None) -> bool:
 
 def read_capacity(rows: TableRows) -> int:
     """Return the recorded capacity in bytes; the default if the row is missing or out of range."""
-    capacity = _read_number(rows, _CAPACITY_ROW, _BYTES)
-    return int(capacity) if is_capacity(int(capacity)) else DEFAULT_CAPACITY
+    capacity = int(_read_number(rows, _CAPACITY_ROW, _BYTES))
+    return capacity if is_capacity(capacity) else DEFAULT_CAPACITY
 
 
 def read_policy(rows: TableRows) -> Policy:
@@ -182,9 +182,9 @@ def write_erasures(rows: TableRows, number: int) -> None:
 
 def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
     row = rows.get(META, name)
-    number: float = (
-        shape.unpack(row)[0] if row is not None and len(row) == shape.size else 0
-    )
+    if row is None or len(row) != shape.size:
+        return 0
+    number: float = shape.unpack(row)[0]
     return number
 
 

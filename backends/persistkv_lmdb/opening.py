@@ -58,6 +58,7 @@ CLOSING_PATIENCE_S = 5.0
 _CLOSING_NAP_S = 0.001
 _ROW_BYTES = 32
 _QUARANTINE_PREFIX = "damaged-"
+_MOST_QUARANTINED_AT_ONCE = 99  # within a second
 _MAX_READERS = 512
 _CLEARING_PATIENCE_S = 30.0
 _CLAIMS_AT = 1 << 20  # byte offset in the guard file: its content ends before
@@ -217,19 +218,10 @@ class Guard:
     def _open_alone(self, opened: Callable[[], None]) -> None:
         """Open the environment while this process excludes other writers. On failure, restore the
         recorded state."""
-        before, exists = self._read(), (self._directory / files.DATA_FILE).exists()
-        if before in (_State.OPEN, _State.SUSPECT) and exists:
-            found = inspect(self._directory)
-            if found.verdict in DAMAGE:
-                self._quarantine(found.reason)
-                exists = False
-            else:
-                logger.info(
-                    "%s: unclean shutdown, integrity check: %s",
-                    self._directory,
-                    found.reason,
-                )
-                self._sync_leftover()
+        before = self._read()
+        exists = (self._directory / files.DATA_FILE).exists()
+        if exists and before in (_State.OPEN, _State.SUSPECT):
+            exists = self._check()
         if before is None and exists:
             opened()
             return
@@ -239,21 +231,38 @@ class Guard:
             exists = False
         try:
             self._write(_State.OPEN)
-            if exists:
-                try:
-                    opened()
-                    return
-                except CorruptStoreError as error:
-                    if inspect(self._directory).verdict not in DAMAGE:
-                        raise
-                    self._quarantine(str(error))
-            self._create(opened)
+            if not exists or not self._open_existing(opened):
+                self._create(opened)
         except BaseException:
             if before is None:
                 os.ftruncate(self._fd, 0)
             else:
                 self._write(before)
             raise
+
+    def _check(self) -> bool:
+        """Check the environment after an unclean shutdown. Rename it and return False if it is
+        damaged."""
+        found = inspect(self._directory)
+        if found.verdict in DAMAGE:
+            self._quarantine(found.reason)
+            return False
+        logger.info(
+            "%s: unclean shutdown, integrity check: %s", self._directory, found.reason
+        )
+        self._sync_leftover()
+        return True
+
+    def _open_existing(self, opened: Callable[[], None]) -> bool:
+        """Open the environment. Rename it and return False if it turns out to be damaged."""
+        try:
+            opened()
+        except CorruptStoreError as error:
+            if inspect(self._directory).verdict not in DAMAGE:
+                raise
+            self._quarantine(str(error))
+            return False
+        return True
 
     def _sync_leftover(self) -> None:
         """Make durable the last commit and the names of new files, which a killed process may not
@@ -297,11 +306,10 @@ class Guard:
         files.sync_directory(target)
         files.sync_directory(store)
         message = (
-            "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created "
-            "an empty store. The "
-            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined "
-            "deletes them. With "
-            "placement extents, persistkv rebuild lmdb://%s finds their packs again"
+            "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created an "
+            "empty store. The renamed files count towards no capacity; persistkv prune lmdb://%s "
+            "--quarantined deletes them. With placement extents, persistkv rebuild lmdb://%s finds "
+            "their packs again"
         )
         logger.warning(message, store, reason, size, target, store, target)
 
@@ -349,10 +357,11 @@ def _lacks_catalogue(store: Path) -> bool:
     data = store / files.DATA_FILE
     if data.exists() and data.stat().st_size:
         return False
-    statuses = [
-        file.lstat() for file in (store / files.SEGMENT_DIRECTORY).glob("*.seg")
-    ]
-    return any(stat.S_ISREG(status.st_mode) and status.st_size for status in statuses)
+    for file in (store / files.SEGMENT_DIRECTORY).glob("*.seg"):
+        status = file.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_size:
+            return True
+    return False
 
 
 def _claim(number: int) -> bytes:
@@ -411,9 +420,8 @@ def _opened(path: Path, read_only: bool) -> lmdb.Environment:
             raise
         raise ProcessIdInUseError(
             f"{path}: a process in another PID namespace (container) uses the store with the "
-            f"same PID {os.getpid()}; "
-            "start this process again to get another PID, or let the containers share one PID "
-            "namespace"
+            f"same PID {os.getpid()}; start this process again to get another PID, or let the "
+            f"containers share one PID namespace"
         ) from None
 
 
@@ -449,10 +457,10 @@ def quarantine_directory(store: Path) -> Path:
     :raises OSError: it cannot be created.
     """
     name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    names = (name, *(f"{name}-{number}" for number in range(2, 100)))
-    target = next(
-        (store / name for name in names if not (store / name).exists()), store / name
-    )
+    target, number = store / name, 1
+    while target.exists() and number < _MOST_QUARANTINED_AT_ONCE:
+        number += 1
+        target = store / f"{name}-{number}"
     target.mkdir(0o700)
     return target
 

@@ -92,7 +92,11 @@ class FoundPack(NamedTuple):
 
 
 class _InvalidError(Exception):
-    """A trace of a pack is not to be listed; the argument is the reason."""
+    """A trace of a pack is not to be listed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def rebuild(
@@ -185,9 +189,9 @@ class _Rebuild:
             else:
                 self._skipped[UNKNOWN] += 1
         chosen: dict[bytes, FoundPack] = {}
-        for pack in sorted(
-            self._apart(known), key=lambda pack: (pack.erasures, pack.extent)
-        ):
+        apart = list(self._apart(known))
+        apart.sort(key=lambda pack: (pack.erasures, pack.extent))
+        for pack in apart:
             if pack.name in chosen:
                 self._skipped[COPY] += 1
             chosen[pack.name] = pack
@@ -274,18 +278,24 @@ class SegmentScan:
                 view = memory[: min(_READ_BYTES, (segment.pages - first) * PAGE_BYTES)]
                 for index in self._trailers(segment.fd, view, first * PAGE_BYTES):
                     page = view[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
-                    try:
-                        yield self._verified(segment.fd, number, first + index, page)
-                    except (_InvalidError, CorruptPackError) as error:
-                        self._skipped[
-                            error.args[0]
-                            if isinstance(error, _InvalidError)
-                            else INVALID
-                        ] += 1
-                    except OSError:  # a bad sector
-                        self._skipped[INVALID] += 1
+                    pack = self._pack_at(segment.fd, number, first + index, page)
+                    if pack is not None:
+                        yield pack
                 done += len(view)
                 progress(done, self.num_bytes)
+
+    def _pack_at(
+        self, fd: int, segment: int, number: int, page: memoryview
+    ) -> FoundPack | None:
+        """Return the pack whose trailer is at the end of a page; None, after counting the reason,
+        if it is not to be listed."""
+        try:
+            return self._verified(fd, segment, number, page)
+        except _InvalidError as error:
+            self._skipped[error.reason] += 1
+        except (CorruptPackError, OSError):  # the second one: a bad sector
+            self._skipped[INVALID] += 1
+        return None
 
     def _trailers(self, fd: int, view: memoryview, offset: int) -> list[int]:
         try:
@@ -326,11 +336,8 @@ def read_table(fd: int, pack: FoundPack) -> PackTable:
         raise CorruptPackError(
             "table length", f"{pack.tail_length} bytes in {pack.extent.pages} pages"
         )
-    table = decode_table(
-        memoryview(
-            _read(fd, pack.extent.end * PAGE_BYTES - pack.tail_length, pack.tail_length)
-        )
-    )
+    tail_begin = pack.extent.end * PAGE_BYTES - pack.tail_length
+    table = decode_table(memoryview(_read(fd, tail_begin, pack.tail_length)))
     if table.payload_length != (pack.extent.pages - table_pages) * PAGE_BYTES:
         raise CorruptPackError(
             "payload length",
@@ -349,16 +356,12 @@ def verify_payload(fd: int, extent: Extent, table: PackTable) -> None:
     keys = table.keys.unpack()
     first = 0
     for frame in table.frames:
-        stored = _read(
-            fd, extent.page * PAGE_BYTES + frame.offset, align(frame.stored_length)
-        )
+        begin = extent.page * PAGE_BYTES + frame.offset
+        stored = _read(fd, begin, align(frame.stored_length))
         own_keys = b"".join(keys[first : first + frame.block_count])
         first += frame.block_count
-        verify_frame(
-            frame,
-            [stored[: frame.stored_length]],
-            frame_seed(table.namespace, own_keys),
-        )
+        seed = frame_seed(table.namespace, own_keys)
+        verify_frame(frame, [stored[: frame.stored_length]], seed)
         if any(stored[frame.stored_length :]):
             raise CorruptPackError("padding", f"after the frame at {frame.offset}")
 
@@ -474,14 +477,14 @@ class _Builder:
 
     def _record_space(self, rows: TableRows, packs: Sequence[FoundPack]) -> None:
         allocator = Allocator(rows)
-        extents = sorted(pack.extent for pack in packs)
-        used = {
-            number: list(group)
-            for number, group in groupby(extents, key=lambda extent: extent.segment)
-        }
+        used: dict[int, list[Extent]] = {number: [] for number in self._segments}
+        for pack in packs:
+            used[pack.extent.segment].append(pack.extent)
         for number, segment in self._segments.items():
-            free = without([Extent(number, 0, segment.pages)], used.get(number, []))
-            holes = [hole for extent in free for hole in _holes_in(segment.fd, extent)]
+            free = without([Extent(number, 0, segment.pages)], used[number])
+            holes: list[Extent] = []
+            for extent in free:
+                holes += _holes_in(segment.fd, extent)
             allocator.adopt(number, segment.pages, free, holes)
         allocator.finish()
 

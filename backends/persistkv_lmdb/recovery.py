@@ -136,19 +136,16 @@ class RecoveryFiles:
         import numpy as np  # commits do not need numpy
 
         held = _content(self._erased, _MOST_ERASED_BYTES)
-        pairs = np.frombuffer(
-            held[: len(held) - len(held) % _RECORD.size], "<u8"
-        ).reshape(-1, 2)
-        pairs = pairs[pairs[:, 0] < _END_OF_NUMBERS]
-        last = int(pairs[:, 0].max(initial=0))
-        of_all = int(pairs[pairs[:, 1] == _ALL, 0].max(initial=0))
+        whole = held[: len(held) - len(held) % _RECORD.size]
+        records = np.frombuffer(whole, "<u8").reshape(-1, 2)
+        records = records[records[:, 0] < _END_OF_NUMBERS]
         # the last number of a name remains in the dictionary
-        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
-        return Erasures(
-            last,
-            of_all,
-            dict(zip(pairs[:, 1].tolist(), pairs[:, 0].tolist(), strict=True)),
-        )
+        records = records[np.argsort(records[:, 0], kind="stable")]
+        numbers, names = records[:, 0], records[:, 1]
+        last = int(numbers.max(initial=0))
+        of_all = int(numbers[names == _ALL].max(initial=0))
+        by_name = dict(zip(names.tolist(), numbers.tolist(), strict=True))
+        return Erasures(last, of_all, by_name)
 
     def _identity(self, namespace: bytes) -> Path:
         return self._directory / f"{namespace.hex()}{_IDENTITY_SUFFIX}"
@@ -169,7 +166,8 @@ class RecoveryFiles:
             return
         held = _content(self._erased, size) + records
         kept = held[-_KEPT_BYTES:]
-        before = max(number for number, _ in _RECORD.iter_unpack(held[: -len(kept)]))
+        dropped = held[: -len(kept)]
+        before = max(number for number, _ in _RECORD.iter_unpack(dropped))
         # first: it covers the records that are overwritten
         write_durably(self._erased, _RECORD.pack(before, _ALL), 0)
         write_durably(self._erased, kept, _RECORD.size)
@@ -198,9 +196,8 @@ def _content(path: Path, at_most: int) -> bytes:
 
 def _write(path: Path, content: Buffer) -> None:
     """Write a file of a few KiB durably. If it is new, the caller must sync its directory."""
-    with os.fdopen(
-        open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb"
-    ) as file:
+    fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with os.fdopen(fd, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

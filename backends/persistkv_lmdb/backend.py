@@ -73,7 +73,7 @@ from persistkv_lmdb.layout import (
 )
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 from persistkv_lmdb.rebuild import rebuild
-from persistkv_lmdb.segments import Extent
+from persistkv_lmdb.segments import Extent, PayloadPart
 
 logger = logging.getLogger(__name__)
 
@@ -348,13 +348,13 @@ class LmdbBackend(Backend):
     ) -> list[bool]:
         with self._transaction() as (environment, rows):
             places = [_place_of(rows, namespace, span) for span in spans]
-            placed = [
-                (place or (), span.offset, span.buffers)
+            wanted = [
+                PayloadPart(place or (), span.offset, span.buffers)
                 for place, span in zip(places, spans, strict=True)
             ]
-            filled = environment.files.read(placed, direct=bypass or self._direct)
-            for number, (place, span) in enumerate(zip(places, spans, strict=True)):
-                if place is None:  # inline
+            filled = environment.files.read(wanted, direct=bypass or self._direct)
+            for number, span in enumerate(spans):
+                if places[number] is None:  # inline
                     filled[number] = read_pieces(
                         rows, namespace + span.pack_id, span.offset, span.buffers
                     )

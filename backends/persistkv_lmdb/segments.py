@@ -99,6 +99,21 @@ class _Run(NamedTuple):
     length: int
 
 
+class PayloadPart(NamedTuple):
+    """Part of a payload to read."""
+
+    extents: Sequence[Extent]
+    """All extents of the payload; none if it is not to be read."""
+    offset: int
+    """Offset of the part in the payload, in bytes."""
+    buffers: Sequence[memoryview]
+    """To fill, one after the other."""
+
+    def length(self) -> int:
+        """Return the bytes of all buffers."""
+        return sum([buffer.nbytes for buffer in self.buffers])
+
+
 class _Piece(NamedTuple):
     """Part of a read request that is contiguous in one segment file."""
 
@@ -347,22 +362,20 @@ class SegmentFiles:
 
     def read(
         self,
-        wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]],
+        wanted: Sequence[PayloadPart],
         *,
         direct: bool | None = None,
     ) -> list[bool]:
         """Read parts of payloads into buffers. Parts that are contiguous in a file are read
         together.
 
-        :param wanted: per part: the extents of the payload, the part's byte offset in the payload,
-            the buffers to fill.
         :param direct: read with O_DIRECT if possible; False: through the page cache; None: with
             O_DIRECT unless the page cache holds the bytes.
         :returns: per part, True if all of its buffers were filled; False if the payload is too
             short or lost.
         :raises StoreError: the disk failed; the buffers have undefined content.
         """
-        lengths = [sum(buffer.nbytes for buffer in buffers) for _, _, buffers in wanted]
+        lengths = [part.length() for part in wanted]
         filled = [0] * len(wanted)
         with translated_io(self._path):
             for pieces in _neighbours_of(wanted, lengths):
@@ -566,31 +579,26 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
 
 
 def _neighbours_of(
-    wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]],
-    lengths: Sequence[int],
+    wanted: Sequence[PayloadPart], lengths: Sequence[int]
 ) -> list[list[_Piece]]:
     """Return the pieces of a read request (see ``SegmentFiles.read``), grouped: those of a group
-    are contiguous. If a payload ends early, its pieces have fewer bytes than ``lengths`` (of all
-    buffers, for each part) says.
+    are contiguous. If a payload ends early, its pieces have fewer bytes than ``lengths``, those of
+    each part, says.
     """
     groups: list[list[_Piece]] = []
     end = (-1, 0)
-    for number, ((extents, offset, buffers), length) in enumerate(
-        zip(wanted, lengths, strict=True)
-    ):
-        rest = [
-            buffer if buffer.format == "B" else buffer.cast("B")
-            for buffer in buffers
-            if buffer.nbytes
-        ]
-        for run in _runs_of(extents, offset, length):
+    for number, part in enumerate(wanted):
+        length = lengths[number]
+        rest = [_as_bytes(buffer) for buffer in part.buffers if buffer.nbytes]
+        for run in _runs_of(part.extents, part.offset, length):
             if (run.segment, run.offset) != end:
                 groups.append([])
-            whole = run.length == length  # the usual case: one run, nothing to split
-            groups[-1].append(
-                _Piece(number, run, rest if whole else front(rest, run.length))
-            )
-            rest = [] if whole else after_bytes(rest, run.length)
+            buffers = rest
+            # usually there is one run, and nothing to split
+            if run.length < length:
+                buffers = front(rest, run.length)
+                rest = after_bytes(rest, run.length)
+            groups[-1].append(_Piece(number, run, buffers))
             end = (run.segment, run.offset + run.length)
     return groups
 

@@ -18,6 +18,7 @@ from persistkv.storage.catalog.rows import (
     LOG_KEY,
     MANIFEST_KEYS,
     MANIFESTS,
+    NO_GENERATION,
     PACKS,
     SEQUENCE,
     USES,
@@ -193,12 +194,19 @@ def totals(
 ) -> BackendStats:
     """Return the totals of a store from those of its namespaces; the other parameters are as in
     ``BackendStats``."""
+    total = NamespaceState(NO_GENERATION)
+    for state in states:
+        total.packs += state.packs
+        total.blocks += state.blocks
+        total.requests += state.requests
+        total.raw_bytes += state.raw_bytes
+        total.stored_bytes += state.stored_bytes
     return BackendStats(
-        packs=sum(state.packs for state in states),
-        blocks=sum(state.blocks for state in states),
-        requests=sum(state.requests for state in states),
-        raw_bytes=sum(state.raw_bytes for state in states),
-        stored_bytes=sum(state.stored_bytes for state in states),
+        packs=total.packs,
+        blocks=total.blocks,
+        requests=total.requests,
+        raw_bytes=total.raw_bytes,
+        stored_bytes=total.stored_bytes,
         disk_bytes=disk_bytes,
         capacity=capacity,
     )

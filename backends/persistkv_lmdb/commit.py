@@ -116,6 +116,7 @@ class BatchCommit:
         # used bytes at which the present entry of _MORE ends its evictions
         self._goal: Amount | None = None
         self._freed_by = 0  # number of the last transaction that evicted for this batch
+        self._attempted = False
         self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_A_PACK * len(batch.packs))
         """Maximum number of packs and manifests that one transaction evicts: a large batch takes
         its time anyway."""
@@ -140,8 +141,10 @@ class BatchCommit:
         """
         self._drop_shared_manifests(_DROPPED_AT_ONCE)
         for _ in range(_PLACINGS):
-            for pack in self._batch.packs:
-                pack.restart()
+            if self._attempted:
+                for pack in self._batch.packs:
+                    pack.restart()
+            self._attempted = True
             try:
                 if not self._environment.database.shares.inline:
                     self._place()

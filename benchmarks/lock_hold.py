@@ -119,15 +119,20 @@ def measure(backend: Backend, holds: Holds, packs: int, commits: int) -> None:
             min(commits, packs // (4 * LARGE_BLOCKS)),
         ),
     ):
-        for turn in range(turns + 3):
-            # the first ones find no reservation of their size
-            holds.kind = kind if turn > 2 else "filling"
-            more = [
+        holds.kind = "filling"
+        measured = 0
+        while measured < turns:
+            batch = [
                 sample_pack(namespace, number + place, blocks=blocks, block_bytes=4096)
                 for place in range(count)
             ]
-            backend.commit(namespace, CommitBatch(more))
             number += count
+            evicted = backend.commit(namespace, CommitBatch(batch)).evicted
+            if holds.kind == kind:
+                measured += 1
+            elif len(evicted) >= count:
+                # the store is full again, and commits of this size are expected
+                holds.kind = kind
 
 
 def _raw_sync(directory: Path) -> float:

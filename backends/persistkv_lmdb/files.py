@@ -217,10 +217,7 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
     """
     with translated_at_open(store):
         if not read_only:
-            for directory in (*reversed(store.parents), store):
-                if not directory.exists():
-                    directory.mkdir(0o700, exist_ok=True)
-                    sync_directory(directory.parent)
+            _create_directories(store)
         status = store.stat()
         if not stat.S_ISDIR(status.st_mode):
             raise StoreUnavailableError(f"{store} is a file; a store is a directory")
@@ -238,6 +235,13 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
         _check_no_other_files(store)
         if read_only:
             raise StoreUnavailableError(f"{store} is an empty directory and no store")
+
+
+def _create_directories(store: Path) -> None:
+    for directory in (*reversed(store.parents), store):
+        if not directory.exists():
+            directory.mkdir(0o700, exist_ok=True)
+            sync_directory(directory.parent)
 
 
 def _check_kind(file: Path, is_kind: Callable[[int], bool], kind: str) -> None:

@@ -13,7 +13,7 @@ under names that no other commit has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from persistkv.errors import StoreError
@@ -39,7 +39,7 @@ from persistkv.storage.shared.format import (
 from persistkv.storage.shared.index.merge import Merger
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.packs import PackBlobs, Upload
-from persistkv.storage.shared.replica import Plan, Replica
+from persistkv.storage.shared.replica import KeysPlace, Plan, Replica
 
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours
 # of a commit: a merge writes several into one object
@@ -83,13 +83,14 @@ class Inbox:
         if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
         missing = {pack.pack_id for pack in plan.missing}
-        used = [*batch.touches]
+        used = list(batch.touches)
         used += [pack.pack_id for pack in batch.packs if pack.pack_id not in missing]
         removals = plan.removals
-        changes = plan.missing or batch.manifests or plan.pins
-        if not (changes or removals.packs or removals.manifests):
+        adds = plan.missing or batch.manifests or plan.pins
+        if not adds and not removals.packs and not removals.manifests:
             self._touch(used)
             return CommitResult(plan.cursor)
+
         began = self._medium.time.now() or LATEST_TIME
         started = self._clock.monotonic()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
@@ -108,44 +109,35 @@ class Inbox:
         upload: Upload,
         used: Sequence[bytes],
     ) -> Delta:
-        """Return the content of a commit."""
+        """Return the content of a commit.
+
+        :param used: packs that it uses, besides those that its requests name.
+        """
         now = self._medium.time.time_of_use() or LATEST_TIME
-        added = [
-            PackEntry(entry.pack_id, entry.nonce, entry.body, now)
-            for entry in upload.entries
-        ]
-        named = [pack_id for write in batch.manifests for pack_id in write.packs]
-        uses: list[Use] = []
-        if used or named:
-            uses.append(Use(now, b"".join(dict.fromkeys([*used, *named]))))
-        removed = self._merger.tombstones(plan.removals)
+        packs: list[PackEntry] = []
+        for entry in upload.entries:
+            packs.append(PackEntry(entry.pack_id, entry.nonce, entry.body, now))
+        named = dict.fromkeys(used)
+        for write in batch.manifests:
+            named.update(dict.fromkeys(write.packs))
+        uses = [Use(now, b"".join(named))] if named else []
+
         digests = [self._digest(write) for write in batch.manifests]
-        versions = self._replica.versions(
-            [*digests, *(digest for digest, _ in plan.pins)]
-        )
+        digests += [digest for digest, _ in plan.pins]
+        versions = self._replica.versions(digests)
         manifests: list[ManifestEntry] = []
-        for write, digest, place in zip(
-            batch.manifests, digests, upload.places, strict=True
-        ):
+        for write, place in zip(batch.manifests, upload.places, strict=True):
+            digest = self._digest(write)
             versions[digest] += 1
             manifests.append(
-                ManifestEntry(
-                    digest,
-                    versions[digest],
-                    now,
-                    encode_manifest(write.manifest),
-                    b"".join(dict.fromkeys(write.packs)),
-                    place.nonce,
-                    place.offset,
-                    place.length,
-                )
+                _manifest_entry(write, place, digest, versions[digest], now)
             )
         pins: list[Pin] = []
         for digest, pinned in plan.pins:
             versions[digest] += 1
             pins.append(Pin(digest, versions[digest], pinned))
-        content = Delta(added, uses, manifests=manifests, pins=pins)
-        return union([content, removed], ())
+        content = Delta(packs, uses, manifests=manifests, pins=pins)
+        return union([content, self._merger.tombstones(plan.removals)], ())
 
     def _digest(self, write: ManifestWrite) -> bytes:
         return manifest_row(self._replica.namespace, write.manifest.id)[ID_BYTES:]
@@ -158,20 +150,13 @@ class Inbox:
             was none.
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
-        uses, lost = dict(self._uses), dict(self._lost)
-        waiting = Delta(
-            uses=[
-                Use(time, b"".join(ids))
-                for time, ids in groupby(uses, key=uses.__getitem__)
-            ],
-            removed=[Tombstone(name, time) for name, time in lost.items()],
-        )
-        delta = union([delta, waiting], ())
+        uses = dict(self._uses)
+        lost = dict(self._lost)
+        delta = union([delta, _waiting(uses, lost)], ())
         body = encode_delta(delta)
         if len(body) > _MOST_BODY_BYTES:
-            raise StoreError(
-                f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
-            )
+            text = f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
+            raise StoreError(text)
         name = self._names.new_commit(self._clock.random)
         publishing = self._reader.publishing
         publishing.add(name)
@@ -187,12 +172,18 @@ class Inbox:
         self._merger.own[name] = (now, delta)
         self._merger.turns.committed(now)
         self._published_at = now
+        self._forget_published(uses, lost)
+        return cursors
+
+    def _forget_published(
+        self, uses: Mapping[bytes, float], lost: Mapping[bytes, float]
+    ) -> None:
+        """Forget uses and lost packs that were published, except packs that were used again."""
         for pack_id, time in uses.items():
             if self._uses.get(pack_id) == time:
                 del self._uses[pack_id]
-        for pack in lost:
-            self._lost.pop(pack, None)
-        return cursors
+        for name in lost:
+            self._lost.pop(name, None)
 
     def _check_age(self, seconds: float) -> None:
         if seconds > _MOST_COMMIT_S:
@@ -222,3 +213,26 @@ class Inbox:
         now = self._medium.time.time_of_use() or LATEST_TIME
         self._lost[name] = now
         self._replica.apply([("", Delta(removed=[Tombstone(name, now)]))])
+
+
+def _manifest_entry(
+    write: ManifestWrite, place: KeysPlace, digest: bytes, version: int, time: float
+) -> ManifestEntry:
+    head = encode_manifest(write.manifest)
+    packs = b"".join(dict.fromkeys(write.packs))
+    return ManifestEntry(
+        digest, version, time, head, packs, place.nonce, place.offset, place.length
+    )
+
+
+def _waiting(uses: Mapping[bytes, float], lost: Mapping[bytes, float]) -> Delta:
+    """Return a delta with uses and lost packs.
+
+    :param uses: pack id → time, in the order of the times.
+    :param lost: name → time.
+    """
+    joined: list[Use] = []
+    for time, pack_ids in groupby(uses, key=uses.__getitem__):
+        joined.append(Use(time, b"".join(pack_ids)))
+    removed = [Tombstone(name, time) for name, time in lost.items()]
+    return Delta(uses=joined, removed=removed)

@@ -169,25 +169,36 @@ class PackBlobs:
     def _fetch(self, run: _Range, filled: list[bool]) -> None:
         """Read a range, and mark those of its spans whose bytes arrived; with a key, those of
         authentic frames."""
-        authenticator = self._medium.authenticator
-        frames = run.widen() if authenticator.key_id else []
+        if not self._medium.authenticator.key_id:
+            if self._fill(run, None):
+                for index, _, _ in run.spans:
+                    filled[index] = True
+            return
+        frames = run.widen()
         if not self._fill(run, None):
             return
-        is_ours = authenticator.frame_check(run.held.table, run.held.tags)
-        places = [
-            (frame.offset - run.start, frame.stored_length) for _, frame in frames
-        ]
+        forged = self._forged(run, frames)
+        for index, start, end in run.spans:
+            is_forged = any(
+                frame.offset < end and start < _end(frame) for frame in forged
+            )
+            filled[index] = not is_forged
+
+    def _forged(self, run: _Range, frames: Sequence[tuple[int, Frame]]) -> list[Frame]:
+        """Return the frames of a range that are not authentic.
+
+        :param frames: (index in pack, frame) of all frames of the range.
+        """
+        is_ours = self._medium.authenticator.frame_check(run.held.table, run.held.tags)
+        places: list[tuple[int, int]] = []
+        for _, frame in frames:
+            places.append((frame.offset - run.start, frame.stored_length))
+        contents = slices(run.buffers, places)
         forged: list[Frame] = []
-        for (number, frame), stored in zip(
-            frames, slices(run.buffers, places), strict=True
-        ):
+        for (number, frame), stored in zip(frames, contents, strict=True):
             if not is_ours(number, stored):
                 forged.append(frame)
-        for index, start, end in run.spans:
-            touched = [
-                frame for frame in forged if frame.offset < end and start < _end(frame)
-            ]
-            filled[index] = not touched
+        return forged
 
     def _have_other_blobs(self, ranges: Sequence[_Range]) -> bool:
         """Return whether a pack was read from a blob that turned out to be missing, and another
@@ -256,19 +267,13 @@ class PackBlobs:
         """
         ranges: list[_Range] = []
         held = self._replica.blobs({span.pack_id for span in spans})
-        order = sorted(
-            range(len(spans)),
-            key=lambda index: (spans[index].pack_id, spans[index].offset),
-        )
-        for index in order:
+        for index in _reading_order(spans):
             span = spans[index]
-            length = sum(buffer.nbytes for buffer in span.buffers)
             blob = held.get(span.pack_id)
-            if (
-                filled[index]
-                or blob is None
-                or span.offset + length > blob.table.payload_length
-            ):
+            if filled[index] or blob is None:
+                continue
+            length = sum(buffer.nbytes for buffer in span.buffers)
+            if span.offset + length > blob.table.payload_length:
                 continue
             if not length:
                 filled[index] = True
@@ -359,6 +364,15 @@ class _Range:
             self.start -= before
         self._skip(_end(frames[-1][1]) - self.end)
         return frames
+
+
+def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:
+    """Return the indexes of spans, so that neighbours in a pack follow each other."""
+
+    def place(index: int) -> tuple[bytes, int]:
+        return spans[index].pack_id, spans[index].offset
+
+    return sorted(range(len(spans)), key=place)
 
 
 def _followed(buffers: Sequence[memoryview], take: Take | None) -> Iterator[memoryview]:

@@ -127,24 +127,36 @@ class IndexReader:
         at_once = 1
         while todo:
             some = self._of_one_level(todo[:at_once])
-            del todo[: len(some)]
-            found = self._medium.maintenance.all(self._fetch, some)
             objects: list[tuple[str, Delta]] = []
-            for info, delta in zip(some, found, strict=True):
+            for info, delta in self._fetch_all(some):
                 if delta is None:
                     missing.append(info.name)
-                elif isinstance(delta, Unreadable):
-                    self._report(info.name, delta)
+                elif is_inbox:
+                    objects.append((info.name, delta.clamped(info.time)))
                 else:
-                    objects.append(
-                        (info.name, delta.clamped(info.time) if is_inbox else delta)
-                    )
+                    objects.append((info.name, delta))
             self.apply(objects)
             read = {name for name, _ in objects}
             self.remember([info for info in some if info.name in read])
-            todo = [info for info in todo if info.name not in self._replica.contained]
+            contained = self._replica.contained
+            rest = todo[len(some) :]
+            todo = [info for info in rest if info.name not in contained]
             at_once = self._medium.blobs.connections
         return missing
+
+    def _fetch_all(
+        self, infos: Sequence[BlobInfo]
+    ) -> list[tuple[BlobInfo, Delta | None]]:
+        """Return objects with their content, None for missing ones; without those that cannot be
+        read, which are reported."""
+        found: list[tuple[BlobInfo, Delta | None]] = []
+        contents = self._medium.maintenance.all(self._fetch, infos)
+        for info, content in zip(infos, contents, strict=True):
+            if isinstance(content, Unreadable):
+                self._report(info.name, content)
+            else:
+                found.append((info, content))
+        return found
 
     def _of_one_level(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
         """Return the first objects, up to a change of the level: after the last object of a base,
@@ -178,10 +190,8 @@ class IndexReader:
         need not read the parts of the base, which are the whole index.
         """
         newest_first = sorted(infos, key=lambda info: info.name, reverse=True)
-        segments: list[BlobInfo] = []
-        bases: list[BlobInfo] = []
-        for info in newest_first:
-            (bases if self._is_base(info.name) else segments).append(info)
+        bases = [info for info in newest_first if self._is_base(info.name)]
+        segments = [info for info in newest_first if not self._is_base(info.name)]
         if not self._replica.contained or len(segments) > _KNOWN_NAMES:
             return newest_first
         return segments + bases

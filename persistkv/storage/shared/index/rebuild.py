@@ -77,38 +77,39 @@ class Rebuilder:
         return found
 
     def _unnamed(self) -> Iterator[FoundPack]:
-        names: dict[bytes, BlobInfo] = {}
-        for info in self._medium.listed(self._names.packs):
-            name = self._names.pack_name(info.name)
-            if name is None:
-                self.skipped["blobs that are no packs"] += 1
-            else:
-                names[name] = info
-        for name in self._replica.live_names(names):
-            del names[name]
-        for name in self._replica.ended_names(names):
-            del names[name]
-            self.skipped["deleted packs"] += 1
-        total = sum(info.size for info in names.values())
+        candidates = self._candidates()
+        total = sum(info.size for info in candidates)
         done = 0
-        for info, body in self._medium.maintenance.each(
-            self._tail, list(names.values())
-        ):
+        for info, body in self._medium.maintenance.each(self._tail, candidates):
             done += info.size
             self._progress(done, total)
             name = self._names.pack_name(info.name)
             if body is None or name is None:
                 self.skipped["blobs without a readable table"] += 1
                 continue
+            pack_id = name[:-NONCE_BYTES]
             table = PackTable.parse(body)
-            if (table.namespace, table.pack_id) != (
-                self._replica.namespace,
-                name[:-NONCE_BYTES],
-            ):
+            if (table.namespace, table.pack_id) != (self._replica.namespace, pack_id):
                 self.skipped["packs of another place"] += 1
                 continue
-            entry = PackEntry(table.pack_id, name[-NONCE_BYTES:], body, info.time)
+            entry = PackEntry(pack_id, name[-NONCE_BYTES:], body, info.time)
             yield FoundPack(entry, table, info.size)
+
+    def _candidates(self) -> list[BlobInfo]:
+        """Return the blobs of packs that the index neither names nor has ended."""
+        blobs: dict[bytes, BlobInfo] = {}
+        for info in self._medium.listed(self._names.packs):
+            name = self._names.pack_name(info.name)
+            if name is None:
+                self.skipped["blobs that are no packs"] += 1
+            else:
+                blobs[name] = info
+        for name in self._replica.live_names(blobs):
+            del blobs[name]
+        for name in self._replica.ended_names(blobs):
+            del blobs[name]
+            self.skipped["deleted packs"] += 1
+        return list(blobs.values())
 
     def _tail(self, info: BlobInfo) -> bytes | None:
         """Return what follows the payload of a pack: tags, and the encoded table; None: they do not

@@ -140,25 +140,27 @@ class Sweeper:
         """Yield the content of the whole index, some of it perhaps twice."""
         read: set[str] = set()
         for _ in range(_TRIES):
-            todo: list[BlobInfo] = []
-            for prefix in (self._names.inbox, self._names.index):
-                todo += self._medium.listed(prefix, settled=True)
-            new = [info for info in todo if self._names.is_object(info.name)]
-            new = [info for info in new if info.name not in read]
-            missing = False
+            is_complete = True
+            new = [info for info in self._list_objects() if info.name not in read]
             for info, delta in self._medium.maintenance.each(self._fetch, new):
-                if isinstance(delta, str):
-                    if now - info.time < _JUNK_S:
-                        raise _BlockedError(delta)
-                elif delta is None:
-                    missing = True
+                if delta is None:
+                    is_complete = False
                     continue
-                else:
-                    yield delta
                 read.add(info.name)
-            if not missing:
+                if isinstance(delta, Delta):
+                    yield delta
+                elif now - info.time < _JUNK_S:
+                    raise _BlockedError(delta)
+            if is_complete:
                 return
         raise _BlockedError("listed objects of the index are missing")
+
+    def _list_objects(self) -> list[BlobInfo]:
+        """Return the commits, then the objects of the index: what is merged meanwhile is in one of
+        them."""
+        infos = self._medium.listed(self._names.inbox, settled=True)
+        infos += self._medium.listed(self._names.index, settled=True)
+        return [info for info in infos if self._names.is_object(info.name)]
 
     def _fetch(self, info: BlobInfo) -> Delta | str | None:
         """Return the content of an object; None if it is missing; the reason if it cannot be

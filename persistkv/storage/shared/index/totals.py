@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -106,11 +106,7 @@ class TotalsBoard:
         found: dict[bytes, tuple[float, Totals]] = {}
         junk: dict[bytes, float] = {}
         changed: list[tuple[bytes, BlobInfo]] = []
-        for info in self._medium.listed(self._prefix):
-            digits = info.name[len(self._prefix) :]
-            if _DIGITS.fullmatch(digits) is None:
-                continue  # of another program
-            namespace = bytes.fromhex(digits)
+        for namespace, info in self._list():
             known = self._others.get(namespace)
             if namespace == own:
                 found[namespace] = (info.time, totals)
@@ -120,14 +116,21 @@ class TotalsBoard:
                 junk[namespace] = info.time
             else:
                 changed.append((namespace, info))
-        for (namespace, info), read in self._medium.maintenance.each(
-            self._fetch, changed
-        ):
-            if read is None:
+        read = self._medium.maintenance.each(self._fetch, changed)
+        for (namespace, info), new in read:
+            if new is None:
                 junk[namespace] = info.time
             else:
-                found[namespace] = (info.time, read)
-        self._others, self._junk = found, junk
+                found[namespace] = (info.time, new)
+        self._others = found
+        self._junk = junk
+
+    def _list(self) -> Iterator[tuple[bytes, BlobInfo]]:
+        """Iterate over the totals in the store: namespace, blob."""
+        for info in self._medium.listed(self._prefix):
+            digits = info.name[len(self._prefix) :]
+            if _DIGITS.fullmatch(digits) is not None:  # else of another program
+                yield bytes.fromhex(digits), info
 
     def _fetch(self, place: tuple[bytes, BlobInfo]) -> Totals | None:
         """Return the totals of a namespace; None: they are junk, or were deleted."""
@@ -152,11 +155,10 @@ class TotalsBoard:
             return Limits(policy.capacity, policy.ttl_s)
         everything = [mine, *others.values()]
         horizon = _horizon(everything, policy.capacity)
-        free = policy.capacity - sum(
-            totals.newer_than(horizon) for totals in everything
-        )
-        share = max(0, free) // len(everything)
-        return Limits(mine.newer_than(horizon) + share, policy.ttl_s, horizon)
+        used = sum(totals.newer_than(horizon) for totals in everything)
+        share = max(0, policy.capacity - used) // len(everything)
+        capacity = mine.newer_than(horizon) + share
+        return Limits(capacity, policy.ttl_s, horizon)
 
     def abandoned(self, policy: Policy) -> bytes | None:
         """Return a namespace that no engine uses, and that has content to evict or to expire; None:
@@ -222,26 +224,27 @@ class NamespaceLimits:
 def _horizon(all_totals: Sequence[Totals], capacity: int) -> float:
     """Return the time before which content is evicted, to leave a part of the capacity free; minus
     infinity: none."""
-    excess = (
-        sum(totals.num_bytes for totals in all_totals)
-        - capacity
-        + capacity // _FREE_SHARE
-    )
+    num_bytes = sum(totals.num_bytes for totals in all_totals)
+    excess = num_bytes - capacity + capacity // _FREE_SHARE
     if excess <= 0:
         return -math.inf
-    grown: list[tuple[float, int]] = []
+    steps: list[tuple[float, int]] = []
     for totals in all_totals:
         before = 0
         for time, until in totals.ages:
-            grown.append((time, until - before))
+            steps.append((time, until - before))
             before = until
-    grown.sort()
+    if not steps:
+        return -math.inf
+    steps.sort()
     used = 0
-    for time, num_bytes in grown:
-        used += num_bytes
+    horizon = steps[-1][0]
+    for time, step_bytes in steps:
+        used += step_bytes
         if used >= excess:
-            return math.nextafter(time, math.inf)
-    return math.nextafter(grown[-1][0], math.inf) if grown else -math.inf
+            horizon = time
+            break
+    return math.nextafter(horizon, math.inf)
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -92,38 +92,37 @@ def parse_url(
     :param own: the URL's options that concern the bucket; None: all of them do.
     """
     given = url.options if own is None else own
-    for name in given:
-        if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:
-            raise ConfigurationError(
-                f"s3 option {name}",
-                "…",
-                "no credentials in URLs: see docs/s3.md, Credentials",
-            )
+    _check_names(given)
     values: dict[str, str | int | float] = {**given}
     for name in values.keys() & set(_DURATIONS):
         values[name] = parse_duration(given[name], name=f"s3 option {name}")
     options = convert_options(S3Options, values, where="s3", others=SHARED_NAMES)
-    bucket, _, prefix = url.location.partition("/")
-    prefix = prefix.strip("/")
+    return _place(url.location), options
+
+
+def _check_names(options: Mapping[str, str]) -> None:
+    """Raise a ``ConfigurationError`` that does not reveal the value, if an option is a secret."""
+    for name in options:
+        if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:
+            expected = "no credentials in URLs: see docs/s3.md, Credentials"
+            raise ConfigurationError(f"s3 option {name}", "…", expected)
+
+
+def _place(location: str) -> Place:
+    """Return the bucket and the prefix that a URL names."""
+    bucket, _, prefix = location.partition("/")
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
-        raise ConfigurationError(
-            "url",
-            f"s3://{bucket}",
-            "a bucket's name: 3 to 63 of a-z, 0-9, dot and hyphen",
-        )
+        expected = "a bucket's name: 3 to 63 of a-z, 0-9, dot and hyphen"
+        raise ConfigurationError("url", f"s3://{bucket}", expected)
+    prefix = prefix.strip("/")
+    if not prefix:
+        return Place(bucket, "")
     parts = prefix.split("/")
-    if (
-        not _PREFIX.fullmatch(prefix)
-        or len(prefix) > _MAX_PREFIX
-        or {".", ".."} & set(parts)
-        or "" in parts[1:]
-    ):
-        raise ConfigurationError(
-            "url",
-            url.location,
-            f"a prefix of at most {_MAX_PREFIX} letters, digits and !_.*'()-, in parts split by /",
-        )
-    return Place(bucket, f"{prefix}/" if prefix else ""), options
+    is_valid = _PREFIX.fullmatch(prefix) and len(prefix) <= _MAX_PREFIX
+    if not is_valid or {"", ".", ".."} & set(parts):
+        text = f"a prefix of at most {_MAX_PREFIX} letters, digits and !_.*'()-"
+        raise ConfigurationError("url", location, text + ", in parts split by /")
+    return Place(bucket, f"{prefix}/")
 
 
 def _check_endpoint(endpoint: str) -> None:

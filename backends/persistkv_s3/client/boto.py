@@ -442,38 +442,22 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise MissingExtraError("boto3", "s3") from None
-    path_style = (
-        options.endpoint_url is not None
-        if options.path_style is None
-        else options.path_style
-    )
 
     def make(*, unsigned: bool) -> Any:
-        config = Config(
-            signature_version="s3v4",
-            # reads run concurrently with a commit
-            max_pool_connections=2 * options.connections + _CALLERS,
-            request_checksum_calculation="when_supported"
-            if options.checksum == "crc32"
-            else "when_required",
-            response_checksum_validation="when_required",
-            s3={
-                "payload_signing_enabled": not unsigned,
-                "addressing_style": "path" if path_style else "auto",
-            },
-        )
         region = options.region or session.region_name or "us-east-1"
         return session.client(
-            "s3", endpoint_url=options.endpoint_url, region_name=region, config=config
+            "s3",
+            endpoint_url=options.endpoint_url,
+            region_name=region,
+            config=Config(**_settings(options, unsigned=unsigned)),
         )
 
     try:
         core, credentials = _make_session(options)
         session = boto3.session.Session(botocore_session=core)
         client = make(unsigned=options.unsigned_payload is not False)
-        if options.unsigned_payload is None and not client.meta.endpoint_url.startswith(
-            "https:"
-        ):
+        is_encrypted = client.meta.endpoint_url.startswith("https:")
+        if options.unsigned_payload is None and not is_encrypted:
             client.close()
             # nothing else would protect bodies in transit
             client = make(unsigned=False)
@@ -482,6 +466,28 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
             "s3 url", options.endpoint_url, f"options that boto3 accepts ({error})"
         ) from None
     return client, credentials
+
+
+def _settings(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
+    """Return the arguments of botocore's ``Config`` for a client."""
+    path_style = options.path_style
+    if path_style is None:
+        path_style = options.endpoint_url is not None
+    verifies = options.checksum == "crc32"
+    s3 = {
+        "payload_signing_enabled": not unsigned,
+        "addressing_style": "path" if path_style else "auto",
+    }
+    return {
+        "signature_version": "s3v4",
+        # reads run concurrently with a commit
+        "max_pool_connections": 2 * options.connections + _CALLERS,
+        "request_checksum_calculation": (
+            "when_supported" if verifies else "when_required"
+        ),
+        "response_checksum_validation": "when_required",
+        "s3": s3,
+    }
 
 
 def _make_session(options: S3Options) -> tuple[Any, DeferredCredentials]:

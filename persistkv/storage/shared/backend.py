@@ -223,12 +223,15 @@ class SharedBackend(Backend):
             namespaces += bool(packs)
         if not found and not skipped:
             return None
+        blocks = sum(len(pack.table.keys) for pack in found)
+        stored_bytes = sum(pack.table.payload_length for pack in found)
+        read_bytes = sum(len(pack.entry.body) for pack in found)
         return Rebuilt(
             packs=len(found),
-            blocks=sum(len(pack.table.keys) for pack in found),
+            blocks=blocks,
             namespaces=namespaces,
-            stored_bytes=sum(pack.table.payload_length for pack in found),
-            read_bytes=sum(len(pack.entry.body) for pack in found),
+            stored_bytes=stored_bytes,
+            read_bytes=read_bytes,
             skipped=skipped,
             capacity=self._policy.now().capacity,
             damaged=None,

@@ -160,21 +160,20 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         with a wrong clock can then not make its packs older or younger than they are.
         """
         replace = msgspec.structs.replace
-        return Delta(
-            [replace(entry, time=min(entry.time, latest)) for entry in self.packs],
-            [replace(use, time=min(use.time, latest)) for use in self.uses],
-            [
-                replace(tombstone, time=min(tombstone.time, latest))
-                for tombstone in self.removed
-            ],
-            [replace(entry, time=min(entry.time, latest)) for entry in self.manifests],
-            [
-                replace(dropped, time=min(dropped.time, latest))
-                for dropped in self.dropped
-            ],
-            self.pins,
-            self.includes,
-            self.parts,
+        packs = [replace(pack, time=min(pack.time, latest)) for pack in self.packs]
+        uses = [replace(use, time=min(use.time, latest)) for use in self.uses]
+        removed = [replace(end, time=min(end.time, latest)) for end in self.removed]
+        manifests: list[ManifestEntry] = []
+        for entry in self.manifests:
+            manifests.append(replace(entry, time=min(entry.time, latest)))
+        dropped = [replace(end, time=min(end.time, latest)) for end in self.dropped]
+        return replace(
+            self,
+            packs=packs,
+            uses=uses,
+            removed=removed,
+            manifests=manifests,
+            dropped=dropped,
         )
 
 

@@ -11,7 +11,7 @@ store without a catalogue, too.
 
 The work grows with the square of the number of engines, since each reads the commits of all: 100
 engines run for a third of the time, 1,000 for a minute. ``--engines 1000 --blocks 1 --no-kill``
-takes half an hour of CPU time, and 10 GB of memory for the replicas.
+takes more than an hour, and 10 GB of memory for the replicas.
 """
 
 from __future__ import annotations

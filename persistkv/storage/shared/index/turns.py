@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 # after a merge: until the same engine merges again. Readers look for it then
-AGAIN_S = 2.5
+AGAIN_S = 2.6
 MERGE_S = 0.3  # usual time of a merge
 _ALONE_S = 10.0  # the same, if it has found only its own commits for a while
 # after a commit of another engine was found: until this one counts as alone

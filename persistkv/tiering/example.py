@@ -104,29 +104,37 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def _run_pending(self) -> None:
         pending, self.pending_jobs = self.pending_jobs, []
         for job in pending:
-            failed = self._load(job) if job.is_promotion else self._store(job)
+            run = self._load if job.is_promotion else self._store
+            failed = run(job)
             self.completed_jobs.append(JobResult(job.job_id, True, failed))
 
     def _store(self, job: JobMetadata) -> list[OffloadKey]:
         """Copy the blocks that are not held yet. To make room, evict blocks of other jobs only."""
         own = set(job.keys)
         declined = []
-        for key, row in zip(job.keys, job.block_ids.tolist(), strict=True):
+        rows = job.block_ids.tolist()
+        for key, row in zip(job.keys, rows, strict=True):
             if key in self.blocks:
                 self.blocks.move_to_end(key)
                 continue
-            if len(self.blocks) == self.max_blocks:
-                victim = next((held for held in self.blocks if held not in own), None)
-                if victim is None:
-                    declined.append(key)
-                    continue
-                del self.blocks[victim]
+            if len(self.blocks) == self.max_blocks and not self._evict(own):
+                declined.append(key)
+                continue
             self.blocks[key] = b"".join(self._ranges(key, row))
         return declined
 
+    def _evict(self, spared: set[OffloadKey]) -> bool:
+        """Evict the least recently used block that is not spared; return whether there was one."""
+        for key in self.blocks:
+            if key not in spared:
+                del self.blocks[key]
+                return True
+        return False
+
     def _load(self, job: JobMetadata) -> list[OffloadKey]:
         failed = []
-        for key, row in zip(job.keys, job.block_ids.tolist(), strict=True):
+        rows = job.block_ids.tolist()
+        for key, row in zip(job.keys, rows, strict=True):
             block = self.blocks.get(key)
             if block is None:
                 failed.append(key)
@@ -141,10 +149,9 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def _ranges(self, key: OffloadKey, row: int) -> list[memoryview]:
         """Return writable views of the bytes that the block uses in its row."""
         layout = self.config.layout
-        ranges, base = (
-            layout.groups[get_offload_group_idx(key)].ranges,
-            row * layout.row_stride,
-        )
-        return [
-            self._flat[base + offset : base + offset + size] for offset, size in ranges
-        ]
+        base = row * layout.row_stride
+        views = []
+        for offset, size in layout.groups[get_offload_group_idx(key)].ranges:
+            start = base + offset
+            views.append(self._flat[start : start + size])
+        return views

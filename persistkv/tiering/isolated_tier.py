@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-from persistkv.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext
+from persistkv.base import (
+    OffloadingEvent,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+)
 from persistkv.isolation import Isolation
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.prewarming import RecentContexts
@@ -19,7 +25,7 @@ class IsolatedTier:
     """Wrapper of a secondary tier that logs its exceptions; the results are then those of an empty
     tier.
 
-    A tier is unusable, which means that it gets no lookups and no jobs,
+    A tier is unusable, which means that lookups miss and that the manager submits no jobs to it,
 
     - after ``get_finished_jobs`` raised, until it succeeds, because rows of its jobs would stay
       reserved forever;
@@ -29,17 +35,23 @@ class IsolatedTier:
 
     def __init__(self, tier: SecondaryTierManager) -> None:
         self.tier = tier
+        self.lists_contexts = isinstance(tier, RecentContexts)
+        """Whether the tier can list recently used contexts (``ask_recent``)."""
+        self.is_usable = True
+        self.poll_failed = False
+        """Whether the tier's last ``get_finished_jobs`` raised."""
+        self._reset_failed = False
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
-        self.num_cascading = 0
-        """Blocks that the tier's store jobs in flight keep from eviction; updated by the
-        manager."""
-        self.is_usable = True
-        self.is_silent = False
-        """Whether the tier's last ``get_finished_jobs`` raised."""
-        self._is_stale = False
+        overridden = type(tier).lookup_prefix is not SecondaryTierManager.lookup_prefix
+        self._has_lookup_prefix = overridden
+
+    # Lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if not self.is_usable:
+            return False
+        # Without ``attempt``: this is the manager's hottest call, once per block and tier.
         try:
             return self.tier.lookup(key, req_context)
         except Exception as error:
@@ -49,7 +61,7 @@ class IsolatedTier:
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
         """Return the tier's ``lookup_prefix``; 0 if it does not override it: single lookups are
         then as fast."""
-        if type(self.tier).lookup_prefix is SecondaryTierManager.lookup_prefix:
+        if not (self.is_usable and self._has_lookup_prefix):
             return 0
         return self._attempt(
             "lookup_prefix",
@@ -65,33 +77,39 @@ class IsolatedTier:
             "touch", "the use is not counted", None, self.tier.touch, keys, req_context
         )
 
+    # Jobs
+
     def submit(self, job: JobMetadata) -> bool:
         """Submit a load or store job to the tier. Return False if the tier raised: the job has
         failed."""
-        submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
-        with self._isolation.guard(
-            "submit_load" if job.is_promotion else "submit_store", "the job failed"
-        ) as guard:
+        submit, call = self.tier.submit_store, "submit_store"
+        if job.is_promotion:
+            submit, call = self.tier.submit_load, "submit_load"
+        with self._isolation.guard(call, "the job failed") as guarded:
             submit(job)
-        return not guard.raised
+        return not guarded.raised
 
     def finished_jobs(self) -> list[JobResult]:
         finished: list[JobResult] = []
         consequence = "its jobs fail, and it gets no others until a poll succeeds"
-        with self._isolation.guard("get_finished_jobs", consequence) as guard:
+        with self._isolation.guard("get_finished_jobs", consequence) as guarded:
             # keeps the results of an iterator that raises
             finished.extend(self.tier.get_finished_jobs())
-        self.is_silent = guard.raised
-        self.is_usable = not (self.is_silent or self._is_stale)
+        self.poll_failed = guarded.raised
+        self.is_usable = not (guarded.raised or self._reset_failed)
         return finished
 
+    # Requests
+
     def on_new_request(self, req_context: ReqContext) -> OffloadPolicy:
-        return self._attempt(
+        answer = self._attempt(
             "on_new_request",
             "the tier receives newly computed blocks only",
-            OffloadPolicy.BLOCK_LEVEL,
-            lambda: self.tier.on_new_request(req_context).policy,
+            RequestOffloadingContext(),
+            self.tier.on_new_request,
+            req_context,
         )
+        return answer.policy
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._attempt(
@@ -102,6 +120,8 @@ class IsolatedTier:
             req_context,
         )
 
+    # The state of the tier
+
     def take_events(self) -> list[OffloadingEvent]:
         events: list[OffloadingEvent] = []
         with self._isolation.guard("take_events", "events of the tier may be missing"):
@@ -109,16 +129,14 @@ class IsolatedTier:
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
-        consequence = (
-            "the tier is not used until a reset succeeds"
-            if weights_changed
-            else "the tier keeps its state"
-        )
-        with self._isolation.guard("reset_cache", consequence) as guard:
+        consequence = "the tier keeps its state"
+        if weights_changed:
+            consequence = "the tier is not used until a reset succeeds"
+        with self._isolation.guard("reset_cache", consequence) as guarded:
             self.tier.reset_cache(weights_changed)
         if weights_changed:
-            self._is_stale = guard.raised
-            self.is_usable = not (self.is_silent or self._is_stale)
+            self._reset_failed = guarded.raised
+            self.is_usable = not (guarded.raised or self.poll_failed)
 
     def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
         """See ``RecentContexts``, which the tier must implement."""
@@ -138,6 +156,10 @@ class IsolatedTier:
         )
 
     def has_pending_work(self) -> bool:
+        """Return whether the tier needs engine steps. An unusable one never does: an engine would
+        step for it forever."""
+        if not self.is_usable:
+            return False
         return self._attempt(
             "has_pending_work",
             "the tier is taken as idle",
@@ -147,9 +169,14 @@ class IsolatedTier:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds for the tier's jobs; return whether they have ended."""
-        consequence = "its jobs may not have ended"
-        return timeout_s > 0 and self._attempt(
-            "drain_jobs", consequence, False, self.tier.drain_jobs, timeout_s
+        if timeout_s <= 0:
+            return False
+        return self._attempt(
+            "drain_jobs",
+            "its jobs may not have ended",
+            False,
+            self.tier.drain_jobs,
+            timeout_s,
         )
 
     def shutdown(self, drain_s: float) -> None:

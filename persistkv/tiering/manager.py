@@ -22,9 +22,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from persistkv.base import (
@@ -40,14 +39,17 @@ from persistkv.base import (
 from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from persistkv.tiering.cascades import Cascade, CascadeQueue
 from persistkv.tiering.isolated_tier import IsolatedTier
-from persistkv.tiering.prewarming import Prewarming, RecentContexts
+from persistkv.tiering.prewarming import Prewarming
+from persistkv.tiering.promotions import Promotion, PromotionQueue
+from persistkv.tiering.requests import TieredRequest
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
+# pseudo-request that owns the promotions of recently used contexts
 _PREWARM = ReqContext("prewarm")
-"""Pseudo-request that owns the promotions of recently used contexts."""
 
 
 @dataclass
@@ -75,83 +77,14 @@ class TieringStats:
 
 
 @dataclass
-class _Promotion:
-    """Blocks to load from one secondary tier for one request, all KV cache groups together; not
-    submitted yet."""
-
-    context: ReqContext
-    keys: dict[OffloadKey, None] = field(default_factory=dict)
-    """Ordered set of keys, in the order of their lookups."""
-    since: float = field(default_factory=time.monotonic)
-    """Time of creation. It bounds how long the promotion waits for rows."""
-
-
-@dataclass
-class _Job:
+class _TierJob:
     """Job in flight of a secondary tier: a store (cascade) or load (promotion)."""
 
     tier: IsolatedTier
     data: JobMetadata
-    epoch: int
-    """Number of cache resets before the job was submitted."""
-
-
-@dataclass
-class _Request:
-    """State of one request, from its first call until the tiers have received
-    ``on_request_finished`` for it."""
-
-    context: ReqContext
-    request_level_tiers: list[IsolatedTier]
-    """Tiers with ``OffloadPolicy.REQUEST_LEVEL``: they receive every block of the request,
-    including prefix hits."""
-    storing: int = 0
-    """Number of blocks of the request that are being written to the primary tier."""
-    num_waiting_cascades: int = 0
-    """Cascades of the request that wait for earlier ones to end. The tiers receive them before
-    ``on_request_finished``."""
-    awaiting: set[OffloadKey] = field(default_factory=set)
-    """Blocks that the request offered for storing while a promotion or another request was writing
-    them. The tiers receive these blocks before ``on_request_finished``."""
-    finished: bool = False
-    missed: set[OffloadKey] = field(default_factory=set)
-    """Blocks whose promotion failed or found no row: misses for this request, so that it does not
-    retry forever."""
-    held: set[OffloadKey] = field(default_factory=set)
-    """Promoted blocks that stay referenced until the request loads them."""
-    held_until: float = 0.0
-    """``time.monotonic`` time at which ``held`` blocks are released."""
-    received: dict[IsolatedTier, set[OffloadKey]] = field(default_factory=dict)
-    """For each request-level tier, promoted blocks that it received before the request offered them
-    for storing."""
-
-
-@dataclass
-class _Cascade:
-    """Readable blocks to submit to one secondary tier for storing. Until then they may be
-    evicted."""
-
-    request: _Request | None
-    """None: the request is not known."""
-    context: ReqContext
-    keys: list[OffloadKey]
-
-
-class _WaitingCascades:
-    """Queue of the cascades of one tier that are not submitted yet, oldest first."""
-
-    def __init__(self) -> None:
-        self.cascades: deque[_Cascade] = deque()
-        self.num_blocks = 0
-
-    def append(self, cascade: _Cascade) -> None:
-        self.cascades.append(cascade)
-        self.num_blocks += len(cascade.keys)
-
-    def popleft(self) -> _Cascade:
-        cascade = self.cascades.popleft()
-        self.num_blocks -= len(cascade.keys)
-        return cascade
+    is_reset: bool = False
+    """Whether the cache was reset after the submission. The job still uses its rows, but nobody
+    waits for its blocks."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -177,53 +110,36 @@ class TieringOffloadingManager(OffloadingManager):
         room_wait_s: float = 0.5,
         prewarm_share: float = 0.0,
     ) -> None:
-        if not 0 < cascade_share <= 1:
-            raise ConfigurationError(
-                "cascade_share", cascade_share, "a share above 0 and at most 1"
-            )
-        if hold_s <= 0:
-            raise ConfigurationError("hold_s", hold_s, "a positive number of seconds")
-        if room_wait_s < 0:
-            raise ConfigurationError("room_wait_s", room_wait_s, "0 or more seconds")
-        if not 0 <= prewarm_share <= 1:
-            raise ConfigurationError(
-                "prewarm_share", prewarm_share, "a share from 0 to 1"
-            )
+        _check_options(cascade_share, hold_s, room_wait_s, prewarm_share)
         self.primary_tier = primary_tier
         self.secondary_tiers = list(secondary_tiers)
         self.stats = TieringStats()
         self._tiers = [IsolatedTier(tier) for tier in self.secondary_tiers]
         self._enable_events = enable_events
-        self._max_cascading = (
-            primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
-        )
         self._hold_s = hold_s
         self._room_wait_s = room_wait_s
-        self._epoch = 0
-        self._polled = False  # whether finished jobs were polled in this step
-        self._job_ids = itertools.count()
-        self._jobs: dict[int, _Job] = {}
-        self._requests: dict[str, _Request] = {}
-        self._pending: dict[tuple[IsolatedTier, str], _Promotion] = {}
-        # requests by the promoted block that they wait for
-        self._waiters: dict[OffloadKey, set[str]] = {}
-        self._waiting = {tier: _WaitingCascades() for tier in self._tiers}
-        # requests by the block in _Request.awaiting
-        self._awaited: dict[OffloadKey, set[str]] = {}
-        # blocks being promoted by a tier that cannot be polled
-        self._lost: set[OffloadKey] = set()
-        listing = [
-            tier for tier in self._tiers if isinstance(tier.tier, RecentContexts)
-        ]
-        num_prewarmed = int(primary_tier.num_blocks * prewarm_share)
-        self._prewarming = (
-            Prewarming(listing[0], num_prewarmed) if prewarm_share and listing else None
-        )
 
-    # Lookup and promotion
+        self._requests: dict[str, TieredRequest] = {}
+        # ids of requests by the block in TieredRequest.awaited_writes
+        self._awaiting_write: dict[OffloadKey, set[str]] = {}
+        self._promotions = PromotionQueue()
+        # Each tier has a share of its own: one that hangs must not stop the cascades to the others.
+        share = primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
+        self._cascades = {tier: CascadeQueue(share) for tier in self._tiers}
+        self._job_ids = itertools.count()
+        self._jobs: dict[int, _TierJob] = {}
+        self._polled = False  # whether finished jobs were polled in this step
+
+        self._prewarming: Prewarming | None = None
+        listing = [tier for tier in self._tiers if tier.lists_contexts]
+        if prewarm_share and listing:
+            num_blocks = int(primary_tier.num_blocks * prewarm_share)
+            self._prewarming = Prewarming(listing[0], num_blocks)
+
+    # Lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self._lookup(key, req_context, None)
+        return self._lookup(key, req_context, {})
 
     def is_held(self, key: OffloadKey) -> bool:
         return self.primary_tier.is_held(key)
@@ -236,169 +152,177 @@ class TieringOffloadingManager(OffloadingManager):
         ``lookup_prefix``.
         """
         answers: list[bool | None] = []
-        tier_of: dict[OffloadKey, IsolatedTier] | None = None
-        for number, key in enumerate(keys):
-            if tier_of is None and not self.primary_tier.lookup(key, req_context):
-                tier_of = {}
-                if req_context.req_id not in self._requests:
-                    self._begin(req_context)
-                for tier in reversed(self._tiers):
-                    if tier.is_usable:
-                        held = tier.num_held(keys[number:], req_context)
-                        tier_of.update(
-                            dict.fromkeys(keys[number : number + held], tier)
-                        )
-            answer = self._lookup(key, req_context, tier_of)
+        for key in keys:
+            if not self.primary_tier.lookup(key, req_context):
+                break
+            answers.append(True)
+
+        others = keys[len(answers) :]
+        if not others:
+            return answers
+        holders = self._holders(others, req_context)
+        for key in others:
+            answer = self._lookup(key, req_context, holders)
             if answer is False:
                 break
             answers.append(answer)
         return answers
 
+    def _holders(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> dict[OffloadKey, IsolatedTier]:
+        """Return, for each key in a prefix that a secondary tier holds, the first such tier."""
+        # a tier must know the request before its first lookup
+        self._request(req_context)
+        holders: dict[OffloadKey, IsolatedTier] = {}
+        for tier in reversed(self._tiers):
+            num_held = tier.num_held(keys, req_context)
+            holders.update(dict.fromkeys(keys[:num_held], tier))
+        return holders
+
     def _lookup(
         self,
         key: OffloadKey,
         req_context: ReqContext,
-        tier_of: Mapping[OffloadKey, IsolatedTier] | None,
+        holders: Mapping[OffloadKey, IsolatedTier],
     ) -> bool | None:
         """Look up one block. If only a secondary tier holds it, queue its promotion and return
         None.
 
-        :param tier_of: key → a tier that holds it, so that this tier need not be probed again.
+        :param holders: key → a tier that holds it, so that this tier need not be probed again.
         """
-        answer = self.primary_tier.lookup(key, req_context)
-        if answer:
+        in_primary = self.primary_tier.lookup(key, req_context)
+        if in_primary:
             return True
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
-        waiters = self._waiters.get(key)
+        request = self._request(req_context)
+
+        # Before the primary tier's answer: its row exists from the submission of the promotion on,
+        # and the request must be among the waiters when the promotion ends.
+        waiters = self._promotions.waiters.get(key)
         if waiters is not None:
             waiters.add(req_context.req_id)
             return None
-        if answer is None:
-            return False if key in self._lost else None
+        if in_primary is None:
+            # The end of a lost promotion may never come; the engine computes the block instead.
+            return False if key in self._promotions.lost else None
         if key in request.missed:
             return False
-        known = tier_of.get(key) if tier_of else None
+
+        return self._lookup_secondary(key, req_context, holders.get(key))
+
+    def _lookup_secondary(
+        self, key: OffloadKey, req_context: ReqContext, holder: IsolatedTier | None
+    ) -> bool | None:
+        """Queue the promotion of the block from the first tier that holds it.
+
+        :returns: None: the block is promoted, or a tier asks to retry; False: no tier holds it.
+        """
         for tier in self._tiers:
-            answer = tier is known or (
-                tier.lookup(key, req_context) if tier.is_usable else False
-            )
-            if answer:
-                place = (tier, req_context.req_id)
-                pending = self._pending.get(place)
-                if pending is None:
-                    pending = self._pending[place] = _Promotion(req_context)
-                pending.keys[key] = None
-                self._waiters[key] = {req_context.req_id}
-            if answer or answer is None:
+            is_held = tier is holder or tier.lookup(key, req_context)
+            if is_held:
+                self._promotions.add(tier, key, req_context)
+                return None
+            if is_held is None:
                 return None
         return False
 
+    # Promotion
+
     def _submit_promotions(self) -> None:
-        primary, pending = self.primary_tier, self._pending
-        self._pending = {}
-        for (tier, req_id), promotion in pending.items():
-            keys, context, resident = (
-                list(promotion.keys),
-                promotion.context,
-                list[OffloadKey](),
+        """Submit the queued promotions, except those that wait for rows."""
+        for promotion in self._promotions.take():
+            if not promotion.tier.is_usable:
+                self._miss(promotion.keys)
+            elif not self._submit_promotion(promotion):
+                self._promotions.put_back(promotion)
+
+    def _submit_promotion(self, promotion: Promotion) -> bool:
+        """Allocate rows for a promotion and submit its job, with as many blocks as there are rows.
+
+        :returns: False if there is no row, and the promotion may still wait for one.
+        """
+        primary = self.primary_tier
+        keys = promotion.keys_by_depth()
+        context = promotion.context
+        # The promotion must not evict the request's own prefix, without which it is useless.
+        prefix = self._readable_blocks(context)
+        num_rows = primary.num_free_or_evictable() - primary.num_evictable_of(prefix)
+        waited_s = time.monotonic() - promotion.created_at
+        if not num_rows and waited_s < self._room_wait_s:
+            return False
+
+        output = None
+        if num_rows:
+            output = primary.prepare_write(prefix + keys[:num_rows], context)
+        if output is None:
+            self._decline(keys)
+            return True
+
+        self._decline(keys[num_rows:])
+        allocated = set(output.keys_to_store)
+        for key in keys[:num_rows]:
+            if key not in allocated:
+                # a store or another promotion has begun to write it since the lookup
+                del self._promotions.waiters[key]
+        if output.keys_to_store:
+            self._submit(
+                promotion.tier,
+                output.keys_to_store,
+                output.store_spec,
+                context,
+                is_promotion=True,
             )
-            if not tier.is_usable:
-                self._miss(keys)
-                continue
-            if (description := context.description) is not None:
-                depths = {key: description.depth(key) or 0 for key in keys}
-                # if the list is cut, each group keeps a prefix
-                keys.sort(key=depths.__getitem__)
-                # The request's blocks in the primary tier: its promotion must not evict its own
-                # prefix.
-                resident = [
-                    key
-                    for chain in description.group_keys
-                    for key in chain
-                    if primary.is_ready(key)
-                ]
-            room = primary.num_free_or_evictable() - primary.num_evictable_of(resident)
-            if not room and time.monotonic() - promotion.since < self._room_wait_s:
-                self._pending[tier, req_id] = promotion
-                continue
-            output = (
-                primary.prepare_write(resident + keys[:room], context) if room else None
-            )
-            declined = keys[room:] if output is not None else keys
-            self.stats.declined_promotions += len(declined)
-            self._miss(declined)
-            if output is None:
-                continue
-            for key in set(keys[:room]).difference(output.keys_to_store):
-                del self._waiters[key]  # another job writes it to the primary tier
-            if output.keys_to_store:
-                self._submit(
-                    tier,
-                    output.keys_to_store,
-                    output.store_spec,
-                    context,
-                    is_promotion=True,
-                )
+        return True
+
+    def _readable_blocks(self, context: ReqContext) -> list[OffloadKey]:
+        """Return the request's blocks in the primary tier; none if it has no description."""
+        readable: list[OffloadKey] = []
+        if context.description is not None:
+            for keys in context.description.group_keys:
+                readable += filter(self.primary_tier.is_ready, keys)
+        return readable
+
+    def _decline(self, keys: Sequence[OffloadKey]) -> None:
+        """The primary tier has no rows for the promotion of these blocks."""
+        self.stats.declined_promotions += len(keys)
+        self._miss(keys)
+
+    def _miss(self, keys: Iterable[OffloadKey]) -> None:
+        """Make lookups of these blocks return False for the requests that wait for them."""
+        for key in keys:
+            for req_id in self._promotions.take_waiters(key):
+                if request := self._requests.get(req_id):
+                    request.missed.add(key)
 
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the promotion of the next recently used context once all promotions of the previous
         one have ended."""
         is_idle = prewarming.ended and not prewarming.waits
-        if (
-            is_idle
-            or any(req_id == _PREWARM.req_id for _, req_id in self._pending)
-            or any(job.data.req_context is _PREWARM for job in self._jobs.values())
-        ):
+        if is_idle or self._is_prewarming():
             return
-        new = [
-            key
-            for key in prewarming.next_context() or ()
-            if self.primary_tier.lookup(key, _PREWARM) is False
-        ]
-        for tier in self._tiers:
-            held = [
-                key
-                for key in new
-                if key not in self._waiters
-                and tier.is_usable
-                and tier.lookup(key, _PREWARM)
-            ]
-            if held:
-                self._pending[tier, _PREWARM.req_id] = _Promotion(
-                    _PREWARM, dict.fromkeys(held)
-                )
-                self._waiters.update((key, set()) for key in held)
+        for key in prewarming.next_context() or ():
+            is_absent = self.primary_tier.lookup(key, _PREWARM) is False
+            if is_absent and key not in self._promotions.waiters:
+                self._queue_prewarmed(key)
 
-    def _miss(self, keys: Iterable[OffloadKey]) -> None:
-        """Make lookups of these blocks return False for the requests that wait for them."""
-        for key in keys:
-            for req_id in self._waiters.pop(key, ()):
-                if request := self._requests.get(req_id):
-                    request.missed.add(key)
-
-    def _submit(
-        self,
-        tier: IsolatedTier,
-        keys: list[OffloadKey],
-        rows: LoadStoreSpec,
-        context: ReqContext,
-        *,
-        is_promotion: bool,
-    ) -> bool:
-        """Submit a job to a tier, and return True. If the tier raises, finish the job as failed and
-        return False."""
-        block_ids = cast(CPULoadStoreSpec, rows).block_ids
-        job = JobMetadata(next(self._job_ids), keys, block_ids, is_promotion, context)
-        self._jobs[job.job_id] = _Job(tier, job, self._epoch)
-        if tier.submit(job):
+    def _is_prewarming(self) -> bool:
+        if self._promotions.has_queued(_PREWARM.req_id):
             return True
-        self._finish(JobResult(job.job_id, success=False))
-        return False
+        return any(job.data.req_context is _PREWARM for job in self._jobs.values())
+
+    def _queue_prewarmed(self, key: OffloadKey) -> None:
+        for tier in self._tiers:
+            if tier.lookup(key, _PREWARM):
+                self._promotions.add(tier, key, _PREWARM)
+                return
+
+    # Loads
 
     def prepare_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
+        # the load references the rows now
         request = self._requests.get(req_context.req_id)
         if request is not None and request.held:
             self._release_held(request, request.held.intersection(keys))
@@ -414,11 +338,30 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.touch(keys, req_context)
 
-    def _release_held(self, request: _Request, keys: Collection[OffloadKey]) -> None:
+    def _hold(self, request: TieredRequest, keys: set[OffloadKey]) -> None:
+        """Keep readable blocks from eviction until the request loads them."""
+        self.primary_tier.prepare_read(list(keys), request.context)
+        request.held |= keys
+        request.held_until = time.monotonic() + self._hold_s
+
+    def _release_held(
+        self, request: TieredRequest, keys: Collection[OffloadKey]
+    ) -> None:
         self.primary_tier.complete_read(list(keys), request.context)
         request.held = request.held.difference(keys)
 
-    # Storing
+    def _expire_holds(self) -> None:
+        """Release the blocks of requests that the engine did not schedule again in time."""
+        holding = [request for request in self._requests.values() if request.held]
+        if not holding:
+            return
+        now = time.monotonic()
+        for request in holding:
+            if now >= request.held_until:
+                self.stats.expired_holds += len(request.held)
+                self._release_held(request, request.held)
+
+    # Stores and cascades
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
@@ -433,98 +376,104 @@ class TieringOffloadingManager(OffloadingManager):
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             return None
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
-        request.storing += len(output.keys_to_store)
+        request = self._request(req_context)
+        request.num_being_written += len(output.keys_to_store)
         if request.request_level_tiers and len(output.keys_to_store) < len(keys):
             new = set(output.keys_to_store)
-            existing = [key for key in keys if key not in new]
-            ready = [key for key in existing if self.primary_tier.is_ready(key)]
-            for tier in request.request_level_tiers:
-                received = request.received.get(tier)
-                self._cascade(
-                    tier,
-                    [key for key in ready if key not in received]
-                    if received
-                    else ready,
-                    req_context,
-                )
-            for key in existing:
-                if (
-                    self.primary_tier.lookup(key, req_context) is None
-                    and key not in self._lost
-                ):
-                    request.awaiting.add(key)
-                    self._awaited.setdefault(key, set()).add(req_context.req_id)
+            hits = [key for key in keys if key not in new]
+            self._cascade_hits(request, hits, req_context)
         return output
+
+    def _cascade_hits(
+        self,
+        request: TieredRequest,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        """Cascade the prefix hits of a request to its request-level tiers: now those that are
+        readable, at the end of their writes the others."""
+        readable = []
+        for key in keys:
+            in_primary = self.primary_tier.lookup(key, req_context)
+            if in_primary:
+                readable.append(key)
+            elif in_primary is None and key not in self._promotions.lost:
+                request.awaited_writes.add(key)
+                self._awaiting_write.setdefault(key, set()).add(req_context.req_id)
+        for tier in request.request_level_tiers:
+            new_to_tier = request.not_received(tier, readable)
+            self._cascade(tier, new_to_tier, req_context)
 
     def complete_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         written, orphaned = self.primary_tier.end_writes(keys, success)
-        for tier in self._tiers if success else ():
-            self._cascade(tier, written, req_context)
+        if success:
+            for tier in self._tiers:
+                self._cascade(tier, written, req_context)
         request = self._requests.get(req_context.req_id)
         if request is not None:
-            request.storing -= len(written) + len(orphaned)
+            request.num_being_written -= len(written) + len(orphaned)
             self._end_if_done(request)
-        self._settle((*written, *orphaned))
+        self._end_awaited_writes((*written, *orphaned))
 
-    def _settle(self, keys: Sequence[OffloadKey]) -> None:
+    def _end_awaited_writes(self, keys: Iterable[OffloadKey]) -> None:
         """Blocks are no longer being written: end the requests that only awaited them."""
-        for key in keys if self._awaited else ():
-            for req_id in self._awaited.pop(key, ()):
+        if not self._awaiting_write:
+            return
+        for key in keys:
+            for req_id in self._awaiting_write.pop(key, ()):
                 if request := self._requests.get(req_id):
-                    request.awaiting.discard(key)
+                    request.awaited_writes.discard(key)
                     self._end_if_done(request)
 
     def _cascade(
-        self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext
+        self, tier: IsolatedTier, readable: list[OffloadKey], req_context: ReqContext
     ) -> bool:
         """Submit readable blocks to a tier for storing, once the tier's share of the rows permits
         it. Return False if the tier gets no jobs.
         """
-        if not ready or not tier.is_usable:
+        if not readable or not tier.is_usable:
             return False
         request = self._requests.get(req_context.req_id)
         if request is not None:
             request.num_waiting_cascades += 1
-        waiting = self._waiting[tier]
-        waiting.append(_Cascade(request, req_context, ready))
+        queue = self._cascades[tier]
+        queue.append(Cascade(request, req_context, readable))
         self._submit_cascades(tier)
         # Waiting blocks have no reference, so the primary tier holds at most so many of them.
-        while waiting.num_blocks > self.primary_tier.num_blocks:
-            self._drop_cascade(waiting.popleft())
+        while queue.num_waiting_blocks > self.primary_tier.num_blocks:
+            self._drop_cascade(queue.popleft())
         return True
 
     def _submit_cascades(self, tier: IsolatedTier) -> None:
         """Submit the tier's waiting cascades for which its share of the rows has room. Drop them if
         it gets no jobs."""
-        waiting = self._waiting[tier]
-        while waiting.cascades:
+        queue = self._cascades[tier]
+        while queue.waiting:
             if not tier.is_usable:
-                self._drop_cascade(waiting.popleft())
-                continue
-            num_blocks = len(waiting.cascades[0].keys)
-            if (
-                tier.num_cascading
-                and tier.num_cascading + num_blocks > self._max_cascading
-            ):
+                self._drop_cascade(queue.popleft())
+            elif queue.has_room:
+                self._submit_cascade(tier, queue.popleft())
+            else:
                 return
-            cascade = waiting.popleft()
-            held = [key for key in cascade.keys if self.primary_tier.is_ready(key)]
-            self.stats.dropped_cascades += num_blocks - len(held)
-            if held:
-                spec = self.primary_tier.prepare_read(held, cascade.context)
-                tier.num_cascading += len(held)
-                self.stats.cascaded_blocks += len(held)
-                self._submit(tier, held, spec, cascade.context, is_promotion=False)
-            self._end_cascade(cascade)
 
-    def _drop_cascade(self, cascade: _Cascade) -> None:
+    def _submit_cascade(self, tier: IsolatedTier, cascade: Cascade) -> None:
+        """Submit those blocks of a cascade that were not evicted while it waited."""
+        keys = [key for key in cascade.keys if self.primary_tier.is_ready(key)]
+        self.stats.dropped_cascades += len(cascade.keys) - len(keys)
+        if keys:
+            rows = self.primary_tier.prepare_read(keys, cascade.context)
+            self.stats.cascaded_blocks += len(keys)
+            self._cascades[tier].num_submitted_blocks += len(keys)
+            self._submit(tier, keys, rows, cascade.context, is_promotion=False)
+        self._end_cascade(cascade)
+
+    def _drop_cascade(self, cascade: Cascade) -> None:
         self.stats.dropped_cascades += len(cascade.keys)
         self._end_cascade(cascade)
 
-    def _end_cascade(self, cascade: _Cascade) -> None:
+    def _end_cascade(self, cascade: Cascade) -> None:
         """A cascade waits no longer: end the request if this was the last thing that it waited
         for."""
         request = cascade.request
@@ -532,29 +481,153 @@ class TieringOffloadingManager(OffloadingManager):
             request.num_waiting_cascades -= 1
             self._end_if_done(request)
 
+    # Jobs
+
+    def _submit(
+        self,
+        tier: IsolatedTier,
+        keys: list[OffloadKey],
+        rows: LoadStoreSpec,
+        context: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> None:
+        """Submit a job to a tier. If the tier raises, end the job as failed."""
+        block_ids = cast(CPULoadStoreSpec, rows).block_ids
+        data = JobMetadata(next(self._job_ids), keys, block_ids, is_promotion, context)
+        # before the call: the tier may run the job within it
+        self._jobs[data.job_id] = _TierJob(tier, data)
+        if not tier.submit(data):
+            self._end_job(JobResult(data.job_id, success=False))
+
+    def _poll(self) -> None:
+        """End the finished jobs of all tiers, and use the rows that this makes free in their
+        shares."""
+        self._polled = True
+        for tier in self._tiers:
+            for result in tier.finished_jobs():
+                self._end_job(result)
+            if tier.poll_failed:
+                self._lose_promotions(tier)
+            self._submit_cascades(tier)
+
+    def _lose_promotions(self, tier: IsolatedTier) -> None:
+        """Treat the promotions of a tier that cannot be polled as misses. It may still write to
+        their rows."""
+        for job in self._jobs.values():
+            if job.tier is tier and job.data.is_promotion and not job.is_reset:
+                self._promotions.lost.update(job.data.keys)
+                self._miss(job.data.keys)
+                self._end_awaited_writes(job.data.keys)
+
+    def _end_job(self, result: JobResult) -> None:
+        job = self._jobs.pop(result.job_id, None)
+        if job is None:
+            logger.error(
+                "a secondary tier reported job %d, which is not in flight",
+                result.job_id,
+            )
+            return
+        keys = job.data.keys
+        failed = set(result.failed_keys if result.success else keys)
+        if job.data.is_promotion:
+            self._end_promotion(job, failed)
+        else:
+            self.stats.failed_cascades += len(failed)
+            self._cascades[job.tier].num_submitted_blocks -= len(keys)
+            self.primary_tier.complete_read(keys, job.data.req_context)
+
+    def _end_promotion(self, job: _TierJob, failed: set[OffloadKey]) -> None:
+        keys = job.data.keys
+        context = job.data.req_context
+        loaded = [key for key in keys if key not in failed]
+        self.stats.promoted_blocks += len(loaded)
+        self.stats.failed_promotions += len(failed)
+        if failed:
+            not_loaded = [key for key in keys if key in failed]
+            self.primary_tier.complete_write(not_loaded, context, success=False)
+        self.primary_tier.complete_write(loaded, context)
+        self._promotions.lost.difference_update(keys)
+        if not job.is_reset:
+            self._miss(failed)
+            self._deliver(job.tier, loaded)
+        # after the delivery, which cascades blocks that requests await
+        self._end_awaited_writes(keys)
+
+    def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
+        """Hold promoted blocks for the requests that wait for them, and pass the blocks to the
+        request-level tiers of these requests and of those that await the write.
+
+        :param source: the tier that loaded the blocks.
+        """
+        wanted_by = self._take_waiters(keys)
+        for req_id, wanted in wanted_by.items():
+            request = self._requests.get(req_id)
+            if request is None:
+                continue
+            if request.finished:
+                wanted = set()
+            self._cascade_promoted(request, keys, wanted, source)
+            if wanted:
+                self._hold(request, wanted)
+
+    def _take_waiters(self, keys: Sequence[OffloadKey]) -> dict[str, set[OffloadKey]]:
+        """Return the blocks that each request waits for, which it no longer does, and no block for
+        a request that only awaits a write."""
+        wanted_by: dict[str, set[OffloadKey]] = {}
+        for key in keys:
+            for req_id in self._promotions.take_waiters(key):
+                wanted_by.setdefault(req_id, set()).add(key)
+            for req_id in self._awaiting_write.get(key, ()):
+                wanted_by.setdefault(req_id, set())
+        return wanted_by
+
+    def _cascade_promoted(
+        self,
+        request: TieredRequest,
+        keys: Sequence[OffloadKey],
+        wanted: set[OffloadKey],
+        source: IsolatedTier,
+    ) -> None:
+        """Pass promoted blocks to the request-level tiers of a request.
+
+        A tier receives the blocks that the request has offered for storing and, unless it is the
+        ``source`` that loaded them or the request does not store, those that the request waits
+        for.
+        """
+        for tier in request.request_level_tiers:
+            due = request.awaited_writes
+            if tier is not source and request.context.store:
+                due = due | wanted
+            cascaded = [key for key in keys if key in due]
+            if self._cascade(tier, cascaded, request.context):
+                request.received.setdefault(tier, set()).update(cascaded)
+
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        request = self._request(req_context)
         # the id is used again while stores of the finished request are in flight
         if request.finished:
             request.finished = False
             request.missed.clear()
         request.context = req_context
-        wants_all = bool(request.request_level_tiers)
-        return RequestOffloadingContext(
-            OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL
-        )
+        policy = OffloadPolicy.BLOCK_LEVEL
+        if request.request_level_tiers:
+            policy = OffloadPolicy.REQUEST_LEVEL
+        return RequestOffloadingContext(policy)
 
-    def _begin(self, req_context: ReqContext) -> _Request:
-        """Create the state of a request, and announce the request to each tier before its first
-        lookup or job there."""
-        wanting = [
-            tier
-            for tier in self._tiers
-            if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL
-        ]
-        request = self._requests[req_context.req_id] = _Request(req_context, wanting)
+    def _request(self, req_context: ReqContext) -> TieredRequest:
+        """Return the state of a request. If it is unknown, announce the request to each tier, which
+        must know it before its first lookup or job there."""
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            request_level_tiers = []
+            for tier in self._tiers:
+                if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL:
+                    request_level_tiers.append(tier)
+            request = TieredRequest(req_context, request_level_tiers)
+            self._requests[req_context.req_id] = request
         return request
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -562,25 +635,21 @@ class TieringOffloadingManager(OffloadingManager):
         request is being written to the primary tier. Pending promotions that no other request waits
         for are dropped.
         """
-        req_id = req_context.req_id
-        request = self._requests.get(req_id)
+        request = self._requests.get(req_context.req_id)
         if request is None:
             return
         request.finished = True
-        for place in [place for place in self._pending if place[1] == req_id]:
-            promotion = self._pending[place]
-            for key in list(promotion.keys):
-                self._waiters[key].discard(req_id)
-                if not self._waiters[key]:
-                    del self._waiters[key], promotion.keys[key]
-            if not promotion.keys:
-                del self._pending[place]
+        self._promotions.abandon(req_context.req_id)
         self._release_held(request, request.held)
         self._end_if_done(request)
 
-    def _end_if_done(self, request: _Request) -> None:
-        busy = request.storing or request.awaiting or request.num_waiting_cascades
-        if request.finished and not busy:
+    def _end_if_done(self, request: TieredRequest) -> None:
+        has_blocks = (
+            request.num_being_written
+            or request.awaited_writes
+            or request.num_waiting_cascades
+        )
+        if request.finished and not has_blocks:
             del self._requests[request.context.req_id]
             for tier in self._tiers:
                 tier.on_request_finished(request.context)
@@ -594,119 +663,36 @@ class TieringOffloadingManager(OffloadingManager):
         self._expire_holds()
         if self._prewarming is not None:
             self._prewarm(self._prewarming)
-        if self._pending:
+        # last, so that all lookups of the step share one job per tier and request
+        if self._promotions.queued:
             self._submit_promotions()
+
         events = list(self.primary_tier.take_events())
         for tier in self._tiers:
+            # taken although nobody may want them, because the tier would collect them for ever
             events += tier.take_events()
         return events if self._enable_events else []
 
-    def _poll(self) -> None:
-        self._polled = True
-        for tier in self._tiers:
-            for result in tier.finished_jobs():
-                self._finish(result)
-            if tier.is_silent:
-                self._lose_promotions(tier)
-            self._submit_cascades(tier)
-
-    def _lose_promotions(self, tier: IsolatedTier) -> None:
-        """Treat the promotions of a tier that cannot be polled as misses. It may still write to
-        their rows."""
-        for job in self._jobs.values():
-            if job.tier is tier and job.data.is_promotion and job.epoch == self._epoch:
-                self._lost.update(job.data.keys)
-                self._miss(job.data.keys)
-                self._settle(job.data.keys)
-
-    def _finish(self, result: JobResult) -> None:
-        job = self._jobs.pop(result.job_id, None)
-        if job is None:
-            logger.error(
-                "a secondary tier reported job %d, which is not in flight",
-                result.job_id,
-            )
-            return
-        keys, context = job.data.keys, job.data.req_context
-        failed = set(result.failed_keys) if result.success else set(keys)
-        if not job.data.is_promotion:
-            job.tier.num_cascading -= len(keys)
-            self.stats.failed_cascades += len(failed)
-            self.primary_tier.complete_read(keys, context)
-            return
-        good = [key for key in keys if key not in failed]
-        self.stats.promoted_blocks += len(good)
-        self.stats.failed_promotions += len(failed)
-        if failed:
-            self.primary_tier.complete_write(
-                [key for key in keys if key in failed], context, success=False
-            )
-        self.primary_tier.complete_write(good, context)
-        self._lost.difference_update(keys)
-        if job.epoch == self._epoch:
-            self._miss(failed)
-            self._deliver(job.tier, good)
-        self._settle(keys)
-
-    def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
-        """Hold promoted blocks for the requests that wait for them, and pass the blocks to
-        request-level tiers.
-
-        Such a tier receives the blocks that the request has offered for storing and, unless it is
-        the ``source`` that loaded them or the request does not store, those that the request waits
-        for.
-        """
-        waited: dict[str, set[OffloadKey]] = {}
-        for key in keys:
-            for req_id in self._waiters.pop(key, ()):
-                waited.setdefault(req_id, set()).add(key)
-            for req_id in self._awaited.get(key, ()):
-                waited.setdefault(req_id, set())
-        for req_id, wanted in waited.items():
-            request = self._requests.get(req_id)
-            if request is None:
-                continue
-            if request.finished:
-                wanted = set()
-            for tier in request.request_level_tiers:
-                takes_all = tier is not source and request.context.store
-                due = [
-                    key
-                    for key in keys
-                    if key in request.awaiting or (takes_all and key in wanted)
-                ]
-                if self._cascade(tier, due, request.context):
-                    request.received.setdefault(tier, set()).update(due)
-            if wanted:
-                self.primary_tier.prepare_read(list(wanted), request.context)
-                request.held |= wanted
-                request.held_until = time.monotonic() + self._hold_s
-
-    def _expire_holds(self) -> None:
-        holding = [request for request in self._requests.values() if request.held]
-        now = time.monotonic() if holding else 0.0
-        for request in holding:
-            if now >= request.held_until:
-                self.stats.expired_holds += len(request.held)
-                self._release_held(request, request.held)
-
     def has_pending_work(self) -> bool:
-        if self._pending or not (self._prewarming is None or self._prewarming.ended):
+        if self._promotions.queued:
             return True
+        if self._prewarming is not None and not self._prewarming.ended:
+            return True
+        # Jobs of a tier that cannot be polled may never end; an engine must not step for them.
         if any(job.tier.is_usable for job in self._jobs.values()):
             return True
-        return any(tier.is_usable and tier.has_pending_work() for tier in self._tiers)
+        return any(tier.has_pending_work() for tier in self._tiers)
 
     def reset_cache(self, weights_changed: bool = True) -> None:
         for request in self._requests.values():
             self._release_held(request, request.held)
             request.received.clear()
-        self._epoch += 1
-        self._pending.clear()
-        self._waiters.clear()
-        for waiting in self._waiting.values():
-            while waiting.cascades:
-                self._drop_cascade(waiting.popleft())
+        for job in self._jobs.values():
+            job.is_reset = True
+        self._promotions.clear()
+        for queue in self._cascades.values():
+            while queue.waiting:
+                self._drop_cascade(queue.popleft())
         self._prewarming = None
         self.primary_tier.reset_cache(weights_changed)
         for tier in self._tiers:
@@ -719,10 +705,26 @@ class TieringOffloadingManager(OffloadingManager):
         try:
             for tier in self._tiers:
                 deadline = time.monotonic() + _DRAIN_S
-                while self._waiting[tier].cascades and tier.drain(
-                    deadline - time.monotonic()
-                ):
+                while self._cascades[tier].waiting:
+                    # each drain ends jobs, which makes room for the next cascades
+                    if not tier.drain(deadline - time.monotonic()):
+                        break
                     self._poll()
                 tier.shutdown(max(0.0, deadline - time.monotonic()))
         finally:
             self.primary_tier.shutdown()
+
+
+def _check_options(
+    cascade_share: float, hold_s: float, room_wait_s: float, prewarm_share: float
+) -> None:
+    if not 0 < cascade_share <= 1:
+        raise ConfigurationError(
+            "cascade_share", cascade_share, "a share above 0 and at most 1"
+        )
+    if hold_s <= 0:
+        raise ConfigurationError("hold_s", hold_s, "a positive number of seconds")
+    if room_wait_s < 0:
+        raise ConfigurationError("room_wait_s", room_wait_s, "0 or more seconds")
+    if not 0 <= prewarm_share <= 1:
+        raise ConfigurationError("prewarm_share", prewarm_share, "a share from 0 to 1")

@@ -43,19 +43,15 @@ class GroupGeometry:
         first ``num_tokens`` tokens attends; ``num_tokens`` if it attends to no earlier one.
         """
         window = self.spec.sliding_window
-        return (
-            start
-            if window is None
-            else min(max(start, num_tokens - window + 1), num_tokens)
-        )
+        if window is None:
+            return start
+        return min(max(start, num_tokens - window + 1), num_tokens)
 
     def device_blocks(self, num_tokens: int, start: int = 0) -> range:
         """Return the indices of the device blocks that a prefix of ``num_tokens`` needs, from token
         ``start`` on."""
-        return range(
-            self.first_needed(num_tokens, start) // self.block_size,
-            num_tokens // self.block_size,
-        )
+        first = self.first_needed(num_tokens, start)
+        return range(first // self.block_size, num_tokens // self.block_size)
 
     def offloaded_blocks(self, num_tokens: int, start: int = 0) -> range:
         """Return the indices of the offloaded blocks that a prefix needs, also in part, from token
@@ -63,9 +59,8 @@ class GroupGeometry:
         first = self.first_needed(num_tokens, start)
         if first == num_tokens:
             return range(0)
-        return range(
-            first // self.offloaded_tokens, -(-num_tokens // self.offloaded_tokens)
-        )
+        stop = -(-num_tokens // self.offloaded_tokens)  # rounded up
+        return range(first // self.offloaded_tokens, stop)
 
 
 class GroupBlocks(NamedTuple):
@@ -92,30 +87,47 @@ def longest_match(
     :param limit: maximum length in tokens.
     :returns: tokens from the start of the context; 0 if no length above ``start`` can be served.
     """
-    length = min(
-        limit, *(len(group.keys) * group.geometry.offloaded_tokens for group in groups)
-    )
+    length = limit
+    for group in groups:
+        length = min(length, len(group.keys) * group.geometry.offloaded_tokens)
     length -= length % unit
-    for geometry, keys, is_available, prefix in groups:
-        if geometry.spec.sliding_window is None:
-            size = geometry.offloaded_tokens
-            first = start // size
-            wanted = keys[first : length // size]
-            served = (
-                prefix(wanted) if prefix else len(list(takewhile(is_available, wanted)))
-            )
-            length = min(length, (first + served) * size)
+    searches = []
+    for group in groups:
+        if group.geometry.spec.sliding_window is None:
+            length = min(length, _full_attention_match(group, start, length))
             length -= length % unit
-    windows = [
-        group for group in groups if group.geometry.spec.sliding_window is not None
-    ]
-    searches, settled = [_window_search(group, unit, start) for group in windows], 0
-    while settled < len(searches):
+        else:
+            searches.append(_window_search(group, unit, start))
+    length = _agreed_length(searches, length)
+    return length if length > start else 0
+
+
+def _full_attention_match(group: GroupBlocks, start: int, limit: int) -> int:
+    """Return the length up to which a full-attention group has all blocks from token ``start``
+    on."""
+    size = group.geometry.offloaded_tokens
+    first = start // size
+    wanted = group.keys[first : limit // size]
+    if group.prefix is not None:
+        num_served = group.prefix(wanted)
+    else:
+        num_served = len(list(takewhile(group.is_available, wanted)))
+    return (first + num_served) * size
+
+
+def _agreed_length(searches: Sequence[Callable[[int], int]], length: int) -> int:
+    """Return the longest prefix of at most ``length`` tokens that all window groups can serve.
+
+    A group that cannot serve a length shortens it for all others, which may have been asked for the
+    longer one. The search ends when every group in a row has accepted the same length.
+    """
+    num_accepted = 0
+    while num_accepted < len(searches):
         for longest in searches:
             served = longest(length)
-            settled = settled + 1 if served == length else 1
+            num_accepted = num_accepted + 1 if served == length else 1
             length = served
-    return length if length > start else 0
+    return length
 
 
 def longest_that_fits(
@@ -136,11 +148,11 @@ def longest_that_fits(
             for geometry in geometries
         )
 
+    # More tokens never need fewer blocks, so the lengths are sorted by their number of blocks.
     first = start // unit
-    return (
-        first
-        + bisect_right(range(first + 1, limit // unit + 1), max_blocks, key=num_blocks)
-    ) * unit
+    longer = range(first + 1, limit // unit + 1)
+    num_fitting = bisect_right(longer, max_blocks, key=num_blocks)
+    return (first + num_fitting) * unit
 
 
 def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int], int]:
@@ -148,14 +160,16 @@ def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int],
     sliding-window group can serve: ``length`` or a smaller multiple of ``unit``. A prefix of up to
     ``start`` tokens needs no block.
     """
-    geometry, keys, is_available, _ = group
+    geometry = group.geometry
 
+    # a lookup may queue a promotion, so a block is looked up once although windows overlap
     @cache
     def is_found(block: int) -> bool:
-        return is_available(keys[block])
+        return group.is_available(group.keys[block])
 
     def longest(length: int) -> int:
         while length > start:
+            # from the end: the last missing block decides how far the length must shrink
             needed = reversed(geometry.offloaded_blocks(length, start))
             missing = next((block for block in needed if not is_found(block)), None)
             if missing is None:

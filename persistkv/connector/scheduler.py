@@ -26,6 +26,7 @@ from persistkv.base import (
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
+    PrepareStoreOutput,
     ReqContext,
     RequestDescription,
     Retention,
@@ -57,7 +58,7 @@ request."""
 
 
 @dataclass
-class _Request:
+class _ScheduledRequest:
     """State of one request, from ``on_new_request`` until it is finished and its last transfer has
     ended."""
 
@@ -81,8 +82,8 @@ class _Request:
     promoted: set[OffloadKey] = field(default_factory=set)
     """Keys whose lookup returned None; rarely, such a block was being written instead of
     promoted."""
-    jobs: set[int] = field(default_factory=set)
-    """Transfers in flight."""
+    transfers: set[int] = field(default_factory=set)
+    """Job ids of transfers in flight."""
     refused_ends: list[int] = field(default_factory=list)
     """For each group, the end of the blocks that were offered and found no room; they are offered
     again."""
@@ -100,11 +101,10 @@ class _Request:
         """Return the keys of the offloaded blocks that a load of tokens ``start`` to ``stop - 1``
         needs, by group."""
         needed: list[OffloadKey] = []
-        for chain, geometry in zip(
-            self.description.group_keys, self.geometries, strict=True
-        ):
+        groups = zip(self.description.group_keys, self.geometries, strict=True)
+        for keys, geometry in groups:
             blocks = geometry.offloaded_blocks(stop, start)
-            needed += chain[blocks.start : blocks.stop]
+            needed += keys[blocks.start : blocks.stop]
         return needed
 
     def check_tables(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
@@ -114,9 +114,8 @@ class _Request:
             raise ValueError(
                 f"{len(tables)} block tables for {len(self.geometries)} KV cache groups"
             )
-        for group, (table, geometry) in enumerate(
-            zip(tables, self.geometries, strict=True)
-        ):
+        for group, geometry in enumerate(self.geometries):
+            table = tables[group]
             if len(table) < num_tokens // geometry.block_size:
                 raise ValueError(
                     f"group {group}: {len(table)} device blocks do not cover {num_tokens} tokens"
@@ -127,11 +126,9 @@ class _Request:
         to ``stop`` fills."""
         if any(stop % geometry.block_size for geometry in self.geometries):
             raise ValueError(f"a load up to token {stop} ends within a block")
-        for group, (table, geometry) in enumerate(
-            zip(tables, self.geometries, strict=True)
-        ):
+        for group, geometry in enumerate(self.geometries):
             needed = geometry.device_blocks(stop, self.num_local_tokens)
-            if None in table[needed.start : needed.stop]:
+            if None in tables[group][needed.start : needed.stop]:
                 raise ValueError(
                     f"group {group} has no device blocks for all that {stop} tokens need of it"
                 )
@@ -148,47 +145,43 @@ class _Request:
     def load_target(self) -> GPULoadStoreSpec:
         """Return the device blocks to load into. A group's first one may be in the middle of an
         offloaded block."""
-        matched, local = self.num_matched_tokens, self.num_local_tokens
-        needed = [
-            geometry.device_blocks(matched, local) for geometry in self.geometries
-        ]
-        tables = zip(self.block_tables, needed, strict=True)
-        return _device_blocks(
-            [table[blocks.start : blocks.stop] for table, blocks in tables],
-            [blocks.start for blocks in needed],
-        )
+        tables: list[BlockTable] = []
+        starts = []
+        groups = zip(self.block_tables, self.geometries, strict=True)
+        for table, geometry in groups:
+            needed = geometry.device_blocks(
+                self.num_matched_tokens, self.num_local_tokens
+            )
+            tables.append(table[needed.start : needed.stop])
+            starts.append(needed.start)
+        return _device_blocks(tables, starts)
 
     def filled_blocks(self) -> list[_Offer]:
         """Return, by group, the blocks that became full since the last call, and that the group
         still has."""
         offers = []
         for group, geometry in enumerate(self.geometries):
-            chain, table, factor = (
-                self.description.group_keys[group],
-                self.block_tables[group],
-                geometry.factor,
-            )
-            computed = self.num_computed_tokens // geometry.offloaded_tokens
+            keys = self.description.group_keys[group]
+            table = self.block_tables[group]
+            factor = geometry.factor
+            num_computed = self.num_computed_tokens // geometry.offloaded_tokens
+            num_filled = min(num_computed, len(keys), len(table) // factor)
             first = self.next_store[group]
-            filled = max(first, min(computed, len(chain), len(table) // factor))
-            self.next_store[group] = filled
-            held: Sequence[int] = range(first, filled)
-            if None in table[first * factor : filled * factor]:
-                held = [
-                    at
-                    for at in held
-                    if None not in table[at * factor : (at + 1) * factor]
-                ]
-            offers.append({chain[at]: at for at in held})
+            end = max(first, num_filled)
+            self.next_store[group] = end
+            # one test for all blocks: only sliding windows lack any
+            if None in table[first * factor : end * factor]:
+                offer = _present_blocks(keys, table, factor, range(first, end))
+            else:
+                offer = dict(zip(keys[first:end], range(first, end), strict=True))
+            offers.append(offer)
         return offers
 
     def refuse(self, offers: Sequence[_Offer], num_accepted: Sequence[int]) -> None:
         """Offer the blocks of each group after its first ``num_accepted`` ones again later."""
         self.refused_ends = list(self.next_store)
-        for group, (offer, accepted) in enumerate(
-            zip(offers, num_accepted, strict=True)
-        ):
-            refused = list(offer.values())[accepted:]
+        for group, offer in enumerate(offers):
+            refused = list(offer.values())[num_accepted[group] :]
             if refused:
                 self.next_store[group] = refused[0]
 
@@ -196,31 +189,39 @@ class _Request:
         """Return how many refused blocks are not in ``offers``, which begin at ``firsts``, because
         they have left the sliding window.
         """
-        lost = 0
-        for first, end, filled, offer in zip(
-            firsts, self.refused_ends, self.next_store, offers, strict=False
-        ):
-            offered = sum(at < end for at in offer.values())
-            lost += max(0, min(end, filled) - first) - offered
-        return lost
+        num_lost = 0
+        # empty if no block was refused
+        for group, refused_end in enumerate(self.refused_ends):
+            end = min(refused_end, self.next_store[group])
+            num_refused = max(0, end - firsts[group])
+            offered = [at for at in offers[group].values() if at < refused_end]
+            num_lost += num_refused - len(offered)
+        return num_lost
 
     def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
         """Return all device blocks of the offered blocks, as the source of a store."""
-        blocks: list[BlockTable] = []
+        tables: list[BlockTable] = []
         starts = []
-        for offer, table, geometry in zip(
-            offers, self.block_tables, self.geometries, strict=True
-        ):
-            factor = geometry.factor
-            blocks.append(
-                [
-                    block
-                    for at in offer.values()
-                    for block in table[at * factor : (at + 1) * factor]
-                ]
-            )
+        for group, offer in enumerate(offers):
+            table = self.block_tables[group]
+            factor = self.geometries[group].factor
+            blocks: list[int | None] = []
+            for at in offer.values():
+                blocks += table[at * factor : (at + 1) * factor]
+            tables.append(blocks)
             starts.append(next(iter(offer.values()), 0) * factor)
-        return _device_blocks(blocks, starts)
+        return _device_blocks(tables, starts)
+
+
+def _present_blocks(
+    keys: Sequence[OffloadKey], table: BlockTable, factor: int, candidates: range
+) -> _Offer:
+    """Return those of the offloaded blocks of which the group has all device blocks."""
+    offer = {}
+    for at in candidates:
+        if None not in table[at * factor : (at + 1) * factor]:
+            offer[keys[at]] = at
+    return offer
 
 
 def _device_blocks(
@@ -232,8 +233,10 @@ def _device_blocks(
     return GPULoadStoreSpec(block_ids, [len(table) for table in tables], starts)
 
 
-class _Job(NamedTuple):
-    state: _Request
+class _PlannedTransfer(NamedTuple):
+    """Transfer from its planning until its result."""
+
+    request: _ScheduledRequest
     keys: Sequence[OffloadKey]
     is_load: bool
 
@@ -264,37 +267,20 @@ class OffloadingConnectorScheduler:
         max_load_blocks: int | None = None,
         store_wait_s: float = 1.0,
     ) -> None:
-        if not groups:
-            raise ConfigurationError(
-                "groups", list(groups), "at least one KV cache group"
-            )
-        if block_size_factor <= 0:
-            raise ConfigurationError(
-                "block_size_factor",
-                block_size_factor,
-                "a positive number of device blocks",
-            )
-        if max_load_blocks is not None and max_load_blocks <= 0:
-            raise ConfigurationError(
-                "max_load_blocks",
-                max_load_blocks,
-                "a positive number of offloaded blocks",
-            )
-        if store_wait_s < 0:
-            raise ConfigurationError("store_wait_s", store_wait_s, "0 or more seconds")
+        _check_options(groups, block_size_factor, max_load_blocks, store_wait_s)
         self.manager = manager
         self.stats = ConnectorStats()
         self._store_wait_s = store_wait_s
         self._geometries = [GroupGeometry(spec, block_size_factor) for spec in groups]
-        self._match_unit = math.lcm(
-            *(geometry.offloaded_tokens for geometry in self._geometries)
-        )
-        self._max_load_blocks = (
-            max_load_blocks if any(spec.sliding_window for spec in groups) else None
-        )
-        self._requests: dict[str, _Request] = {}
-        self._to_plan: dict[str, _Request] = {}
-        self._jobs: dict[int, _Job] = {}
+        tokens_per_block = [geometry.offloaded_tokens for geometry in self._geometries]
+        self._match_unit = math.lcm(*tokens_per_block)
+        # Without windows, a load needs no more rows than the prefix that was stored.
+        has_windows = any(spec.sliding_window for spec in groups)
+        self._max_load_blocks = max_load_blocks if has_windows else None
+        self._requests: dict[str, _ScheduledRequest] = {}
+        # requests with new blocks to store, by id
+        self._to_plan: dict[str, _ScheduledRequest] = {}
+        self._transfers: dict[int, _PlannedTransfer] = {}
         self._job_ids = count()
         self._loads: list[TransferJob] = []
         self._released: list[str] = []
@@ -322,14 +308,19 @@ class OffloadingConnectorScheduler:
         if req_id in self._requests:
             raise ValueError(f"request {req_id!r} already exists")
         description = RequestDescription(len(self._geometries), labels)
-        description.retention = retention or description.retention
-        context = ReqContext(
-            req_id, kv_transfer_params, description if store else None, store
-        )
-        policy = self.manager.on_new_request(context).policy
-        tables: list[BlockTable] = [[] for _ in self._geometries]
-        self._requests[req_id] = _Request(
-            self._geometries, context, description, policy, tables, [0] * len(tables)
+        if retention is not None:
+            description.retention = retention
+        # Without a description, tiers cannot store the context as that of a request.
+        passed_on = description if store else None
+        context = ReqContext(req_id, kv_transfer_params, passed_on, store)
+        num_groups = len(self._geometries)
+        self._requests[req_id] = _ScheduledRequest(
+            self._geometries,
+            context,
+            description,
+            policy=self.manager.on_new_request(context).policy,
+            block_tables=[()] * num_groups,
+            next_store=[0] * num_groups,
         )
         return context
 
@@ -355,54 +346,69 @@ class OffloadingConnectorScheduler:
             step. Such a block does not end the search, so that the manager promotes all needed
             blocks in one job.
         """
-        state = self._requests[req_id]
-        state.num_local_tokens = state.num_computed_tokens = num_computed_tokens
-        state.num_external_tokens = 0
+        request = self._requests[req_id]
+        request.num_local_tokens = num_computed_tokens
+        request.num_computed_tokens = num_computed_tokens
+        request.num_external_tokens = 0
         waiting = set[OffloadKey]()
-        lookup, context, waits = (
-            self.manager.lookup,
-            state.context,
-            not state.gave_up_waiting,
+        groups = self._probed_groups(request, waiting)
+        matched = longest_match(
+            groups, self._match_unit, num_computed_tokens, self._match_limit(request)
+        )
+        if not matched:
+            return 0
+        request.promoted |= waiting
+        if waiting:
+            # blocks beyond the match were looked up, too, and may be waiting
+            needed = request.keys(num_computed_tokens, matched)
+            if not waiting.isdisjoint(needed):
+                return None
+        self.manager.touch(request.keys(0, matched), request.context)
+        return matched - num_computed_tokens
+
+    def _match_limit(self, request: _ScheduledRequest) -> int:
+        """Return the most leading tokens that a match may have: the engine computes at least one
+        token, and the blocks of a load fit in the primary tier."""
+        limit = max(request.description.num_tokens - 1, 0)
+        if self._max_load_blocks is None:
+            return limit
+        return longest_that_fits(
+            self._geometries,
+            self._match_unit,
+            request.num_local_tokens,
+            limit,
+            self._max_load_blocks,
         )
 
+    def _probed_groups(
+        self, request: _ScheduledRequest, waiting: set[OffloadKey]
+    ) -> list[GroupBlocks]:
+        """Return the request's blocks with functions that look them up in the manager.
+
+        :param waiting: receives the keys of the blocks to wait for: these functions count them as
+            available.
+        """
+        manager = self.manager
+        context = request.context
+
         def is_available(key: OffloadKey) -> bool:
-            answer = lookup(key, context)
-            if answer is None and waits:
+            answer = manager.lookup(key, context)
+            if answer is None and not request.gave_up_waiting:
                 waiting.add(key)
                 return True
             return answer or False
 
         def prefix(keys: Sequence[OffloadKey]) -> int:
-            answers = self.manager.lookup_prefix(keys, context)
-            waiting.update(
-                key
-                for key, answer in zip(keys, answers, strict=False)
-                if answer is None
-            )
+            answers = manager.lookup_prefix(keys, context)
+            for key, answer in zip(keys, answers, strict=False):
+                if answer is None:
+                    waiting.add(key)
             return len(answers)
 
-        chains, limit = (
-            state.description.group_keys,
-            max(state.description.num_tokens - 1, 0),
-        )
-        geometries, unit = self._geometries, self._match_unit
-        probe = prefix if waits else None
-        groups = [
-            GroupBlocks(*pair, is_available, probe)
-            for pair in zip(geometries, chains, strict=True)
-        ]
-        if self._max_load_blocks is not None:
-            limit = longest_that_fits(
-                geometries, unit, num_computed_tokens, limit, self._max_load_blocks
-            )
-        matched = longest_match(groups, unit, num_computed_tokens, limit)
-        if not matched:
-            return 0
-        state.promoted |= waiting
-        if waiting and not waiting.isdisjoint(state.keys(num_computed_tokens, matched)):
-            return None
-        self.manager.touch(state.keys(0, matched), context)
-        return matched - num_computed_tokens
+        # ``lookup_prefix`` does not stop at a block to wait for
+        probe = None if request.gave_up_waiting else prefix
+        groups = zip(self._geometries, request.description.group_keys, strict=True)
+        return [GroupBlocks(*group, is_available, probe) for group in groups]
 
     def needed_device_blocks(
         self, req_id: str, num_external_tokens: int
@@ -419,9 +425,9 @@ class OffloadingConnectorScheduler:
         """Stop waiting: later calls of ``get_num_new_matched_tokens`` for this request count only
         blocks that can be loaded now, and never return None.
         """
-        state = self._requests[req_id]
-        self.stats.late_lookups += not state.gave_up_waiting
-        state.gave_up_waiting = True
+        request = self._requests[req_id]
+        self.stats.late_lookups += not request.gave_up_waiting
+        request.gave_up_waiting = True
 
     def num_promoted_tokens(self, req_id: str) -> int:
         """Return how many tokens of the request's last load were promoted from a secondary tier, or
@@ -429,27 +435,23 @@ class OffloadingConnectorScheduler:
         full-attention group, else the first group: tokens before the window count like its first
         block.
         """
-        state = self._requests[req_id]
-        full = (
-            group
-            for group, geometry in enumerate(self._geometries)
-            if geometry.spec.sliding_window is None
-        )
-        group = next(full, 0)
-        size, chain = (
-            self._geometries[group].offloaded_tokens,
-            state.description.group_keys[group],
-        )
+        request = self._requests[req_id]
+        group = 0
+        for number, geometry in enumerate(self._geometries):
+            if geometry.spec.sliding_window is None:
+                group = number
+                break
+        size = self._geometries[group].offloaded_tokens
+        keys = request.description.group_keys[group]
         blocks = self._geometries[group].offloaded_blocks(
-            state.num_matched_tokens, state.num_local_tokens
+            request.num_matched_tokens, request.num_local_tokens
         )
-        promoted = [
-            position for position in blocks if chain[position] in state.promoted
-        ]
+        promoted = [at for at in blocks if keys[at] in request.promoted]
         num_tokens = len(promoted) * size
         if promoted and promoted[0] == blocks.start:
-            num_tokens += blocks.start * size - state.num_local_tokens
-        return min(num_tokens, state.num_external_tokens)
+            # the load began within the first block, or before a window
+            num_tokens += blocks.start * size - request.num_local_tokens
+        return min(num_tokens, request.num_external_tokens)
 
     def update_state_after_alloc(
         self,
@@ -467,25 +469,18 @@ class OffloadingConnectorScheduler:
         :raises ValueError: the blocks do not cover the tokens, or the tokens end within a block;
             nothing is planned.
         """
-        state = self._requests[req_id]
-        end = state.num_local_tokens + num_external_tokens
-        state.check_tables(device_block_ids, end)
-        state.check_load_target(device_block_ids, end)
-        state.block_tables = [list(table) for table in device_block_ids]
-        state.num_external_tokens = num_external_tokens
-        if num_external_tokens:
-            keys = state.keys(state.num_local_tokens, end)
-            try:
-                source = self.manager.prepare_load(keys, state.context)
-            except KeyError:
-                self.stats.failed_loads += 1
-                state.num_external_tokens = 0
-            else:
-                self._loads.append(
-                    self._job(state, keys, (source, state.load_target()), is_load=True)
-                )
-        state.skip_stores(state.num_matched_tokens)
-        return state.num_external_tokens
+        request = self._requests[req_id]
+        end = request.num_local_tokens + num_external_tokens
+        request.check_tables(device_block_ids, end)
+        request.check_load_target(device_block_ids, end)
+        request.block_tables = [list(table) for table in device_block_ids]
+        request.num_external_tokens = num_external_tokens
+        if num_external_tokens and not self._plan_load(request):
+            self.stats.failed_loads += 1
+            request.num_external_tokens = 0
+        # Blocks that were matched are in the primary tier already.
+        request.skip_stores(request.num_matched_tokens)
+        return request.num_external_tokens
 
     def update_computed_tokens(
         self,
@@ -502,34 +497,35 @@ class OffloadingConnectorScheduler:
         reuses them.
         :raises ValueError: if the blocks do not cover the tokens; nothing changed.
         """
-        state = self._requests[req_id]
-        state.check_tables(device_block_ids, num_computed_tokens)
-        state.block_tables = [list(table) for table in device_block_ids]
-        state.num_computed_tokens = num_computed_tokens
-        self._to_plan[req_id] = state
+        request = self._requests[req_id]
+        request.check_tables(device_block_ids, num_computed_tokens)
+        request.block_tables = [list(table) for table in device_block_ids]
+        request.num_computed_tokens = num_computed_tokens
+        self._to_plan[req_id] = request
 
     def request_finished(self, req_id: str) -> None:
         """End a request; the next ``build_connector_meta`` plans the store of its remaining full
         blocks. Its device blocks must not be reused until ``ConnectorOutput.released`` contains its
         id.
         """
-        state = self._requests[req_id]
-        state.finished = True
-        state.store_until = time.monotonic() + self._store_wait_s
-        self._to_plan[req_id] = state
+        request = self._requests[req_id]
+        request.finished = True
+        request.store_until = time.monotonic() + self._store_wait_s
+        self._to_plan[req_id] = request
 
     def build_connector_meta(self) -> ConnectorMetadata:
         """Return the transfers to start in this step: planned loads, and one store per request with
         new full blocks."""
         loads, self._loads = self._loads, []
         planned, self._to_plan = self._to_plan, {}
-        stores = [
-            job
-            for state in planned.values()
-            if (job := self._plan_store(state)) is not None
-        ]
-        for state in planned.values():
-            self._release_if_done(state)
+        stores = []
+        for request in planned.values():
+            store = self._plan_store(request)
+            if store is not None:
+                stores.append(store)
+        # after all stores are planned: a request that has no room is planned again
+        for request in planned.values():
+            self._release_if_done(request)
         return ConnectorMetadata(loads, stores)
 
     def update_connector_output(
@@ -542,15 +538,15 @@ class OffloadingConnectorScheduler:
         """
         output = ConnectorOutput()
         for result in results:
-            state, keys, is_load = self._jobs.pop(result.job_id)
-            state.jobs.discard(result.job_id)
-            if is_load:
-                output.loads[state.context.req_id] = self._end_load(state, keys, result)
+            transfer = self._transfers.pop(result.job_id)
+            request = transfer.request
+            request.transfers.discard(result.job_id)
+            if transfer.is_load:
+                progress = self._end_load(transfer, result)
+                output.loads[request.context.req_id] = progress
             else:
-                self.manager.complete_store(keys, state.context, result.success)
-                self.stats.stored_blocks += len(keys) if result.success else 0
-                self.stats.failed_stores += not result.success
-            self._release_if_done(state)
+                self._end_store(transfer, result)
+            self._release_if_done(request)
         output.released, self._released = self._released, []
         return output
 
@@ -563,7 +559,7 @@ class OffloadingConnectorScheduler:
         """Shut the manager down; no transfer may be in flight. Idempotent."""
         self.manager.shutdown()
 
-    def _plan_store(self, state: _Request) -> TransferJob | None:
+    def _plan_store(self, request: _ScheduledRequest) -> TransferJob | None:
         """Plan the store of the blocks that became full since the last call; None: there is nothing
         to store.
 
@@ -571,83 +567,142 @@ class OffloadingConnectorScheduler:
         prefix is worth more than a suffix. The rest is dropped, or offered again later if the
         manager needs every block of the request.
         """
-        if not state.context.store:
+        if not request.context.store:
             return None
-        firsts = list(state.next_store)
-        filled, output = state.filled_blocks(), None
-        self.stats.dropped_blocks += state.num_lost(firsts, filled)
-        state.refused_ends = []
+        firsts = list(request.next_store)
+        filled = request.filled_blocks()
+        self.stats.dropped_blocks += request.num_lost(firsts, filled)
+        request.refused_ends = []
+
         offers = filled
-        offered = asked = sum(map(len, offers))
-        while asked:
-            output = self.manager.prepare_store(
-                [key for offer in offers for key in offer], state.context
-            )
-            if output is not None:
-                break
+        output = self._prepare_store(request, offers)
+        while output is None and any(offers):
             offers = [dict(islice(offer.items(), len(offer) // 2)) for offer in offers]
-            asked = sum(map(len, offers))
-        if asked < offered:
-            self._refuse(state, filled, offers)
+            output = self._prepare_store(request, offers)
+        if offers is not filled:
+            self._refuse(request, filled, offers)
         if output is None or not output.keys_to_store:
             return None
-        if len(output.keys_to_store) < asked:
-            wanted = set(output.keys_to_store)
-            offers = [
-                {key: at for key, at in offer.items() if key in wanted}
-                for offer in offers
-            ]
-        spec = (state.store_source(offers), output.store_spec)
-        return self._job(state, output.keys_to_store, spec, is_load=False)
+        stored = _without_held(offers, output.keys_to_store)
+        spec = (request.store_source(stored), output.store_spec)
+        return self._transfer(request, output.keys_to_store, spec, is_load=False)
+
+    def _prepare_store(
+        self, request: _ScheduledRequest, offers: Sequence[_Offer]
+    ) -> PrepareStoreOutput | None:
+        """Call ``prepare_store`` of the manager, unless no block is offered."""
+        keys = [key for offer in offers for key in offer]
+        return self.manager.prepare_store(keys, request.context) if keys else None
 
     def _refuse(
-        self, state: _Request, filled: Sequence[_Offer], accepted: Sequence[_Offer]
+        self,
+        request: _ScheduledRequest,
+        filled: Sequence[_Offer],
+        accepted: Sequence[_Offer],
     ) -> None:
         """Process the blocks that found no room, ``filled`` without ``accepted``."""
-        if (
-            state.policy is OffloadPolicy.BLOCK_LEVEL
-            or time.monotonic() >= state.store_until
-        ):
-            self.stats.dropped_blocks += sum(map(len, filled)) - sum(map(len, accepted))
+        num_accepted = [len(offer) for offer in accepted]
+        needs_all_blocks = request.policy is OffloadPolicy.REQUEST_LEVEL
+        if not needs_all_blocks or time.monotonic() >= request.store_until:
+            self.stats.dropped_blocks += sum(map(len, filled)) - sum(num_accepted)
             return
-        state.refuse(filled, [len(offer) for offer in accepted])
+        request.refuse(filled, num_accepted)
         # The block tables of a running request are current only when the engine reports them.
-        if state.finished:
-            self._to_plan[state.context.req_id] = state
+        if request.finished:
+            self._to_plan[request.context.req_id] = request
 
-    def _job(
+    def _plan_load(self, request: _ScheduledRequest) -> bool:
+        """Plan the load of the request's external tokens; return False if a block was evicted since
+        the match."""
+        keys = request.keys(request.num_local_tokens, request.num_matched_tokens)
+        try:
+            source = self.manager.prepare_load(keys, request.context)
+        except KeyError:
+            return False
+        spec = (source, request.load_target())
+        self._loads.append(self._transfer(request, keys, spec, is_load=True))
+        return True
+
+    def _transfer(
         self,
-        state: _Request,
+        request: _ScheduledRequest,
         keys: Sequence[OffloadKey],
         spec: TransferSpec,
         *,
         is_load: bool,
     ) -> TransferJob:
         job_id = next(self._job_ids)
-        self._jobs[job_id] = _Job(state, keys, is_load)
-        state.jobs.add(job_id)
+        self._transfers[job_id] = _PlannedTransfer(request, keys, is_load)
+        request.transfers.add(job_id)
         return TransferJob(job_id, spec)
 
+    def _end_store(self, transfer: _PlannedTransfer, result: TransferResult) -> None:
+        context = transfer.request.context
+        self.manager.complete_store(transfer.keys, context, result.success)
+        if result.success:
+            self.stats.stored_blocks += len(transfer.keys)
+        else:
+            self.stats.failed_stores += 1
+
     def _end_load(
-        self, state: _Request, keys: Sequence[OffloadKey], result: TransferResult
+        self, transfer: _PlannedTransfer, result: TransferResult
     ) -> LoadProgress:
-        self.manager.complete_load(keys, state.context)
-        num_tokens = state.num_external_tokens
+        request = transfer.request
+        self.manager.complete_load(transfer.keys, request.context)
+        num_tokens = request.num_external_tokens
         if not result.success:
             self.stats.failed_loads += 1
-            state.num_external_tokens = 0
-            state.skip_stores(state.num_local_tokens)
+            request.num_external_tokens = 0
+            # the engine computes the tokens that the load did not bring
+            request.skip_stores(request.num_local_tokens)
             return LoadProgress(False, num_tokens, 0)
-        self.stats.loaded_blocks += len(keys)
-        state.num_computed_tokens = state.num_matched_tokens
-        self._to_plan[state.context.req_id] = state
+        self.stats.loaded_blocks += len(transfer.keys)
+        request.num_computed_tokens = request.num_matched_tokens
+        self._to_plan[request.context.req_id] = request
         return LoadProgress(True, num_tokens, result.num_bytes)
 
-    def _release_if_done(self, state: _Request) -> None:
+    def _release_if_done(self, request: _ScheduledRequest) -> None:
         """End a request that is finished and has no transfer in flight or to plan; it is then
         reported as released."""
-        req_id = state.context.req_id
-        if state.finished and not state.jobs and req_id not in self._to_plan:
+        req_id = request.context.req_id
+        if request.finished and not request.transfers and req_id not in self._to_plan:
             del self._requests[req_id]
-            self.manager.on_request_finished(state.context)
+            self.manager.on_request_finished(request.context)
             self._released.append(req_id)
+
+
+def _without_held(
+    offers: Sequence[_Offer], keys_to_store: Sequence[OffloadKey]
+) -> Sequence[_Offer]:
+    """Return the offered blocks that the manager wants, without those that it holds already."""
+    if len(keys_to_store) == sum(map(len, offers)):
+        return offers
+    wanted = set(keys_to_store)
+    kept = []
+    for offer in offers:
+        kept.append({key: at for key, at in offer.items() if key in wanted})
+    return kept
+
+
+def _check_options(
+    groups: Sequence[KVCacheGroupSpec],
+    block_size_factor: int,
+    max_load_blocks: int | None,
+    store_wait_s: float,
+) -> None:
+    if not groups:
+        raise ConfigurationError("groups", list(groups), "at least one KV cache group")
+    if block_size_factor <= 0:
+        raise ConfigurationError(
+            "block_size_factor",
+            block_size_factor,
+            "a positive number of device blocks",
+        )
+    if max_load_blocks is not None and max_load_blocks <= 0:
+        raise ConfigurationError(
+            "max_load_blocks",
+            max_load_blocks,
+            "a positive number of offloaded blocks",
+        )
+    if store_wait_s < 0:
+        raise ConfigurationError("store_wait_s", store_wait_s, "0 or more seconds")

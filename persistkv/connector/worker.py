@@ -24,14 +24,14 @@ class OffloadingConnectorWorker:
     """
 
     def __init__(self, handlers: Iterable[HandlerEntry]) -> None:
-        self._handlers = {
-            (source.medium(), target.medium()): handler
-            for source, target, handler in handlers
-        }
-        self._isolations = {
-            handler: Isolation(f"transfer handler {source} to {target}")
-            for (source, target), handler in self._handlers.items()
-        }
+        self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+        self._isolations: dict[OffloadingHandler, Isolation] = {}
+        for source, target, handler in handlers:
+            direction = (source.medium(), target.medium())
+            self._handlers[direction] = handler
+            name = f"transfer handler {direction[0]} to {direction[1]}"
+            self._isolations[handler] = Isolation(name)
+        # handlers by the ids of their transfers in flight
         self._owners: dict[int, OffloadingHandler] = {}
         self._not_started: list[TransferResult] = []
 
@@ -42,15 +42,20 @@ class OffloadingConnectorWorker:
         :raises KeyError: a transfer's direction has no handler; no transfer was started.
         """
         jobs = (*metadata.loads, *metadata.stores)
-        handlers = [
-            self._handlers[job.spec[0].medium(), job.spec[1].medium()] for job in jobs
-        ]
+        # all handlers are found before the first transfer starts
+        handlers = []
+        for job in jobs:
+            source, target = job.spec
+            handlers.append(self._handlers[source.medium(), target.medium()])
         for job, handler in zip(jobs, handlers, strict=True):
-            started = False
-            with self._isolations[handler].guard(
-                "transfer_async", "the transfer failed"
-            ):
-                started = handler.transfer_async(job.job_id, job.spec)
+            started = self._isolations[handler].attempt(
+                "transfer_async",
+                "the transfer failed",
+                False,
+                handler.transfer_async,
+                job.job_id,
+                job.spec,
+            )
             if started:
                 self._owners[job.job_id] = handler
             else:
@@ -66,31 +71,35 @@ class OffloadingConnectorWorker:
         finished, self._not_started = self._not_started, []
         for handler, isolation in self._isolations.items():
             results: list[TransferResult] = []
-            with isolation.guard("get_finished", "its transfers failed") as guard:
+            with isolation.guard("get_finished", "its transfers failed") as guarded:
                 results.extend(handler.get_finished())
-            if guard.raised:
-                in_flight = [
-                    job_id for job_id, owner in self._owners.items() if owner is handler
-                ]
-                self.wait(in_flight)
-                reported = {result.job_id for result in results}
-                results += [
-                    TransferResult(job_id, success=False)
-                    for job_id in in_flight
-                    if job_id not in reported
-                ]
-            finished += [
-                result
-                for result in results
-                if self._owners.pop(result.job_id, None) is not None
-            ]
+            if guarded.raised:
+                results += self._fail_transfers(handler)
+            for result in results:
+                # a result that was reported before the exception is not reported as failed, too
+                if self._owners.pop(result.job_id, None) is not None:
+                    finished.append(result)
         return finished
+
+    def _fail_transfers(self, handler: OffloadingHandler) -> list[TransferResult]:
+        """Wait for the ends of a handler's transfers in flight, and return them as failed.
+
+        Until they have ended, the handler may write to blocks that the engine would use again.
+        """
+        in_flight = self._transfers_of(handler)
+        self.wait(in_flight)
+        return [TransferResult(job_id, success=False) for job_id in in_flight]
+
+    def _transfers_of(self, handler: OffloadingHandler) -> set[int]:
+        """Return the ids of a handler's transfers in flight."""
+        return {job_id for job_id, owner in self._owners.items() if owner is handler}
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Block until these transfers have ended; ids that are not in flight are ignored."""
-        wanted = self._owners.keys() & set(job_ids)
+        wanted = set(job_ids)
         for handler, isolation in self._isolations.items():
-            if ids := {job_id for job_id in wanted if self._owners[job_id] is handler}:
+            ids = self._transfers_of(handler) & wanted
+            if ids:
                 with isolation.guard("wait", "its transfers may not have ended"):
                     handler.wait(ids)
 

@@ -40,7 +40,9 @@ from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
 
 logger = logging.getLogger(__name__)
 
-_EMPTY, _GONE = 0, 1
+_EMPTY = 0
+_GONE = 1
+_SLOT_BYTES = 8
 # share of slots that are used by as many keys as the table was made for
 _FIRST_FILL = 0.5
 # share of used slots above which entries are copied to a larger table, in slices
@@ -54,7 +56,7 @@ _HINT = 0xFFFFFFFF  # in the place of a pack number
 _FEW = 12  # keys; for fewer, NumPy is slower
 # dicts over which packs are spread: with a million packs, one grows in 0.1 ms
 _PARTS = 256
-_MOST_COLLIDED = 4_096  # bound on remembered collisions
+_MAX_COLLISIONS = 4_096  # bound on remembered collisions
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # entries; reading the catalogue of a smaller store takes less than 0.1 s
@@ -77,6 +79,11 @@ def _stored_fingerprints(keys: Sequence[bytes]) -> Fps:
     return _stored(np.fromiter(map(_fingerprint, keys), np.uint64, len(keys)))
 
 
+def _unpack_fingerprints(packed: bytes) -> Fps:
+    """Return ``PackedKeys.fingerprints`` as a table stores them; a partial last one is ignored."""
+    return _stored(np.frombuffer(packed, "<u8", len(packed) // 8))
+
+
 def _stored(fingerprints: Fps) -> Fps:
     """Return fingerprints as a table stores them: the reserved values 0 and 1 become 2 and 3.
 
@@ -94,7 +101,7 @@ class LookupTable:
     def __init__(self) -> None:
         self._retired: list[mmap.mmap] = []
         self._released = 0
-        self._collided: dict[bytes, None] = {}
+        self._collisions: dict[bytes, None] = {}
         self._memory: mmap.mmap | None = None
         self._table: tuple[memoryview, int] = (memoryview(bytes(16)).cast("Q"), 1)
 
@@ -105,26 +112,28 @@ class LookupTable:
         :raises StoreError: the memfd is not sealed or too small, or cannot be mapped; the previous
             table stays in use.
         """
+        num_bytes = (slots + 1) * _SLOT_BYTES
         try:
-            if (
-                fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS
-                or not 0 < slots < os.fstat(fd).st_size // 8
-            ):
+            # without the seals, the host could shrink the file, and a lookup would end in SIGBUS
+            is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            if not is_sealed or slots <= 0 or num_bytes > os.fstat(fd).st_size:
                 raise StoreError(
                     f"the lookup table of {slots} slots is not sealed, or too small"
                 )
-            memory = mmap.mmap(fd, (slots + 1) * 8, mmap.MAP_SHARED, mmap.PROT_READ)
+            memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise StoreError(f"the lookup table cannot be mapped: {error}") from error
         finally:
             os.close(fd)
         self._retire()
-        self._memory, self._table = memory, (memoryview(memory).cast("Q"), slots)
+        self._memory = memory
+        # one assignment: lookups in other threads see both or neither
+        self._table = (memoryview(memory).cast("Q"), slots)
 
     def clear(self) -> None:
         """Find no keys until the next ``map``, because the host process is down."""
         self._table = (memoryview(bytes(16)).cast("Q"), 1)
-        self._collided.clear()
+        self._collisions.clear()
         self._retire()
 
     def _retire(self) -> None:
@@ -138,12 +147,10 @@ class LookupTable:
         if not self._retired:
             return False
         memory = self._retired[0]
-        if self._released < len(memory):
-            memory.madvise(
-                mmap.MADV_DONTNEED,
-                self._released,
-                min(_SLICE_BYTES, len(memory) - self._released),
-            )
+        left = len(memory) - self._released
+        if left > 0:
+            num_bytes = min(_SLICE_BYTES, left)
+            memory.madvise(mmap.MADV_DONTNEED, self._released, num_bytes)
             self._released += _SLICE_BYTES
         else:
             self._released = 0
@@ -158,7 +165,7 @@ class LookupTable:
         slot = fingerprint % slots
         while found := table[slot]:
             if found == fingerprint:
-                return not self._collided or key not in self._collided
+                return not self._collisions or key not in self._collisions
             slot += 1
             if slot == slots:
                 slot = 0
@@ -175,17 +182,15 @@ class LookupTable:
         """Return ``contains`` for each key; several times faster than single calls."""
         if len(keys) < _FEW:
             return list(map(self.contains, keys))
-        table, slots = self._table
-        wanted = _stored_fingerprints(keys)
-        found: list[bool] = _matches(np.frombuffer(table, np.uint64), slots, wanted)[
-            0
-        ].tolist()
-        if self._collided:
-            return [
-                is_held and key not in self._collided
-                for is_held, key in zip(found, keys, strict=True)
-            ]
-        return found
+        memory, slots = self._table
+        table = np.frombuffer(memory, np.uint64)
+        found, _ = _matches(table, slots, _stored_fingerprints(keys))
+        held: list[bool] = found.tolist()
+        if self._collisions:
+            for at, key in enumerate(keys):
+                if key in self._collisions:
+                    held[at] = False
+        return held
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         """Return the number of keys before the first one for which ``contains`` returns False."""
@@ -196,7 +201,7 @@ class LookupTable:
         """Remember (True) or forget (False) that keys are not held although other keys have their
         fingerprints. Of more than 4,096, the oldest are forgotten: a load of one fails as a miss.
         """
-        set_bounded(self._collided, keys)
+        set_bounded(self._collisions, keys)
 
 
 def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
@@ -206,7 +211,7 @@ def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
         some.pop(key, None)
         if present:
             some[key] = None
-    while len(some) > _MOST_COLLIDED:
+    while len(some) > _MAX_COLLISIONS:
         some.pop(next(iter(some)), None)
 
 
@@ -215,43 +220,46 @@ def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[npt.NDArray[np.bool_]
     the first one that contains the fingerprint, else an empty one. ``table`` may have more entries
     than ``slots``.
     """
-    place = _homes(wanted, slots)
-    left = np.arange(len(wanted))
+    probed = _first_slots(wanted, slots)
     found = np.zeros(len(wanted), np.bool_)
+    # indices of the fingerprints whose probes have not ended; all probes take a step per turn
+    left = np.arange(len(wanted))
     while len(left):
-        values = table[place[left]]
+        values = table[probed[left]]
         hit = values == wanted[left]
         found[left[hit]] = True
         left = left[~hit & (values != _EMPTY)]
-        _next(place, left, slots)
-    return found, place
+        _advance(probed, left, slots)
+    return found, probed
 
 
-def _homes(fingerprints: Fps, slots: int) -> Ints:
+def _first_slots(fingerprints: Fps, slots: int) -> Ints:
+    """Return the slot at which the probe of each fingerprint begins."""
     return (fingerprints % np.uint64(slots)).astype(np.int64)
 
 
-def _next(place: Ints, which: Ints, slots: int) -> None:
-    following = place[which] + 1
+def _advance(probed: Ints, which: Ints, slots: int) -> None:
+    """Move some probes to the next slot; the first slot follows the last one."""
+    following = probed[which] + 1
+    # several times faster than a remainder
     following[following == slots] = 0
-    place[which] = following
+    probed[which] = following
 
 
-class _Table:
+class _FingerprintTable:
     """Hash table: fingerprints in a memfd, and in private memory the pack number of each slot."""
 
     def __init__(self, keys: int) -> None:
         """:param keys: number of keys to expect; the table has about twice as many slots."""
         self.slots = int(max(keys, _LEAST_KEYS) / _FIRST_FILL) | 1
-        self.fd = os.memfd_create(
-            "persistkv-lookup", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        )
-        os.ftruncate(self.fd, (self.slots + 1) * 8)
+        num_bytes = (self.slots + 1) * _SLOT_BYTES
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.fd = os.memfd_create("persistkv-lookup", flags)
+        os.ftruncate(self.fd, num_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._memory = mmap.mmap(self.fd, (self.slots + 1) * 8)
-        self.fingerprints, self._header = np.split(
-            np.frombuffer(self._memory, np.uint64), [self.slots]
-        )
+        self._memory = mmap.mmap(self.fd, num_bytes)
+        words = np.frombuffer(self._memory, np.uint64)
+        self.fingerprints, self._header = np.split(words, [self.slots])
         self.packs = np.zeros(self.slots, np.uint32)
         """Number of each slot's pack (``Index.number_of``); 0: no entry."""
         self.used = 0
@@ -276,49 +284,55 @@ class _Table:
 
     def insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> Ints:
         """Add an entry for each pair; return their slots."""
-        place = _homes(fingerprints, self.slots)
+        probed = _first_slots(fingerprints, self.slots)
+        # indices of the entries that have no slot yet
         left = np.arange(len(fingerprints))
         while len(left):
-            where = place[left]
-            free = np.flatnonzero(self.fingerprints[where] <= _GONE)
-            at, which = where[free], left[free]
-            self.packs[at] = which
-            # of several entries for one slot, one gets it
-            won = self.packs[at] == which
-            at, which = at[won], which[won]
+            slots = probed[left]
+            free = np.flatnonzero(self.fingerprints[slots] <= _GONE)
+            # Several entries may have reached one free slot. Each writes its index there; the one
+            # that is read back gets the slot, and the others go on.
+            free_slots = slots[free]
+            claimants = left[free]
+            self.packs[free_slots] = claimants
+            won = self.packs[free_slots] == claimants
+
+            at = free_slots[won]
+            winners = claimants[won]
             self.used += int(np.count_nonzero(self.fingerprints[at] == _EMPTY))
-            self.packs[at] = packs[which]
-            self.fingerprints[at] = fingerprints[which]
+            # the fingerprint last, because it makes the entry visible to the engine
+            self.packs[at] = packs[winners]
+            self.fingerprints[at] = fingerprints[winners]
             left = np.delete(left, free[won])
-            _next(place, left, self.slots)
-        self._header[0] += np.uint64(len(place))
-        return place
+            _advance(probed, left, self.slots)
+        self._header[0] += np.uint64(len(probed))
+        return probed
 
     def find(self, fingerprints: Fps, pack: int) -> Ints:
         """Return the distinct slots of the pack's entries with these fingerprints."""
-        place = _homes(fingerprints, self.slots)
+        probed = _first_slots(fingerprints, self.slots)
         left = np.arange(len(fingerprints))
-        found: list[Ints] = []
+        found: list[Ints] = [left[:0]]
         while len(left):
-            where = place[left]
-            values = self.fingerprints[where]
-            found.append(
-                where[(values == fingerprints[left]) & (self.packs[where] == pack)]
-            )
+            slots = probed[left]
+            values = self.fingerprints[slots]
+            is_entry = (values == fingerprints[left]) & (self.packs[slots] == pack)
+            found.append(slots[is_entry])
             left = left[values != _EMPTY]
-            _next(place, left, self.slots)
-        return np.unique(np.concatenate(found)) if found else left
+            _advance(probed, left, self.slots)
+        return np.unique(np.concatenate(found))
 
     def remove(self, at: Ints) -> None:
         """Remove the entries in these slots, which must be distinct."""
         self.fingerprints[at] = _GONE
         self.packs[at] = 0
         self._header[0] -= np.uint64(len(at))
-        while len(at):  # no probe needs a _GONE before an empty slot
-            at = at[
-                (self.fingerprints[at] == _GONE)
-                & (self.fingerprints[(at + 1) % self.slots] == _EMPTY)
-            ]
+        # No probe needs a _GONE before an empty slot; without this, a table whose packs are evicted
+        # and replaced would fill up with _GONE.
+        while len(at):
+            is_gone = self.fingerprints[at] == _GONE
+            following = (at + 1) % self.slots
+            at = at[is_gone & (self.fingerprints[following] == _EMPTY)]
             self.fingerprints[at] = _EMPTY
             self.used -= len(at)
             at = (at - 1) % self.slots
@@ -335,14 +349,11 @@ class _Table:
         """Release a slice of the memory. A reader that still maps it finds empty slots there.
         Return False, and close the table, if it was the last slice.
         """
-        end = self._released + _SLICE_BYTES
-        self._memory.madvise(
-            mmap.MADV_REMOVE,
-            self._released,
-            min(end, len(self._memory)) - self._released,
-        )
-        self._released = end
-        if end < len(self._memory):
+        left = len(self._memory) - self._released
+        num_bytes = min(_SLICE_BYTES, left)
+        self._memory.madvise(mmap.MADV_REMOVE, self._released, num_bytes)
+        self._released += num_bytes
+        if num_bytes < left:
             return True
         self.close()
         return False
@@ -355,7 +366,7 @@ class _Table:
             self.fd = -1
 
 
-class _Packs:
+class _PackNumbers:
     """Ids and numbers of packs: in many dicts, because a dict of a million entries needs 50 ms to
     grow."""
 
@@ -403,9 +414,8 @@ class HeldPack:
         it."""
         self.keys = tuple(table.keys.unpack())
         """Keys of all blocks, frame after frame."""
-        self.places: Mapping[bytes, int] = {
-            key: place for place, key in enumerate(self.keys)
-        }
+        places = range(len(self.keys))
+        self.places: Mapping[bytes, int] = dict(zip(self.keys, places, strict=True))
         """Position of each key in ``keys``."""
 
     @property
@@ -422,18 +432,18 @@ class Index:
         """:param most_keys: keys that fit the store's capacity: the table grows further only if it
         holds more; None: unknown."""
         self._most_keys = most_keys
-        self._table = _Table(0)
-        self._new: _Table | None = None
+        self._table = _FingerprintTable(0)
+        self._new: _FingerprintTable | None = None
         self._prefaulted = 0
         self._copied = 0
-        self._retired: list[_Table] = []
+        self._retired: list[_FingerprintTable] = []
         """Replaced tables that a reader may map: at most the one that it uses, and the one that was
         shared last."""
-        self._unmapped: list[_Table] = []
+        self._unmapped: list[_FingerprintTable] = []
         """Replaced tables that no reader maps any more, to be released in slices."""
-        self._shared: _Table | None = None
+        self._shared: _FingerprintTable | None = None
         """The table that was shared last."""
-        self._packs = _Packs()
+        self._packs = _PackNumbers()
         self._last = 0
         self._hints = 0
         self.reloads = 0
@@ -460,11 +470,8 @@ class Index:
     def candidates(self, key: bytes) -> list[bytes]:
         """Return the ids of all packs that hold a key with the same fingerprint."""
         numbers = dict.fromkeys(self._table.packs_of(_fingerprint(key)))
-        return [
-            pack_id
-            for number in numbers
-            if (pack_id := self._packs.id(number)) is not None
-        ]
+        ids = map(self._packs.id, numbers)
+        return [pack_id for pack_id in ids if pack_id is not None]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return ``candidates`` of each key, but only the first; None if there is none."""
@@ -472,11 +479,12 @@ class Index:
             return [next(iter(self.candidates(key)), None) for key in keys]
         table = self._table
         wanted = _stored_fingerprints(keys)
-        found, place = _matches(table.fingerprints, table.slots, wanted)
-        numbers = np.where(found, table.packs[place], 0)
+        found, slots = _matches(table.fingerprints, table.slots, wanted)
+        numbers = np.where(found, table.packs[slots], 0)
         listed = numbers.tolist()
+        # consecutive keys are mostly in one pack
         ids = {number: self._packs.id(number) for number in set(listed)}
-        first = list(map(ids.__getitem__, listed))
+        first = [ids[number] for number in listed]
         if self._hints:  # an entry with a pack may follow the hint
             for number in np.flatnonzero(numbers == _HINT).tolist():
                 first[number] = next(iter(self.candidates(keys[number])), None)
@@ -485,11 +493,8 @@ class Index:
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys, in order, whose fingerprints no pack has."""
         keys = list(keys)
-        return [
-            key
-            for key, pack in zip(keys, self.first_candidates(keys), strict=True)
-            if pack is None
-        ]
+        packs = self.first_candidates(keys)
+        return [key for key, pack in zip(keys, packs, strict=True) if pack is None]
 
     # Changes
 
@@ -504,9 +509,9 @@ class Index:
             tables = list(tables)
             blocks = sum(len(table.keys) for table in tables)
         # before any change, because memory can be short
-        new = _Table(self._size_for(blocks))
+        new = _FingerprintTable(self._size_for(blocks))
         new.prefault(0, new.slots)
-        self._packs = _Packs()
+        self._packs = _PackNumbers()
         self._hints = 0
         self.reloads += 1
         self._new = None
@@ -514,33 +519,37 @@ class Index:
         self.add(tables)
 
     def _size_for(self, keys: int) -> int:
-        more = max(keys * 3 // 2, _LEAST_KEYS)
-        return (
-            more if self._most_keys is None else max(keys, min(more, self._most_keys))
-        )
+        """Return the number of keys for which a table with ``keys`` entries is made."""
+        size = max(keys * 3 // 2, _LEAST_KEYS)
+        if self._most_keys is None:
+            return size
+        return max(keys, min(size, self._most_keys))
 
     def add(self, tables: Iterable[PackTable]) -> None:
         """Add packs by their tables; packs that the index has already are ignored."""
-        some: list[PackedKeys] = []
-        numbers: list[int] = []
-        total = 0
+        batch: dict[int, PackedKeys] = {}
+        num_keys = 0
         for table in tables:
-            if not self._packs.number(table.pack_id):
-                numbers.append(self._number(table.pack_id))
-                some.append(table.keys)
-                total += len(table.keys)
-                if total >= _AT_ONCE:
-                    self._insert_all(some, numbers)
-                    some, numbers, total = [], [], 0
-        self._insert_all(some, numbers)
+            if self._packs.number(table.pack_id):
+                continue
+            batch[self._number(table.pack_id)] = table.keys
+            num_keys += len(table.keys)
+            if num_keys >= _AT_ONCE:
+                self._insert_all(batch)
+                batch = {}
+                num_keys = 0
+        self._insert_all(batch)
 
-    def _insert_all(self, some: list[PackedKeys], numbers: list[int]) -> None:
-        fingerprints = _stored_fingerprints(PackedKeys.unpack_all(some))
-        self._insert(
-            fingerprints, np.repeat(np.array(numbers, np.uint32), list(map(len, some)))
-        )
+    def _insert_all(self, batch: Mapping[int, PackedKeys]) -> None:
+        """Insert the keys of packs, given by the numbers of the packs."""
+        keys = list(batch.values())
+        numbers = np.array(list(batch), np.uint32)
+        packs = np.repeat(numbers, [len(packed) for packed in keys])
+        self._insert(_stored_fingerprints(PackedKeys.unpack_all(keys)), packs)
 
     def _number(self, pack_id: bytes) -> int:
+        """Assign a number to a new pack. Numbers are not reused before all others were used, so
+        that a caller notices when a pack was removed and added again."""
         self._last = self._last % (_HINT - 1) + 1
         while self._packs.id(self._last) is not None:  # after four billion packs
             self._last = self._last % (_HINT - 1) + 1
@@ -549,7 +558,7 @@ class Index:
         return self._last
 
     def _insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> None:
-        # faster than slices can make room
+        # more entries than the slices of a replacement can make room for
         if len(packs) > self._table.room(_MOST_FILL):
             self._begin_replacement(len(packs))
             while self._new is not None:
@@ -571,20 +580,20 @@ class Index:
             number = self._packs.pop(pack_id)
             if not number:
                 continue
-            wanted = _stored(np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8))
+            wanted = _unpack_fingerprints(fingerprints)
             at = [table.find(wanted, number) for table in self._tables]
-            if not len(at[0]) or len(at[0]) != len(wanted):
+            if not len(wanted) or len(at[0]) != len(wanted):
                 searched.append(number)
                 continue
-            for table, entries in zip(self._tables, at, strict=True):
-                table.remove(entries)
-        for table in self._tables if searched else ():
-            table.remove(
-                np.flatnonzero(np.isin(table.packs, np.array(searched, np.uint32)))
-            )
+            for table, slots in zip(self._tables, at, strict=True):
+                table.remove(slots)
+        if searched:
+            numbers = np.array(searched, np.uint32)
+            for table in self._tables:
+                table.remove(np.flatnonzero(np.isin(table.packs, numbers)))
 
     @property
-    def _tables(self) -> list[_Table]:
+    def _tables(self) -> list[_FingerprintTable]:
         return [self._table] if self._new is None else [self._table, self._new]
 
     def add_hints(self, keys: Sequence[bytes]) -> None:
@@ -602,9 +611,7 @@ class Index:
             if fingerprints is None:
                 at = np.flatnonzero(table.packs == _HINT)
             else:
-                wanted = _stored(
-                    np.frombuffer(fingerprints, "<u8", len(fingerprints) // 8)
-                )
+                wanted = _unpack_fingerprints(fingerprints)
                 at = table.find(wanted, _HINT)
             table.remove(at)
             if table is self._table:
@@ -618,14 +625,15 @@ class Index:
         """
         if self._hints:
             self.remove_hints()
-        size = len(self) * _ENTRY.itemsize + len(self._packs) * (ID_BYTES + 4)
         if len(self) < _SAVED_FROM:
             return
+        num_bytes = len(self) * _ENTRY.itemsize + len(self._packs) * (ID_BYTES + 4)
         try:
             space = os.statvfs(path.parent)
-            if size > space.f_bavail * space.f_frsize // 2:
+            # the file saves time, but the space may be needed for blocks
+            if num_bytes > space.f_bavail * space.f_frsize // 2:
                 raise StoreError(
-                    f"it takes {size} bytes, more than half of the free space"
+                    f"it takes {num_bytes} bytes, more than half of the free space"
                 )
             replace_file(path, self._pieces(cursor))
         except (OSError, StoreError) as error:
@@ -636,24 +644,20 @@ class Index:
         checksum."""
         numbers = np.fromiter(self._packs.numbers(), np.uint32, len(self._packs))
         header = _HEADER.pack(_MAGIC, _BITS, len(cursor), len(numbers), len(self))
+        packed_numbers = numbers.astype("<u4").tobytes()
+        packed_ids = b"".join(self._packs.ids())
         digest = xxhash.xxh3_64()
-        for piece in (
-            header,
-            cursor,
-            numbers.astype("<u4").tobytes(),
-            b"".join(self._packs.ids()),
-        ):
+        for piece in (header, cursor, packed_numbers, packed_ids):
             digest.update(piece)
             yield piece
         table = self._table
         for start in range(0, table.slots, _AT_ONCE):
             at = start + np.flatnonzero(table.packs[start : start + _AT_ONCE])
             entries = np.empty(len(at), _ENTRY)
-            entries["fingerprint"], entries["pack"] = (
-                table.fingerprints[at],
-                table.packs[at],
-            )
-            digest.update(piece := entries.tobytes())
+            entries["fingerprint"] = table.fingerprints[at]
+            entries["pack"] = table.packs[at]
+            piece = entries.tobytes()
+            digest.update(piece)
             yield piece
         yield digest.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
 
@@ -662,23 +666,13 @@ class Index:
         file is absent or damaged. The index is still empty then.
         """
         try:
-            with open(
-                os.open(
-                    path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                ),
-                "rb",
-            ) as file:
-                data = memoryview(file.read() or b"")
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                logger.info("the index is not loaded from %s: %s", path, error)
+            data = _read_saved(path)
+        except FileNotFoundError:
             return None
-        end = len(data) - _CHECKSUM_BYTES
-        if (
-            end < _HEADER.size
-            or xxhash.xxh3_64_intdigest(data[:end]).to_bytes(_CHECKSUM_BYTES, "little")
-            != data[end:]
-        ):
+        except OSError as error:
+            logger.info("the index is not loaded from %s: %s", path, error)
+            return None
+        if data is None:
             return None
         magic, bits, cursor_bytes, packs, entries = _HEADER.unpack_from(data)
         if (magic, bits) != (_MAGIC, _BITS):
@@ -687,15 +681,12 @@ class Index:
         ids_at = numbers_at + 4 * packs
         entries_at = ids_at + ID_BYTES * packs
         numbers = np.frombuffer(data[numbers_at:ids_at], "<u4").tolist()
-        for pack_id, number in zip(
-            PackedKeys(bytes(data[ids_at:entries_at]), ID_BYTES).unpack(),
-            numbers,
-            strict=True,
-        ):
+        ids = PackedKeys(bytes(data[ids_at:entries_at]), ID_BYTES).unpack()
+        for pack_id, number in zip(ids, numbers, strict=True):
             self._packs.put(pack_id, number)
-        table = _Table(self._size_for(entries))
+        table = _FingerprintTable(self._size_for(entries))
         table.prefault(0, table.slots)
-        saved = np.frombuffer(data[entries_at:end], _ENTRY)
+        saved = np.frombuffer(data[entries_at:], _ENTRY)
         for start in range(0, entries, _AT_ONCE):
             some = saved[start : start + _AT_ONCE]
             table.insert(some["fingerprint"].copy(), some["pack"].copy())
@@ -712,8 +703,9 @@ class Index:
 
     def _begin_replacement(self, more: int) -> None:
         if self._new is None or self._new.room(_FILL) < self._table.live + more:
-            self._new = _Table(self._size_for(self._table.live + more))
-            self._prefaulted = self._copied = 0
+            self._new = _FingerprintTable(self._size_for(self._table.live + more))
+            self._prefaulted = 0
+            self._copied = 0
 
     def replace_some(self) -> None:
         """Work a few ms on the replacement of a table that is too full: allocate the new one, copy
@@ -724,19 +716,25 @@ class Index:
             self._new.prefault(self._prefaulted, stop)
             self._prefaulted = stop
         elif self._new is not None:
-            old, start, stop = self._table, self._copied, self._copied + _SLICE_SLOTS
-            packs = old.packs[start:stop]
-            live = packs != 0
-            self._new.insert(old.fingerprints[start:stop][live], packs[live])
-            self._copied = stop
-            if stop >= old.slots:
-                new, self._new = self._new, None
-                self._replace(new)
+            self._copy_some(self._new)
         elif self._unmapped and not self._unmapped[0].release_some():
             del self._unmapped[0]
 
-    def _replace(self, new: _Table) -> None:
-        old, self._table = self._table, new
+    def _copy_some(self, new: _FingerprintTable) -> None:
+        """Copy a slice of the entries to the new table; after the last one, use it."""
+        old = self._table
+        copied = slice(self._copied, self._copied + _SLICE_SLOTS)
+        packs = old.packs[copied]
+        is_entry = packs != 0
+        new.insert(old.fingerprints[copied][is_entry], packs[is_entry])
+        self._copied = copied.stop
+        if self._copied >= old.slots:
+            self._new = None
+            self._replace(new)
+
+    def _replace(self, new: _FingerprintTable) -> None:
+        old = self._table
+        self._table = new
         self.version += 1
         if self._shared is None:
             old.close()
@@ -757,13 +755,30 @@ class Index:
     def release_retired(self) -> None:
         """Let ``replace_some`` release replaced tables: the reader has mapped the one that was
         shared last."""
-        self._unmapped += [
-            table for table in self._retired if table is not self._shared
-        ]
-        self._retired = [table for table in self._retired if table is self._shared]
+        retired, self._retired = self._retired, []
+        for table in retired:
+            kept = self._retired if table is self._shared else self._unmapped
+            kept.append(table)
 
     def close(self) -> None:
         """Close all descriptors; idempotent. Mappings of readers stay valid."""
         for table in (*self._tables, *self._retired, *self._unmapped):
             table.close()
-        self._retired, self._unmapped, self._new = [], [], None
+        self._retired = []
+        self._unmapped = []
+        self._new = None
+
+
+def _read_saved(path: Path) -> memoryview | None:
+    """Return a file that ``Index.save`` wrote without its checksum; None if it is damaged."""
+    # a link or FIFO in a store must not make the engine read another file, or wait
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        saved = memoryview(file.read() or b"")
+    end = len(saved) - _CHECKSUM_BYTES
+    if end < _HEADER.size:
+        return None
+    checksum = xxhash.xxh3_64_intdigest(saved[:end])
+    if checksum.to_bytes(_CHECKSUM_BYTES, "little") != saved[end:]:
+        return None
+    return saved[:end]

@@ -31,9 +31,12 @@ class Authenticator:
     """
 
     def __init__(self, secret: bytes = b"") -> None:
-        self._key = hmac.digest(_DERIVED_FOR, secret, "sha256") if secret else b""
-        self.key_id = self._tag(b"key id", ()).hex()[:16] if secret else ""
+        self._key = b""
+        self.key_id = ""
         """Identifies the key without revealing it. Empty without a key."""
+        if secret:
+            self._key = hmac.digest(_DERIVED_FOR, secret, "sha256")
+            self.key_id = self._tag(b"key id", ()).hex()[:16]
 
     def signed(
         self, namespace: bytes, name: str, pieces: Sequence[Buffer]
@@ -44,11 +47,10 @@ class Authenticator:
             store.
         :param name: name that the tag covers.
         """
-        return (
-            [*pieces, self._object_tag(namespace, name, pieces)]
-            if self._key
-            else [*pieces]
-        )
+        signed = list(pieces)
+        if self._key:
+            signed.append(self._object_tag(namespace, name, pieces))
+        return signed
 
     def opened(self, namespace: bytes, name: str, data: Buffer) -> memoryview:
         """Verify the authentication tag of an object, as ``signed`` returned it; return the object
@@ -60,8 +62,9 @@ class Authenticator:
         if not self._key:
             return view
         end = max(0, len(view) - TAG_BYTES)
-        body, tag = view[:end], view[end:]
-        if not hmac.compare_digest(tag, self._object_tag(namespace, name, [body])):
+        body = view[:end]
+        expected = self._object_tag(namespace, name, [body])
+        if not hmac.compare_digest(view[end:], expected):
             raise CorruptPackError("authentication", "not written with the key")
         return body
 
@@ -69,9 +72,9 @@ class Authenticator:
         self, namespace: bytes, name: str, pieces: Iterable[Buffer]
     ) -> bytes:
         encoded = name.encode()
-        return self._tag(
-            b"object", [namespace, _NUMBER.pack(len(encoded)), encoded, *pieces]
-        )
+        # with its length, so that no byte can move between the name and the content
+        length = _NUMBER.pack(len(encoded))
+        return self._tag(b"object", [namespace, length, encoded, *pieces])
 
     def pack_tags(self, table: PackTable, payload: Sequence[Buffer]) -> bytes:
         """Return the tags between payload and table of a pack, of 32 bytes each: one per frame,
@@ -80,13 +83,10 @@ class Authenticator:
         if not self._key:
             return b""
         digest = sha256(table.encode()).digest()
-        stored = slices(
-            payload, ((frame.offset, frame.stored_length) for frame in table.frames)
-        )
-        tags = b"".join(
-            self._frame_tag(digest, number, pieces)
-            for number, pieces in enumerate(stored)
-        )
+        spans = [(frame.offset, frame.stored_length) for frame in table.frames]
+        tags = b""
+        for number, stored in enumerate(slices(payload, spans)):
+            tags += self._frame_tag(digest, number, stored)
         return tags + self._tag(b"table", [digest, tags])
 
     def frame_check(
@@ -99,8 +99,9 @@ class Authenticator:
         digest = sha256(table.encode()).digest()
 
         def is_ours(number: int, stored: Iterable[Buffer]) -> bool:
-            found = tags[TAG_BYTES * number : TAG_BYTES * (number + 1)]
-            return hmac.compare_digest(found, self._frame_tag(digest, number, stored))
+            start = TAG_BYTES * number
+            expected = self._frame_tag(digest, number, stored)
+            return hmac.compare_digest(tags[start : start + TAG_BYTES], expected)
 
         return is_ours
 
@@ -123,17 +124,23 @@ def slices(
     """Yield the bytes of each range (offset, length) in the joined buffers, without a copy. Ranges
     must ascend and be within the buffers.
     """
-    parts = (
-        memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes
-    )
-    part, begin = memoryview(b""), 0
+    rest = iter(buffers)
+    buffer = memoryview(b"")
+    begin = 0  # offset of ``buffer`` in the joined buffers
     for offset, length in ranges:
-        found: list[memoryview] = []
-        while length:
-            while begin + len(part) <= offset:
-                begin += len(part)
-                part = next(parts)
-            found.append(part[offset - begin : offset - begin + length])
-            offset += len(found[-1])
-            length -= len(found[-1])
-        yield found
+        end = offset + length
+        parts: list[memoryview] = []
+        while offset < end:
+            while begin + len(buffer) <= offset:
+                begin += len(buffer)
+                buffer = _as_bytes(next(rest))
+            part = buffer[offset - begin : end - begin]
+            parts.append(part)
+            offset += len(part)
+        yield parts
+
+
+def _as_bytes(buffer: Buffer) -> memoryview:
+    view = memoryview(buffer)
+    # an empty view of several dimensions cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")

@@ -138,48 +138,43 @@ class PlanesCodec(Codec):
         values = np.frombuffer(raw, dtype=f"<u{self.width}", count=count)
         high = np.empty(count, dtype=np.uint8)
         np.right_shift(values, 8 * (self.width - 1), out=high, casting="unsafe")
-        compressed = zstandard.ZstdCompressor(
-            compression_params=_huffman_only()
-        ).compress(high.data)
+        compressor = zstandard.ZstdCompressor(compression_params=_huffman_only())
+        compressed = compressor.compress(high.data)
         tail = memoryview(raw)[count * self.width :]
-        planes = (self.width - 1) * count
-        stored = np.empty(planes + len(tail) + len(compressed), dtype=np.uint8)
+        tail_at = (self.width - 1) * count
+        high_at = tail_at + len(tail)
+        stored = np.empty(high_at + len(compressed), dtype=np.uint8)
         for place in range(self.width - 1):
-            np.right_shift(
-                values, 8 * place, out=stored[place * count :][:count], casting="unsafe"
-            )
-        stored.data[planes : planes + len(tail)] = tail
-        stored.data[planes + len(tail) :] = compressed
+            plane = stored[place * count :][:count]
+            np.right_shift(values, 8 * place, out=plane, casting="unsafe")
+        stored.data[tail_at:high_at] = tail
+        stored.data[high_at:] = compressed
         return stored.data
 
     def decode_into(self, stored: Buffer, out: memoryview) -> None:
         import numpy as np
 
-        count, tail = divmod(len(out), self.width)
-        kept = (self.width - 1) * count + tail
-        if len(stored) < kept or (not count and len(stored) > kept):
+        count, tail_bytes = divmod(len(out), self.width)
+        tail_at = (self.width - 1) * count
+        high_at = tail_at + tail_bytes
+        if len(stored) < high_at or (not count and len(stored) > high_at):
             raise CorruptPackError(
                 "frame", f"planes of {len(stored)} bytes where {len(out)} belong"
             )
         source = memoryview(stored)
-        out[len(out) - tail :] = source[kept - tail : kept]
+        out[len(out) - tail_bytes :] = source[tail_at:high_at]
         if not count:
             return
         # Start with the highest byte of each value; then, plane by plane, shift the values and
         # insert the next byte.
         values = np.frombuffer(out, dtype=f"<u{self.width}", count=count)
         high = np.empty(count, dtype=np.uint8)
-        decompress_into(source[kept:], high.data)
+        decompress_into(source[high_at:], high.data)
         values[:] = high
         for place in reversed(range(self.width - 1)):
             np.left_shift(values, 8, out=values)
-            np.bitwise_or(
-                values,
-                np.frombuffer(
-                    source, dtype=np.uint8, count=count, offset=place * count
-                ),
-                out=values,
-            )
+            plane = np.frombuffer(source, np.uint8, count, place * count)
+            np.bitwise_or(values, plane, out=values)
 
 
 _CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(

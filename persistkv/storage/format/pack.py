@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -61,21 +61,23 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
         :raises ValueError: a key is empty or longer than 65,535 bytes.
         """
-        found = set(map(len, keys))
-        if found and (min(found) == 0 or max(found) > MAX_KEY_BYTES):
+        if not keys:
+            return cls()
+        lengths = [len(key) for key in keys]
+        shortest, longest = min(lengths), max(lengths)
+        if shortest == 0 or longest > MAX_KEY_BYTES:
             raise ValueError(
-                f"keys have {min(found)} to {max(found)} bytes; 1 to {MAX_KEY_BYTES} are possible"
+                f"keys have {shortest} to {longest} bytes; 1 to {MAX_KEY_BYTES} are possible"
             )
-        if len(found) < 2:
-            return cls(b"".join(keys), max(found, default=0))
-        return cls(b"".join(keys), 0, struct.pack(f"<{len(keys)}H", *map(len, keys)))
+        data = b"".join(keys)
+        if shortest == longest:
+            return cls(data, longest)
+        return cls(data, 0, struct.pack(f"<{len(keys)}H", *lengths))
 
     def __len__(self) -> int:
-        return (
-            len(self.data) // self.key_length
-            if self.key_length
-            else len(self.lengths) // 2
-        )
+        if self.key_length:
+            return len(self.data) // self.key_length
+        return len(self.lengths) // 2
 
     def unpack(self) -> list[bytes]:
         """Return the keys, in order."""
@@ -86,6 +88,9 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
                     f"{len(self.data)} bytes are no multiple of {self.key_length}",
                 )
             return _cut(self.data, self.key_length)
+        return self._unpack_uneven()
+
+    def _unpack_uneven(self) -> list[bytes]:
         if len(self.lengths) % 2:
             raise CorruptPackError(
                 "key lengths", f"{len(self.lengths)} bytes are no run of 16-bit numbers"
@@ -98,23 +103,21 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
             )
         if 0 in lengths:
             raise CorruptPackError("key lengths", "a key has no bytes")
-        ends = list(accumulate(lengths))
-        return [
-            self.data[end - length : end]
-            for end, length in zip(ends, lengths, strict=True)
-        ]
+        keys = []
+        start = 0
+        for length in lengths:
+            keys.append(self.data[start : start + length])
+            start += length
+        return keys
 
     @staticmethod
     def unpack_all(many: Sequence[PackedKeys]) -> list[bytes]:
         """Return the keys of several packed sequences, one after the other; faster than ``unpack``
         for each."""
         lengths = {keys.key_length for keys in many}
-        if (
-            len(lengths) == 1
-            and min(lengths) > 0
-            and not any(len(keys.data) % keys.key_length for keys in many)
-        ):
-            return _cut(b"".join([keys.data for keys in many]), lengths.pop())
+        length = lengths.pop() if len(lengths) == 1 else 0
+        if length > 0 and not any(len(keys.data) % length for keys in many):
+            return _cut(b"".join([keys.data for keys in many]), length)
         return list(chain.from_iterable(keys.unpack() for keys in many))
 
     @property
@@ -198,15 +201,9 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
 
 def encoded_length(codec: str, frame_count: int, keys: PackedKeys) -> int:
     """Return the bytes of an encoded table with its trailer."""
+    fixed = _HEADER.size + TRAILER_BYTES
     frames = frame_count * _FRAME.size
-    return (
-        _HEADER.size
-        + len(codec.encode())
-        + frames
-        + len(keys.lengths)
-        + len(keys.data)
-        + TRAILER_BYTES
-    )
+    return fixed + len(codec.encode()) + frames + len(keys.lengths) + len(keys.data)
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
@@ -247,10 +244,8 @@ def table_head(data: bytes) -> TableHead | None:
     frames_end = frames_at + frames * _FRAME.size
     if version != PACK_VERSION or frames_end > len(data):
         return None
-    depth = min(
-        (frame[3] for frame in _FRAME.iter_unpack(data[frames_at:frames_end])),
-        default=UNKNOWN_DEPTH,
-    )
+    depths = [frame[3] for frame in _FRAME.iter_unpack(data[frames_at:frames_end])]
+    depth = min(depths, default=UNKNOWN_DEPTH)
     return TableHead(start, namespace, name, blocks, raw, payload, depth)
 
 
@@ -296,12 +291,9 @@ class PackTable(msgspec.Struct, frozen=True):
             self.namespace,
             self.pack_id,
         )
-        table = b"".join(
-            (header, codec, self.packed_frames, self.keys.lengths, self.keys.data)
-        )
-        return table + _TRAILER.pack(
-            len(table), xxhash.xxh3_64_intdigest(table), _MAGIC
-        )
+        table = header + codec + self.packed_frames + self.keys.lengths + self.keys.data
+        checksum = xxhash.xxh3_64_intdigest(table)
+        return table + _TRAILER.pack(len(table), checksum, _MAGIC)
 
     @classmethod
     def parse(cls, data: Buffer) -> PackTable:
@@ -310,13 +302,7 @@ class PackTable(msgspec.Struct, frozen=True):
         :raises CorruptPackError: they are malformed; the error names the field.
         """
         table = cls.parse_stored(data)
-        _check_frames(
-            table.packed_frames,
-            table.payload_length,
-            len(table.keys),
-            table.raw_length,
-            table.codec,
-        )
+        _check_frames(table)
         if not table.keys.distinct:
             raise CorruptPackError(
                 "keys", f"of {len(table.keys)} keys, some occur twice"
@@ -367,55 +353,65 @@ class PackTable(msgspec.Struct, frozen=True):
 
 
 def _checked_table(data: Buffer) -> bytes:
+    """Return the table without its trailer, whose checksum it matches."""
     view = memoryview(data)
-    if len(view) < _TRAILER.size + _HEADER.size:
+    end = len(view) - _TRAILER.size
+    if end < _HEADER.size:
         raise CorruptPackError("trailer", f"{len(view)} bytes are too few for a pack")
-    length, checksum, magic = _TRAILER.unpack_from(view, len(view) - _TRAILER.size)
+    length, checksum, magic = _TRAILER.unpack_from(view, end)
     if magic != _MAGIC:
         raise CorruptPackError("magic", f"{magic!r} instead of {_MAGIC!r}")
-    if not _HEADER.size <= length <= len(view) - _TRAILER.size:
+    if not _HEADER.size <= length <= end:
         raise CorruptPackError("table length", f"{length} exceeds {len(view)} bytes")
-    table = bytes(view[len(view) - _TRAILER.size - length : len(view) - _TRAILER.size])
+    table = bytes(view[end - length : end])
     if xxhash.xxh3_64_intdigest(table) != checksum:
         raise CorruptPackError("table checksum", "does not match")
     return table
 
 
-def _check_frames(
-    frames: bytes, payload: int, block_count: int, raw: int, codec: str
-) -> None:
-    end = blocks = total = 0
-    for _, count, block_bytes, _, offset, stored, _ in _FRAME.iter_unpack(frames):
-        length = count * block_bytes
-        if not length or (length > FRAME_BYTES and count > 1):
-            raise CorruptPackError(
-                "frame length", f"{count} blocks of {block_bytes} bytes"
-            )
-        if block_bytes > MAX_BLOCK_BYTES:
-            raise CorruptPackError(
-                "block length",
-                f"{block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible",
-            )
-        if stored > length or (stored < length and codec == RawCodec.name):
-            raise CorruptPackError(
-                "frame length", f"{stored} stored bytes for {length} raw ones"
-            )
-        if offset != end:
-            raise CorruptPackError("frame offset", f"{offset} instead of {end}")
-        end = align(offset + stored)
-        blocks += count
-        total += length
-    if blocks != block_count:
+def _check_frames(table: PackTable) -> None:
+    """Raise CorruptPackError unless the frames are valid, follow each other in the payload, and add
+    up to the totals of the table."""
+    end = num_blocks = raw_length = 0
+    for frame in table.frames:
+        _check_frame(frame, table.codec)
+        if frame.offset != end:
+            raise CorruptPackError("frame offset", f"{frame.offset} instead of {end}")
+        end = align(frame.offset + frame.stored_length)
+        num_blocks += frame.block_count
+        raw_length += frame.raw_length
+    if num_blocks != len(table.keys):
         raise CorruptPackError(
-            "block count", f"frames hold {blocks}, the table names {block_count}"
+            "block count",
+            f"frames hold {num_blocks}, the table names {len(table.keys)}",
         )
-    if total != raw:
+    if raw_length != table.raw_length:
         raise CorruptPackError(
-            "raw length", f"frames hold {total}, the table says {raw}"
+            "raw length",
+            f"frames hold {raw_length}, the table says {table.raw_length}",
         )
-    if end != payload:
+    if end != table.payload_length:
         raise CorruptPackError(
-            "payload length", f"frames end at {end}, the table says {payload}"
+            "payload length",
+            f"frames end at {end}, the table says {table.payload_length}",
+        )
+
+
+def _check_frame(frame: Frame, codec: str) -> None:
+    """Raise CorruptPackError if the lengths of a frame are impossible."""
+    raw, stored = frame.raw_length, frame.stored_length
+    if not raw or (raw > FRAME_BYTES and frame.block_count > 1):
+        raise CorruptPackError(
+            "frame length", f"{frame.block_count} blocks of {frame.block_bytes} bytes"
+        )
+    if frame.block_bytes > MAX_BLOCK_BYTES:
+        raise CorruptPackError(
+            "block length",
+            f"{frame.block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible",
+        )
+    if stored > raw or (stored < raw and codec == RawCodec.name):
+        raise CorruptPackError(
+            "frame length", f"{stored} stored bytes for {raw} raw ones"
         )
 
 
@@ -435,10 +431,8 @@ def verify_frame(frame: Frame, pieces: Sequence[Buffer], seed: int) -> None:
     :raises CorruptPackError: length or checksum differ from the frame's, or the bytes belong to
         other keys.
     """
-    if (
-        sum(map(len, pieces)) != frame.stored_length
-        or frame_checksum(pieces, seed) != frame.checksum
-    ):
+    length = sum(map(len, pieces))
+    if length != frame.stored_length or frame_checksum(pieces, seed) != frame.checksum:
         raise CorruptPackError(
             "frame checksum", f"does not match at offset {frame.offset}"
         )
@@ -451,4 +445,5 @@ def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> N
     :raises CorruptPackError: the bytes do not decode to that length, or this release does not know
         the codec. The content of ``out`` is then undefined.
     """
-    (stored_codec(codec) if frame.encoded else RawCodec()).decode_into(stored, out)
+    decoder = stored_codec(codec) if frame.encoded else RawCodec()
+    decoder.decode_into(stored, out)

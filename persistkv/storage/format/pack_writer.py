@@ -144,10 +144,15 @@ class PackCopy(NewPack):
     """
 
     def __init__(self, table: PackTable, payload: Buffer) -> None:
-        length = encoded_length(table.codec, table.frame_count, table.keys)
-        sizes = table.raw_length, table.frame_count, table.payload_length, length
         super().__init__(
-            table.namespace, table.pack_id, table.keys, *sizes, encodes=False
+            table.namespace,
+            table.pack_id,
+            table.keys,
+            table.raw_length,
+            table.frame_count,
+            payload_bound=table.payload_length,
+            table_length=encoded_length(table.codec, table.frame_count, table.keys),
+            encodes=False,
         )
         self.payload = payload
         self._table = table
@@ -181,26 +186,25 @@ class PackWriter(NewPack):
         segments: Sequence[Segment],
         ahead: Ahead | None = None,
     ) -> None:
-        keys = PackedKeys.of([key for segment in segments for key in segment.keys])
+        all_keys: list[bytes] = []
+        num_frames = raw_length = payload_bound = 0
+        for segment in segments:
+            all_keys += segment.keys
+            raw_length += segment.raw_length
+            for start, stop in segment.frame_bounds():
+                num_frames += 1
+                payload_bound += align((stop - start) * segment.block_bytes)
+        keys = PackedKeys.of(all_keys)
         if not keys.distinct:
             raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
-        name = pack_id(namespace, keys, str(codec))
-        raw_length = sum(segment.raw_length for segment in segments)
-        sizes = [
-            (stop - start) * segment.block_bytes
-            for segment in segments
-            for start, stop in segment.frame_bounds()
-        ]
-        bound = sum(map(align, sizes))
-        length = encoded_length(str(codec), len(sizes), keys)
         super().__init__(
             namespace,
-            name,
+            pack_id(namespace, keys, str(codec)),
             keys,
             raw_length,
-            len(sizes),
-            bound,
-            length,
+            num_frames,
+            payload_bound,
+            table_length=encoded_length(str(codec), num_frames, keys),
             encodes=not codec.identity,
         )
         self.segments = segments
@@ -236,9 +240,10 @@ class PackWriter(NewPack):
                 raw.append((len(frames), stored))
             frames.append(frame)
             yield from stored.pieces
-            offset = align(frame.offset + frame.stored_length)
-            if padding := offset - frame.offset - frame.stored_length:
-                yield bytes(padding)
+            end = frame.offset + frame.stored_length
+            offset = align(end)
+            if offset > end:
+                yield bytes(offset - end)
         self._finishing = partial(self._make_table, frames, raw, offset)
         self.written = True
 
@@ -248,11 +253,10 @@ class PackWriter(NewPack):
         for number, stored in raw:
             checksum = frame_checksum(stored.pieces, stored.seed or 0)
             frames[number] = frames[number]._replace(checksum=checksum)
-        codec = str(self._codec)
         return PackTable(
             self.namespace,
             self.pack_id,
-            codec,
+            str(self._codec),
             end,
             self.raw_length,
             pack_frames(frames),
@@ -285,45 +289,42 @@ class PackWriter(NewPack):
         self.segments = ()
 
     def _stored_frames(self) -> Iterator[_StoredFrame]:
-        bounds = (
-            (segment, *bound)
-            for segment in self.segments
-            for bound in segment.frame_bounds()
-        )
-        for segment, start, stop in bounds:
-            if self._ahead is None or not self.encodes:
-                yield self._store(segment, start, stop)
-                continue
-            self._begun.append(self._ahead(partial(self._store, segment, start, stop)))
-            if len(self._begun) > FRAMES_AHEAD:
-                yield self._begun.popleft()()
+        """Yield the frames in order, encoded ahead in other threads if they are encoded at all."""
+        ahead = self._ahead if self.encodes else None
+        for segment in self.segments:
+            for start, stop in segment.frame_bounds():
+                store = partial(self._store, segment, start, stop)
+                if ahead is None:
+                    yield store()
+                    continue
+                self._begun.append(ahead(store))
+                # bounds the memory of encoded frames
+                if len(self._begun) > FRAMES_AHEAD:
+                    yield self._begun.popleft()()
         while self._begun:
             yield self._begun.popleft()()
 
     def _store(self, segment: Segment, start: int, stop: int) -> _StoredFrame:
+        """Return the frame of blocks ``start`` to ``stop`` (exclusive) of a segment."""
         seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
-        depth = (
-            segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
-        )
-        length = (stop - start) * segment.block_bytes
-        encoded = (
-            self._codec.encode(segment.source.gather(start, stop).data.cast("B"))
-            if self.encodes
-            else None
-        )
-        if encoded is None or len(encoded) >= length:
-            frame = Frame(
-                segment.group, stop - start, segment.block_bytes, depth, 0, length, 0
-            )
-            return _StoredFrame(frame, segment.source.pieces(start, stop), seed)
-        checksum = frame_checksum([encoded], seed)
-        frame = Frame(
+        depth = segment.depth
+        if depth != UNKNOWN_DEPTH:
+            depth += start
+        num_blocks = stop - start
+        raw = Frame(
             segment.group,
-            stop - start,
+            num_blocks,
             segment.block_bytes,
             depth,
-            0,
-            len(encoded),
-            checksum,
+            offset=0,
+            stored_length=num_blocks * segment.block_bytes,
+            checksum=0,
         )
-        return _StoredFrame(frame, [encoded])
+        if self.encodes:
+            blocks = segment.source.gather(start, stop)
+            encoded = self._codec.encode(blocks.data.cast("B"))
+            if len(encoded) < raw.raw_length:
+                checksum = frame_checksum([encoded], seed)
+                frame = raw._replace(stored_length=len(encoded), checksum=checksum)
+                return _StoredFrame(frame, [encoded])
+        return _StoredFrame(raw, segment.source.pieces(start, stop), seed)

@@ -84,18 +84,18 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
     start of a row."""
     layout = numbers.groups[group]
     item = _ITEM_BYTES[numbers.dtype]
-    axes = sorted((stride, count) for count, stride in (*layout.cells, *layout.tokens))
+    if layout.length <= 0 or layout.offset < 0 or layout.offset % item:
+        return False
+    axes = [(stride, count) for count, stride in (*layout.cells, *layout.tokens)]
+    # From the innermost axis on, each step must be longer than all that lies within it.
     end = layout.length * item
-    for stride, count in axes:
-        if count < 1 or (count > 1 and (stride < end or stride % item)):
+    for stride, count in sorted(axes):
+        if count < 1:
+            return False
+        if count > 1 and (stride < end or stride % item):
             return False
         end += stride * (count - 1)
-    return (
-        layout.length > 0
-        and layout.offset >= 0
-        and layout.offset % item == 0
-        and layout.offset + end <= block_bytes
-    )
+    return layout.offset + end <= block_bytes
 
 
 def compare(
@@ -103,35 +103,38 @@ def compare(
 ) -> Agreement:
     """Compare two blocks of one key and group, given as whole rows. ``fits`` must be True for the
     layout."""
-    layout, limit = numbers.groups[group], LIMITS[numbers.dtype]
+    layout = numbers.groups[group]
+    error_parts = []
+    length_parts = []
     with np.errstate(all="ignore"):  # numbers that are not finite give infinite errors
-        parts = [_errors(ours, theirs, part, numbers.dtype) for part in _slices(layout)]
-    errors, lengths = (np.concatenate(found) for found in zip(*parts, strict=True))
+        for part in _slices(layout):
+            part_errors, part_lengths = _errors(ours, theirs, part, numbers.dtype)
+            error_parts.append(part_errors)
+            length_parts.append(part_lengths)
+    errors = np.concatenate(error_parts)
+    lengths = np.concatenate(length_parts)
     cell = int(np.argmax(errors))
-    is_evidence = np.isfinite(errors[cell]) and np.count_nonzero(lengths) * 2 > len(
-        lengths
-    )
-    tokens = math.prod(count for count, _ in layout.tokens)
-    return Agreement(float(errors[cell]), limit, cell, tokens if is_evidence else 0)
+    # Blocks of zeros agree whatever they mean.
+    is_mostly_zero = np.count_nonzero(lengths) * 2 <= len(lengths)
+    num_tokens = 0
+    if np.isfinite(errors[cell]) and not is_mostly_zero:
+        num_tokens = math.prod(count for count, _ in layout.tokens)
+    limit = LIMITS[numbers.dtype]
+    return Agreement(float(errors[cell]), limit, cell, num_tokens)
 
 
 def _slices(layout: VectorLayout) -> list[VectorLayout]:
     """Divide a layout along the first dimension of its cells that is longer than 1, to bound a
     comparison's memory."""
-    axis = next(
-        (axis for axis, (count, _) in enumerate(layout.cells) if count > 1), None
-    )
-    if axis is None:
-        return [layout]
-    count, stride = layout.cells[axis]
-    rest = (
-        (*layout.cells[:axis], *layout.cells[axis + 1 :]),
-        layout.tokens,
-        layout.length,
-    )
-    return [
-        VectorLayout(layout.offset + number * stride, *rest) for number in range(count)
-    ]
+    for axis, (count, stride) in enumerate(layout.cells):
+        if count > 1:
+            others = (*layout.cells[:axis], *layout.cells[axis + 1 :])
+            offsets = [layout.offset + number * stride for number in range(count)]
+            return [
+                VectorLayout(offset, others, layout.tokens, layout.length)
+                for offset in offsets
+            ]
+    return [layout]
 
 
 def _errors(
@@ -140,23 +143,26 @@ def _errors(
     """Return for each cell the error that 90 % of its tokens do not exceed, infinite if numbers are
     not finite, and the median over its tokens of the length of the longer vector.
     """
-    items = [_items(row, layout, dtype) for row in (ours, theirs)]
-    own = _decode(items[0], dtype)
+    our_items = _items(ours, layout, dtype)
+    their_items = _items(theirs, layout, dtype)
+    own = _decode(our_items, dtype)
     lengths = _lengths(own)
-    if np.array_equal(items[0], items[1]):
+    if np.array_equal(our_items, their_items):
+        # equal bytes need no second decoding
         errors = np.zeros_like(lengths)
     else:
-        other = _decode(items[1], dtype)
+        other = _decode(their_items, dtype)
         lengths = np.maximum(lengths, _lengths(other))
-        difference = _lengths(own - other)
-        errors = difference / np.maximum(
-            lengths, _LEAST_LENGTH * np.median(lengths, axis=1, keepdims=True)
-        )
-        errors[difference == 0] = 0
-    errors[~np.isfinite(lengths)] = np.inf
+        differences = _lengths(own - other)
+        least = _LEAST_LENGTH * np.median(lengths, axis=1, keepdims=True)
+        errors = differences / np.maximum(lengths, least)
+        errors[differences == 0] = 0  # also where both lengths are 0
+    is_finite = np.isfinite(lengths)
+    errors[~is_finite] = np.inf
     place = int(np.ceil(_SHARE * errors.shape[1])) - 1
     worst = np.partition(errors, place, axis=1)[:, place]
-    worst[~np.isfinite(lengths).all(axis=1)] = np.inf
+    # A value that is not finite fails its cell, even among the 10 % of tokens that may differ.
+    worst[~is_finite.all(axis=1)] = np.inf
     return worst, np.median(lengths, axis=1)
 
 
@@ -164,22 +170,17 @@ def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.g
     """Return the undecoded numbers of a row as an array of shape (cells, tokens, length)."""
     item = _ITEM_BYTES[dtype]
     axes = (*layout.cells, *layout.tokens, (layout.length, item))
+    shape, strides = zip(*axes, strict=True)
     flat = row[layout.offset :].view(f"u{item}")
-    strided = np.lib.stride_tricks.as_strided(
-        flat[:1],
-        [count for count, _ in axes],
-        [stride for _, stride in axes],
-        writeable=False,
-    )
-    return strided.reshape(
-        math.prod(count for count, _ in layout.cells), -1, layout.length
-    )
+    strided = np.lib.stride_tricks.as_strided(flat[:1], shape, strides, writeable=False)
+    num_cells = math.prod(count for count, _ in layout.cells)
+    return strided.reshape(num_cells, -1, layout.length)
 
 
 def _lengths(vectors: Floats) -> Floats:
-    lengths: Floats = np.sqrt(
-        np.einsum("ctv,ctv->ct", vectors, vectors, dtype=np.float64)
-    ).astype(np.float32)
+    # The squares of float32 numbers exceed its range; those of bfloat16 have the same exponents.
+    squares = np.einsum("ctv,ctv->ct", vectors, vectors, dtype=np.float64)
+    lengths: Floats = np.sqrt(squares).astype(np.float32)
     return lengths
 
 
@@ -198,19 +199,21 @@ def _decode(items: npt.NDArray[np.generic], dtype: str) -> Floats:
 @cache
 def _float8(dtype: str) -> Floats:
     """Return the values of the 256 numbers of an 8-bit float with a sign."""
-    exponent_bits, has_infinity = (4, False) if dtype == "float8_e4m3fn" else (5, True)
-    codes = np.arange(256)
+    exponent_bits = 4 if dtype == "float8_e4m3fn" else 5
     mantissa_bits = 7 - exponent_bits
+    bias = (1 << (exponent_bits - 1)) - 1
+    codes = np.arange(256)
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
     mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
-    bias = (1 << (exponent_bits - 1)) - 1
-    values = np.where(
-        exponent == 0,
-        mantissa * 2.0 ** (1 - bias),
-        (1 + mantissa) * 2.0 ** (exponent - bias),
-    )
-    special = codes & 0x7F
-    values[special > 0x7C if has_infinity else special == 0x7F] = np.nan
-    if has_infinity:
-        values[special == 0x7C] = np.inf
-    return (values * np.where(codes & 0x80, -1, 1)).astype(np.float32)
+    subnormal = mantissa * 2.0 ** (1 - bias)
+    normal = (1 + mantissa) * 2.0 ** (exponent - bias)
+    values = np.where(exponent == 0, subnormal, normal)
+    # e4m3fn has one NaN and no infinity; e5m2 has both, as IEEE 754
+    magnitude = codes & 0x7F
+    if dtype == "float8_e4m3fn":
+        values[magnitude == 0x7F] = np.nan
+    else:
+        values[magnitude == 0x7C] = np.inf
+        values[magnitude > 0x7C] = np.nan
+    signs = np.where(codes & 0x80, -1, 1)
+    return (values * signs).astype(np.float32)

@@ -144,7 +144,8 @@ def _canonical(fields: Any) -> bytes:
 def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
-            part = name if name and not _PATH_SIGNS & set(name) else json.dumps(name)
+            is_plain = name and not _PATH_SIGNS & set(name)
+            part = name if is_plain else json.dumps(name)
             yield from _flatten(item, f"{path}.{part}" if path else part)
     elif isinstance(value, list) and value:
         for index, item in enumerate(value):
@@ -175,10 +176,10 @@ def fingerprint_tensors(
         of an item are read before the next item is requested.
     :raises ConfigurationError: there are no tensors.
     """
-    entries = [
-        _TensorEntry(name, dtype, tuple(shape), xxhash.xxh3_128_hexdigest(data))
-        for name, dtype, shape, data in tensors
-    ]
+    entries = []
+    for name, dtype, shape, data in tensors:
+        digest = xxhash.xxh3_128_hexdigest(data)
+        entries.append(_TensorEntry(name, dtype, tuple(shape), digest))
     return "state-dict:" + _combine(entries)
 
 
@@ -194,22 +195,15 @@ def weight_files(directory: Path) -> list[Path]:
         raise ConfigurationError(
             "checkpoint", str(directory), "a directory with a model's weights"
         )
-    single, index = (
-        directory / "model.safetensors",
-        directory / "model.safetensors.index.json",
-    )
+    single = directory / "model.safetensors"
     if single.is_file():
         return [single]
+    index = directory / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(index)
-    if found := sorted(directory.glob("*.safetensors")):
-        return found
-    found = sorted(
-        path
-        for path in directory.iterdir()
-        if path.suffix in _WHOLE_FILE_SUFFIXES
-        and not path.name.startswith(_TRAINING_STATE)
-    )
+    found = sorted(directory.glob("*.safetensors"))
+    if not found:
+        found = sorted(filter(_is_weight_file, directory.iterdir()))
     if not found:
         raise ConfigurationError(
             "checkpoint",
@@ -217,6 +211,13 @@ def weight_files(directory: Path) -> list[Path]:
             "a directory with *.safetensors or *.bin files",
         )
     return found
+
+
+def _is_weight_file(path: Path) -> bool:
+    """Return whether a file in another format than safetensors has weights."""
+    if path.name.startswith(_TRAINING_STATE):
+        return False
+    return path.suffix in _WHOLE_FILE_SUFFIXES
 
 
 def _indexed_files(index: Path) -> list[Path]:
@@ -230,11 +231,9 @@ def _indexed_files(index: Path) -> list[Path]:
             "checkpoint", str(index), f"{expected} ({error})"
         ) from None
     for name in names:
-        if (
-            not isinstance(name, str)
-            or Path(name).name != name
-            or not (index.parent / name).is_file()
-        ):
+        # a name with a directory in it could name any file of the machine
+        is_name = isinstance(name, str) and Path(name).name == name
+        if not is_name or not (index.parent / name).is_file():
             raise ConfigurationError(
                 "checkpoint", str(index), f"{expected}; {name!r} is none"
             )
@@ -245,7 +244,8 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
     try:
         with path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
-            if (known := _load_entries(path, status)) is not None:
+            known = _load_entries(path, status)
+            if known is not None:
                 return known
             entries = _hash_file(path, file.fileno(), status.st_size)
             if _stamp(os.fstat(file.fileno())) != _stamp(status):
@@ -265,14 +265,8 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
 def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
     buffer = memoryview(bytearray(min(_PIECE_BYTES, max(size, 1))))
     if path.suffix != ".safetensors":
-        return [
-            _TensorEntry(
-                path.name,
-                "file",
-                (size,),
-                _hash_span(path, descriptor, 0, size, buffer),
-            )
-        ]
+        digest = _hash_span(path, descriptor, 0, size, buffer)
+        return [_TensorEntry(path.name, "file", (size,), digest)]
     base, tensors = _read_header(path, descriptor, size)
     entries = []
     for name, tensor in tensors.items():
@@ -305,11 +299,11 @@ def _hash_span(
 def _combine(entries: Sequence[_TensorEntry]) -> str:
     if not entries:
         raise ConfigurationError("weights", [], "at least one tensor")
-    lines = sorted(
-        json.dumps([entry.name, entry.dtype, list(entry.shape), entry.digest])
-        for entry in entries
-    )
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    lines = []
+    for entry in entries:
+        fields = [entry.name, entry.dtype, list(entry.shape), entry.digest]
+        lines.append(json.dumps(fields))
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 class _TensorEntry(NamedTuple):
@@ -328,7 +322,9 @@ _Stamp = tuple[int, int, int, int, int]
 ctime."""
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _CachedFingerprints(msgspec.Struct, frozen=True):
+    """Entries of one weight file, kept so that a later start need not read the whole file."""
+
     version: int
     path: str
     stamp: _Stamp
@@ -349,28 +345,24 @@ def _cache_file(path: Path) -> Path:
     """Return the path of the cache for this weight file; raise RuntimeError without a home
     directory."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (
-        root
-        / "persistkv"
-        / "fingerprints"
-        / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"
-    )
+    name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]
+    return root / "persistkv" / "fingerprints" / f"{name}.json"
 
 
 def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | None:
     """Return the cached entries of a file; None if the file changed, or if the cache has no
     readable record of it."""
     try:
-        record = msgspec.json.decode(_cache_file(path).read_bytes(), type=_Record)
+        record = msgspec.json.decode(
+            _cache_file(path).read_bytes(), type=_CachedFingerprints
+        )
     except (OSError, RuntimeError, ValueError):
         # RuntimeError: no home directory, or too deeply nested
         return None
-    valid = (record.version, record.path, record.stamp) == (
-        _CACHE_VERSION,
-        str(path.absolute()),
-        _stamp(status),
-    )
-    return record.entries if valid else None
+    expected = (_CACHE_VERSION, str(path.absolute()), _stamp(status))
+    if (record.version, record.path, record.stamp) != expected:
+        return None
+    return record.entries
 
 
 def _save_entries(
@@ -378,13 +370,15 @@ def _save_entries(
 ) -> None:
     """Cache a file's entries, unless the file changed less than 2 s ago or the cache cannot be
     written."""
-    if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_NS:
+    # A second change within the clock's resolution would leave the stamp as it is.
+    changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
+    if time.time_ns() - changed_ns < _SETTLED_NS:
         return
-    record = msgspec.json.encode(
-        _Record(_CACHE_VERSION, str(path.absolute()), _stamp(status), entries)
+    record = _CachedFingerprints(
+        _CACHE_VERSION, str(path.absolute()), _stamp(status), entries
     )
     with suppress(OSError, RuntimeError):
-        replace_file(_cache_file(path), [record])
+        replace_file(_cache_file(path), [msgspec.json.encode(record)])
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -407,15 +401,13 @@ def _read_header(
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
         raise _invalid(path, f"its header cannot have {length} of {size} bytes")
+    encoded = os.pread(descriptor, length, _LENGTH_BYTES)
+    read = {}
     try:
-        header = msgspec.json.decode(
-            os.pread(descriptor, length, _LENGTH_BYTES), type=dict[str, msgspec.Raw]
-        )
+        header = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        read = {
-            name: msgspec.json.decode(entry, type=_Tensor)
-            for name, entry in header.items()
-        }
+        for name, entry in header.items():
+            read[name] = msgspec.json.decode(entry, type=_Tensor)
     except (ValueError, RecursionError) as error:
         raise _invalid(path, f"its header does not read: {error}") from None
     tensors = dict(sorted(read.items(), key=lambda item: item[1].data_offsets))

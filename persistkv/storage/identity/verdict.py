@@ -48,11 +48,13 @@ def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None
     """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none
     that can be read."""
     content = backend.note(ours, theirs.hex())
+    if content is None:
+        return None
     try:
-        found = None if content is None else msgspec.json.decode(content, type=Verdict)
+        verdict = msgspec.json.decode(content, type=Verdict)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return found if found is not None and found.version == _VERSION else None
+    return verdict if verdict.version == _VERSION else None
 
 
 def write_verdict(
@@ -71,7 +73,8 @@ def verdicts(
     found = {}
     for ours in namespaces:
         for theirs in candidates(backend, ours.identity, namespaces):
-            if (verdict := read_verdict(backend, ours.id, theirs.id)) is not None:
+            verdict = read_verdict(backend, ours.id, theirs.id)
+            if verdict is not None:
                 found[ours.id, theirs.id] = verdict
     return found
 
@@ -82,26 +85,23 @@ def candidates(
     """Return the namespaces of ``others`` that differ from an identity in the release alone, latest
     written first: by the latest manifest, or by their creation if they have none that can be read.
     """
-    found = [
-        other
-        for other in others
-        if [difference.field for difference in identity.diff(other.identity)]
-        == [RELEASE_FIELD]
-    ]
+    found = []
+    for other in others:
+        differences = identity.diff(other.identity)
+        if [difference.field for difference in differences] == [RELEASE_FIELD]:
+            found.append(other)
+    # the order costs a scan of the manifests of each
     if len(found) > 1:
         found.sort(key=lambda namespace: _last_write(backend, namespace), reverse=True)
     return found
 
 
 def _last_write(backend: Backend, namespace: Namespace) -> float:
-    written = namespace.created
     try:
-        written = max(
-            (head.created for head in backend.catalogue(namespace.id).manifests()),
-            default=written,
-        )
+        heads = backend.catalogue(namespace.id).manifests()
+        return max((head.created for head in heads), default=namespace.created)
     except StoreError as error:
         logger.info(
             "the requests of namespace %s cannot be read: %s", namespace.id.hex(), error
         )
-    return written
+        return namespace.created

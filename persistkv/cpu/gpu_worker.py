@@ -50,24 +50,15 @@ class CpuGpuOffloadingHandlers:
             raise ConfigurationError(
                 "num_cpu_blocks", num_cpu_blocks, "a positive number of rows"
             )
-        engine_class = copy_engine_class(kv_caches.tensors[0].tensor.device)
+        device = kv_caches.tensors[0].tensor.device
+        engine_class = copy_engine_class(device)
         if mmap_region is not None:
-            _prepare_region(
-                mmap_region, num_cpu_blocks, kv_caches.tensors[0].tensor.device
-            )
+            _prepare_region(mmap_region, num_cpu_blocks, device)
         if head_sharded:
             memory = _head_sharded_memory(kv_caches, block_size_factor, mmap_region)
         else:
-            rows = _rows(kv_caches, block_size_factor, num_cpu_blocks, mmap_region)
-            pages = tuple(
-                canonical.tensor[:, : canonical.page_size_bytes]
-                for canonical in kv_caches.tensors
-            )
-            registered = (
-                mmap_region.rows_per_registration if mmap_region is not None else None
-            )
-            memory = KVMemory(
-                pages, rows, block_size_factor, registered, kv_caches.group_data_refs
+            memory = _plain_memory(
+                kv_caches, block_size_factor, num_cpu_blocks, mmap_region
             )
         self.gpu_to_cpu_handler = engine_class(memory, Direction.STORE)
         self.cpu_to_gpu_handler = engine_class(memory, Direction.LOAD)
@@ -78,13 +69,10 @@ class CpuGpuOffloadingHandlers:
 
         An exception of one handler is logged and does not affect the other.
         """
-        for name, handler in (
-            ("store", self.gpu_to_cpu_handler),
-            ("load", self.cpu_to_gpu_handler),
-        ):
-            with Isolation(f"{name} handler").guard(
-                "shutdown", "its resources may not be released"
-            ):
+        handlers = {"store": self.gpu_to_cpu_handler, "load": self.cpu_to_gpu_handler}
+        for name, handler in handlers.items():
+            isolation = Isolation(f"{name} handler")
+            with isolation.guard("shutdown", "its resources may not be released"):
                 handler.shutdown()
 
 
@@ -98,6 +86,25 @@ def copy_engine_class(device: torch.device) -> type[CopyEngine]:
             "kv_caches device", str(device), f"one of {', '.join(engines)}"
         )
     return engines[device.type]
+
+
+def _plain_memory(
+    kv_caches: CanonicalKVCaches,
+    block_size_factor: int,
+    num_cpu_blocks: int,
+    region: SharedOffloadRegion | None,
+) -> KVMemory:
+    """Return the memory of one worker with cells of its own."""
+    pages = []
+    for canonical in kv_caches.tensors:
+        pages.append(canonical.tensor[:, : canonical.page_size_bytes])
+    return KVMemory(
+        tuple(pages),
+        _rows(kv_caches, block_size_factor, num_cpu_blocks, region),
+        block_size_factor,
+        None if region is None else region.rows_per_registration,
+        kv_caches.group_data_refs,
+    )
 
 
 def _rows(
@@ -118,10 +125,10 @@ def _rows(
         )
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)
-    return tuple(
-        cell[:, offset : offset + size]
-        for offset, size in zip(offsets, sizes, strict=True)
-    )
+    rows = []
+    for offset, size in zip(offsets, sizes, strict=True):
+        rows.append(cell[:, offset : offset + size])
+    return tuple(rows)
 
 
 def _prepare_region(
@@ -161,17 +168,16 @@ def _head_sharded_memory(
     for number, part in enumerate(slices):
         tensor = kv_caches.tensors[part.tensor_idx].tensor
         pages.append(tensor[:, part.page_offset : part.page_offset + part.num_bytes])
-        rows.append(
-            region.create_row_view(part.row_offset, part.num_bytes * block_size_factor)
-        )
-        refs_of.setdefault(part.tensor_idx, []).append(
-            CanonicalKVCacheRef(number, part.num_bytes)
-        )
+        row_bytes = part.num_bytes * block_size_factor
+        rows.append(region.create_row_view(part.row_offset, row_bytes))
+        slice_ref = CanonicalKVCacheRef(number, part.num_bytes)
+        refs_of.setdefault(part.tensor_idx, []).append(slice_ref)
     groups = []
     for refs in kv_caches.group_data_refs:
-        groups.append(
-            [slice_ref for ref in refs for slice_ref in refs_of[ref.tensor_idx]]
-        )
+        slice_refs: list[CanonicalKVCacheRef] = []
+        for ref in refs:
+            slice_refs += refs_of[ref.tensor_idx]
+        groups.append(slice_refs)
     return KVMemory(
         tuple(pages),
         tuple(rows),

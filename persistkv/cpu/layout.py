@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from persistkv.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
+    CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     HeadSharding,
 )
@@ -35,10 +37,10 @@ def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
     """Return the bytes of one worker's cell in a row, which is the ``cpu_page_size`` of
     ``SharedOffloadRegion``."""
     offsets = tensor_offsets(kv_caches, block_size_factor)
-    pages = zip(offsets, kv_caches.tensors, strict=True)
-    return max(
-        offset + tensor.page_size_bytes * block_size_factor for offset, tensor in pages
-    )
+    ends = []
+    for offset, tensor in zip(offsets, kv_caches.tensors, strict=True):
+        ends.append(offset + tensor.page_size_bytes * block_size_factor)
+    return max(ends)
 
 
 def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list[int]:
@@ -46,14 +48,18 @@ def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list
     earlier tensors that share a KV cache group with it. Other tensors may overlap it.
     """
     check_kv_caches(kv_caches, block_size_factor)
-    users = [{ref.tensor_idx for ref in refs} for refs in kv_caches.group_data_refs]
-    ends = [0] * len(users)
+    groups_of: list[set[int]] = [set() for _ in kv_caches.tensors]
+    for group, refs in enumerate(kv_caches.group_data_refs):
+        for ref in refs:
+            groups_of[ref.tensor_idx].add(group)
+    # for each group, the end of its last tensor so far
+    ends = [0] * len(kv_caches.group_data_refs)
     offsets = []
-    for index, tensor in enumerate(kv_caches.tensors):
-        groups = [group for group, used in enumerate(users) if index in used]
-        offsets.append(max((ends[group] for group in groups), default=0))
+    for tensor, groups in zip(kv_caches.tensors, groups_of, strict=True):
+        offset = max((ends[group] for group in groups), default=0)
+        offsets.append(offset)
         for group in groups:
-            ends[group] = offsets[-1] + tensor.page_size_bytes * block_size_factor
+            ends[group] = offset + tensor.page_size_bytes * block_size_factor
     return offsets
 
 
@@ -104,20 +110,8 @@ def heads_of_tensors(kv_caches: CanonicalKVCaches) -> list[HeadSharding]:
     """
     stated = []
     for index, tensor in enumerate(kv_caches.tensors):
-        where, heads = f"kv_caches.tensors[{index}].heads", tensor.heads
-        if heads is None:
-            raise ConfigurationError(
-                where,
-                None,
-                "the positions of the heads, since the caches are head-sharded",
-            )
-        if heads.num_parts <= 0 or heads.num_heads <= 0:
-            raise ConfigurationError(where, heads, "positive numbers")
-        if tensor.page_size_bytes % (heads.num_parts * heads.num_heads):
-            raise ConfigurationError(
-                where, heads, f"a divisor of {tensor.page_size_bytes} bytes of a page"
-            )
-        stated.append(heads)
+        where = f"kv_caches.tensors[{index}].heads"
+        stated.append(_checked_heads(where, tensor))
     for group, refs in enumerate(kv_caches.group_data_refs):
         for ref in refs:
             page = kv_caches.tensors[ref.tensor_idx].page_size_bytes
@@ -129,6 +123,24 @@ def heads_of_tensors(kv_caches: CanonicalKVCaches) -> list[HeadSharding]:
                     f"{page}, whole pages of head-sharded caches",
                 )
     return stated
+
+
+def _checked_heads(where: str, tensor: CanonicalKVCacheTensor) -> HeadSharding:
+    """Return the positions of the heads in a tensor's pages; ``where`` names them in errors."""
+    heads = tensor.heads
+    if heads is None:
+        raise ConfigurationError(
+            where,
+            None,
+            "the positions of the heads, since the caches are head-sharded",
+        )
+    if heads.num_parts <= 0 or heads.num_heads <= 0:
+        raise ConfigurationError(where, heads, "positive numbers")
+    if tensor.page_size_bytes % (heads.num_parts * heads.num_heads):
+        raise ConfigurationError(
+            where, heads, f"a divisor of {tensor.page_size_bytes} bytes of a page"
+        )
+    return heads
 
 
 def group_layouts(
@@ -145,36 +157,25 @@ def group_layouts(
     """
     if head_sharded:
         heads_of_tensors(kv_caches)  # raises if the caches cannot be head-sharded
-        offsets = tensor_offsets(kv_caches, block_size_factor)
-        sizes = [
-            tensor.page_size_bytes * block_size_factor for tensor in kv_caches.tensors
-        ]
-        shared = []
-        for refs in kv_caches.group_data_refs:
-            used = {ref.tensor_idx for ref in refs}
-            ranges = [
-                (offsets[index] * num_workers, sizes[index] * num_workers)
-                for index in used
-            ]
-            shared.append(GroupLayout(_merged(ranges)))
-        return tuple(shared)
-    cell, offsets = (
-        cell_bytes(kv_caches, block_size_factor),
-        tensor_offsets(kv_caches, block_size_factor),
-    )
+        # The heads of all workers follow each other, so the ranges are those of one worker whose
+        # pages are so many times as long.
+        cells = 1
+        width = num_workers
+    else:
+        cells = num_workers
+        width = 1
+    offsets = tensor_offsets(kv_caches, block_size_factor)
+    cell = cell_bytes(kv_caches, block_size_factor)
     layouts = []
     for refs in kv_caches.group_data_refs:
         ranges = []
-        for worker in range(num_workers):
+        for worker in range(cells):
             for ref in refs:
-                first, page = (
-                    worker * cell + offsets[ref.tensor_idx],
-                    kv_caches.tensors[ref.tensor_idx].page_size_bytes,
-                )
-                ranges += [
-                    (first + position * page, ref.page_size_bytes)
-                    for position in range(block_size_factor)
-                ]
+                page = kv_caches.tensors[ref.tensor_idx].page_size_bytes * width
+                first = worker * cell + offsets[ref.tensor_idx] * width
+                for position in range(block_size_factor):
+                    used = ref.page_size_bytes * width
+                    ranges.append((first + position * page, used))
         layouts.append(GroupLayout(_merged(ranges)))
     return tuple(layouts)
 
@@ -193,23 +194,7 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
         )
     device = kv_caches.tensors[0].tensor.device
     for index, canonical in enumerate(kv_caches.tensors):
-        where, tensor = f"kv_caches.tensors[{index}]", canonical.tensor
-        if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
-            expected = "int8, shape (num_blocks, bytes), rows contiguous"
-            raise ConfigurationError(
-                where, f"{tensor.dtype} {tuple(tensor.shape)}", expected
-            )
-        _check_number(
-            f"{where}.page_size_bytes",
-            canonical.page_size_bytes,
-            1,
-            tensor.shape[1],
-            " bytes of a block",
-        )
-        if tensor.device != device:
-            raise ConfigurationError(
-                f"{where}.device", str(tensor.device), f"{device}, as the first tensor"
-            )
+        _check_tensor(f"kv_caches.tensors[{index}]", canonical, device)
     for group, refs in enumerate(kv_caches.group_data_refs):
         where = f"kv_caches.group_data_refs[{group}]"
         if not refs:
@@ -228,6 +213,28 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
             )
 
 
+def _check_tensor(
+    where: str, canonical: CanonicalKVCacheTensor, device: torch.device
+) -> None:
+    tensor = canonical.tensor
+    if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
+        expected = "int8, shape (num_blocks, bytes), rows contiguous"
+        raise ConfigurationError(
+            where, f"{tensor.dtype} {tuple(tensor.shape)}", expected
+        )
+    _check_number(
+        f"{where}.page_size_bytes",
+        canonical.page_size_bytes,
+        1,
+        tensor.shape[1],
+        " bytes of a block",
+    )
+    if tensor.device != device:
+        raise ConfigurationError(
+            f"{where}.device", str(tensor.device), f"{device}, as the first tensor"
+        )
+
+
 def _check_number(
     field: str, value: int, lowest: int, highest: int, unit: str = ""
 ) -> None:
@@ -240,8 +247,9 @@ def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     merged: list[tuple[int, int]] = []
     for offset, length in sorted(ranges):
         if merged and offset <= sum(merged[-1]):
-            start = merged[-1][0]
-            merged[-1] = (start, max(sum(merged[-1]), offset + length) - start)
+            start, _ = merged[-1]
+            end = max(sum(merged[-1]), offset + length)
+            merged[-1] = (start, end - start)
         else:
             merged.append((offset, length))
     return tuple(merged)
@@ -283,6 +291,14 @@ class PageCopies:
         return self.page_bytes * len(self.blocks)
 
 
+class BlockPairs(NamedTuple):
+    """GPU blocks of one KV cache group, and for each its place in a row."""
+
+    blocks: IntArray
+    sub_blocks: IntArray
+    """See ``PageCopies.sub_blocks``."""
+
+
 def plan_copies(
     gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, memory: KVMemory
 ) -> list[PageCopies]:
@@ -298,45 +314,48 @@ def plan_copies(
         raise ValueError(
             f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(groups)}"
         )
-    factor = memory.block_size_factor
-    blocks = np.asarray(gpu.block_ids, np.int64)
     rows = np.asarray(cpu.block_ids, np.int64)
     _check_bounds("row", rows, memory.rows[0].shape[0])
-    parts: dict[tuple[int, int], list[tuple[IntArray, IntArray]]] = {}
-    first_block = first_row = 0
-    for size, index, refs in zip(
-        gpu.group_sizes, gpu.block_indices, groups, strict=True
-    ):
-        skip = index % factor
-        num_rows = -(-(skip + size) // factor) if size else 0
-        group_blocks = blocks[first_block : first_block + size]
-        group_rows = rows[first_row : first_row + num_rows]
-        if len(group_rows) < num_rows:
-            break
-        sub_blocks = (group_rows[:, None] * factor + np.arange(factor)).reshape(-1)[
-            skip : skip + size
-        ]
-        first_block, first_row = first_block + size, first_row + num_rows
-        for ref in refs if size else ():
-            _check_bounds(
-                "GPU block", group_blocks, memory.pages[ref.tensor_idx].shape[0]
-            )
-            parts.setdefault((ref.tensor_idx, ref.page_size_bytes), []).append(
-                (group_blocks, sub_blocks)
-            )
-    if first_block != len(blocks) or first_row != len(rows):
+    pairs: dict[tuple[int, int], list[BlockPairs]] = {}
+    factor = memory.block_size_factor
+    paired_by_group, num_rows = _pair_blocks(gpu, rows, factor)
+    if num_rows != len(rows):
         raise ValueError(
             f"{cpu} does not have the rows for {gpu} at {factor} GPU blocks a row"
         )
-    return [
-        PageCopies(
-            tensor_idx,
-            page_bytes,
-            np.concatenate([b for b, _ in pairs]),
-            np.concatenate([s for _, s in pairs]),
-        )
-        for (tensor_idx, page_bytes), pairs in parts.items()
-    ]
+    for refs, paired in zip(groups, paired_by_group, strict=True):
+        if not len(paired.blocks):
+            continue
+        for ref in refs:
+            num_gpu_blocks = memory.pages[ref.tensor_idx].shape[0]
+            _check_bounds("GPU block", paired.blocks, num_gpu_blocks)
+            pairs.setdefault((ref.tensor_idx, ref.page_size_bytes), []).append(paired)
+    copies = []
+    for (tensor_idx, page_bytes), parts in pairs.items():
+        blocks = np.concatenate([part.blocks for part in parts])
+        sub_blocks = np.concatenate([part.sub_blocks for part in parts])
+        copies.append(PageCopies(tensor_idx, page_bytes, blocks, sub_blocks))
+    return copies
+
+
+def _pair_blocks(
+    gpu: GPULoadStoreSpec, rows: IntArray, factor: int
+) -> tuple[list[BlockPairs], int]:
+    """Return for each group its GPU blocks and their places in rows, and the number of rows that
+    all groups need. If there are fewer rows, places are missing."""
+    blocks = np.asarray(gpu.block_ids, np.int64)
+    paired = []
+    first_block = first_row = 0
+    for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
+        skip = index % factor
+        num_rows = -(-(skip + size) // factor) if size else 0
+        group_rows = rows[first_row : first_row + num_rows]
+        places = (group_rows[:, None] * factor + np.arange(factor)).reshape(-1)
+        group_blocks = blocks[first_block : first_block + size]
+        paired.append(BlockPairs(group_blocks, places[skip : skip + size]))
+        first_block += size
+        first_row += num_rows
+    return paired, first_row
 
 
 def compute_sub_block_ptrs(
@@ -367,7 +386,9 @@ def consecutive_runs(*sides: IntArray) -> list[slice]:
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:
     """Refuse other ids than 0 to ``count - 1``: they would become addresses outside the memory."""
-    if len(ids) and (ids.min() < 0 or ids.max() >= count):
-        raise ValueError(
-            f"{what} {ids.min() if ids.min() < 0 else ids.max()} is not one of {count}"
-        )
+    if not len(ids):
+        return
+    lowest, highest = ids.min(), ids.max()
+    if lowest < 0 or highest >= count:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"{what} {wrong} is not one of {count}")

@@ -95,8 +95,12 @@ class CPUOffloadingManager(OffloadingManager):
 
     def num_evictable_of(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of these distinct blocks are held and may be evicted."""
-        rows, refs = self._rows, self._refs
-        return sum(not refs[rows[key]] for key in keys if key in rows)
+        num_evictable = 0
+        for key in keys:
+            row = self._rows.get(key)
+            if row is not None and self._refs[row] == 0:
+                num_evictable += 1
+        return num_evictable
 
     def get_block_id(self, key: OffloadKey, req_context: ReqContext) -> int:
         """Return the row number of a block, which may not be readable yet; raise KeyError if it is
@@ -106,12 +110,15 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> CPULoadStoreSpec:
-        refs, rows = self._refs, self._rows_of(keys)
+        refs = self._refs
+        rows = self._rows_of(keys)
+        # all are checked before any is referenced, so that an error changes nothing
         for key, row in zip(keys, rows, strict=True):
             if refs[row] < 0:
                 raise KeyError(f"block {key.hex()} is still being written")
         for row in rows:
-            self._num_evictable -= not refs[row]
+            if not refs[row]:
+                self._num_evictable -= 1
             refs[row] += 1
         return CPULoadStoreSpec(rows)
 
@@ -121,17 +128,20 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> None:
-        refs, rows = self._refs, self._rows_of(keys, earlier=True)
-        for taken, row in enumerate(rows):
+        refs = self._refs
+        rows = self._rows_of(keys, earlier=True)
+        for released, row in enumerate(rows):
             if refs[row] <= 0:
-                for undone in rows[:taken]:
+                # a key may occur twice, so the counts are not checked before but undone
+                for undone in rows[:released]:
                     refs[undone] += 1
-                raise KeyError(f"block {keys[taken].hex()} is not being read")
+                raise KeyError(f"block {keys[released].hex()} is not being read")
             refs[row] -= 1
-        unused = {
-            key: row for key, row in zip(keys, rows, strict=True) if not refs[row]
-        }
-        self._num_evictable += len(unused) - len(self._free_earlier(unused))
+        unused = dict.fromkeys(
+            key for key, row in zip(keys, rows, strict=True) if not refs[row]
+        )
+        freed = self._free_earlier(unused)
+        self._num_evictable += len(unused) - len(freed)
         self._policy.release(keys)
 
     def prepare_store(
@@ -143,28 +153,33 @@ class CPUOffloadingManager(OffloadingManager):
         A block from before the last ``reset_cache`` that a job still uses is left out, although it
         is a miss for ``lookup``; it can be stored once that job has ended.
         """
-        held = self._rows
         distinct = dict.fromkeys(keys)
-        wanted = [key for key in distinct if key not in held]
-        if not wanted:
+        new = [key for key in distinct if key not in self._rows]
+        if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
-        missing = len(wanted) - len(self._free)
+        missing = len(new) - len(self._free)
         evicted: list[OffloadKey] = []
         if missing > 0:
-            spared = [
-                key for key in distinct if key in held and not self._refs[held[key]]
-            ]
+            spared = [key for key in distinct if self._is_evictable(key)]
             if missing > self._num_evictable - len(spared):
                 return None
             evicted = self._evict(missing, spared)
-        # consecutive blocks tend to get adjacent rows
-        rows = sorted(self._free[-len(wanted) :])
-        del self._free[-len(wanted) :]
-        held.update(zip(wanted, rows, strict=True))
+        return PrepareStoreOutput(new, self._allocate(new), evicted)
+
+    def _is_evictable(self, key: OffloadKey) -> bool:
+        row = self._rows.get(key)
+        return row is not None and self._refs[row] == 0
+
+    def _allocate(self, keys: list[OffloadKey]) -> CPULoadStoreSpec:
+        """Take free rows for new blocks; there must be enough."""
+        # sorted: consecutive blocks tend to get adjacent rows, which one copy or read fills
+        rows = sorted(self._free[-len(keys) :])
+        del self._free[-len(keys) :]
+        self._rows.update(zip(keys, rows, strict=True))
         for row in rows:
             self._refs[row] = _BEING_WRITTEN
-        self._policy.insert(wanted, rows)
-        return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
+        self._policy.insert(keys, rows)
+        return CPULoadStoreSpec(rows)
 
     def complete_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
@@ -180,13 +195,18 @@ class CPUOffloadingManager(OffloadingManager):
             ``reset_cache``, which are readable now if ``success`` and misses if not, and those
             allocated before it, which are misses.
         """
-        refs, rows, distinct = self._refs, self._rows, dict.fromkeys(keys)
-        written = [key for key in distinct if key in rows and refs[rows[key]] < 0]
-        if len(written) < len(distinct):
-            # raises if not held
+        refs, rows = self._refs, self._rows
+        written: list[OffloadKey] = []
+        ready: list[OffloadKey] = []
+        for key in dict.fromkeys(keys):
+            row = rows.get(key)
+            is_written = row is not None and refs[row] < 0
+            kind = written if is_written else ready
+            kind.append(key)
+        if ready:
             self._rows_of(
-                [key for key in distinct if key not in rows or refs[rows[key]] >= 0]
-            )
+                ready
+            )  # raises if one is not held, before anything has changed
         for key in written:
             refs[rows[key]] = 0
         orphaned = self._free_earlier(written)
@@ -213,18 +233,17 @@ class CPUOffloadingManager(OffloadingManager):
     def reset_cache(self, weights_changed: bool = True) -> None:
         """Forget all blocks. A row in use becomes free when its use ends. ``weights_changed`` has
         no effect."""
-        refs, rows, earlier = self._refs, self._rows, self._earlier
-        self._record(
-            [key for key, row in rows.items() if refs[row] >= 0 and key not in earlier],
-            removed=True,
-        )
-        self._rows = {key: row for key, row in rows.items() if refs[row]}
-        self._earlier = set(self._rows)
+        refs = self._refs
+        readable = [key for key in self._rows if self.is_ready(key)]
+        self._record(readable, removed=True)
+        in_use = {key: row for key, row in self._rows.items() if refs[row]}
+        self._rows = in_use
+        self._earlier = set(in_use)
         self._policy.clear()
         self._num_evictable = 0
-        self._free = [
-            row for row in range(self.num_blocks - 1, -1, -1) if not refs[row]
-        ]
+        # descending, because rows are taken from the end
+        rows = range(self.num_blocks - 1, -1, -1)
+        self._free = [row for row in rows if not refs[row]]
 
     def _rows_of(
         self, keys: Sequence[OffloadKey], *, earlier: bool = False
@@ -243,7 +262,9 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _free_earlier(self, unused: Collection[OffloadKey]) -> list[OffloadKey]:
         """Free and return those blocks in ``unused`` that date from before a ``reset_cache``."""
-        ended = [key for key in unused if key in self._earlier] if self._earlier else []
+        if not self._earlier:
+            return []
+        ended = [key for key in unused if key in self._earlier]
         self._free.extend(map(self._rows.pop, ended))
         self._earlier.difference_update(ended)
         return ended
@@ -252,6 +273,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Evict ``count`` blocks, none of ``spared``, and return their keys. There must be enough
         evictable blocks."""
         refs, held = self._refs, self._rows
+        # the policy evicts no block with a reference
         for key in spared:
             refs[held[key]] = 1
         victims = self._policy.evict(count)

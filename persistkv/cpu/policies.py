@@ -95,14 +95,17 @@ class LRUCachePolicy(CachePolicy):
         for key in reversed(keys):
             if key in rows:
                 rows.move_to_end(key)
-            elif (row := self._unpark(key)) is not None:
+                continue
+            row = self._unpark(key)
+            if row is not None:
                 rows[key] = row
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
         if not self._parked:
             return
         for key in keys:
-            if (entry := self._parked.pop(key, None)) is not None:
+            entry = self._parked.pop(key, None)
+            if entry is not None:
                 self._due[key] = entry
                 heapq.heappush(self._heap, (*entry, key))
 
@@ -116,22 +119,27 @@ class LRUCachePolicy(CachePolicy):
         return self._unpark(key) if row is None else row
 
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
+        # released blocks first: they were least recently used before they were parked
+        victims = self._evict_due(count)
+        while self._rows and len(victims) < count:
+            key, row = self._rows.popitem(last=False)
+            if self._refs[row]:
+                self._last_place += 1
+                self._parked[key] = (self._last_place, row)
+            else:
+                victims.append((key, row))
+        return victims
+
+    def _evict_due(self, count: int) -> list[tuple[OffloadKey, int]]:
+        """Evict up to ``count`` blocks that were parked and released."""
         victims: list[tuple[OffloadKey, int]] = []
-        refs = self._refs
         while self._heap and len(victims) < count:
             place, row, key = heapq.heappop(self._heap)
             if self._due.get(key) != (place, row):
                 continue  # used or removed since
             del self._due[key]
-            if refs[row]:
+            if self._refs[row]:
                 self._parked[key] = (place, row)
-            else:
-                victims.append((key, row))
-        while self._rows and len(victims) < count:
-            key, row = self._rows.popitem(last=False)
-            if refs[row]:
-                self._last_place += 1
-                self._parked[key] = (self._last_place, row)
             else:
                 victims.append((key, row))
         return victims
@@ -192,18 +200,27 @@ class ARCCachePolicy(CachePolicy):
 
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
         victims: list[tuple[OffloadKey, int]] = []
-        lists = ((self._once, self._gone_once), (self._again, self._gone_again))
         while len(victims) < count:
-            for part, gone in (
-                lists if len(self._once) > self._target else reversed(lists)
-            ):
-                if found := part.evict(1):
-                    victims += found
-                    gone[found[0][0]] = None
-                    break
-            else:
+            # the lengths change with each eviction, and with them the preferred list
+            once_first = len(self._once) > self._target
+            found = self._evict_one(used_once=once_first)
+            if not found:
+                # all blocks of that list are in use
+                found = self._evict_one(used_once=not once_first)
+            if not found:
                 break
+            victims += found
         self._trim_gone()
+        return victims
+
+    def _evict_one(self, *, used_once: bool) -> list[tuple[OffloadKey, int]]:
+        """Evict a block of one of the lists, and remember its key; return no block if none can be
+        evicted."""
+        part = self._once if used_once else self._again
+        gone = self._gone_once if used_once else self._gone_again
+        victims = part.evict(1)
+        for key, _ in victims:
+            gone[key] = None
         return victims
 
     def clear(self) -> None:
@@ -217,9 +234,8 @@ class ARCCachePolicy(CachePolicy):
         once, again = len(self._gone_once), len(self._gone_again)
         if key in self._gone_once:
             del self._gone_once[key]
-            self._target = min(
-                float(self._num_blocks), self._target + max(1.0, again / once)
-            )
+            target = self._target + max(1.0, again / once)
+            self._target = min(float(self._num_blocks), target)
         elif key in self._gone_again:
             del self._gone_again[key]
             self._target = max(0.0, self._target - max(1.0, once / again))
@@ -231,17 +247,12 @@ class ARCCachePolicy(CachePolicy):
         """Bound the first list and its evicted keys to ``num_blocks`` entries, and both lists with
         their evicted keys to twice as many.
         """
-        while (
-            self._gone_once
-            and len(self._once) + len(self._gone_once) > self._num_blocks
-        ):
+        most_gone_once = max(0, self._num_blocks - len(self._once))
+        while len(self._gone_once) > most_gone_once:
             self._gone_once.popitem(last=False)
-        held = len(self._once) + len(self._again)
-        while (
-            self._gone_again
-            and held + len(self._gone_once) + len(self._gone_again)
-            > 2 * self._num_blocks
-        ):
+        others = len(self._once) + len(self._again) + len(self._gone_once)
+        most_gone_again = max(0, 2 * self._num_blocks - others)
+        while len(self._gone_again) > most_gone_again:
             self._gone_again.popitem(last=False)
 
 

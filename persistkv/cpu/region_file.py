@@ -79,7 +79,10 @@ class RegionFile:
             open it, or the directory cannot be used.
         """
         deadline = time.monotonic() + timeout_s
-        while (file := cls._create_or_attach(path, size)) is None:
+        while True:
+            file = cls._create_or_attach(path, size)
+            if file is not None:
+                return file
             if time.monotonic() >= deadline:
                 raise RegionError(
                     f"{path} has {_size_of(path)} bytes and did not get the expected {size} "
@@ -87,7 +90,6 @@ class RegionFile:
                     "its creator hangs, or an engine of another geometry uses the same instance_id"
                 )
             time.sleep(_POLL_SECONDS)
-        return file
 
     def close(self) -> None:
         """Release the lock; the last process to do so removes the file. Idempotent.
@@ -105,27 +107,19 @@ class RegionFile:
     @classmethod
     def _create_or_attach(cls, path: str, size: int) -> RegionFile | None:
         """Try once. None: the caller must retry, because the file is not ready or was removed."""
-        created = True
-        try:
-            lock_fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            created = False
-        except OSError as error:
-            raise RegionError(f"{path} cannot be created: {error.strerror}") from error
-        if not created:
+        lock_fd = _create(path)
+        created = lock_fd is not None
+        if lock_fd is None:
             if _remove_leftover(path):
                 return None
-            try:
-                lock_fd = os.open(path, _OPEN_FLAGS)
-            except FileNotFoundError:
+            lock_fd = _open_existing(path)
+            if lock_fd is None:
                 return None
-            except OSError as error:
-                raise RegionError(
-                    f"{path} cannot be opened: {error.strerror}"
-                ) from error
+
         file = None
         try:
             _check_private(lock_fd, path)
+            # a file of another size is still being allocated
             ready = created or os.fstat(lock_fd).st_size == size
             if ready and _lock(lock_fd, fcntl.LOCK_SH) and _is_at(lock_fd, path):
                 if created:
@@ -135,6 +129,26 @@ class RegionFile:
         finally:
             if file is None:
                 os.close(lock_fd)
+
+
+def _create(path: str) -> int | None:
+    """Create the file and return a descriptor; None if it exists."""
+    try:
+        return os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return None
+    except OSError as error:
+        raise RegionError(f"{path} cannot be created: {error.strerror}") from error
+
+
+def _open_existing(path: str) -> int | None:
+    """Open the file and return a descriptor; None if it does not exist any more."""
+    try:
+        return os.open(path, _OPEN_FLAGS)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RegionError(f"{path} cannot be opened: {error.strerror}") from error
 
 
 def _allocate(fd: int, path: str, size: int) -> None:
@@ -150,7 +164,8 @@ def _allocate(fd: int, path: str, size: int) -> None:
             break
         except OSError as error:
             space = os.statvfs(directory)
-            if size > space.f_blocks * space.f_frsize or time.monotonic() > deadline:
+            capacity = space.f_blocks * space.f_frsize
+            if size > capacity or time.monotonic() > deadline:
                 _unlink_if_at(fd, path)
                 expected = (
                     f"at most the {_available(directory)} bytes free in {directory} "

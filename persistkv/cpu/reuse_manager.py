@@ -65,10 +65,13 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._counted: dict[str, set[OffloadKey]] = {}  # by request with a description
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        description, new = req_context.description, [key]
+        description = req_context.description
+        new = [key]
         if description is not None:
             counted = self._counted.setdefault(req_context.req_id, set())
-            new = [] if key in counted else self._uncounted(key, counted, description)
+            new = []
+            if key not in counted:
+                new = self._uncounted(key, counted, description)
             counted.update(new)
         num_lookups = self._num_lookups
         for block in new:
@@ -84,29 +87,22 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """Return ``key`` and the blocks of ``description`` that are not in ``counted``, deepest
         first: the tracker forgets these first.
         """
-        new = [
-            block
-            for chain in description.group_keys
-            for block in chain
-            if block not in counted
-        ]
+        new: list[OffloadKey] = []
+        for keys in description.group_keys:
+            new += [block for block in keys if block not in counted]
         if description.depth(key) is None:
             new.append(key)
-        return sorted(
-            new, key=lambda block: description.depth(block) or 0, reverse=True
-        )
+        new.sort(key=lambda block: description.depth(block) or 0, reverse=True)
+        return new
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        num_lookups, threshold, is_held = (
-            self._num_lookups,
-            self.store_threshold,
-            self.backing.is_held,
-        )
-        offered = [
-            key for key in keys if num_lookups.get(key, 0) >= threshold or is_held(key)
-        ]
+        offered = []
+        for key in keys:
+            is_reused = self._num_lookups.get(key, 0) >= self.store_threshold
+            if is_reused or self.backing.is_held(key):
+                offered.append(key)
         return self.backing.prepare_store(offered, req_context)
 
     def is_held(self, key: OffloadKey) -> bool:

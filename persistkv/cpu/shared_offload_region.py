@@ -83,11 +83,12 @@ class SharedOffloadRegion:
         directory: str = SHARED_MEMORY_DIRECTORY,
         timeout_s: float = 60.0,
     ) -> None:
-        for name, value in (
-            ("num_blocks", num_blocks),
-            ("num_workers", num_workers),
-            ("cpu_page_size", cpu_page_size),
-        ):
+        numbers = {
+            "num_blocks": num_blocks,
+            "num_workers": num_workers,
+            "cpu_page_size": cpu_page_size,
+        }
+        for name, value in numbers.items():
             if value <= 0:
                 raise ConfigurationError(name, value, "a positive number")
         if rank is not None and not 0 <= rank < num_workers:
@@ -119,14 +120,12 @@ class SharedOffloadRegion:
             self._mmap = mmap.mmap(self._file.fd, total_size_bytes)
             # torch references the object passed to it, but not its buffer. A private memoryview
             # keeps the buffer exported, so that the mapping outlives the last tensor.
-            self._rows = torch.frombuffer(
-                memoryview(self._mmap), dtype=torch.int8
-            ).view(num_blocks, self.row_stride)
-            first, length = (
-                (0, self.row_stride)
-                if rank is None
-                else (rank * cpu_page_size, cpu_page_size)
-            )
+            flat = torch.frombuffer(memoryview(self._mmap), dtype=torch.int8)
+            self._rows = flat.view(num_blocks, self.row_stride)
+            # the bytes of each row that this process touches: its cell, or all for the scheduler
+            first, length = 0, self.row_stride
+            if rank is not None:
+                first, length = rank * cpu_page_size, cpu_page_size
             with memoryview(self._mmap) as memory:
                 prefault(memory, first, length, self.row_stride)
         except BaseException:
@@ -195,9 +194,8 @@ class SharedOffloadRegion:
     def create_kv_memoryview(self) -> memoryview:
         """Return all rows without a copy: writable, shape (num_blocks, row_stride), format
         ``B``."""
-        return memoryview(self._mapped()[0]).cast(
-            "B", (self.num_blocks, self.row_stride)
-        )
+        mapping, _ = self._mapped()
+        return memoryview(mapping).cast("B", (self.num_blocks, self.row_stride))
 
     def cleanup(self) -> None:
         """Unpin and unmap the memory, and release the file; the last process deletes it.
@@ -227,7 +225,8 @@ class SharedOffloadRegion:
         failed = False
         while self._pinned and self._cuda is not None:
             address = self._pinned.pop()
-            if code := int(self._cuda.cudaHostUnregister(address)):
+            code = int(self._cuda.cudaHostUnregister(address))
+            if code:
                 failed = True
                 logger.warning(
                     "cudaHostUnregister(%#x) failed with error %d", address, code

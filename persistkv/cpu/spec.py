@@ -126,14 +126,14 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Return the primary tier's memory, the same object at each call. Raises as
         ``SharedOffloadRegion`` does."""
         if self._region is None:
-            geometry, total = self.geometry, self.num_blocks * self.row_stride
-            workers = geometry.rank, geometry.num_workers
+            geometry = self.geometry
             try:
                 self._region = SharedOffloadRegion(
                     geometry.instance_id,
-                    total,
+                    self.num_blocks * self.row_stride,
                     self.num_blocks,
-                    *workers,
+                    geometry.rank,
+                    geometry.num_workers,
                     self.cpu_page_size,
                 )
             except ConfigurationError as error:
@@ -147,13 +147,11 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._manager = self.make_manager()
-            threshold, tracked = (
-                self.options.store_threshold,
-                self.options.max_tracker_size,
-            )
-            if threshold:
+            if self.options.store_threshold:
                 self._manager = FilterReusedOffloadingManager(
-                    self._manager, threshold, tracked
+                    self._manager,
+                    self.options.store_threshold,
+                    self.options.max_tracker_size,
                 )
         return self._manager
 
@@ -181,14 +179,12 @@ class CPUOffloadingSpec(OffloadingSpec):
                 raise ConfigurationError(
                     "gpu_block_bytes", self.geometry.gpu_block_bytes, expected
                 )
-            region = self.get_region()
-            sharded = self.geometry.head_sharded
             self._handlers = CpuGpuOffloadingHandlers(
                 kv_caches,
                 self.block_size_factor,
                 self.num_blocks,
-                region,
-                head_sharded=sharded,
+                self.get_region(),
+                head_sharded=self.geometry.head_sharded,
             )
         store = GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler
         load = CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler
@@ -201,9 +197,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         if self._handlers is not None:
             self._handlers.shutdown()
         if self._manager is not None:
-            with Isolation("offloading manager").guard(
-                "shutdown", "its resources may not be released"
-            ):
+            isolation = Isolation("offloading manager")
+            with isolation.guard("shutdown", "its resources may not be released"):
                 self._manager.shutdown()
         if self._region is not None:
             self._region.cleanup()

@@ -9,6 +9,7 @@ pages are copied through a buffer.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,8 @@ FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
 # computed, so all bit patterns are preserved.
 WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)
 
-Index = tuple[torch.Tensor, ...]
+IndexTensors = tuple[torch.Tensor, ...]
+"""For each indexed dimension, the indices of the elements."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class CPUCopyEngine(CopyEngine):
         briefly releases the GIL.
         """
         started = time.perf_counter()
+        success = True
         try:
             # Tensors that the engine created in inference mode can only be written in that mode.
             with torch.inference_mode():
@@ -76,47 +79,64 @@ class CPUCopyEngine(CopyEngine):
                     self._copy(part)
         except Exception:
             logger.exception("%s job %d failed", self.direction.value, job_id)
-            return TransferResult(
-                job_id, success=False, seconds=time.perf_counter() - started
-            )
-        num_bytes = sum(part.num_bytes for part in copies)
-        return TransferResult(
-            job_id,
-            success=True,
-            num_bytes=num_bytes,
-            seconds=time.perf_counter() - started,
-        )
+            success = False
+        num_bytes = 0
+        if success:
+            num_bytes = sum(part.num_bytes for part in copies)
+        seconds = time.perf_counter() - started
+        return TransferResult(job_id, success, num_bytes, seconds)
 
     def _copy(self, part: PageCopies) -> None:
         rows = self.memory.rows[part.tensor_idx]
-        rows = rows.view(len(rows), self.memory.block_size_factor, -1)[
-            :, :, : part.page_bytes
-        ]
+        rows = rows.view(len(rows), self.memory.block_size_factor, -1)
+        rows = rows[:, :, : part.page_bytes]
         pages = self.memory.pages[part.tensor_idx][:, : part.page_bytes]
         blocks, sub_blocks = part.blocks, part.sub_blocks
         if (sub_blocks[1:] <= sub_blocks[:-1]).any():
             order = np.argsort(sub_blocks, kind="stable")
             blocks, sub_blocks = blocks[order], sub_blocks[order]
-        stores = self.direction is Direction.STORE
+
         most_runs = max(FEW_RUNS, 2 * -(-part.num_bytes // BUFFER_BYTES))
-        if len(runs := consecutive_runs(sub_blocks)) <= most_runs:
+        runs = consecutive_runs(sub_blocks)
+        if len(runs) <= most_runs:
             for run in runs:
-                for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
-                    index = torch.from_numpy(blocks[run][begin:end]).view(
-                        rectangle.shape[:2]
-                    )
-                    _move(pages, (index,), rectangle, gathers=stores)
+                self._copy_row_run(pages, rows, blocks[run], sub_blocks[run])
             return
+        # Fresh blocks of the device and fragmented rows: then the blocks are the longer runs.
         order = np.argsort(blocks, kind="stable")
         in_order, scattered = blocks[order], sub_blocks[order]
-        # fresh blocks of the device, fragmented rows
-        if len(runs := consecutive_runs(in_order)) <= most_runs:
+        runs = consecutive_runs(in_order)
+        if len(runs) <= most_runs:
             for run in runs:
-                first = int(in_order[run.start])
-                some = pages[first : first + run.stop - run.start]
-                _move(rows, _row_index(scattered[run], rows), some, gathers=not stores)
+                self._copy_page_run(pages, rows, in_order[run], scattered[run])
             return
         self._copy_buffered(pages, rows, blocks, sub_blocks)
+
+    def _copy_row_run(
+        self,
+        pages: torch.Tensor,
+        rows: torch.Tensor,
+        blocks: IntArray,
+        sub_blocks: IntArray,
+    ) -> None:
+        """Copy between any pages and consecutive places in rows."""
+        stores = self.direction is Direction.STORE
+        for begin, end, rectangle in _rectangles(sub_blocks, rows):
+            index = torch.from_numpy(blocks[begin:end]).view(rectangle.shape[:2])
+            _move(pages, (index,), rectangle, gathers=stores)
+
+    def _copy_page_run(
+        self,
+        pages: torch.Tensor,
+        rows: torch.Tensor,
+        blocks: IntArray,
+        sub_blocks: IntArray,
+    ) -> None:
+        """Copy between consecutive pages and any places in rows."""
+        loads = self.direction is Direction.LOAD
+        first = int(blocks[0])
+        run = pages[first : first + len(blocks)]
+        _move(rows, _row_index(sub_blocks, rows), run, gathers=loads)
 
     def _copy_buffered(
         self,
@@ -135,21 +155,21 @@ class CPUCopyEngine(CopyEngine):
             page_index = torch.from_numpy(blocks[begin : begin + step])
             row_index = _row_index(sub_blocks[begin : begin + step], rows)
             part = buffer[: len(page_index)]
-            sides = [(pages, (page_index,)), (rows, row_index)]
-            source, target = (
-                sides if self.direction is Direction.STORE else reversed(sides)
-            )
-            _gather(*source, part)
-            _scatter(part, *target)
+            if self.direction is Direction.STORE:
+                _gather(pages, (page_index,), part)
+                _scatter(part, rows, row_index)
+            else:
+                _gather(rows, row_index, part)
+                _scatter(part, pages, (page_index,))
 
 
-def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> Index:
+def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> IndexTensors:
     row, position = np.divmod(sub_blocks, rows.shape[1])
     return torch.from_numpy(row), torch.from_numpy(position)
 
 
 def _move(
-    indexed: torch.Tensor, index: Index, plain: torch.Tensor, *, gathers: bool
+    indexed: torch.Tensor, index: IndexTensors, plain: torch.Tensor, *, gathers: bool
 ) -> None:
     """Copy ``indexed[index]`` to ``plain`` if ``gathers``, else the other way."""
     if gathers:
@@ -158,13 +178,13 @@ def _move(
         _scatter(plain, indexed, index)
 
 
-def _gather(source: torch.Tensor, index: Index, out: torch.Tensor) -> None:
+def _gather(source: torch.Tensor, index: IndexTensors, out: torch.Tensor) -> None:
     """Perform ``out[...] = source[index]`` without an intermediate copy."""
     source, out = widened(source, out)
     torch.ops.aten.index.Tensor_out(source, index, out=out)
 
 
-def _scatter(source: torch.Tensor, target: torch.Tensor, index: Index) -> None:
+def _scatter(source: torch.Tensor, target: torch.Tensor, index: IndexTensors) -> None:
     """Perform ``target[index] = source``."""
     source, target = widened(source, target)
     target.index_put_(index, source)
@@ -179,7 +199,9 @@ def _rectangles(
     :returns: for each, its begin and end within ``sub_blocks``, and its bytes, shape (rows, GPU
         blocks, page bytes).
     """
-    first, count, factor = int(sub_blocks[0]), len(sub_blocks), rows.shape[1]
+    first = int(sub_blocks[0])
+    count = len(sub_blocks)
+    factor = rows.shape[1]
     done = 0
     while done < count:
         row, position = divmod(first + done, factor)
@@ -197,13 +219,12 @@ def widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return views of byte tensors in the first type of ``WIDE`` whose size divides all addresses,
     strides and last dimensions. If there is no such type, return the tensors unchanged.
     """
+    numbers: list[int] = []
+    for tensor in tensors:
+        numbers += [tensor.data_ptr(), int(tensor.storage_offset()), tensor.shape[-1]]
+        numbers += tensor.stride()[:-1]
+    divisor = math.gcd(*numbers)
     for dtype in WIDE:
-        if all(
-            tensor.data_ptr() % dtype.itemsize == 0
-            and tensor.storage_offset() % dtype.itemsize == 0
-            and tensor.shape[-1] % dtype.itemsize == 0
-            and all(stride % dtype.itemsize == 0 for stride in tensor.stride()[:-1])
-            for tensor in tensors
-        ):
+        if divisor % dtype.itemsize == 0:
             return tuple(tensor.view(dtype) for tensor in tensors)
     return tensors

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,17 @@ _NO_COPY = ctypes.c_size_t(-1).value
 logger = logging.getLogger(__name__)
 
 
+class _StreamJob(NamedTuple):
+    """Job whose copies are enqueued on the stream."""
+
+    job_id: int
+    num_bytes: int
+    begin: torch.cuda.Event
+    """Recorded before the first copy."""
+    end: torch.cuda.Event
+    """Recorded after the last copy."""
+
+
 class CUDACopyEngine(CopyEngine):
     """Copies on a separate stream, which waits for the caller's current stream at each job.
 
@@ -50,12 +62,10 @@ class CUDACopyEngine(CopyEngine):
         super().__init__(memory, direction)
         self._device = memory.pages[0].device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        # id, bytes, begin, end
-        self._jobs: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._jobs: deque[_StreamJob] = deque()
         if copier is None:
-            copier = choose_copier(
-                self._device, all(rows.is_pinned() for rows in memory.rows)
-            )
+            pinned = all(rows.is_pinned() for rows in memory.rows)
+            copier = choose_copier(self._device, pinned)
         self._copier = copier
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
@@ -79,33 +89,31 @@ class CUDACopyEngine(CopyEngine):
             # enqueued copies must not access the rows after the job is reported as failed
             self._synchronize()
             return False
-        self._jobs.append((job_id, sum(part.num_bytes for part in copies), begin, end))
+        num_bytes = sum(part.num_bytes for part in copies)
+        self._jobs.append(_StreamJob(job_id, num_bytes, begin, end))
         return True
 
     def get_finished(self) -> list[TransferResult]:
         results = []
         while self._jobs:
-            job_id, num_bytes, begin, end = self._jobs[0]
+            job = self._jobs[0]
             try:
-                if not end.query():  # type: ignore[no-untyped-call]
+                if not job.end.query():  # type: ignore[no-untyped-call]
                     break
-                seconds = begin.elapsed_time(end) / 1e3
-                results.append(
-                    TransferResult(
-                        job_id, success=True, num_bytes=num_bytes, seconds=seconds
-                    )
-                )
+                seconds = job.begin.elapsed_time(job.end) / 1e3
+                result = TransferResult(job.job_id, True, job.num_bytes, seconds)
             except RuntimeError:
-                logger.exception("%s job %d failed", self.direction.value, job_id)
-                results.append(TransferResult(job_id, success=False))
+                logger.exception("%s job %d failed", self.direction.value, job.job_id)
+                result = TransferResult(job.job_id, success=False)
+            results.append(result)
             self._jobs.popleft()
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        for job_id, _, _, end in self._jobs:
-            if job_id in job_ids:
+        for job in self._jobs:
+            if job.job_id in job_ids:
                 with contextlib.suppress(RuntimeError):  # reported by ``get_finished``
-                    end.synchronize()
+                    job.end.synchronize()
 
     def shutdown(self) -> None:
         if self.memory.rows:  # not twice: the stream may have another owner then
@@ -119,7 +127,7 @@ class CUDACopyEngine(CopyEngine):
         except RuntimeError:
             logger.exception("%s jobs failed", self.direction.value)
 
-    def _batch(self, part: PageCopies) -> Batch:
+    def _batch(self, part: PageCopies) -> CopyBatch:
         memory = self.memory
         pages, rows = memory.pages[part.tensor_idx], memory.rows[part.tensor_idx]
         page_ptrs = compute_sub_block_ptrs(part.blocks, 1, pages)
@@ -128,16 +136,13 @@ class CUDACopyEngine(CopyEngine):
         )
         registrations = None
         if memory.rows_per_registration is not None:
-            registrations = (
-                part.sub_blocks
-                // memory.block_size_factor
-                // memory.rows_per_registration
-            )
+            row_numbers = part.sub_blocks // memory.block_size_factor
+            registrations = row_numbers // memory.rows_per_registration
         if self.direction is Direction.STORE:
-            return Batch.of_pages(
+            return CopyBatch.of_pages(
                 row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations
             )
-        return Batch.of_pages(
+        return CopyBatch.of_pages(
             page_ptrs, row_ptrs, part.page_bytes, pages, rows, registrations
         )
 
@@ -147,7 +152,7 @@ def _timing_event() -> torch.cuda.Event:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CopyBatch:
     """A batch of memory copies between two tensors; copies that are adjacent on both sides are
     merged.
 
@@ -172,7 +177,7 @@ class Batch:
         target: torch.Tensor,
         source: torch.Tensor,
         registrations: IntArray | None = None,
-    ) -> Batch:
+    ) -> CopyBatch:
         """Return a batch of copies of ``page_bytes`` bytes each, of which adjacent ones are merged.
 
         :param registrations: for each copy, the number of the registration with CUDA that holds its
@@ -191,7 +196,7 @@ class PageCopier(ABC):
     """Runs a batch on a stream."""
 
     @abstractmethod
-    def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
+    def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
         """Enqueue the copies of a batch. The device and the stream must be the current ones.
 
         :raises RuntimeError: if CUDA refuses a copy; the copies before it may run.
@@ -244,7 +249,7 @@ class DriverBatchCopier(PageCopier):
         )
         self._function.restype = ctypes.c_int
 
-    def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
+    def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
         attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER)
         first_copy, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_COPY)
         code = self._function(
@@ -272,16 +277,14 @@ class TorchCopier(PageCopier):
     """Copier that enqueues each copy of the batch with a call of torch's ``copy_``; memory need not
     be pinned."""
 
-    def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
+    def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
         target, source = _flat(batch.target), _flat(batch.source)
         target_offsets = (batch.targets - target.data_ptr()).tolist()
         source_offsets = (batch.sources - source.data_ptr()).tolist()
-        for to, start, size in zip(
-            target_offsets, source_offsets, batch.sizes.tolist(), strict=True
-        ):
-            target[to : to + size].copy_(
-                source[start : start + size], non_blocking=True
-            )
+        sizes = batch.sizes.tolist()
+        for to, start, size in zip(target_offsets, source_offsets, sizes, strict=True):
+            part = source[start : start + size]
+            target[to : to + size].copy_(part, non_blocking=True)
 
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
@@ -305,10 +308,10 @@ def _try(copier: PageCopier, device: torch.device) -> None:
     with torch.cuda.device(device), torch.cuda.stream(stream):
         on_device = torch.zeros(1, 64, dtype=torch.int8, device=device)
         for target, source in ((on_device, sent), (received, on_device)):
-            ends = [
-                np.array([tensor.data_ptr()], np.int64) for tensor in (target, source)
-            ]
-            copier.copy(Batch.of_pages(ends[0], ends[1], 64, target, source), stream)
+            targets = np.array([target.data_ptr()], np.int64)
+            sources = np.array([source.data_ptr()], np.int64)
+            batch = CopyBatch.of_pages(targets, sources, 64, target, source)
+            copier.copy(batch, stream)
         stream.synchronize()
     if not torch.equal(sent, received):
         raise RuntimeError(f"{_FUNCTION} lost bytes")

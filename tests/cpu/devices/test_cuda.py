@@ -312,11 +312,11 @@ def test_batch_copier_unmapped_memory_raises_and_next_job_runs() -> None:
     ended = in_new_process(
         """
 import mmap
-from persistkv.cpu.devices.cuda import Batch
+from persistkv.cpu.devices.cuda import CopyBatch
 good = pinned_memory(16, 16, 4096)
 reserved = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
 nowhere = np.frombuffer(reserved, np.uint8).ctypes.data
-batch = Batch.of_pages(
+batch = CopyBatch.of_pages(
     np.array([nowhere]), np.array([good.pages[0].data_ptr()]), 4096, good.rows[0], good.pages[0]
 )
 stream = torch.cuda.Stream()

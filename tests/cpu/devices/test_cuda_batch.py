@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from persistkv.cpu.devices.cuda import (
-    Batch,
+    CopyBatch,
     DriverBatchCopier,
     PageCopier,
     TorchCopier,
@@ -22,13 +22,13 @@ needs_cuda = pytest.mark.skipif(
 
 def make_batch(
     target: torch.Tensor, source: torch.Tensor, pairs: list[tuple[int, int]], page: int
-) -> Batch:
+) -> CopyBatch:
     """Return a batch of copies of ``page`` bytes; each pair is (target row, source row)."""
     targets = np.array([target.data_ptr() + to * target.stride(0) for to, _ in pairs])
     sources = np.array(
         [source.data_ptr() + start * source.stride(0) for _, start in pairs]
     )
-    return Batch.of_pages(targets, sources, page, target, source)
+    return CopyBatch.of_pages(targets, sources, page, target, source)
 
 
 def test_batch_adjacent_copies_are_merged() -> None:
@@ -42,7 +42,7 @@ def test_batch_adjacent_copies_are_merged() -> None:
     assert make_batch(target, source, [(0, 0), (1, 1)], 8).sizes.tolist() == [8, 8]
 
 
-def run(copier: PageCopier, batch: Batch, device: str) -> None:
+def run(copier: PageCopier, batch: CopyBatch, device: str) -> None:
     if device == "cpu":
         copier.copy(batch, None)  # type: ignore[arg-type]
         return

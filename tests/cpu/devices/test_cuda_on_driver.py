@@ -14,7 +14,7 @@ from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cuda import (
     SOURCE_IN_STREAM_ORDER,
-    Batch,
+    CopyBatch,
     CopyAttributes,
     CUDACopyEngine,
     DriverBatchCopier,
@@ -92,7 +92,7 @@ def test_batch_copier_null_address_raises_with_index_of_copy(driver: Driver) -> 
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
     sources = np.array([pages.data_ptr(), 0, pages.data_ptr()])
     targets = rows.data_ptr() + PAGE * np.array([0, 2, 4])
-    batch = Batch.of_pages(targets, sources, PAGE, rows, pages)
+    batch = CopyBatch.of_pages(targets, sources, PAGE, rows, pages)
     with pytest.raises(
         RuntimeError,
         match=f"error 1: copy 1 of 3 copies, 4096 bytes from 0x0 to {targets[1]:#x}",
@@ -102,7 +102,7 @@ def test_batch_copier_null_address_raises_with_index_of_copy(driver: Driver) -> 
 
 def test_batch_copier_rejected_stream_raises_without_index(driver: Driver) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
-    batch = Batch.of_pages(
+    batch = CopyBatch.of_pages(
         np.array([rows.data_ptr()]), np.array([pages.data_ptr()]), PAGE, rows, pages
     )
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ def test_cuda_engine_small_registrations_no_copy_spans_two(
 
 def test_submit_copies_run_after_caller_and_between_events(driver: Driver) -> None:
     class Recorded(PageCopier):
-        def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
+        def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
             stream.log.append("copy")  # type: ignore[attr-defined]
 
     memory = KVMemory(

@@ -13,7 +13,8 @@ MADV_POPULATE_READ = 22  # Linux 5.14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1
 
-_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+_FALLOC_KEEP_SIZE = 1
+_FALLOC_PUNCH_HOLE = 2
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -30,13 +31,18 @@ def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
     :param files: descriptors, and the bytes to map from the start of each: whole pages, except for
         the last.
     """
+    libc = _libc()
     num_bytes = sum(size for _, size in files)
-    libc, reserved = _libc(), num_bytes + alignment
-    start = libc.mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    # Reserve more addresses than needed, map the files within, and give back both ends: no other
+    # thread can take addresses in between.
+    reserved = num_bytes + alignment
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    start = libc.mmap(None, reserved, 0, flags, -1, 0)
     if start == _MAP_FAILED:
         return 0
     address = -(-start // alignment) * alignment
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_SHARED | _MAP_FIXED
     end = address
     for fd, size in files:
         if libc.mmap(end, size, access, flags, fd, 0) != end:
@@ -54,7 +60,8 @@ def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
 
     :raises OSError: the file system supports no holes (``EOPNOTSUPP``), or the disk failed.
     """
-    if _libc().fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, num_bytes):
+    mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+    if _libc().fallocate(fd, mode, offset, num_bytes):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 

@@ -62,15 +62,16 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
         little contiguous memory; then all or part of the memory is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
-    steps = [
-        (address + begin, min(_STEP_BYTES, whole - begin))
-        for begin in range(0, whole, _STEP_BYTES)
-    ]
+    steps = []
+    for begin in range(0, whole, _STEP_BYTES):
+        steps.append((address + begin, min(_STEP_BYTES, whole - begin)))
+    if not steps:
+        return True
+    # if the first step fails, all would: skip the others
+    if not _collapse(steps[0]):
+        return False
     with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
-        # if the first step fails, all would: skip the others
-        return not steps or (
-            _collapse(steps[0]) and all(pool.map(_collapse, steps[1:]))
-        )
+        return all(pool.map(_collapse, steps[1:]))
 
 
 def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
@@ -87,7 +88,8 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
         end would kill the process), or one before the last is not whole pages. Nothing stays mapped
         then.
     """
-    files, missing = [], num_bytes
+    files = []
+    missing = num_bytes
     for fd in fds:
         size = min(os.fstat(fd).st_size, missing)
         if size:
@@ -133,33 +135,23 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     """
     import numpy as np  # other users of this module do not need numpy
 
-    started, address, page = time.monotonic(), libc.address_of(memory), mmap.PAGESIZE
-    # whole pages: first byte, and byte after the last
-    spans: list[tuple[int, int]] = []
-    for offset in range(first, len(memory), stride):
-        begin, end = (
-            offset - offset % page,
-            min(-(-(offset + length) // page) * page, len(memory)),
-        )
-        if spans and begin <= spans[-1][1]:
-            begin = spans.pop()[0]
-        spans.append((begin, end))
-    parts = [
-        (at, min(at + _PREFAULT_BYTES, end))
-        for begin, end in spans
-        for at in range(begin, end, _PREFAULT_BYTES)
-    ]
+    started = time.monotonic()
+    address = libc.address_of(memory)
+    spans = _page_spans(len(memory), first, length, stride)
+    parts = []
+    for begin, end in spans:
+        for at in range(begin, end, _PREFAULT_BYTES):
+            parts.append((at, min(at + _PREFAULT_BYTES, end)))
 
     def populate(part: tuple[int, int]) -> int:
         begin, end = part
         problem = libc.madvise(address + begin, end - begin, libc.MADV_POPULATE_WRITE)
         if problem:
-            np.frombuffer(memory, np.uint8)[begin:end:page].max()
+            np.frombuffer(memory, np.uint8)[begin : end : mmap.PAGESIZE].max()
         return problem
 
-    with ThreadPoolExecutor(
-        min(16, os.cpu_count() or 1, len(parts)), "persistkv-prefault"
-    ) as pool:
+    threads = min(16, os.cpu_count() or 1, len(parts))
+    with ThreadPoolExecutor(threads, "persistkv-prefault") as pool:
         problem = max(pool.map(populate, parts))
     if problem:
         reason = errno.errorcode.get(problem, "unknown")
@@ -170,6 +162,23 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     logger.info(
         "prefaulted %d MiB in %.2f s", num_bytes >> 20, time.monotonic() - started
     )
+
+
+def _page_spans(
+    size: int, first: int, length: int, stride: int
+) -> list[tuple[int, int]]:
+    """Return the whole pages that ``prefault`` makes resident: first byte, and byte after the last,
+    of spans that do not overlap.
+    """
+    page = mmap.PAGESIZE
+    spans: list[tuple[int, int]] = []
+    for offset in range(first, size, stride):
+        begin = offset - offset % page
+        end = min(-(-(offset + length) // page) * page, size)
+        if spans and begin <= spans[-1][1]:
+            begin, _ = spans.pop()
+        spans.append((begin, end))
+    return spans
 
 
 def _collapse(step: tuple[int, int]) -> bool:

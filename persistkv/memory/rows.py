@@ -32,9 +32,8 @@ class Rows:
             )
         self.layout = layout
         self.array: ByteArray = flat.reshape(-1, layout.row_stride)
-        self._flat = (
-            buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer
-        )
+        is_flat = buffer.ndim == 1 and buffer.format == "B"
+        self._flat = buffer if is_flat else buffer.cast("B")
 
     def __len__(self) -> int:
         return len(self.array)
@@ -51,25 +50,26 @@ class Rows:
         """Return a writable view of each byte range that a block of the group uses in row
         ``block_id``."""
         base = block_id * self.layout.row_stride
-        return [
-            self._flat[base + offset : base + offset + size]
-            for offset, size in self.layout.groups[group].ranges
-        ]
+        places = []
+        for offset, size in self.layout.groups[group].ranges:
+            start = base + offset
+            places.append(self._flat[start : start + size])
+        return places
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
         """Return writable views of the bytes that blocks of the group use in their rows, in the
         order of ``block_ids``, which must not be empty. If a block uses its whole row, consecutive
         rows are returned as one view.
         """
-        layout, stride = self.layout.groups[group], self.layout.row_stride
-        if layout.ranges == ((0, stride),):
-            return [
-                self._flat[first * stride : end * stride]
-                for first, end in runs(block_ids)
-            ]
-        return [
-            place for block_id in block_ids for place in self.places(group, block_id)
-        ]
+        stride = self.layout.row_stride
+        pieces = []
+        if self.layout.groups[group].ranges == ((0, stride),):
+            for first, end in runs(block_ids):
+                pieces.append(self._flat[first * stride : end * stride])
+        else:
+            for block_id in block_ids:
+                pieces += self.places(group, block_id)
+        return pieces
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         """Return a copy of blocks of the group, as an array of shape (len(block_ids),
@@ -131,10 +131,11 @@ class StagedBlocks:
         return [part.data.cast("B") for part in self._parts(start, stop)]
 
     def _parts(self, start: int, stop: int) -> list[ByteArray]:
-        parts, position = [], 0
+        parts = []
+        first = 0  # index of the run's first block
         for run in self.runs:
-            part = run[max(0, start - position) : max(0, stop - position)]
+            part = run[max(0, start - first) : max(0, stop - first)]
             if len(part):
                 parts.append(part)
-            position += len(run)
+            first += len(run)
         return parts

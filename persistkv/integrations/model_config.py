@@ -4,6 +4,7 @@ not affect KV."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ _IRRELEVANT = frozenset(
         *("dtype", "torch_dtype"),
     }
 )
+_JSON_TYPES = (bool, int, float, str, type(None))
 _PART = "_config"
 # kept whole: a dtype in it is not that of the model
 _QUANTIZATION = "quantization_config"
@@ -27,13 +29,13 @@ _QUANTIZATION = "quantization_config"
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a configuration and its nested ones to JSON values, without fields proven not to
     affect KV bytes."""
-    return {
-        name: plain_config(item)
-        if name.endswith(_PART) and name != _QUANTIZATION and item
-        else plain(item)
-        for name, item in config.items()
-        if name not in _IRRELEVANT
-    }
+    fields = {}
+    for name, item in config.items():
+        if name in _IRRELEVANT:
+            continue
+        is_nested = name.endswith(_PART) and name != _QUANTIZATION
+        fields[name] = plain_config(item) if is_nested and item else plain(item)
+    return fields
 
 
 def plain(value: Any) -> Any:
@@ -44,10 +46,8 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=json.dumps)
-    if isinstance(value, float) and value - value != 0:
-        return str(value)  # JSON has neither infinity nor NaN
-    return (
-        value
-        if value is None or isinstance(value, (bool, int, float, str))
-        else str(value)
-    )
+    # JSON has neither infinity nor NaN
+    is_json = isinstance(value, _JSON_TYPES)
+    if isinstance(value, float) and not math.isfinite(value):
+        is_json = False
+    return value if is_json else str(value)

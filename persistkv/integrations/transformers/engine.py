@@ -120,27 +120,24 @@ class Engine:
         :raises IdentityMismatchError: see ``strict_identity``.
         :raises StoreError: ``required`` is set and a store cannot be opened.
         """
-        blocks = (
-            _DEFAULT_DEVICE_TOKENS // max(block_size, 1)
-            if device_blocks is None
-            else device_blocks
-        )
-        for name, value in (("block_size", block_size), ("device_blocks", blocks)):
-            if value <= 0:
-                raise ConfigurationError(name, value, "a positive number")
-        stores = (store,) if isinstance(store, (str, Path)) else store or ()
-        urls = list(map(store_url, stores))
-        for url in urls:
-            BACKENDS.get(StoreUrl.parse(url).scheme)
+        if block_size <= 0:
+            raise ConfigurationError("block_size", block_size, "a positive number")
+        blocks = device_blocks
+        if blocks is None:
+            blocks = _DEFAULT_DEVICE_TOKENS // block_size
+        if blocks <= 0:
+            raise ConfigurationError("device_blocks", blocks, "a positive number")
+        urls = _store_urls(store)
         num_bytes = parse_size(cpu_bytes, name="cpu_bytes")
         checkpoint: Path | None = None
         if isinstance(model, (str, Path)):
             model, checkpoint = load_model(model, dtype, attn_implementation, device)
         model.eval()
         geometry = probe_model(model)
-        identity = (
-            model_identity(model, checkpoint, geometry, block_size) if urls else {}
-        )
+        # the fingerprint of the weights takes seconds, and only a store needs it
+        identity: dict[str, Any] = {}
+        if urls:
+            identity = model_identity(model, checkpoint, geometry, block_size)
         cache = PagedKVCache(geometry, blocks, block_size)
         try:
             tiers = Tiers(
@@ -376,3 +373,14 @@ def _close(tiers: Tiers, timeout_s: float, owner_pid: int) -> None:
         tiers.flush(timeout_s)
     finally:
         tiers.close()
+
+
+def _store_urls(store: str | Path | Sequence[str | Path] | None) -> list[str]:
+    """Return the URLs of the stores; raise ConfigurationError if one is invalid."""
+    if store is None:
+        return []
+    stores = [store] if isinstance(store, (str, Path)) else store
+    urls = [store_url(entry) for entry in stores]
+    for url in urls:
+        BACKENDS.get(StoreUrl.parse(url).scheme)
+    return urls

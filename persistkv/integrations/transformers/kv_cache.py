@@ -39,9 +39,8 @@ class KVGroupGeometry:
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token in all layers of the group."""
-        return (
-            2 * len(self.layers) * self.num_heads * self.head_dim * self.dtype.itemsize
-        )
+        head_bytes = self.head_dim * self.dtype.itemsize
+        return 2 * len(self.layers) * self.num_heads * head_bytes
 
     def blocks(self, block_size: int) -> GroupGeometry:
         """Return the group's division into blocks."""
@@ -81,18 +80,15 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         """Set the number of tokens in the layer, and make views of those that the next token
         attends to."""
         self._length = length
-        self.keys, self.values = self._buffer[
-            :, :, :, self._first_visible(length) : length
-        ]
+        first = self._first_visible(length)
+        self.keys, self.values = self._buffer[:, :, :, first:length]
 
     def _first_visible(self, length: int) -> int:
         """Return the position of the first token that the token at position ``length`` attends
         to."""
-        return (
-            0
-            if self.sliding_window is None
-            else max(0, length - self.sliding_window + 1)
-        )
+        if self.sliding_window is None:
+            return 0
+        return max(0, length - self.sliding_window + 1)
 
     def get_seq_length(self) -> int:
         return self._length
@@ -106,11 +102,10 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
     def crop(self, max_length: int) -> None:
         """Keep the first ``max_length`` tokens; if it is negative, drop that many tokens from the
         end."""
-        self.set_length(
-            min(self._length, max_length)
-            if max_length >= 0
-            else max(0, self._length + max_length)
-        )
+        if max_length < 0:
+            self.set_length(max(0, self._length + max_length))
+        else:
+            self.set_length(min(self._length, max_length))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         pass  # the buffer is allocated already
@@ -125,7 +120,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         """Append the KV of new tokens, shape (1, kv_heads, tokens, head_dim) each. Return keys and
         values of all tokens that at least one of the new tokens attends to.
         """
-        start, stop = self._length, self._length + key_states.shape[-2]
+        start = self._length
+        stop = start + key_states.shape[-2]
         self._buffer[0, :, :, start:stop] = key_states
         self._buffer[1, :, :, start:stop] = value_states
         self.set_length(stop)
@@ -144,11 +140,10 @@ class RequestCache(Cache):  # type: ignore[misc]
     def __init__(self, geometry: KVGeometry, capacity: int) -> None:
         self._geometry = geometry
         self.buffers = self._allocate(capacity)
-        layers = {
-            layer_idx: RequestLayer(layer, group.sliding_window)
-            for group, buffer in zip(geometry, self.buffers, strict=True)
-            for layer_idx, layer in zip(group.layers, buffer, strict=True)
-        }
+        layers = {}
+        for group, buffer in zip(geometry, self.buffers, strict=True):
+            for layer_idx, layer in zip(group.layers, buffer, strict=True):
+                layers[layer_idx] = RequestLayer(layer, group.sliding_window)
         super().__init__(layers=[layers[layer_idx] for layer_idx in sorted(layers)])
 
     def grow(self, capacity: int) -> None:
@@ -156,24 +151,20 @@ class RequestCache(Cache):  # type: ignore[misc]
         present tokens."""
         old, self.buffers = self.buffers, self._allocate(capacity)
         for group, before, after in zip(self._geometry, old, self.buffers, strict=True):
-            kept = max(
-                self.layers[layer_idx].get_seq_length() for layer_idx in group.layers
-            )
+            layers = [self.layers[layer_idx] for layer_idx in group.layers]
+            # During a forward pass, the first layers have more tokens than the last ones.
+            kept = max(layer.get_seq_length() for layer in layers)
             after[:, :, :, :kept] = before[:, :, :, :kept]
-            for layer_idx, buffer in zip(group.layers, after, strict=True):
-                self.layers[layer_idx].set_buffer(
-                    buffer, self.layers[layer_idx].get_seq_length()
-                )
+            for layer, buffer in zip(layers, after, strict=True):
+                layer.set_buffer(buffer, layer.get_seq_length())
 
     def _allocate(self, capacity: int) -> list[torch.Tensor]:
-        return [
-            torch.empty(
-                (len(group.layers), 2, group.num_heads, capacity, group.head_dim),
-                dtype=group.dtype,
-                device=group.device,
-            )
-            for group in self._geometry
-        ]
+        buffers = []
+        for group in self._geometry:
+            shape = (len(group.layers), 2, group.num_heads, capacity, group.head_dim)
+            buffer = torch.empty(shape, dtype=group.dtype, device=group.device)
+            buffers.append(buffer)
+        return buffers
 
     def set_length(self, length: int) -> None:
         """Set the number of tokens in every layer; the buffers must hold their KV already."""
@@ -310,19 +301,15 @@ class GroupPages:
         in ``pages``: shape (layers, 2, kv_heads, blocks, block_size, head_dim), and a part of
         ``pages``.
         """
-        for run in consecutive_runs(
-            np.array(positions, np.int64), np.array(block_ids, np.int64)
-        ):
-            count, page = run.stop - run.start, block_ids[run.start]
-            start, stop = (
-                positions[run.start] * self.block_size,
-                (positions[run.start] + count) * self.block_size,
-            )
-            part = buffer[:, :, :, start:stop]
-            yield (
-                part.view(*part.shape[:3], -1, self.block_size, part.shape[4]),
-                self.pages[page : page + count],
-            )
+        indices = np.array(positions, np.int64)
+        pages = np.array(block_ids, np.int64)
+        for run in consecutive_runs(indices, pages):
+            count = run.stop - run.start
+            page = block_ids[run.start]
+            start = positions[run.start] * self.block_size
+            part = buffer[:, :, :, start : start + count * self.block_size]
+            paged = part.view(*part.shape[:3], -1, self.block_size, part.shape[4])
+            yield paged, self.pages[page : page + count]
 
 
 class PagedKVCache:
@@ -344,14 +331,10 @@ class PagedKVCache:
     def canonical(self) -> CanonicalKVCaches:
         """Return the pages in the form that offloading workers take: for each group, int8
         (num_blocks, page bytes)."""
-        tensors = [
-            CanonicalKVCacheTensor(
-                group.pages.view(torch.int8).view(self.num_blocks, -1), group.page_bytes
-            )
-            for group in self.groups
-        ]
-        refs = [
-            [CanonicalKVCacheRef(index, group.page_bytes)]
-            for index, group in enumerate(self.groups)
-        ]
+        tensors = []
+        refs = []
+        for index, group in enumerate(self.groups):
+            pages = group.pages.view(torch.int8).view(self.num_blocks, -1)
+            tensors.append(CanonicalKVCacheTensor(pages, group.page_bytes))
+            refs.append([CanonicalKVCacheRef(index, group.page_bytes)])
         return CanonicalKVCaches(tensors, refs)

@@ -61,28 +61,20 @@ def load_model(
     :raises ConfigurationError: if no model can be loaded from ``source``.
     :raises UnsupportedModelError: if it is an encoder-decoder, or the checkpoint lacks weights.
     """
-    extra = (
-        {}
-        if attn_implementation is None
-        else {"attn_implementation": attn_implementation}
-    )
+    extra = {}
+    if attn_implementation is not None:
+        extra["attn_implementation"] = attn_implementation
     try:
-        saved = (
-            None
-            if find_adapter_config_file(source)
-            else AutoConfig.from_pretrained(source)
-        )
+        saved = None
+        if not find_adapter_config_file(source):
+            saved = AutoConfig.from_pretrained(source)
         # the causal class would load the decoder alone
         if saved is not None and saved.is_encoder_decoder:
             raise UnsupportedModelError(_encoder_decoder(_saved_model_class(saved)))
         model, loading = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, output_loading_info=True, **extra
         )
-        directory = (
-            Path(source)
-            if Path(source).is_dir()
-            else Path(cached_file(str(source), "config.json")).parent
-        )
+        directory = _checkpoint_directory(source)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(
@@ -98,6 +90,12 @@ def load_model(
         model = model.to(device)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
+
+
+def _checkpoint_directory(source: str | Path) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    return Path(cached_file(str(source), "config.json")).parent
 
 
 def _saved_model_class(config: Any) -> str:
@@ -151,9 +149,11 @@ def _check_release() -> None:
 
 
 def _check_config(model: Any, config: Any) -> None:
+    """Raise UnsupportedModelError if the configuration names a part that the engine does not
+    support."""
     name = type(model).__name__
-    if getattr(config, "is_encoder_decoder", False) or getattr(
-        model.config, "is_encoder_decoder", False
+    if any(
+        getattr(part, "is_encoder_decoder", False) for part in (config, model.config)
     ):
         raise UnsupportedModelError(_encoder_decoder(name))
     ModelForward(model)  # refuses models without a KV cache
@@ -162,6 +162,12 @@ def _check_config(model: Any, config: Any) -> None:
         raise UnsupportedModelError(
             f"{name} is not a causal language model: it has no head that predicts tokens"
         )
+    _check_kv(name, config)
+    _check_attention(name, model, config)
+
+
+def _check_kv(name: str, config: Any) -> None:
+    """Raise UnsupportedModelError unless each layer has keys and values of its own, of one size."""
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"{name} has multi-head latent attention (MLA): its keys and values differ in size"
@@ -170,20 +176,12 @@ def _check_config(model: Any, config: Any) -> None:
         raise UnsupportedModelError(
             f"{name} shares KV between layers ({config.num_kv_shared_layers} of them)"
         )
-    causal = {
-        getattr(module, "is_causal", None)
-        for module in model.modules()
-        if hasattr(module, "layer_idx")
-    }
-    bidirectional = getattr(config, "use_bidirectional_attention", None) in (
-        True,
-        "all",
-    )
-    if (
-        bidirectional
-        or not getattr(config, "is_causal", True)
-        or (False in causal and True not in causal)
-    ):
+
+
+def _check_attention(name: str, model: Any, config: Any) -> None:
+    """Raise UnsupportedModelError unless the KV of a token depends on it and earlier tokens
+    only."""
+    if _attends_to_later_tokens(model, config):
         raise UnsupportedModelError(
             f"{name} attends to later tokens: its KV is not that of a prefix"
         )
@@ -194,23 +192,33 @@ def _check_config(model: Any, config: Any) -> None:
                 f"prefix can be shared"
             )
     layer_types = getattr(config, "layer_types", None) or ()
-    if "chunked_attention" in layer_types or getattr(
-        config, "attention_chunk_size", None
-    ):
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    if "chunked_attention" in layer_types or chunk_size:
         raise UnsupportedModelError(
             f"{name} has chunked attention; only full and sliding-window attention is supported"
         )
+
+
+def _attends_to_later_tokens(model: Any, config: Any) -> bool:
+    if not getattr(config, "is_causal", True):
+        return True
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return True
+    # Some configurations say nothing, but the attention modules do.
+    causal = set()
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            causal.add(getattr(module, "is_causal", None))
+    return False in causal and True not in causal
 
 
 def _rope_types(config: Any) -> set[str]:
     """Return the types of rotary embedding in a configuration, also those for one layer type."""
     found: set[str] = set()
     for parameters in _rope_parameters(config):
-        found |= {
-            str(parameters[field])
-            for field in ("rope_type", "type")
-            if field in parameters
-        }
+        for field in ("rope_type", "type"):
+            if field in parameters:
+                found.add(str(parameters[field]))
     return found
 
 
@@ -288,24 +296,18 @@ def _grouped(name: str, layers: list[DynamicLayer]) -> KVGeometry:
                 f"one token, not once"
             )
         keys, values = layer.keys, layer.values
-        if (
-            keys.shape != values.shape
-            or keys.dtype != values.dtype
-            or keys.shape[:1] + keys.shape[2:3] != (1, 1)
-        ):
+        is_alike = keys.shape == values.shape and keys.dtype == values.dtype
+        if not is_alike or keys.shape[:1] + keys.shape[2:3] != (1, 1):
             raise UnsupportedModelError(
                 f"{name}: layer {layer_idx} has keys of {tuple(keys.shape)} and values of "
                 f"{tuple(values.shape)}; "
                 "(1, heads, 1, head size) is needed for both"
             )
         window = getattr(layer, "sliding_window", None)
-        kind = (
-            keys.shape[1],
-            keys.shape[3],
-            None if window is None else int(window),
-            keys.dtype,
-            keys.device,
-        )
+        if window is not None:
+            window = int(window)
+        _, num_heads, _, head_dim = keys.shape
+        kind = (num_heads, head_dim, window, keys.dtype, keys.device)
         kinds.setdefault(kind, []).append(layer_idx)
     groups = tuple(
         KVGroupGeometry(tuple(members), *kind) for kind, members in kinds.items()
@@ -328,16 +330,14 @@ def model_identity(
     :raises ConfigurationError: if the checkpoint cannot be read.
     :raises UnsupportedModelError: if a weight's bytes are not available.
     """
-    weights = (
-        fingerprint_checkpoint(checkpoint)
-        if checkpoint
-        else fingerprint_tensors(_state(model))
-    )
+    if checkpoint:
+        weights = fingerprint_checkpoint(checkpoint)
+    else:
+        weights = fingerprint_tensors(_state(model))
+    name = checkpoint or model.config.name_or_path or type(model).__name__
     return {
         "version": IDENTITY_VERSION,
-        MODEL_NAME: str(
-            checkpoint or model.config.name_or_path or type(model).__name__
-        ),
+        MODEL_NAME: str(name),
         "weights": weights,
         "config": plain_config(model.config.to_dict()),
         "architecture": type(model).__name__,
@@ -347,21 +347,21 @@ def model_identity(
             "kv": _dtype_name(geometry[0].dtype),
         },
         "kv_layout": KV_LAYOUT,
-        "groups": [
-            {
-                "kind": "full_attention"
-                if group.sliding_window is None
-                else "sliding_attention",
-                "sliding_window": group.sliding_window,
-                "layers": list(group.layers),
-                "heads": group.num_heads,
-                "head_size": group.head_dim,
-            }
-            for group in geometry
-        ],
+        "groups": [_group_identity(group) for group in geometry],
         "block_size": block_size,
         "world": {"tensor_parallel": 1, "pipeline_parallel": 1},
         "hash": HASH_NAME,
+    }
+
+
+def _group_identity(group: KVGroupGeometry) -> dict[str, Any]:
+    kind = "full_attention" if group.sliding_window is None else "sliding_attention"
+    return {
+        "kind": kind,
+        "sliding_window": group.sliding_window,
+        "layers": list(group.layers),
+        "heads": group.num_heads,
+        "head_size": group.head_dim,
     }
 
 
@@ -375,15 +375,9 @@ def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
             raise UnsupportedModelError(
                 f"the bytes of {name!r} cannot be had, so the weights cannot be identified"
             )
-        data = (
-            tensor.detach()
-            .cpu()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-            .numpy()
-            .data
-        )
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        # NumPy has no bfloat16
+        data = flat.view(torch.uint8).numpy().data
         yield name, _dtype_name(tensor.dtype), tuple(tensor.shape), data
 
 

@@ -106,6 +106,7 @@ class ForwardRecord:
         return known[:length] + [self._UNSEEN] * (length - len(known))
 
     def _observe(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Record a call of the model, before it runs, if it gets the cache."""
         cache = self._cache()
         passed = any(value is cache for value in (*args, *options.values()))
         if cache is None or not passed:
@@ -120,8 +121,10 @@ class ForwardRecord:
         if given is not None:
             self._positions.append((position, given.reshape(-1).clone()))
         mask = options.get("attention_mask")
-        if mask is None:
-            return
+        if mask is not None:
+            self._observe_mask(mask)
+
+    def _observe_mask(self, mask: Any) -> None:
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             self._mask = mask  # masks only grow, so the last one covers all tokens
         else:
@@ -150,7 +153,9 @@ class PersistentCache(RequestCache):
         super().__init__(geometry, capacity)
         self.argument = argument
         self.restored_tokens: Sequence[int] = ()
-        self._url, self._identity, self._salt = url, Identity.of(identity), salt
+        self._url = url
+        self._identity = Identity.of(identity)
+        self._salt = salt
         self._block_size: int = identity["block_size"]
         self._groups = [group.blocks(self._block_size) for group in geometry]
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
@@ -193,23 +198,23 @@ class PersistentCache(RequestCache):
 
         :raises StoreError: the store failed; the cache is empty.
         """
-        chains, failed = self._chains(tokens), set[bytes]()
+        chains = self._chains(tokens)
+        unreadable: set[bytes] = set()
         with self._open_store("raw") as store:
+
+            def is_available(key: bytes) -> bool:
+                return key not in unreadable and store.contains(key)
+
+            groups = []
+            for geometry, keys in zip(self._groups, chains, strict=True):
+                groups.append(GroupBlocks(geometry, keys, is_available))
             while True:
-                groups = [
-                    GroupBlocks(
-                        group,
-                        keys,
-                        lambda key: key not in failed and store.contains(key),
-                    )
-                    for group, keys in zip(self._groups, chains, strict=True)
-                ]
                 length = longest_match(groups, self._block_size, 0, len(tokens) - 1)
                 needed = [group.device_blocks(length) for group in self._groups]
-                lost = self._read(store, chains, needed)
-                if not lost:
+                failed = self._read(store, chains, needed)
+                if not failed:
                     break
-                failed.update(lost)
+                unreadable.update(failed)
         self.restored_tokens = tuple(tokens[:length])
         self._first_present = [positions.start for positions in needed]
         self.set_length(length)
@@ -218,45 +223,49 @@ class PersistentCache(RequestCache):
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
         """See the function ``save``."""
         num_tokens = self._checked_length(tokens)
-        chains, request = self._chains(tokens[:num_tokens]), uuid.uuid4().hex
-        present = [
-            keys[first:]
-            for keys, first in zip(chains, self._first_present, strict=True)
-        ]
+        chains = self._chains(tokens[:num_tokens])
+        request = uuid.uuid4().hex
+        present = []
+        for keys, first in zip(chains, self._first_present, strict=True):
+            present.append(keys[first:])
         with self._open_store(codec) as store:
-            absent = [
-                (group, position)
-                for group, keys in enumerate(present)
-                for position, key in enumerate(keys, self._first_present[group])
-                if not store.contains(key)
-            ]
-            for start in range(0, len(absent), len(store.rows)):
-                batch = absent[start : start + len(store.rows)]
-                for row, place in enumerate(batch):
-                    self._row(store, row, place[0]).copy_(self._block(*place))
-                keys = [chains[group][position] for group, position in batch]
-                store.put(
-                    request,
-                    keys,
-                    range(len(batch)),
-                    [position for _, position in batch],
-                )
-                store.flush()  # before the rows are overwritten
-            store.end_request(
-                RequestEnd(
-                    request,
-                    request,
-                    tuple(map(list, chains)),
-                    num_tokens,
-                    self._block_size,
-                    labels=dict(labels),
-                )
+            self._put_absent(store, request, chains)
+            end = RequestEnd(
+                request,
+                request,
+                tuple(map(list, chains)),
+                num_tokens,
+                self._block_size,
+                labels=dict(labels),
             )
+            store.end_request(end)
             store.flush()
             whole = dict(store.take_news().persisted)[request]
+            # A context is also whole without the blocks outside of the window, which the cache does
+            # not have.
             if not whole and (not _holds(store, present) or _holds(store, chains)):
                 raise StoreError(f"{self._url}: not the whole context could be stored")
         return request
+
+    def _put_absent(
+        self, store: Store, request: str, chains: Sequence[Sequence[OffloadKey]]
+    ) -> None:
+        """Store the blocks that are in the cache and not in the store."""
+        absent: list[tuple[int, int]] = []
+        for group, keys in enumerate(chains):
+            for position in range(self._first_present[group], len(keys)):
+                if not store.contains(keys[position]):
+                    absent.append((group, position))
+        for start in range(0, len(absent), len(store.rows)):
+            batch = absent[start : start + len(store.rows)]
+            keys = []
+            positions = []
+            for row, (group, position) in enumerate(batch):
+                self._row(store, row, group).copy_(self._block(group, position))
+                keys.append(chains[group][position])
+                positions.append(position)
+            store.put(request, keys, range(len(batch)), positions)
+            store.flush()  # before the rows are overwritten
 
     def _checked_length(self, tokens: Sequence[int]) -> int:
         """Return how many of the first ``tokens`` have KV in the cache.
@@ -276,13 +285,11 @@ class PersistentCache(RequestCache):
         self._record.check()
         num_tokens = min(len(tokens), *lengths)
         computed = self._record.tokens(num_tokens)
-        for position, (given, expected) in enumerate(
-            zip(tokens[:num_tokens], computed, strict=True)
-        ):
-            if given != expected:
+        for position in range(num_tokens):
+            if tokens[position] != computed[position]:
                 raise ConfigurationError(
                     "token_ids",
-                    f"{given} at position {position}",
+                    f"{tokens[position]} at position {position}",
                     "the tokens that the model ran with this cache, after those that were loaded",
                 )
         return num_tokens
@@ -290,10 +297,11 @@ class PersistentCache(RequestCache):
     def _chains(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
         """Return the keys of the full blocks of ``tokens`` for each KV cache group."""
         hashes = BlockHashChain(self._block_size, self._salt).extend(tokens)
-        return [
-            [make_offload_key(block_hash, group) for block_hash in hashes]
-            for group in range(len(self._groups))
-        ]
+        chains = []
+        for group in range(len(self._groups)):
+            keys = [make_offload_key(block_hash, group) for block_hash in hashes]
+            chains.append(keys)
+        return chains
 
     def _read(
         self,
@@ -305,29 +313,24 @@ class PersistentCache(RequestCache):
         at the first batch with unreadable blocks and return their keys; return [] if all blocks
         were read.
         """
-        wanted = [
-            (group, position)
-            for group, positions in enumerate(needed)
-            for position in positions
-        ]
+        wanted: list[tuple[int, int]] = []
+        for group, positions in enumerate(needed):
+            wanted += [(group, position) for position in positions]
         for start in range(0, len(wanted), len(store.rows)):
             batch = wanted[start : start + len(store.rows)]
-            failed = store.read(
-                [chains[group][position] for group, position in batch],
-                range(len(batch)),
-            )
+            keys = [chains[group][position] for group, position in batch]
+            failed = store.read(keys, range(len(batch)))
             if failed:
                 return failed
-            for row, place in enumerate(batch):
-                self._block(*place).copy_(self._row(store, row, place[0]))
+            for row, (group, position) in enumerate(batch):
+                self._block(group, position).copy_(self._row(store, row, group))
         return []
 
     def _block(self, group: int, position: int) -> torch.Tensor:
         """Return a view of block number ``position`` in a buffer, shape (layers, 2, kv_heads,
         block_size, head_dim)."""
-        return self.buffers[group][
-            :, :, :, position * self._block_size : (position + 1) * self._block_size
-        ]
+        start = position * self._block_size
+        return self.buffers[group][:, :, :, start : start + self._block_size]
 
     def _row(self, store: BlockingStore, row: int, group: int) -> torch.Tensor:
         """Return a view of a row of the transfer memory, in the shape of a block of ``group``."""
@@ -337,9 +340,8 @@ class PersistentCache(RequestCache):
     @contextmanager
     def _open_store(self, codec: str) -> Iterator[BlockingStore]:
         stride = row_stride_bytes(1, max(self._block_bytes))
-        layout = RowLayout(
-            stride, tuple(GroupLayout(((0, size),)) for size in self._block_bytes)
-        )
+        groups = tuple(GroupLayout(((0, size),)) for size in self._block_bytes)
+        layout = RowLayout(stride, groups)
         num_bytes = max(1, _ROWS_BYTES // stride) * stride
         staging_bytes = max(StoreOptions().staging_bytes, BLOCKS_STAGED * stride)
         options = StoreOptions(codec=codec, staging_bytes=staging_bytes)
@@ -395,9 +397,8 @@ def load(
     if limit is not None and len(tokens) > limit:
         raise PromptTooLongError(len(tokens), limit)
     geometry = probe_model(model)
-    identity = model_identity(
-        model, None if checkpoint is None else Path(checkpoint), geometry, block_size
-    )
+    directory = None if checkpoint is None else Path(checkpoint)
+    identity = model_identity(model, directory, geometry, block_size)
     argument = ModelForward(model).cache_argument
     capacity = len(tokens) + _SPARE_TOKENS
     cache = PersistentCache(

@@ -36,7 +36,9 @@ def one_row(token_ids: TokenIds) -> list[int]:
 
     :raises ConfigurationError: there are several prompts, or token ids that are not integers.
     """
-    rows: Any = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
+    rows: Any = token_ids
+    if isinstance(token_ids, Mapping):
+        rows = token_ids["input_ids"]
     if isinstance(rows, torch.Tensor):
         rows = rows.tolist()
     if len(rows) == 1 and isinstance(rows[0], Sequence):
@@ -70,9 +72,8 @@ class BlockHashChain:
         full = len(data) - len(data) % self._block_bytes
         new = []
         for start in range(0, full, self._block_bytes):
-            self._parent = hashlib.sha256(
-                self._parent + data[start : start + self._block_bytes]
-            ).digest()
+            block = data[start : start + self._block_bytes]
+            self._parent = hashlib.sha256(self._parent + block).digest()
             new.append(self._parent)
         self._tail = data[full:]
         self.hashes += new
@@ -109,13 +110,14 @@ class Sampler:
         """Return the id of the next token; ``logits`` has shape (vocabulary,)."""
         if not self._temperature:
             return int(logits.argmax())
-        ordered, order = (
-            (logits.float() / self._temperature).softmax(-1).sort(descending=True)
-        )
+        probabilities = (logits.float() / self._temperature).softmax(-1)
+        ordered, order = probabilities.sort(descending=True)
+        # a token counts if the ones before it have less than top_p, so there is always one
         ordered[ordered.cumsum(-1) - ordered >= self._top_p] = 0.0
         if self._top_k:
             ordered[self._top_k :] = 0.0
-        return int(order[torch.multinomial(ordered, 1, generator=self._generator)])
+        place = torch.multinomial(ordered, 1, generator=self._generator)
+        return int(order[place])
 
 
 class Request:
@@ -138,8 +140,10 @@ class Request:
         salt: str | None,
     ) -> None:
         self.tables: list[list[int | None]] = [[] for _ in device.groups]
-        self._model, self._model_device = forward, model_device
-        self._device, self._tiers = device, tiers
+        self._model = forward
+        self._model_device = model_device
+        self._device = device
+        self._tiers = tiers
         self._req_id = req_id
         self._chain = BlockHashChain(device.block_size, salt)
         self._stats = RequestStats()
@@ -196,7 +200,8 @@ class Request:
     def _restore(self, num_tokens: int) -> int:
         """Restore the longest prefix of ``num_tokens - 1`` tokens from device and tiers; return its
         length."""
-        on_device = self._stats.device_tokens = self._acquire_resident(num_tokens - 1)
+        on_device = self._acquire_resident(num_tokens - 1)
+        self._stats.device_tokens = on_device
         matched = self._tiers.match(self._req_id, on_device)
         begin = time.perf_counter()
         first = self._num_blocks
@@ -256,24 +261,36 @@ class Request:
         A block that is on the device already is referenced, not written, so that all requests use
         the same bytes.
         """
-        first, stop = self._num_blocks, num_tokens // self._device.block_size
-        if stop > first:
+        first = self._num_blocks
+        full = range(first, num_tokens // self._device.block_size)
+        if full:
             for (group, table), buffer in zip(
                 self._groups(), cache.buffers, strict=True
             ):
-                written: dict[int, int] = {}
-                for position in range(first, stop):
-                    block_id = group.pool.acquire(self._chain.hashes[position])
-                    if block_id is None:
-                        (block_id,) = self._allocate(group.pool, 1)
-                        written[position] = block_id
-                    table.append(block_id)
-                group.scatter(buffer, list(written), list(written.values()))
+                self._write_pages(group, table, buffer, full)
             self._publish(first)
             self._tiers.scheduler.update_computed_tokens(
                 self._req_id, num_tokens, self.tables
             )
         self._tiers.step()
+
+    def _write_pages(
+        self,
+        group: GroupPages,
+        table: list[int | None],
+        buffer: torch.Tensor,
+        positions: range,
+    ) -> None:
+        """Append the blocks at ``positions`` to a group's table, and copy those that are not on the
+        device yet from the request's buffer."""
+        written: dict[int, int] = {}
+        for position in positions:
+            block_id = group.pool.acquire(self._chain.hashes[position])
+            if block_id is None:
+                (block_id,) = self._allocate(group.pool, 1)
+                written[position] = block_id
+            table.append(block_id)
+        group.scatter(buffer, list(written), list(written.values()))
 
     def _allocate(self, pool: BlockPool, count: int) -> list[int]:
         """Return device blocks to write; if too few are available, wait for transfers of earlier
@@ -281,7 +298,8 @@ class Request:
         for attempt in range(3):
             if attempt:
                 self._tiers.step(wait=True)
-            if (allocated := pool.allocate(count)) is not None:
+            allocated = pool.allocate(count)
+            if allocated is not None:
                 return allocated
         raise PersistKVError(
             f"{count} device blocks are needed, {pool.num_available} are available"
@@ -290,11 +308,10 @@ class Request:
     def _publish(self, first: int) -> None:
         """Make the request's blocks from index ``first`` on reusable by later requests."""
         for group, table in self._groups():
-            for block_id, block_hash in zip(
-                table[first:], self._chain.hashes[first : len(table)], strict=True
-            ):
+            for position in range(first, len(table)):
+                block_id = table[position]
                 if block_id is not None:
-                    group.pool.publish(block_id, block_hash)
+                    group.pool.publish(block_id, self._chain.hashes[position])
 
     def _truncate(self, num_blocks: int) -> None:
         """Release the request's device blocks, except the first ``num_blocks`` of each group."""

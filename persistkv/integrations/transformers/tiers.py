@@ -53,19 +53,16 @@ class Tiers:
         caches = device.canonical()
         # file names are unique per engine, so no engine replaces a killed engine's file
         remove_leftover_regions()
+        common = {
+            "type": PersistentTier.get_tier_type(),
+            "unique_request_ids": True,
+            **options,
+        }
         spec = TieringOffloadingSpec(
             extra_config={
                 "cpu_bytes_to_use": cpu_bytes,
                 "prewarm_share": prewarm_share,
-                "secondary_tiers": [
-                    {
-                        "type": PersistentTier.get_tier_type(),
-                        "url": url,
-                        "unique_request_ids": True,
-                        **options,
-                    }
-                    for url in urls
-                ],
+                "secondary_tiers": [{**common, "url": url} for url in urls],
             },
             geometry=WorkerGeometry(
                 instance_id=uuid.uuid4().hex,
@@ -85,22 +82,22 @@ class Tiers:
         except BaseException:
             spec.shutdown()
             raise
-        self._tiering = (
-            manager if isinstance(manager, TieringOffloadingManager) else None
-        )
-        tiers = self._tiering.secondary_tiers if self._tiering else []
-        self.persistent = [tier for tier in tiers if isinstance(tier, PersistentTier)]
+        self._tiering: TieringOffloadingManager | None = None
+        self.persistent: list[PersistentTier] = []
+        if isinstance(manager, TieringOffloadingManager):
+            self._tiering = manager
+            for tier in manager.secondary_tiers:
+                if isinstance(tier, PersistentTier):
+                    self.persistent.append(tier)
         self._lookup_deadline_s = lookup_deadline_s
         self._live: dict[str, Callable[[], None]] = {}
 
     def prewarm(self) -> None:
         """Wait up to one minute for the promotions that the option ``prewarm_share`` asks for."""
+        if self._tiering is None:
+            return
         deadline = time.monotonic() + _PREWARM_S
-        while (
-            self._tiering
-            and self._tiering.has_pending_work()
-            and time.monotonic() < deadline
-        ):
+        while self._tiering.has_pending_work() and time.monotonic() < deadline:
             self.step()
             time.sleep(_POLL_S)
 
@@ -136,17 +133,17 @@ class Tiers:
         ready.
         """
         deadline = time.monotonic() + self._lookup_deadline_s
-        while (
-            matched := self.scheduler.get_num_new_matched_tokens(
+        while True:
+            matched = self.scheduler.get_num_new_matched_tokens(
                 req_id, num_computed_tokens
             )
-        ) is None:
+            if matched is not None:
+                return matched
             if time.monotonic() >= deadline:
                 self.scheduler.give_up_waiting(req_id)
             else:
                 self.step()
                 time.sleep(_POLL_S)
-        return matched
 
     def load(
         self, req_id: str, tables: Sequence[BlockTable], num_tokens: int
@@ -188,11 +185,12 @@ class Tiers:
         deadline = time.monotonic() + timeout_s
         if not self.drain(deadline):
             return False
-        flushed = [
-            tier.flush(max(deadline - time.monotonic(), 0.0))
-            for tier in self.persistent
-        ]
-        return all(flushed)
+        flushed = True
+        # each store is flushed, also after one that is not in time
+        for tier in self.persistent:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            flushed = tier.flush(left_s) and flushed
+        return flushed
 
     def close(self) -> None:
         """Wait for transfers, then release the worker, then the primary tier, whose rows the worker

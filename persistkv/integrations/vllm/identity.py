@@ -114,19 +114,19 @@ def engine_facts() -> dict[str, Any]:
     device = str(current_platform.device_type)
     facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}
     if device == "cpu":
-        flags = ""
-        with suppress(OSError), open("/proc/cpuinfo") as lines:
-            flags = next(
-                (
-                    line
-                    for line in lines
-                    if line.lower().startswith(("flags", "features"))
-                ),
-                "",
-            )
-        known = sorted(set(_CPU_FLAGS).intersection(flags.split()))
+        known = sorted(set(_CPU_FLAGS).intersection(_cpu_flags()))
         facts["cpu"] = {"machine": platform.machine(), "flags": known}
     return facts
+
+
+def _cpu_flags() -> list[str]:
+    """Return the flags of the first CPU; none if the kernel does not tell."""
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            # x86 and ARM
+            if line.lower().startswith(("flags", "features")):
+                return line.split()
+    return []
 
 
 class SharedLayout(NamedTuple):
@@ -151,34 +151,35 @@ def shared_layout(spec: Any) -> SharedLayout | None:
     workers' parts.
     """
     offloading = spec.config
-    parallel, blocks = offloading.parallel, offloading.cache.blocks_per_chunk
+    parallel = offloading.parallel
+    blocks = offloading.cache.blocks_per_chunk
     worker_bytes = offloading.worker_kv_bytes_per_block * blocks
     if getattr(offloading, "canonical_layout", False):
         if not parallel.is_parallelism_agnostic:
             return None
-        copies = (
-            1
-            if getattr(offloading, "replicated_layout", False)
-            else parallel.world_size
-        )
+        replicated = getattr(offloading, "replicated_layout", False)
+        copies = 1 if replicated else parallel.world_size
         return SharedLayout("canonical", worker_bytes * copies)
     if getattr(spec, "replicated_layout", False):
         return SharedLayout("direct", worker_bytes)
-    has_gaps = (
-        parallel.world_size > 1
-        and getattr(spec, "cpu_page_size_per_worker", None) != worker_bytes
-    )
-    has_one_layer = sum(len(group.layer_names) for group in offloading.groups) == 1
+    if blocks != 1 or not parallel.is_parallelism_agnostic:
+        return None
+    if not _are_heads_first(offloading):
+        return None
+    worker_stride = getattr(spec, "cpu_page_size_per_worker", None)
+    if parallel.world_size > 1 and worker_stride != worker_bytes:
+        return None
+    return SharedLayout("direct", worker_bytes * parallel.world_size)
+
+
+def _are_heads_first(offloading: Any) -> bool:
+    """Return whether heads come before all other dimensions of a block, so that the workers' bytes
+    follow each other."""
     order = str(getattr(offloading, "kv_cache_layout", None)).replace("B", "")
-    heads_first = order.removeprefix("L" if has_one_layer else "").startswith("H")
-    if (
-        parallel.is_parallelism_agnostic
-        and blocks == 1
-        and not has_gaps
-        and heads_first
-    ):
-        return SharedLayout("direct", worker_bytes * parallel.world_size)
-    return None
+    num_layers = sum(len(group.layer_names) for group in offloading.groups)
+    if num_layers == 1:
+        order = order.removeprefix("L")
+    return order.startswith("H")
 
 
 def engine_identity(
@@ -200,22 +201,35 @@ def engine_identity(
     :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not
         named.
     """
-    model, cache, parallel = (
-        config.model_config,
-        config.cache_config,
-        offloading.parallel,
-    )
+    model = config.model_config
+    cache = config.cache_config
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
     if shared is None:
         block["worker_bytes"] = offloading.worker_kv_bytes_per_block
-        world = _fields(
-            parallel, "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"
-        )
+        sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+        world = _fields(offloading.parallel, *sizes)
         world |= _fields(offloading, "replicated_layout", "canonical_layout")
     else:
         block["bytes"] = shared.num_bytes
         world = {"layout": shared.kind}
+    kv_cache = _fields(
+        cache,
+        "cache_dtype",
+        "calculate_kv_scales",
+        "kv_cache_dtype_skip_layers",
+        "mamba_cache_dtype",
+    )
+    kv_cache["layout"] = plain(getattr(offloading, "kv_cache_layout", None))
+    groups = []
+    for group in offloading.groups:
+        groups.append(
+            {
+                "id": group.group_id,
+                "tokens": group.tokens_per_block,
+                "layers": list(group.layer_names),
+            }
+        )
     return {
         "version": IDENTITY_VERSION,
         MODEL_NAME: str(model.model),
@@ -224,14 +238,7 @@ def engine_identity(
         "code_revision": plain(getattr(model, "code_revision", None)),
         "config": plain_config(model.hf_config.to_dict()),
         "dtype": {"model": _dtype(model.dtype), "kv": _dtype(offloading.model.dtype)},
-        "kv_cache": _fields(
-            cache,
-            "cache_dtype",
-            "calculate_kv_scales",
-            "kv_cache_dtype_skip_layers",
-            "mamba_cache_dtype",
-        )
-        | {"layout": plain(getattr(offloading, "kv_cache_layout", None))},
+        "kv_cache": kv_cache,
         "quantization": plain(getattr(model, "quantization", None)),
         "attention": {
             "backend": getattr(backend, "name", plain(backend)),
@@ -242,14 +249,7 @@ def engine_identity(
         "speculation": _speculation(
             getattr(config, "speculative_config", None), config.load_config
         ),
-        "groups": [
-            {
-                "id": group.group_id,
-                "tokens": group.tokens_per_block,
-                "layers": list(group.layer_names),
-            }
-            for group in offloading.groups
-        ],
+        "groups": groups,
         "block": block,
         "world": world,
         "hash": {

@@ -41,76 +41,115 @@ def number_layout(
     :param engine: vLLM's ``VllmConfig``.
     :param kv_cache: vLLM's ``KVCacheConfig``; None: unknown.
     """
-    offloading, cache = spec.config, engine.cache_config
-    parallel, layout = offloading.parallel, getattr(offloading, "kv_cache_layout", None)
-    is_split = any(
-        getattr(parallel, f"{kind}_size", 1) != 1 for kind in ("pp", "pcp", "dcp")
-    )
-    is_variable = (
-        bool(getattr(cache, "calculate_kv_scales", False))
-        or engine.speculative_config is not None
-    )
-    if (
-        kv_cache is None
-        or is_split
-        or is_variable
-        or getattr(offloading, "canonical_layout", False)
-    ):
+    offloading = spec.config
+    if kv_cache is None or not _has_fixed_numbers(engine, offloading, device):
         return None
-    if layout not in _LAYOUTS or (device == "cpu" and layout != "LBHNC"):
-        return None
-    workers = (
-        1 if getattr(offloading, "replicated_layout", False) else parallel.world_size
-    )
+    replicated = getattr(offloading, "replicated_layout", False)
+    workers = 1 if replicated else offloading.parallel.world_size
     worker_stride = getattr(spec, "cpu_page_size_per_worker", 0)
     if workers > 1 and not worker_stride:
         return None
-    blocks, layers = (
-        offloading.cache.blocks_per_chunk,
-        max(len(group.layer_names) for group in offloading.groups),
-    )
+
     groups: dict[int, VectorLayout] = {}
     dtypes = set()
     for group in offloading.groups:
-        attention, tokens = (
-            kv_cache.kv_cache_groups[group.group_id].kv_cache_spec,
-            group.tokens_per_block,
-        )
-        name = str(getattr(attention, "dtype", "")).removeprefix("torch.")
-        name = name if cache.cache_dtype == "auto" else str(cache.cache_dtype)
-        if name not in _DTYPES or not _is_plain(attention, tokens, device):
+        attention = kv_cache.kv_cache_groups[group.group_id].kv_cache_spec
+        name = _dtype_name(engine.cache_config, attention)
+        if name not in _DTYPES:
             return None
         dtype, item = _DTYPES[name]
         dtypes.add(dtype)
-        keys, values = attention.head_size, attention.head_size_v
-        heads = (
-            attention.num_heads
-            if getattr(attention, "num_head_slots", None)
-            else attention.num_kv_heads
+        vectors = _vectors(
+            offloading,
+            group,
+            attention,
+            item,
+            (workers, worker_stride),
+            device=device,
         )
-        counts = {"L": layers, "B": blocks, "H": heads, "N": tokens}
-        strides, stride = {}, (keys + values) * item
-        for letter in reversed(layout[:-1]):
-            strides[letter] = stride
-            stride *= counts[letter]
-        if stride != offloading.worker_kv_bytes_per_block * blocks:
-            return None  # padding, or tensors of several sizes
-        if device == "cpu":  # all keys of a head, then all its values
-            length, parts, token_stride = keys, (2, tokens * keys * item), keys * item
-        else:
-            length = gcd(keys, values or _LATENT_PART)
-            parts, token_stride = (
-                ((keys + values) // length, length * item),
-                strides["N"],
-            )
-        used_layers = (len(group.layer_names), strides["L"])
-        cells = ((workers, worker_stride), used_layers, (heads, strides["H"]), parts)
-        groups[group.group_id] = VectorLayout(
-            0, cells, ((blocks, strides["B"]), (tokens, token_stride)), length
-        )
+        if vectors is None:
+            return None
+        groups[group.group_id] = vectors
     if len(dtypes) != 1:
         return None
     return NumberLayout(dtypes.pop(), by_group_index(groups))
+
+
+def _dtype_name(cache: Any, attention: Any) -> str:
+    """Return vLLM's name of the dtype of a group's KV."""
+    if cache.cache_dtype != "auto":
+        return str(cache.cache_dtype)
+    return str(getattr(attention, "dtype", "")).removeprefix("torch.")
+
+
+def _has_fixed_numbers(engine: Any, offloading: Any, device: str) -> bool:
+    """Return whether equal contexts have equal numbers, in one order of bytes that is known."""
+    layouts = ("LBHNC",) if device == "cpu" else _LAYOUTS
+    if getattr(offloading, "kv_cache_layout", None) not in layouts:
+        return False
+    for kind in ("pp", "pcp", "dcp"):
+        if getattr(offloading.parallel, f"{kind}_size", 1) != 1:
+            return False
+    if getattr(engine.cache_config, "calculate_kv_scales", False):
+        return False
+    # the drafts of a speculative model may differ between two runs
+    if engine.speculative_config is not None:
+        return False
+    return not getattr(offloading, "canonical_layout", False)
+
+
+def _vectors(
+    offloading: Any,
+    group: Any,
+    attention: Any,
+    item: int,
+    workers: tuple[int, int],
+    *,
+    device: str,
+) -> VectorLayout | None:
+    """Return the vectors of one group in a row; None if a worker's part contains anything else,
+    such as padding.
+
+    :param item: bytes of a number.
+    :param workers: number of workers, and bytes from one worker's part to the next.
+    """
+    layout = offloading.kv_cache_layout
+    blocks = offloading.cache.blocks_per_chunk
+    tokens = group.tokens_per_block
+    if not _is_plain(attention, tokens, device):
+        return None
+    keys, values = attention.head_size, attention.head_size_v
+    heads = attention.num_kv_heads
+    if getattr(attention, "num_head_slots", None):
+        heads = attention.num_heads
+    counts = {
+        "L": max(len(other.layer_names) for other in offloading.groups),
+        "B": blocks,
+        "H": heads,
+        "N": tokens,
+    }
+    # from the innermost dimension, the numbers of a token, outwards
+    strides: dict[str, int] = {}
+    stride = (keys + values) * item
+    for letter in reversed(layout[:-1]):
+        strides[letter] = stride
+        stride *= counts[letter]
+    if stride != offloading.worker_kv_bytes_per_block * blocks:
+        return None  # padding, or tensors of several sizes
+
+    if device == "cpu":  # all keys of a head, then all its values
+        length = keys
+        parts = (2, tokens * keys * item)
+        token_stride = keys * item
+    else:
+        length = gcd(keys, values or _LATENT_PART)
+        parts = ((keys + values) // length, length * item)
+        token_stride = strides["N"]
+    layers = (len(group.layer_names), strides["L"])
+    cells = (workers, layers, (heads, strides["H"]), parts)
+    return VectorLayout(
+        0, cells, ((blocks, strides["B"]), (tokens, token_stride)), length
+    )
 
 
 def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
@@ -123,17 +162,16 @@ def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
 def _is_plain(spec: Any, tokens: int, device: str) -> bool:
     """Return whether a block of the group holds exactly one key and one value vector per token and
     head, unpadded."""
-    names = ("num_kv_heads", "head_size", "head_size_v", "block_size")
-    if (
-        not all(isinstance(getattr(spec, name, None), int) for name in names)
-        or spec.block_size != tokens
-    ):
+    for name in ("num_kv_heads", "head_size", "head_size_v", "block_size"):
+        if not isinstance(getattr(spec, name, None), int):
+            return False
+    if spec.block_size != tokens:
         return False
-    is_packed = (
-        getattr(spec, "state_content_bytes", None) is not None
-        or getattr(spec, "tokens_per_state", 1) != 1
-    )
-    is_constant = int(getattr(spec, "kv_quant_mode", 0)) in _CONSTANT_SCALES
-    is_padded = getattr(spec, "page_size_padded", None) is not None
-    has_halves = device != "cpu" or spec.head_size == spec.head_size_v
-    return is_constant and has_halves and not (is_packed or is_padded)
+    has_state = getattr(spec, "state_content_bytes", None) is not None
+    if has_state or getattr(spec, "tokens_per_state", 1) != 1:
+        return False
+    if getattr(spec, "page_size_padded", None) is not None:
+        return False
+    if int(getattr(spec, "kv_quant_mode", 0)) not in _CONSTANT_SCALES:
+        return False
+    return device != "cpu" or spec.head_size == spec.head_size_v

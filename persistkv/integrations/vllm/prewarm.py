@@ -50,7 +50,8 @@ class PrewarmOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
+# vLLM is not installed where types are checked.
+class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
     """Secondary tier that stores nothing: it promotes recently used contexts, listed by the first
     ``persistkv`` tier.
 

@@ -74,18 +74,19 @@ def close_region(fds: Iterable[int]) -> None:
 def _open(source: _Mapping, size: int, *, is_last: bool) -> int | None:
     """Open the file of the mapping ``source``. None: that is not possible, or the file has another
     size."""
-    for candidate in (
-        source.path,
-        *(path for path, file in _descriptors("self") if file == source.file),
-    ):
+    # an unlinked file can only be opened through a descriptor of this process
+    candidates = [source.path]
+    for path, file in _descriptors("self"):
+        if file == source.file:
+            candidates.append(path)
+    for candidate in candidates:
         try:
             fd = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
         status = os.fstat(fd)
-        if _file_id(status) == source.file and (
-            status.st_size == size or (is_last and status.st_size > size)
-        ):
+        fits = status.st_size == size or (is_last and status.st_size > size)
+        if fits and _file_id(status) == source.file:
             return fd
         os.close(fd)
     return None
@@ -126,22 +127,10 @@ def remove_leftovers(
             sees_all_processes = (
                 os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
             )
-    left: dict[Path, FileId] = {}
-    paths = [path for pattern in _PATTERNS for path in Path(directory).glob(pattern)]
-    for path in sorted(paths):
-        with suppress(OSError):
-            status = path.stat(follow_symlinks=False)
-            is_old = time.time() - status.st_mtime > _SAFE_AGE_S
-            if status.st_uid == os.geteuid() and (sees_all_processes or is_old):
-                left[path] = _file_id(status)
-    used: set[FileId] = set()
-    for process in filter(str.isdigit, os.listdir("/proc") if left else ()):
-        # the process has ended, or is another user's, which cannot use a file of this user
-        with suppress(OSError):
-            used.update(mapping.file for mapping in _mappings(process))
-            used.update(file for _, file in _descriptors(process))
+    candidates = _old_files(directory, any_age=bool(sees_all_processes))
+    used = _used_files() if candidates else set()
     removed = []
-    for path, file in left.items():
+    for path, file in candidates.items():
         with suppress(OSError):
             # the file may have been replaced since then, by a live engine with the same id
             if file not in used and _file_id(path.stat(follow_symlinks=False)) == file:
@@ -152,23 +141,50 @@ def remove_leftovers(
     return removed
 
 
+def _old_files(directory: str, *, any_age: bool) -> dict[Path, FileId]:
+    """Return this user's files that an engine may have left, sorted by path.
+
+    :param any_age: False: only those that have not been modified for ten minutes.
+    """
+    paths: list[Path] = []
+    for pattern in _PATTERNS:
+        paths += Path(directory).glob(pattern)
+    found: dict[Path, FileId] = {}
+    for path in sorted(paths):
+        with suppress(OSError):
+            status = path.stat(follow_symlinks=False)
+            is_old = time.time() - status.st_mtime > _SAFE_AGE_S
+            if status.st_uid == os.geteuid() and (any_age or is_old):
+                found[path] = _file_id(status)
+    return found
+
+
+def _used_files() -> set[FileId]:
+    """Return the files that this user's processes map or have open."""
+    used: set[FileId] = set()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        # the process has ended, or is another user's, which cannot use a file of this user
+        with suppress(OSError):
+            used.update(mapping.file for mapping in _mappings(process))
+            used.update(file for _, file in _descriptors(process))
+    return used
+
+
 def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
     """Return the files that back a range of memory, in order: the first mapping of each, and its
     bytes in the range. Empty if part of the range is not mapped from a file, or a file is not
     mapped from its start.
     """
     found: list[tuple[_Mapping, int]] = []
-    covered, end = address, address + num_bytes
+    covered = address
+    end = address + num_bytes
     for mapping in _mappings("self"):
         if not mapping.start <= covered < mapping.stop:
             continue
         size = min(mapping.stop, end) - covered
-        if (
-            found
-            and mapping.file == found[-1][0].file
-            and mapping.offset == found[-1][1]
-        ):
-            found[-1] = found[-1][0], found[-1][1] + size
+        if found and _continues(mapping, *found[-1]):
+            first, first_size = found[-1]
+            found[-1] = (first, first_size + size)
         elif mapping.file[1] and mapping.start == covered and not mapping.offset:
             found.append((mapping, size))
         else:
@@ -179,18 +195,23 @@ def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
     return []
 
 
+def _continues(mapping: _Mapping, first: _Mapping, size: int) -> bool:
+    """Return whether a mapping continues that of the same file, of which ``size`` bytes are
+    mapped."""
+    return mapping.file == first.file and mapping.offset == size
+
+
 def _mappings(process: str) -> Iterator[_Mapping]:
     """Yield the mappings of a process in order of their addresses; raise OSError if it has ended,
     or if this user may not read it."""
     with open(f"/proc/{process}/maps") as lines:
         for line in lines:
-            addresses, _, offset, device, inode, *path = line.split(maxsplit=5)
+            addresses, _, offset, device, inode, *rest = line.split(maxsplit=5)
             start, stop = (int(part, 16) for part in addresses.split("-"))
             major, minor = (int(part, 16) for part in device.split(":"))
-            file = os.makedev(major, minor), int(inode)
-            yield _Mapping(
-                start, stop, int(offset, 16), file, path[0].rstrip("\n") if path else ""
-            )
+            file = (os.makedev(major, minor), int(inode))
+            path = rest[0].rstrip("\n") if rest else ""
+            yield _Mapping(start, stop, int(offset, 16), file, path)
 
 
 def _descriptors(process: str) -> Iterator[tuple[str, FileId]]:

@@ -48,10 +48,10 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Convert the payload of a hint, or the option ``prefetch`` of a request; raise ValueError
         if it is invalid."""
         prefetch = msgspec.convert(payload, cls)
-        ways = (bool(prefetch.request), bool(prefetch.labels), bool(prefetch.token_ids))
-        if sum(ways) != 1 or (
-            prefetch.cache_salt is not None and not prefetch.token_ids
-        ):
+        ways = (prefetch.request, prefetch.labels, prefetch.token_ids)
+        num_ways = sum(1 for way in ways if way)
+        has_stray_salt = prefetch.cache_salt is not None and not prefetch.token_ids
+        if num_ways != 1 or has_stray_salt:
             raise ValueError(
                 'expected "request", "labels" or "token_ids" (with or without "cache_salt")'
             )
@@ -77,16 +77,14 @@ def request_options(
     :param actions: the ``KvHintAction`` objects of the request; those for other components are
         skipped.
     """
-    prefetches = []
+    prefetches: list[Prefetch] = []
     given = parameters.get(REQUEST_PARAMETER) if parameters else None
     if isinstance(given, Mapping) and "prefetch" in given:
-        parameters = {
-            REQUEST_PARAMETER: {
-                name: given[name] for name in given if name != "prefetch"
-            }
-        }
+        others = dict(given)
+        payload = others.pop("prefetch")
+        parameters = {REQUEST_PARAMETER: others}
         try:
-            prefetches.append(Prefetch.parse(given["prefetch"]))
+            prefetches.append(Prefetch.parse(payload))
         except ValueError as error:
             logger.warning(
                 "request %s: ignored prefetch in its kv_transfer_params: %s",
@@ -102,18 +100,9 @@ def request_options(
         if not action.action_type.startswith("persistkv."):
             continue
         try:
-            if action.action_version != HINT_VERSION or action.action_type not in (
-                RETAIN,
-                PREFETCH,
-            ):
-                raise ValueError(
-                    f"unknown type or version, expected {RETAIN} or {PREFETCH}, version "
-                    f"{HINT_VERSION}"
-                )
+            _check_hint(action)
             if action.action_type == RETAIN:
-                given = {**msgspec.to_builtins(options), **action.payload}
-                given["labels"] = {**options.labels, **given["labels"]}
-                options = RequestOptions.parse({REQUEST_PARAMETER: given})
+                options = _retained(options, action.payload)
             else:
                 prefetches.append(Prefetch.parse(action.payload))
         except (ConfigurationError, ValueError, TypeError) as error:
@@ -121,6 +110,23 @@ def request_options(
                 "request %s: ignored its hint %s: %s", req_id, action.action_type, error
             )
     return options, prefetches
+
+
+def _check_hint(action: Any) -> None:
+    """Raise ValueError if this release does not know a hint's type or version."""
+    is_known = action.action_type in (RETAIN, PREFETCH)
+    if not is_known or action.action_version != HINT_VERSION:
+        raise ValueError(
+            f"unknown type or version, expected {RETAIN} or {PREFETCH}, version "
+            f"{HINT_VERSION}"
+        )
+
+
+def _retained(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOptions:
+    """Return a request's options with those of a hint; labels of both are kept."""
+    given = {**msgspec.to_builtins(options), **payload}
+    given["labels"] = {**options.labels, **given["labels"]}
+    return RequestOptions.parse({REQUEST_PARAMETER: given})
 
 
 class LiveRequest(RequestDescription):
@@ -163,11 +169,10 @@ class LiveRequest(RequestDescription):
 
     def depth(self, key: OffloadKey) -> int | None:
         end = self._ends.get(key)
-        return (
-            None
-            if end is None
-            else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)
-        )
+        if end is None:
+            return None
+        chunk_tokens = self._group_tokens[get_offload_group_idx(key)]
+        return max(0, end // chunk_tokens - 1)
 
     def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
         """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk
@@ -177,11 +182,15 @@ class LiveRequest(RequestDescription):
         if not self.options.store:
             return False
         if self._is_long is None:
-            ends = map(self._position, keys)
-            self._is_long = not min_tokens or any(
-                end is None or end >= min_tokens for end in ends
-            )
+            self._is_long = not min_tokens or self._reaches(keys, min_tokens)
         return self._is_long
+
+    def _reaches(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
+        for key in keys:
+            end = self._position(key)
+            if end is None or end >= min_tokens:
+                return True
+        return False
 
     def learn(self, keys: Sequence[OffloadKey]) -> ReqContext:
         """Record that the chunks of ``keys`` are being stored; return the context with all keys
@@ -189,7 +198,9 @@ class LiveRequest(RequestDescription):
         ``description`` and lists no keys.
         """
         self.has_stored = True
-        for key in keys if self._lists_keys else ():
+        if not self._lists_keys:
+            return self.context
+        for key in keys:
             if key in self._ends:
                 continue
             end = self._position(key)

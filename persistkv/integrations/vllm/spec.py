@@ -23,7 +23,8 @@ Mappings = Mapping[tuple[int, int], Any]
 """vLLM's ``CanonicalPageMapping`` objects, by (index of the KV tensor, bytes of a page)."""
 
 
-class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
+# vLLM is not installed where types are checked.
+class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """Offloading spec for vLLM on CPUs: ``"spec_name": "PersistKVSpec"`` instead of
     ``TieringOffloadingSpec``.
 
@@ -63,7 +64,8 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
         return worker
 
 
-class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
+# vLLM is not installed where types are checked.
+class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """Worker for KV tensors in CPU memory. ``submit_store`` and ``submit_load`` copy before they
     return, because the engine computes on the same processors.
 

@@ -81,7 +81,8 @@ CONFIG_INFO = ("store", "namespace", "codec", "durability", "policy", "host")
 """Names of the labels of vLLM's metric ``kv_offload_config_info`` that this tier sets."""
 
 
-class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
+# vLLM is not installed where types are checked.
+class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     """Secondary tier that keeps vLLM's KV in a store; enabled by an entry of ``secondary_tiers``
     such as ``{"type": "persistkv", "url": "lmdb:///var/cache/kv"}``. The options are those of
     ``VllmTierOptions``.
@@ -108,36 +109,33 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self.options = vllm_options(options)
         scheme = self.options.scheme
         is_remote = BACKENDS.get(scheme).capabilities.remote
-        self.locality = Locality(
-            self.options.locality or ("REMOTE" if is_remote else "LOCAL")
-        )
-        self._offloading = offloading_spec.config
+        default = "REMOTE" if is_remote else "LOCAL"
+        self.locality = Locality(self.options.locality or default)
         self._tiers = persistent_tiers(offloading_spec)
         self._made: PersistentTier | None = None  # last, in ``_tiers``
         self._isolation = Isolation("tier persistkv")
-        groups, blocks = (
-            offloading_spec.config.groups,
-            offloading_spec.config.cache.blocks_per_chunk,
-        )
-        self._group_tokens = by_group_index(
-            {group.group_id: group.tokens_per_block * blocks for group in groups}
-        )
-        self._region_fds = (
-            open_region(primary_kv_view) if self.options.host == "process" else ()
-        )
+        offloading = offloading_spec.config
+        chunk_tokens = {}
+        for group in offloading.groups:
+            blocks_per_chunk = offloading.cache.blocks_per_chunk
+            chunk_tokens[group.group_id] = group.tokens_per_block * blocks_per_chunk
+        self._group_tokens = by_group_index(chunk_tokens)
+        self._region_fds: tuple[int, ...] = ()
+        if self.options.host == "process":
+            self._region_fds = open_region(primary_kv_view)
         try:
-            config = self._tier_config(offloading_spec, primary_kv_view)
-            self._namespace = Identity.of(config.identity).digest.hex()
-            is_only = is_only_source(find_vllm_config())
+            engine = find_vllm_config()
+            algorithm = engine.cache_config.prefix_caching_hash_algo
+            self._context_keys = partial(_context_keys, offloading, algorithm)
+            config = self._tier_config(engine, offloading_spec, primary_kv_view)
             watch = attach_watch(
                 offloading_spec,
                 find_executor(),
                 self.options.weights,
-                is_only_source=is_only,
+                is_only_source=is_only_source(engine),
             )
-            self._guard = GuardedTier(
-                partial(self._make_tier, config, primary_kv_view), watch
-            )
+            make_tier = partial(self._make_tier, config, primary_kv_view)
+            self._guard = GuardedTier(make_tier, watch)
         except BaseException:
             close_region(self._region_fds)
             raise
@@ -158,10 +156,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         engine's start."""
         options = self.options.tier_options
         if weights is not None:
-            config = dataclasses.replace(
-                config, identity={**config.identity, "weights": f"named:{weights}"}
-            )
-            self._namespace = Identity.of(config.identity).digest.hex()
+            identity = {**config.identity, "weights": f"named:{weights}"}
+            config = dataclasses.replace(config, identity=identity)
             # the store need not know the new weights
             options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
@@ -176,9 +172,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def _tier(self) -> PersistentTier:
         return self._guard.tier
 
-    def _tier_config(self, spec: Any, rows: memoryview) -> OffloadingConfig:
-        engine, offloading = find_vllm_config(), spec.config
-        algorithm = self._hash_algorithm = engine.cache_config.prefix_caching_hash_algo
+    def _tier_config(
+        self, engine: Any, spec: Any, rows: memoryview
+    ) -> OffloadingConfig:
+        offloading = spec.config
+        algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm):
             logger.warning(
                 "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no "
@@ -195,17 +193,17 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
                 "kv_connector_extra_config of all "
                 "of them makes it independent"
             )
-        facts, weights, adapters = (
-            engine_facts(),
-            self.options.weights,
-            self.options.adapters,
-        )
+        facts = engine_facts()
         identity = engine_identity(
-            engine, offloading, facts, shared=shared, weights=weights, adapters=adapters
+            engine,
+            offloading,
+            facts,
+            shared=shared,
+            weights=self.options.weights,
+            adapters=self.options.adapters,
         )
-        tokens = (
-            offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
-        )
+        blocks_per_chunk = offloading.cache.blocks_per_chunk
+        tokens = offloading.groups[0].tokens_per_block * blocks_per_chunk
         # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses
         # the whole row.
         stride = rows.nbytes // len(rows)
@@ -215,9 +213,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             numbers = number_layout(
                 engine, spec, find_kv_cache_config(), device=str(facts["device"])
             )
-        layout = RowLayout(
-            stride, (GroupLayout(((0, used),)),) * len(self._group_tokens), numbers
-        )
+        groups = (GroupLayout(((0, used),)),) * len(self._group_tokens)
+        layout = RowLayout(stride, groups, numbers)
         events = bool(offloading.enable_kv_cache_events)
         return OffloadingConfig(
             identity, tokens, layout, len(rows), self._region_fds, events
@@ -230,9 +227,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if request is not None and not request.options.load:
             return LookupResult.MISS
         epoch = 0 if request is None else request.epoch
-        if self._guard.lookup(key, req_context, epoch) and (
-            request is None or key not in request.failed
-        ):
+        has_failed = request is not None and key in request.failed
+        if self._guard.lookup(key, req_context, epoch) and not has_failed:
             self._observed.lookup_hits += 1
             return LookupResult.HIT
         self._observed.lookup_misses += 1
@@ -242,39 +238,38 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
         if not self._guard.is_detached and request.wants(keys, self.options.min_tokens):
-            self._guard.submit_store(
-                _job(job_metadata, keys, request.learn(keys)), request.epoch
-            )
+            job = _job(job_metadata, keys, request.learn(keys))
+            self._guard.submit_store(job, request.epoch)
         else:
-            self._passed_over.append(
-                JobResult(job_metadata.job_id, True, transfer_bytes=0)
-            )
+            result = JobResult(job_metadata.job_id, True, transfer_bytes=0)
+            self._passed_over.append(result)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
-        self._loads[job_metadata.job_id] = request, keys
+        self._loads[job_metadata.job_id] = (request, keys)
         for tier in self._tiers:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
-        self._guard.submit_load(
-            _job(job_metadata, keys, request.context), request.epoch
-        )
+        job = _job(job_metadata, keys, request.context)
+        self._guard.submit_load(job, request.epoch)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        passed_over, self._passed_over = self._passed_over, []
-        return passed_over + [
-            self._result(result) for result in self._guard.get_finished_jobs()
-        ]
+        finished, self._passed_over = self._passed_over, []
+        for result in self._guard.get_finished_jobs():
+            finished.append(self._result(result))
+        return finished
 
     def _result(self, result: TierResult) -> JobResult:
         success = result.success and not result.failed_keys
         good: list[OffloadKey] | None = None
-        if load := self._loads.pop(result.job_id, None):
+        load = self._loads.pop(result.job_id, None)
+        if load is not None:
             request, keys = load
-            failed = set(result.failed_keys) if result.success else set(keys)
+            failed = set(result.failed_keys if result.success else keys)
             request.failed |= failed
-            good = None if success else [key for key in keys if key not in failed]
+            if not success:
+                good = [key for key in keys if key not in failed]
             self._observed.load_bytes += result.num_bytes
             self._observed.load_seconds += result.seconds
             self._observed.load_failed_chunks += len(failed)
@@ -302,13 +297,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        whole = (
-            self._request(req_context).options.store
-            and self.options.policy == "request"
-        )
-        return RequestOffloadingContext(
-            OffloadPolicy.REQUEST_LEVEL if whole else OffloadPolicy.CHUNK_LEVEL
-        )
+        stores = self._request(req_context).options.store
+        if stores and self.options.policy == "request":
+            return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+        return RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 
     def _request(self, context: ReqContext) -> LiveRequest:
         request = self._requests.get(context.req_id)
@@ -319,12 +311,18 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             )
             epoch = self._guard.begin_request(options.weights)
             if epoch is None:
-                options, prefetches = RequestOptions(False, False, options.labels), []
-            for prefetch in prefetches if self._tier is self._tiers[0] else ():
-                self._prefetch(prefetch)
-            position = context.get_offload_key_position
+                options = RequestOptions(False, False, options.labels)
+                prefetches = []
+            # of several stores, the first one takes the hints
+            if self._tier is self._tiers[0]:
+                for prefetch in prefetches:
+                    self._prefetch(prefetch)
             request = LiveRequest(
-                context.req_id, options, position, self._group_tokens, self._labels
+                context.req_id,
+                options,
+                context.get_offload_key_position,
+                self._group_tokens,
+                self._labels,
             )
             request.epoch = epoch
             self._requests[context.req_id] = request
@@ -339,19 +337,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._tier.prefetch(prefetch.choice)
             return
         with self._isolation.guard("prefetch", "the context is not promoted"):
-            keys = _context_keys(
-                self._offloading,
-                self._hash_algorithm,
-                prefetch.token_ids,
-                prefetch.cache_salt,
-            )
-            held = [
-                key
-                for key in keys
-                if any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)
-            ]
+            keys = self._context_keys(prefetch.token_ids, prefetch.cache_salt)
+            held = [key for key in keys if self._is_stored(key)]
             if held:
                 self._tier.prefetch(held)
+
+    def _is_stored(self, key: OffloadKey) -> bool:
+        """Return whether any of the engine's stores holds a block."""
+        return any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
@@ -363,13 +356,19 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._guard.is_opening:
             return []
-        return [
-            OffloadingEvent(
-                event.keys, Medium.STORAGE, event.removed, self.locality, self.tier_type
-            )
-            for event in self._tier.take_events()
-            if event.keys  # vLLM has no event for lost ones
-        ]
+        events = []
+        for event in self._tier.take_events():
+            if event.keys:  # vLLM has no event for lost ones
+                events.append(
+                    OffloadingEvent(
+                        event.keys,
+                        Medium.STORAGE,
+                        event.removed,
+                        self.locality,
+                        self.tier_type,
+                    )
+                )
+        return events
 
     @classmethod
     def build_metric_definitions(
@@ -385,7 +384,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         options = self.options
         values = (
             options.scheme,
-            self._namespace,
+            Identity.of(self._tier.config.identity).digest.hex(),
             options.codec,
             options.durability,
             options.policy,
@@ -397,13 +396,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         """Return vLLM's metrics object with the growth of the counters; None: too early, see
         ``MetricsReader``."""
         self._observed.changed_weights_chunks = self._guard.dropped_blocks
-        if self._guard.is_opening or not self._metrics.is_due(
-            self._observed, time.monotonic()
-        ):
+        if self._guard.is_opening:
             return None
-        return self._metrics.read(
-            self._observed, self._tier.glance(), self._tier.num_held_blocks
-        )
+        if not self._metrics.is_due(self._observed, time.monotonic()):
+            return None
+        stats = self._tier.glance()
+        return self._metrics.read(self._observed, stats, self._tier.num_held_blocks)
 
     def shutdown(self) -> None:
         """End unfinished requests, and wait until the store's process has committed all blocks and
@@ -468,15 +466,14 @@ def _context_keys(
     of its hashes.
     """
     hash_tokens = offloading.cache.tokens_per_hash
+    hash_function = get_hash_fn_by_name(hash_algorithm)
     request = Request(
         request_id="persistkv-prefetch",
         prompt_token_ids=list(token_ids),
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         cache_salt=cache_salt,
-        block_hasher=get_request_block_hasher(
-            hash_tokens, get_hash_fn_by_name(hash_algorithm)
-        ),
+        block_hasher=get_request_block_hasher(hash_tokens, hash_function),
     )
     keys = []
     for group in offloading.groups:

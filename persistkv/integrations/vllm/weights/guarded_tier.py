@@ -76,9 +76,10 @@ class GuardedTier:
     def _detach(self, reason: str) -> None:
         self._is_detached = True
         self.tier.detach()
-        stores = sum(
-            len(entry.keys) for entry in self._held if isinstance(entry, JobMetadata)
-        )
+        stores = 0
+        for entry in self._held:
+            if isinstance(entry, JobMetadata):
+                stores += len(entry.keys)
         loads = sum(num_blocks for _, num_blocks in self._tickets.values())
         logger.error(
             "weights changed while the engine runs (%s): persistkv is detached. Lookups miss, "
@@ -210,26 +211,30 @@ class GuardedTier:
         return finished
 
     def _advance(self) -> None:
-        for result in () if self.is_opening else self.tier.get_finished_jobs():
-            target = self._loaded if result.job_id in self._tickets else self._finished
-            target.append(result)
+        if not self.is_opening:
+            for result in self.tier.get_finished_jobs():
+                is_load = result.job_id in self._tickets
+                target = self._loaded if is_load else self._finished
+                target.append(result)
         detached = self.is_detached
         if self._held and self.watch.is_sure:
             self._submit_held()
-        waiting, self._loaded = self._loaded, []
-        for result in waiting:
-            ticket, num_blocks = self._tickets[result.job_id]
+        loaded, self._loaded = self._loaded, []
+        for result in loaded:
+            ticket, _ = self._tickets[result.job_id]
             if detached:
-                self.dropped_blocks += num_blocks
-                self._finished.append(
-                    JobResult(result.job_id, False, (), 0, result.seconds)
-                )
+                self._drop_load(result)
             elif self.watch.is_answered(ticket) and self.watch.is_sure:
+                del self._tickets[result.job_id]
                 self._finished.append(result)
             else:
                 self._loaded.append(result)
-                continue
-            del self._tickets[result.job_id]
+
+    def _drop_load(self, result: JobResult) -> None:
+        """Fail a load whose blocks may be KV of other weights."""
+        _, num_blocks = self._tickets.pop(result.job_id)
+        self.dropped_blocks += num_blocks
+        self._finished.append(JobResult(result.job_id, False, (), 0, result.seconds))
 
     def _submit_held(self) -> None:
         held, self._held = self._held, deque()
@@ -253,10 +258,6 @@ class GuardedTier:
         self._advance()
         self._give_up_held()
         for result in self._loaded:
-            _, num_blocks = self._tickets.pop(result.job_id)
-            self.dropped_blocks += num_blocks
-            self._finished.append(
-                JobResult(result.job_id, False, (), 0, result.seconds)
-            )
+            self._drop_load(result)
         self._loaded.clear()
         return drained

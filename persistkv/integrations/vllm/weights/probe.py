@@ -65,11 +65,9 @@ class WeightsProbe:
 def watch_worker(worker: Any, probe: WeightsProbe) -> None:
     """Let ``probe`` compare before each copy of vLLM's ``OffloadingWorker``, and in each step if
     the engine asks."""
-    submit_store, submit_load, get_finished = (
-        worker.submit_store,
-        worker.submit_load,
-        worker.get_finished,
-    )
+    submit_store = worker.submit_store
+    submit_load = worker.submit_load
+    get_finished = worker.get_finished
 
     def checked_store(*args: Any, **kwargs: Any) -> Any:
         probe.check_if_due()
@@ -83,11 +81,9 @@ def watch_worker(worker: Any, probe: WeightsProbe) -> None:
         probe.check_if_asked()
         return get_finished()
 
-    worker.submit_store, worker.submit_load, worker.get_finished = (
-        checked_store,
-        checked_load,
-        checked_finished,
-    )
+    worker.submit_store = checked_store
+    worker.submit_load = checked_load
+    worker.get_finished = checked_finished
 
 
 def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
@@ -98,31 +94,39 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
     """
     import torch
 
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     samples: dict[tuple[Any, Any], list[Any]] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
             if not experts and "experts" in name:
                 continue
-            tensor = parameter.data
-            kind = integers.get(tensor.element_size())
-            if tensor.numel() == 0 or tensor.device.type == "meta" or kind is None:
-                continue
-            count = min(_SAMPLES, tensor.numel())
-            step = (tensor.numel() - 1) // count or 1
-            if not tensor.is_contiguous():
-                room = (
-                    tensor.untyped_storage().nbytes() // tensor.element_size()
-                    - tensor.storage_offset()
-                )
-                step = max(1, min(step, (room - 1) // count))
-                count = min(count, room)
-            picked = tensor.as_strided((count,), (step,)).view(kind)
-            samples.setdefault((tensor.device, kind), []).append(picked)
+            picked = _sample_of(parameter.data)
+            if picked is not None:
+                samples.setdefault((picked.device, picked.dtype), []).append(picked)
+    # one copy from each device, not one for each parameter
     digest = hashlib.blake2b(digest_size=16)
     for group in samples.values():
         digest.update(torch.cat(group).cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _sample_of(tensor: Any) -> Any:
+    """Return elements of a tensor as a tensor of integers, without a copy; None if it has no
+    bytes."""
+    import torch
+
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = integers.get(tensor.element_size())
+    if tensor.numel() == 0 or tensor.device.type == "meta" or kind is None:
+        return None
+    count = min(_SAMPLES, tensor.numel())
+    step = (tensor.numel() - 1) // count or 1
+    if not tensor.is_contiguous():
+        # with gaps, so many elements in a row may end outside of the storage
+        stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+        room = stored - tensor.storage_offset()
+        step = max(1, min(step, (room - 1) // count))
+        count = min(count, room)
+    return tensor.as_strided((count,), (step,)).view(kind)
 
 
 def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
@@ -135,15 +139,14 @@ def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
         calls alone.
     """
     tiers = spec.config.extra_config.get("secondary_tiers") or ()
-    if worker is None or not any(
-        str(tier.get("type", "")).lower().startswith("persistkv") for tier in tiers
-    ):
+    types = [str(tier.get("type", "")).lower() for tier in tiers]
+    is_configured = any(name.startswith("persistkv") for name in types)
+    if worker is None or not is_configured:
         return
     if getattr(offloading_worker, "watches_weights", False):
         return
-    moves_experts = bool(
-        getattr(worker.vllm_config.parallel_config, "enable_eplb", False)
-    )
+    parallel = worker.vllm_config.parallel_config
+    moves_experts = bool(getattr(parallel, "enable_eplb", False))
 
     def sample() -> bytes:
         return sample_parameters(_modules(worker), experts=not moves_experts)

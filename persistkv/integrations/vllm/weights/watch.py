@@ -160,6 +160,11 @@ class WeightsWatch:
         if self._may_hold_kv or self._calls or not self._is_only_source:
             # the weights may change again before vLLM holds no KV
             self._left.add(weights)
+            others = ""
+            if not self._is_only_source:
+                others = (
+                    ", because other connectors or tiers than persistkv's provide KV"
+                )
             logger.error(
                 "requests with the weights %s neither use nor fill the store: vLLM may hold KV "
                 "of earlier weights%s. "
@@ -167,9 +172,7 @@ class WeightsWatch:
                 "request runs; the next "
                 "request must then have the new name, another than this",
                 weights,
-                ""
-                if self._is_only_source
-                else ", because other connectors or tiers than persistkv's provide KV",
+                others,
             )
             return False
         self._left.add(self.weights)
@@ -190,11 +193,8 @@ class WeightsWatch:
         rpc: Rpc = executor.collective_rpc
 
         def observed(method: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                isinstance(method, str)
-                and method in _HARMLESS
-                and not _loads_in_place(method, args, kwargs)
-            ):
+            is_harmless = isinstance(method, str) and method in _HARMLESS
+            if is_harmless and not _loads_in_place(method, args, kwargs):
                 return rpc(method, *args, **kwargs)
             return self._observe(rpc, method, args, kwargs)
 
@@ -203,19 +203,9 @@ class WeightsWatch:
     def _observe(
         self, rpc: Rpc, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        name = (
-            method
-            if isinstance(method, str)
-            else getattr(method, "__name__", "a function")
-        )
-        if isinstance(method, str) and (
-            method in _PROOF or _loads_in_place(method, args, kwargs)
-        ):
-            self._reason = self._reason or f"call of {name}"
-        if not self._words and method not in _SLEEP and method not in _WAKE:
-            self._reason = (
-                self._reason or f"call of {name}, with workers that report nothing"
-            )
+        """Make a call that may change the weights; note when it has ended."""
+        if self._reason is None:
+            self._reason = self._reason_of(method, args, kwargs)
         if method in _SLEEP:
             self._asleep = True
         self.suspect()
@@ -230,6 +220,19 @@ class WeightsWatch:
         else:
             self._ended(method, args, kwargs)
         return result
+
+    def _reason_of(
+        self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Return why the weights count as changed by a call; None: the comparison decides."""
+        name = method
+        if not isinstance(method, str):
+            name = getattr(method, "__name__", "a function")
+        elif method in _PROOF or _loads_in_place(method, args, kwargs):
+            return f"call of {name}"
+        if not self._words and method not in _SLEEP and method not in _WAKE:
+            return f"call of {name}, with workers that report nothing"
+        return None
 
     def _ended(
         self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

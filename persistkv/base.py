@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
 import msgspec
@@ -330,12 +329,13 @@ class OffloadingManager(ABC):
     ) -> list[bool | None]:
         """Return the results of ``lookup`` for the keys before the first miss: True or None for
         each of them."""
-        return list(
-            takewhile(
-                lambda answer: answer is not False,
-                (self.lookup(key, req_context) for key in keys),
-            )
-        )
+        answers: list[bool | None] = []
+        for key in keys:
+            answer = self.lookup(key, req_context)
+            if answer is False:
+                break
+            answers.append(answer)
+        return answers
 
     def is_held(self, key: OffloadKey) -> bool:
         """Return whether the block has a place that ``prepare_store`` need not allocate, readable

@@ -118,11 +118,9 @@ def store_url(store: str | Path) -> str:
     """Return the URL of an LMDB store given by its path: absolute, with ``~`` replaced by the home
     directory. Text is returned unchanged: ``StoreUrl.parse`` accepts URLs and paths.
     """
-    return (
-        f"lmdb://{quote(str(store.expanduser().absolute()))}"
-        if isinstance(store, Path)
-        else store
-    )
+    if isinstance(store, Path):
+        return f"lmdb://{quote(str(store.expanduser().absolute()))}"
+    return store
 
 
 @dataclass(frozen=True)
@@ -174,14 +172,16 @@ class StoreUrl:
             raise ConfigurationError(
                 "url", url, "no fragment: in a path, # is written %23"
             )
-        options: dict[str, str] = {}
-        for name, value in parse_qsl(parts.query, keep_blank_values=True):
-            if name in options:
-                raise ConfigurationError(
-                    f"url option {name}", value, "each option once"
-                )
-            options[name] = value
-        return cls(parts.scheme, location, options)
+        return cls(parts.scheme, location, _url_options(parts.query))
+
+
+def _url_options(query: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name in options:
+            raise ConfigurationError(f"url option {name}", value, "each option once")
+        options[name] = value
+    return options
 
 
 def convert_options(
@@ -201,61 +201,71 @@ def convert_options(
         ``where`` and its name.
     """
     known = {f.encode_name: f for f in msgspec.structs.fields(kind)}
-    for name in options:
+    values = {}
+    for name, value in options.items():
         if name not in known:
             names = ", ".join(sorted({*known, *others}))
             raise ConfigurationError(
-                f"{where} option {name}", options[name], f"one of {names or 'none'}"
+                f"{where} option {name}", value, f"one of {names or 'none'}"
             )
+        values[name] = _plain_boolean(value)
     for name, option in known.items():
         if option.required and name not in options:
             raise MissingOptionError(
                 f"{where} option {name}", "a value: there is no default"
             )
-    values = {name: _plain_boolean(value) for name, value in options.items()}
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
         # raised by the struct, with a better message
         if isinstance(error.__cause__, ConfigurationError):
             raise error.__cause__ from None
-        message, _, place = str(error).partition(" - at ")
-        path = place.partition("$.")[2].rstrip("`")
-        name = re.split(r"[.\[]", path)[0]
-        expected = _expected(message, known[name].type) if name in known else message
-        if path != name:
-            expected += f" at {path}"
-        raise ConfigurationError(
-            f"{where} option {name}", options.get(name), expected
-        ) from None
+        raise _option_error(error, known, options, where) from None
+
+
+def _option_error(
+    error: msgspec.ValidationError,
+    known: Mapping[str, msgspec.structs.FieldInfo],
+    options: Mapping[str, Any],
+    where: str,
+) -> ConfigurationError:
+    """Return msgspec's error in the words of options."""
+    # "Expected `int`, got `str` - at `$.name[0].field`"
+    message, _, place = str(error).partition(" - at ")
+    path = place.partition("$.")[2].rstrip("`")
+    name = re.split(r"[.\[]", path)[0]
+    expected = message
+    if name in known:
+        expected = _expected(message, known[name].type)
+    if path != name:
+        expected += f" at {path}"
+    return ConfigurationError(f"{where} option {name}", options.get(name), expected)
 
 
 def _expected(message: str, kind: Any) -> str:
     """Return the expected value in words: the choices of a Literal ``kind``, else what msgspec's
     message names."""
-    choices = [
-        choice
-        for part in (kind, *get_args(kind))
-        if get_origin(part) is Literal
-        for choice in get_args(part)
-    ]
+    choices: list[Any] = []
+    for part in (kind, *get_args(kind)):
+        if get_origin(part) is Literal:
+            choices += get_args(part)
     if choices:
         return f"one of {', '.join(map(str, choices))}"
     names = message.removeprefix("Expected ").partition(", got ")[0].replace("`", "")
-    return " or ".join(
-        re.sub(r"^\w+", lambda name: _TYPE_NAMES.get(name[0], name[0]), part)
-        for part in names.split(" | ")
-    )
+    types = []
+    for name in names.split(" | "):
+        types.append(
+            re.sub(r"^\w+", lambda word: _TYPE_NAMES.get(word[0], word[0]), name)
+        )
+    return " or ".join(types)
 
 
 def _plain_boolean(value: Any) -> Any:
     """Return the flag for ``yes``, ``on``, ``no`` and ``off``, which msgspec's lax mode lacks, else
     ``value``."""
-    return (
-        {"yes": True, "on": True, "no": False, "off": False}.get(value, value)
-        if isinstance(value, str)
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    return {"yes": True, "on": True, "no": False, "off": False}.get(value, value)
 
 
 class Registry(Generic[T]):
@@ -297,12 +307,10 @@ class Registry(Generic[T]):
         point = self._plugins().get(name) if isinstance(name, str) else None
         if point is None:
             known = ", ".join(self.names())
-            raise ConfigurationError(
-                self._field,
-                name,
-                f"one of {known}" if known else f"a plug-in of {self._group}",
-            )
-        source = f"{point.value} of {point.dist.name if point.dist else 'an unnamed distribution'}"
+            expected = f"one of {known}" if known else f"a plug-in of {self._group}"
+            raise ConfigurationError(self._field, name, expected)
+        distribution = point.dist.name if point.dist else "an unnamed distribution"
+        source = f"{point.value} of {distribution}"
         try:
             found: Any = point.load()
         except Exception as error:
@@ -332,6 +340,25 @@ class GroupLayout(msgspec.Struct, frozen=True):
     def block_bytes(self) -> int:
         """Bytes of one block of this group, without the gaps between its ranges."""
         return sum(length for _, length in self.ranges)
+
+    def check(self, name: str, row_stride: int) -> None:
+        """Raise ConfigurationError, with the field ``name``, unless the ranges are valid for rows
+        of ``row_stride`` bytes."""
+        if not self.ranges:
+            raise ConfigurationError(name, self.ranges, "at least one range")
+        end = 0
+        for offset, length in self.ranges:
+            if offset < end or length <= 0 or offset + length > row_stride:
+                raise ConfigurationError(
+                    name, self.ranges, f"ascending ranges within {row_stride} bytes"
+                )
+            end = offset + length
+        if self.block_bytes > MAX_BLOCK_BYTES:
+            raise ConfigurationError(
+                name,
+                self.ranges,
+                f"at most {MAX_BLOCK_BYTES} bytes: use smaller blocks",
+            )
 
 
 class VectorLayout(msgspec.Struct, frozen=True):
@@ -381,23 +408,7 @@ class RowLayout(msgspec.Struct, frozen=True):
                 "groups", self.groups, "at least one KV cache group"
             )
         for index, group in enumerate(self.groups):
-            name, end = f"groups[{index}].ranges", 0
-            for offset, length in group.ranges:
-                if offset < end or length <= 0 or offset + length > self.row_stride:
-                    raise ConfigurationError(
-                        name,
-                        group.ranges,
-                        f"ascending ranges within {self.row_stride} bytes",
-                    )
-                end = offset + length
-            if not end:
-                raise ConfigurationError(name, group.ranges, "at least one range")
-            if group.block_bytes > MAX_BLOCK_BYTES:
-                raise ConfigurationError(
-                    name,
-                    group.ranges,
-                    f"at most {MAX_BLOCK_BYTES} bytes: use smaller blocks",
-                )
+            group.check(f"groups[{index}].ranges", self.row_stride)
 
 
 @dataclass(frozen=True)

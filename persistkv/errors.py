@@ -33,7 +33,8 @@ class PersistKVError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """Make copies and unpickling skip the constructor, whose parameters differ between the
         subclasses."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+        arguments = (type(self), *self.args)
+        return copyreg.__newobj__, arguments, self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigurationError(PersistKVError, ValueError):

@@ -131,31 +131,11 @@ class PersistentTier(SecondaryTierManager):
         self.options = convert_options(
             PersistentTierOptions, options, where="tier persistent"
         )
-        parse_codec(self.options.codec)
-        parse_durability(self.options.durability)
-        staging_bytes = parse_size(self.options.staging_bytes, name="staging_bytes")
-        largest = max(group.block_bytes for group in config.layout.groups)
-        least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
-        if staging_bytes < least:
-            expected = f"{least} bytes or more, for blocks of {largest} bytes"
-            raise ConfigurationError(
-                "staging_bytes", self.options.staging_bytes, expected
-            )
-        options_of_store = StoreOptions(
-            codec=self.options.codec,
-            staging_bytes=staging_bytes,
-            max_age_s=self.options.max_age_s,
-            durability=self.options.durability,
-            io_threads=self.options.io_threads,
-            strict_identity=self.options.strict_identity,
-            adopt=self.options.adopt,
-            events=config.enable_events,
-        )
         hello = Hello(
             self.options.url,
             Identity.of(config.identity).encode(),
             config.layout,
-            options_of_store,
+            self._store_options(),
         )
         queue_bytes = parse_size(self.options.queue_bytes, name="queue_bytes")
         self._client = StoreClient(
@@ -165,23 +145,47 @@ class PersistentTier(SecondaryTierManager):
             watchdog_s=self.options.watchdog_s,
         )
         self._client.open(self.options.open_timeout_s, required=self.options.required)
+        # results that the next ``get_finished_jobs`` returns
         self._finished: list[JobResult] = []
+        # stored keys of requests without a description, by request id
         self._undescribed: dict[str, list[OffloadKey]] = {}
+        # whether all blocks of an ended request are durable, oldest request first
         self._ended: dict[str, bool] = {}
         self._detached = False
         self._prefetches: deque[Choice | list[OffloadKey]] = deque(
             maxlen=_MOST_PREFETCHES
         )
+        # answer to a prefetch whose keys were given
         self._known: list[list[OffloadKey]] | None = None
+        # one call less in ``lookup``, which runs once per block
         self._contains = self._client.contains
+
+    def _store_options(self) -> StoreOptions:
+        options = self.options
+        parse_codec(options.codec)
+        parse_durability(options.durability)
+        staging_bytes = parse_size(options.staging_bytes, name="staging_bytes")
+        largest = max(group.block_bytes for group in self.config.layout.groups)
+        least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
+        if staging_bytes < least:
+            expected = f"{least} bytes or more, for blocks of {largest} bytes"
+            raise ConfigurationError("staging_bytes", options.staging_bytes, expected)
+        return StoreOptions(
+            codec=options.codec,
+            staging_bytes=staging_bytes,
+            max_age_s=options.max_age_s,
+            durability=options.durability,
+            io_threads=options.io_threads,
+            strict_identity=options.strict_identity,
+            adopt=options.adopt,
+            events=self.config.enable_events,
+        )
 
     def _choose_host(self) -> Host:
         num_bytes = self.config.num_blocks * self.config.layout.row_stride
-        flat = (
-            self.primary_kv_view.cast("B")
-            if self.primary_kv_view.ndim != 1
-            else self.primary_kv_view
-        )
+        flat = self.primary_kv_view
+        if flat.ndim != 1:
+            flat = flat.cast("B")
         if self.options.host == "process":
             if self.config.region_fds:
                 with suppress(OSError):
@@ -216,24 +220,29 @@ class PersistentTier(SecondaryTierManager):
         return 0 if self._detached else self._client.table.prefix(keys)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        keys, req_context = job_metadata.keys, job_metadata.req_context
-        description = req_context.description
-        if description is None:
-            self._undescribed.setdefault(req_context.req_id, []).extend(keys)
-        if self._detached or (
-            not self._client.wants_all and self._client.table.prefix(keys) == len(keys)
-        ):
-            self.touch(keys, req_context)
+        keys = job_metadata.keys
+        context = job_metadata.req_context
+        if context.description is None:
+            self._undescribed.setdefault(context.req_id, []).extend(keys)
+        if self._detached or self._holds_all(keys):
+            self.touch(keys, context)
             self._finished.append(JobResult(job_metadata.job_id, not self._detached))
             return
         self._client.submit_store(
             job_metadata.job_id,
-            req_context.req_id,
+            context.req_id,
             keys,
             job_metadata.block_ids.tolist(),
-            None if description is None else _depths(description.depth, keys),
+            _depths(context.description, keys),
             self._num_bytes(keys),
         )
+
+    def _holds_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether the store probably holds all blocks, so that the host need not be
+        asked."""
+        if self._client.wants_all:
+            return False
+        return self._client.table.prefix(keys) == len(keys)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         if self._detached:
@@ -261,15 +270,15 @@ class PersistentTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> list[JobResult]:
         for outcome in self._client.poll():
-            failed = [OffloadKey(key) for key in outcome.failed]
-            result = JobResult(
-                outcome.job_id,
-                not outcome.refused,
-                failed,
-                outcome.num_bytes,
-                outcome.seconds,
+            self._finished.append(
+                JobResult(
+                    outcome.job_id,
+                    success=not outcome.refused,
+                    failed_keys=[OffloadKey(key) for key in outcome.failed],
+                    num_bytes=outcome.num_bytes,
+                    seconds=outcome.seconds,
+                )
             )
-            self._finished.append(result)
         for req_id, whole in self._client.take_persisted().items():
             self._remember(req_id, whole)
         finished, self._finished = self._finished, []
@@ -295,37 +304,49 @@ class PersistentTier(SecondaryTierManager):
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        req_id, num_groups = req_context.req_id, len(self.config.layout.groups)
-        arrived = dict.fromkeys(self._undescribed.pop(req_id, ()))
+        req_id = req_context.req_id
+        arrived = self._undescribed.pop(req_id, [])
+        if self._detached:
+            self._remember(req_id, False)
+            return
         description = req_context.description
         if description is None:
-            description = RequestDescription(num_groups)
-            for key in arrived:
-                if (group := get_offload_group_idx(key)) < num_groups:
-                    description.extend(group, [key])
-        if len(description.group_keys) != num_groups:
-            given = len(description.group_keys)
+            description = self._describe(arrived)
+        num_groups = len(description.group_keys)
+        if num_groups != len(self.config.layout.groups):
             logger.error(
                 "request %s has keys of %d groups; there are %d",
                 req_id,
-                given,
                 num_groups,
+                len(self.config.layout.groups),
             )
-        if self._detached or len(description.group_keys) != num_groups:
             self._remember(req_id, False)
             return
-        self._client.end_request(
-            RequestEnd(
-                req_id,
-                req_id if self.options.unique_request_ids else secrets.token_hex(16),
-                tuple(map(list[bytes], description.group_keys)),
-                description.num_tokens,
-                self.config.block_size,
-                description is req_context.description,
-                description.labels,
-                description.retention,
-            )
+        stored_id = req_id
+        if not self.options.unique_request_ids:
+            stored_id = secrets.token_hex(16)
+        end = RequestEnd(
+            req_id,
+            stored_id,
+            tuple(map(list[bytes], description.group_keys)),
+            description.num_tokens,
+            self.config.block_size,
+            description is req_context.description,
+            description.labels,
+            description.retention,
         )
+        self._client.end_request(end)
+
+    def _describe(self, keys: Sequence[OffloadKey]) -> RequestDescription:
+        """Return the description of a request from its stored keys, in the order of their
+        arrival."""
+        num_groups = len(self.config.layout.groups)
+        description = RequestDescription(num_groups)
+        for key in dict.fromkeys(keys):
+            group = get_offload_group_idx(key)
+            if group < num_groups:
+                description.extend(group, [key])
+        return description
 
     def _remember(self, req_id: str, whole: bool) -> None:
         self._ended.pop(req_id, None)
@@ -386,26 +407,23 @@ class PersistentTier(SecondaryTierManager):
             known, self._known = self._known, None
             return known
         recent = self._client.take_recent()
-        return (
-            None
-            if recent is None
-            else [[OffloadKey(key) for key in keys] for keys in recent]
-        )
+        if recent is None:
+            return None
+        contexts = []
+        for keys in recent:
+            contexts.append([OffloadKey(key) for key in keys])
+        return contexts
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        news = self._client.take_events()
+        changes = self._client.take_events()
         medium = self.get_tier_type()
         events = []
-        if news.removed or news.lost:
-            events.append(
-                OffloadingEvent(
-                    [OffloadKey(key) for key in news.removed], medium, True, news.lost
-                )
-            )
-        if news.stored:
-            events.append(
-                OffloadingEvent([OffloadKey(key) for key in news.stored], medium, False)
-            )
+        if changes.removed or changes.lost:
+            removed = [OffloadKey(key) for key in changes.removed]
+            events.append(OffloadingEvent(removed, medium, True, changes.lost))
+        if changes.stored:
+            stored = [OffloadKey(key) for key in changes.stored]
+            events.append(OffloadingEvent(stored, medium, False))
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
@@ -476,6 +494,16 @@ class PersistentTier(SecondaryTierManager):
         self._client.close()
 
 
-def _depths(depth: Any, keys: Sequence[OffloadKey]) -> list[int] | None:
-    depths = list(map(depth, keys))
-    return None if None in depths else depths
+def _depths(
+    description: RequestDescription | None, keys: Sequence[OffloadKey]
+) -> list[int] | None:
+    """Return the depth of each block in its request; None if one is not known."""
+    if description is None:
+        return None
+    depths: list[int] = []
+    for key in keys:
+        depth = description.depth(key)
+        if depth is None:
+            return None
+        depths.append(depth)
+    return depths

@@ -160,7 +160,7 @@ class BlobsConformance:
         names = ["a" * MAX_NAME, "b/" * (MAX_NAME // 2 - 1) + "bc", "0-9/--/-"]
         for name in names:
             blobs.put(name, [name.encode()])
-        assert [info.name for info in blobs.list("")] == sorted(names)
+        assert _names(blobs) == sorted(names)
         for name in names:
             assert _read(blobs, name, 0, MAX_NAME) == name.encode()
         blobs.delete(names)
@@ -218,7 +218,7 @@ class BlobsConformance:
         process.join(_PATIENCE_S)
         assert process.exitcode == 0
         assert _read(blobs, "a/from-there", 0, 10) == b"here"
-        assert [info.name for info in blobs.list("a/")] == [
+        assert _names(blobs, "a/") == [
             "a/from-here",
             "a/from-there",
         ]
@@ -442,7 +442,7 @@ class BlobsConformance:
         with ThreadPoolExecutor(8) as writers:
             list(writers.map(lambda name: raw.put(name, b"x"), names))
         names.sort()
-        assert [info.name for info in blobs.list("")] == names
+        assert _names(blobs) == names
         middle = names[len(names) // 2]
         assert [info.name for info in blobs.list("packs/", middle)] == names[
             len(names) // 2 + 1 :
@@ -462,9 +462,7 @@ class BlobsConformance:
                 while not ended.is_set():
                     name = f"{number % 3}/{thread}-{number}"
                     other.put(name, [b"data"])
-                    assert name in {
-                        info.name for info in other.list(name.partition("/")[0] + "/")
-                    }
+                    assert name in _names(other, f"{number % 3}/")
                     other.delete([name])
                     number += 1
 
@@ -472,7 +470,7 @@ class BlobsConformance:
             changing = [changers.submit(change, thread) for thread in range(4)]
             try:
                 for _ in range(20):
-                    listed = [info.name for info in blobs.list("")]
+                    listed = _names(blobs)
                     assert listed == sorted(set(listed))
                     assert durable <= set(listed)
             finally:
@@ -499,19 +497,13 @@ class BlobsConformance:
 
         def use(number: int) -> None:
             together.wait(_PATIENCE_S)
-            mine = [f"{number}/{index}" for index in range(3)]
-            for name in mine:
-                blobs.put(name, [name.encode(), bytes(10 * _KIB)])
-            assert [info.name for info in blobs.list(f"{number}/")] == mine
-            for name in mine:
-                assert _read(blobs, name, 0, len(name)) == name.encode()
-            blobs.delete(mine[1:])
-            assert [info.name for info in blobs.list(f"{number}/")] == mine[:1]
+            _use_all_methods(blobs, f"{number}/")
 
         with ThreadPoolExecutor(64) as threads:
-            for done in [threads.submit(use, number) for number in range(64)]:
+            uses = [threads.submit(use, number) for number in range(64)]
+            for done in uses:
                 done.result(_PATIENCE_S)
-        assert len(list(blobs.list(""))) == 64
+        assert len(_names(blobs)) == 64
 
     def test_methods_after_close_raise(self, blobs: Blobs) -> None:
         blobs.put("a", [b"data"])
@@ -532,6 +524,23 @@ class BlobsConformance:
         assert blobs.connections >= 1
         assert blobs.state() == "closed"
         assert all(count >= 0 for count in blobs.requests().values())
+
+
+def _names(blobs: Blobs, prefix: str = "") -> list[str]:
+    """Return the names of the blobs that a list shows."""
+    return [info.name for info in blobs.list(prefix)]
+
+
+def _use_all_methods(blobs: Blobs, prefix: str) -> None:
+    """Put three blobs of this prefix, read them, and delete all but the first."""
+    names = [f"{prefix}{index}" for index in range(3)]
+    for name in names:
+        blobs.put(name, [name.encode(), bytes(10 * _KIB)])
+    assert _names(blobs, prefix) == names
+    for name in names:
+        assert _read(blobs, name, 0, len(name)) == name.encode()
+    blobs.delete(names[1:])
+    assert _names(blobs, prefix) == names[:1]
 
 
 def _read(blobs: Blobs, name: str, offset: int, length: int, step: int = 0) -> bytes:

@@ -108,10 +108,10 @@ class RequestDescription:
 
         :raises IndexError: there is no such group; nothing was appended.
         """
-        chain = self.group_keys[group_idx]
+        known = self.group_keys[group_idx]
         for key in keys:
-            self._depths.setdefault(key, len(chain))
-            chain.append(key)
+            self._depths.setdefault(key, len(known))
+            known.append(key)
 
     def depth(self, key: OffloadKey) -> int | None:
         """Return how many blocks of the same group precede this block in the request; None if the

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Guard:
-    """Target of ``Isolation.guard``."""
+class GuardedCall:
+    """Result of the calls in a block of ``Isolation.guard``."""
 
     raised: bool = False
     """Whether the block raised; set when the block ends."""
@@ -39,18 +39,18 @@ class Isolation:
         self._next_report: dict[str, float] = {}
 
     @contextmanager
-    def guard(self, call: str, consequence: str) -> Iterator[Guard]:
+    def guard(self, call: str, consequence: str) -> Iterator[GuardedCall]:
         """Return a context manager around one call of the component that logs and suppresses its
         exception.
 
         :param call: name of the call in the log line.
         :param consequence: effect of an exception of the call, for the log line.
         """
-        guard = Guard()
+        guarded = GuardedCall()
         try:
-            yield guard
+            yield guarded
         except Exception as error:
-            guard.raised = True
+            guarded.raised = True
             self.report(call, consequence, error)
 
     def attempt(

@@ -165,7 +165,7 @@ class SecondaryTierConformance(ABC):
         """Return the keys of all groups, one group after the other, from ``context.description``,
         which must be set."""
         assert context.description is not None
-        return [key for chain in context.description.group_keys for key in chain]
+        return list(itertools.chain.from_iterable(context.description.group_keys))
 
     def test_get_tier_type_returns_nonempty_name(self, rig: TierRig) -> None:
         assert rig.tier.get_tier_type() == type(rig.tier).get_tier_type() != ""

@@ -198,7 +198,7 @@ class PersistentCache(RequestCache):
 
         :raises StoreError: the store failed; the cache is empty.
         """
-        chains = self._chains(tokens)
+        group_keys = self._keys_of(tokens)
         unreadable: set[bytes] = set()
         with self._open_store("raw") as store:
 
@@ -206,12 +206,12 @@ class PersistentCache(RequestCache):
                 return key not in unreadable and store.contains(key)
 
             groups = []
-            for geometry, keys in zip(self._groups, chains, strict=True):
+            for geometry, keys in zip(self._groups, group_keys, strict=True):
                 groups.append(GroupBlocks(geometry, keys, is_available))
             while True:
                 length = longest_match(groups, self._block_size, 0, len(tokens) - 1)
                 needed = [group.device_blocks(length) for group in self._groups]
-                failed = self._read(store, chains, needed)
+                failed = self._read(store, group_keys, needed)
                 if not failed:
                     break
                 unreadable.update(failed)
@@ -223,17 +223,17 @@ class PersistentCache(RequestCache):
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
         """See the function ``save``."""
         num_tokens = self._checked_length(tokens)
-        chains = self._chains(tokens[:num_tokens])
+        group_keys = self._keys_of(tokens[:num_tokens])
         request = uuid.uuid4().hex
         present = []
-        for keys, first in zip(chains, self._first_present, strict=True):
+        for keys, first in zip(group_keys, self._first_present, strict=True):
             present.append(keys[first:])
         with self._open_store(codec) as store:
-            self._put_absent(store, request, chains)
+            self._put_absent(store, request, group_keys)
             end = RequestEnd(
                 request,
                 request,
-                tuple(map(list, chains)),
+                tuple(map(list, group_keys)),
                 num_tokens,
                 self._block_size,
                 labels=dict(labels),
@@ -243,16 +243,16 @@ class PersistentCache(RequestCache):
             whole = dict(store.take_news().persisted)[request]
             # A context is also whole without the blocks outside of the window, which the cache does
             # not have.
-            if not whole and (not _holds(store, present) or _holds(store, chains)):
+            if not whole and (not _holds(store, present) or _holds(store, group_keys)):
                 raise StoreError(f"{self._url}: not the whole context could be stored")
         return request
 
     def _put_absent(
-        self, store: Store, request: str, chains: Sequence[Sequence[OffloadKey]]
+        self, store: BlockingStore, request: str, group_keys: Sequence[Sequence[OffloadKey]]
     ) -> None:
         """Store the blocks that are in the cache and not in the store."""
         absent: list[tuple[int, int]] = []
-        for group, keys in enumerate(chains):
+        for group, keys in enumerate(group_keys):
             for position in range(self._first_present[group], len(keys)):
                 if not store.contains(keys[position]):
                     absent.append((group, position))
@@ -262,7 +262,7 @@ class PersistentCache(RequestCache):
             positions = []
             for row, (group, position) in enumerate(batch):
                 self._row(store, row, group).copy_(self._block(group, position))
-                keys.append(chains[group][position])
+                keys.append(group_keys[group][position])
                 positions.append(position)
             store.put(request, keys, range(len(batch)), positions)
             store.flush()  # before the rows are overwritten
@@ -294,19 +294,19 @@ class PersistentCache(RequestCache):
                 )
         return num_tokens
 
-    def _chains(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
+    def _keys_of(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
         """Return the keys of the full blocks of ``tokens`` for each KV cache group."""
         hashes = BlockHashChain(self._block_size, self._salt).extend(tokens)
-        chains = []
+        group_keys = []
         for group in range(len(self._groups)):
             keys = [make_offload_key(block_hash, group) for block_hash in hashes]
-            chains.append(keys)
-        return chains
+            group_keys.append(keys)
+        return group_keys
 
     def _read(
         self,
         store: BlockingStore,
-        chains: Sequence[Sequence[bytes]],
+        group_keys: Sequence[Sequence[bytes]],
         needed: Sequence[range],
     ) -> list[bytes]:
         """Copy each group's blocks with an index in ``needed`` from the store to the buffers. Stop
@@ -318,7 +318,7 @@ class PersistentCache(RequestCache):
             wanted += [(group, position) for position in positions]
         for start in range(0, len(wanted), len(store.rows)):
             batch = wanted[start : start + len(store.rows)]
-            keys = [chains[group][position] for group, position in batch]
+            keys = [group_keys[group][position] for group, position in batch]
             failed = store.read(keys, range(len(batch)))
             if failed:
                 return failed
@@ -437,5 +437,5 @@ def save(
     return cache.save(one_row(token_ids), labels or {}, codec)
 
 
-def _holds(store: BlockingStore, chains: Sequence[Sequence[bytes]]) -> bool:
-    return all(store.contains(key) for keys in chains for key in keys)
+def _holds(store: BlockingStore, group_keys: Sequence[Sequence[bytes]]) -> bool:
+    return all(store.contains(key) for keys in group_keys for key in keys)

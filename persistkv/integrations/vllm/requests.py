@@ -214,6 +214,6 @@ class LiveRequest(RequestDescription):
 
     def end(self) -> ReqContext:
         """Return the request's context with the keys of each group sorted by position."""
-        for chain in self.group_keys:
-            chain.sort(key=self._ends.__getitem__)
+        for keys in self.group_keys:
+            keys.sort(key=self._ends.__getitem__)
         return self.context

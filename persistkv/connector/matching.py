@@ -94,6 +94,7 @@ def longest_match(
     searches = []
     for group in groups:
         if group.geometry.spec.sliding_window is None:
+            # at once: its length bounds the lookups of all groups after it
             length = min(length, _full_attention_match(group, start, length))
             length -= length % unit
         else:

@@ -136,6 +136,7 @@ class _ScheduledRequest:
     def skip_stores(self, num_held_tokens: int) -> None:
         """Do not offer blocks of the first ``num_held_tokens`` for storing, unless ``policy`` is
         request-level."""
+        # A request-level manager needs the prefix hits, too, or the stored context has a gap.
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             self.next_store = [
                 num_held_tokens // geometry.offloaded_tokens
@@ -209,6 +210,8 @@ class _ScheduledRequest:
             for at in offer.values():
                 blocks += table[at * factor : (at + 1) * factor]
             tables.append(blocks)
+            # The start tells the worker how many device blocks to skip in the first row; it has no
+            # meaning without blocks.
             starts.append(next(iter(offer.values()), 0) * factor)
         return _device_blocks(tables, starts)
 
@@ -475,6 +478,8 @@ class OffloadingConnectorScheduler:
         request.check_load_target(device_block_ids, end)
         request.block_tables = [list(table) for table in device_block_ids]
         request.num_external_tokens = num_external_tokens
+        # A block that was evicted since the match ends the load: a second match for this rare race
+        # would need rules of its own for windows. The engine computes the tokens instead.
         if num_external_tokens and not self._plan_load(request):
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
@@ -499,6 +504,7 @@ class OffloadingConnectorScheduler:
         """
         request = self._requests[req_id]
         request.check_tables(device_block_ids, num_computed_tokens)
+        # copies: the engine goes on to change its tables while stores are planned
         request.block_tables = [list(table) for table in device_block_ids]
         request.num_computed_tokens = num_computed_tokens
         self._to_plan[req_id] = request
@@ -547,6 +553,7 @@ class OffloadingConnectorScheduler:
             else:
                 self._end_store(transfer, result)
             self._release_if_done(request)
+        # also those that ``build_connector_meta`` released, which has no output for them
         output.released, self._released = self._released, []
         return output
 
@@ -574,6 +581,7 @@ class OffloadingConnectorScheduler:
         self.stats.dropped_blocks += request.num_lost(firsts, filled)
         request.refused_ends = []
 
+        # Half by half, because the manager only tells that there is no room, not how much there is.
         offers = filled
         output = self._prepare_store(request, offers)
         while output is None and any(offers):
@@ -657,6 +665,7 @@ class OffloadingConnectorScheduler:
             request.skip_stores(request.num_local_tokens)
             return LoadProgress(False, num_tokens, 0)
         self.stats.loaded_blocks += len(transfer.keys)
+        # A request-level manager is offered the loaded blocks, too.
         request.num_computed_tokens = request.num_matched_tokens
         self._to_plan[request.context.req_id] = request
         return LoadProgress(True, num_tokens, result.num_bytes)

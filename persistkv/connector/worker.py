@@ -110,6 +110,7 @@ class OffloadingConnectorWorker:
     def shutdown(self) -> None:
         """Wait for the transfers in flight and release the handlers, and with them the rows'
         memory; idempotent."""
+        # The handlers hold views of the rows, which would keep the region mapped.
         isolations, self._isolations = self._isolations, {}
         self._handlers.clear()
         for handler, isolation in isolations.items():

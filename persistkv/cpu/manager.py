@@ -72,6 +72,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         row = self._rows.get(key)
+        # A block of an earlier epoch keeps its row until its jobs end, but nobody may read it.
         if row is None or key in self._earlier:
             return False
         return None if self._refs[row] < 0 else True
@@ -212,6 +213,7 @@ class CPUOffloadingManager(OffloadingManager):
         orphaned = self._free_earlier(written)
         if orphaned:
             written = [key for key in written if key in rows]
+        # those that a reset made misses have no place in the policy and no evictable row
         if success:
             self._num_evictable += len(written)
             self._policy.release(written)

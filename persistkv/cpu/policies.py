@@ -88,6 +88,7 @@ class LRUCachePolicy(CachePolicy):
         return key in self._rows or key in self._parked or key in self._due
 
     def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        # the first block of a prefix is the most recent one, so that it outlives the others
         self._rows.update(zip(reversed(keys), reversed(rows), strict=True))
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -106,6 +107,7 @@ class LRUCachePolicy(CachePolicy):
         for key in keys:
             entry = self._parked.pop(key, None)
             if entry is not None:
+                # A heap, because jobs end in another order than their blocks were used.
                 self._due[key] = entry
                 heapq.heappush(self._heap, (*entry, key))
 

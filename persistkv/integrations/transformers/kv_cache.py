@@ -216,6 +216,7 @@ class BlockPool:
         """
         if count > self.num_available:
             return None
+        # only as many as needed: an idle block may serve the next request
         while len(self._free) < count:
             block_id, _ = self._idle.popitem(last=False)
             del self._by_hash[self._hashes.pop(block_id)]

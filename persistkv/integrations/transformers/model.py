@@ -128,6 +128,7 @@ def probe_model(model: Any) -> KVGeometry:
 
 
 def _probe(model: Any) -> KVGeometry:
+    # the part of a multimodal model that has the KV cache
     config = model.config.get_text_config(decoder=True)
     _check_config(model, config)
     return _grouped(type(model).__name__, _layers_after_one_token(model, config))
@@ -158,6 +159,7 @@ def _check_config(model: Any, config: Any) -> None:
         raise UnsupportedModelError(_encoder_decoder(name))
     ModelForward(model)  # refuses models without a KV cache
     can_generate = getattr(model, "can_generate", None)
+    # The causal class gives a headless Llama a random head, and BERT runs as one, too.
     if can_generate is None or not can_generate():
         raise UnsupportedModelError(
             f"{name} is not a causal language model: it has no head that predicts tokens"

@@ -69,6 +69,7 @@ class ForwardRecord:
         self._calls: list[tuple[int, torch.Tensor]] = []
         self._positions: list[tuple[int, torch.Tensor]] = []
         self._mask: torch.Tensor | None = None
+        # weakly, because the hook would keep the cache, and its KV, as long as the model
         self._cache = weakref.ref(cache)
         handle = model.register_forward_pre_hook(self._observe, with_kwargs=True)
         weakref.finalize(cache, handle.remove)
@@ -116,6 +117,7 @@ class ForwardRecord:
         if input_ids is None or input_ids.shape[0] != 1:
             return
         position = cache.get_seq_length()
+        # a clone: the caller may reuse the tensor
         self._calls.append((position, input_ids[0].clone()))
         given = options.get("position_ids")
         if given is not None:

@@ -204,6 +204,7 @@ class Request:
         self._stats.device_tokens = on_device
         matched = self._tiers.match(self._req_id, on_device)
         begin = time.perf_counter()
+        # After ``match``, which may wait for promotions: device blocks would be kept meanwhile.
         first = self._num_blocks
         needed = self._tiers.scheduler.needed_device_blocks(self._req_id, matched)
         for (group, table), positions in zip(self._groups(), needed, strict=True):
@@ -296,6 +297,7 @@ class Request:
         """Return device blocks to write; if too few are available, wait for transfers of earlier
         requests first."""
         for attempt in range(3):
+            # finished requests keep their blocks until their stores have ended
             if attempt:
                 self._tiers.step(wait=True)
             allocated = pool.allocate(count)

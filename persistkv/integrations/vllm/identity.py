@@ -91,6 +91,7 @@ def find_worker() -> Any:
 def _on_stack(kind: type, *attributes: str) -> Any:
     """Search for an object of this type in the callers' local variables, and in these attributes of
     their ``self``."""
+    # vLLM's constructors do not pass these objects on, and offer no other way to get them.
     frame = inspect.currentframe()
     while frame is not None:
         values = list(frame.f_locals.values())

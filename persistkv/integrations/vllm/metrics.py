@@ -66,14 +66,12 @@ def metric_definitions() -> dict[str, Any]:
         OffloadingGaugeMetadata,
     )
 
-    counters = {
-        PREFIX + name: OffloadingCounterMetadata(text, LABELS)
-        for name, text in COUNTERS.items()
-    }
-    return counters | {
-        PREFIX + name: OffloadingGaugeMetadata(text, LABELS)
-        for name, text in GAUGES.items()
-    }
+    definitions: dict[str, Any] = {}
+    for name, text in COUNTERS.items():
+        definitions[PREFIX + name] = OffloadingCounterMetadata(text, LABELS)
+    for name, text in GAUGES.items():
+        definitions[PREFIX + name] = OffloadingGaugeMetadata(text, LABELS)
+    return definitions
 
 
 class MetricsReader:
@@ -93,7 +91,8 @@ class MetricsReader:
         counted = tuple(vars(observed).values())
         if counted == self._observed and now < self._next_s:
             return False
-        self._observed, self._next_s = counted, now + _LONGEST_S
+        self._observed = counted
+        self._next_s = now + _LONGEST_S
         return True
 
     def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
@@ -116,6 +115,7 @@ class MetricsReader:
         growth: dict[str, float] = {}
         for name, value in now.items():
             last = self._last.get(name, 0)
+            # a new process of the store counts from 0
             grown = value - last if value >= last else value
             if grown:
                 growth[name] = grown

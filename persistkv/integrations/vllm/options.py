@@ -65,21 +65,22 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
         """
         known = StoreUrl.parse(self.url).options
         url = self.url
-        for name, value in (
-            ("capacity", self.capacity),
-            ("ttl", self.ttl),
-            ("deadline", self.deadline),
-        ):
-            if value is not None and name in known:
+        added = {"capacity": self.capacity, "ttl": self.ttl, "deadline": self.deadline}
+        for name, value in added.items():
+            if value is None:
+                continue
+            # neither of two values could be the obvious one
+            if name in known:
                 raise ConfigurationError(
                     f"{_WHERE} option {name}", value, "none: the url has it too"
                 )
-            if value is not None:
-                url += f"{'&' if '?' in url else '?'}{name}={quote(str(value))}"
-        return {
-            name: getattr(self, name)
-            for name in PersistentTierOptions.__struct_fields__
-        } | {"url": url}
+            mark = "&" if "?" in url else "?"
+            url += f"{mark}{name}={quote(str(value))}"
+        options = {}
+        for name in PersistentTierOptions.__struct_fields__:
+            options[name] = getattr(self, name)
+        options["url"] = url
+        return options
 
 
 def vllm_options(options: Mapping[str, Any]) -> VllmTierOptions:

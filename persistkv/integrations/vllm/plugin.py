@@ -18,13 +18,12 @@ def register() -> None:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    for register_name, name, class_name in (
-        (SecondaryTierFactory.register_tier, "persistkv", "PersistKVTier"),
-        (SecondaryTierFactory.register_tier, "persistkv-prewarm", "PersistKVPrewarm"),
-        (OffloadingSpecFactory.register_spec, "PersistKVSpec", "PersistKVSpec"),
-    ):
+    tiers = {"persistkv": "PersistKVTier", "persistkv-prewarm": "PersistKVPrewarm"}
+    for name, class_name in tiers.items():
         with suppress(ValueError):  # registered before
-            register_name(name, _PACKAGE, class_name)
+            SecondaryTierFactory.register_tier(name, _PACKAGE, class_name)
+    with suppress(ValueError):
+        OffloadingSpecFactory.register_spec("PersistKVSpec", _PACKAGE, "PersistKVSpec")
     _watch_workers()
     remove_leftovers()
 

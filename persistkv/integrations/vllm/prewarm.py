@@ -79,9 +79,8 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
                 "secondary_tiers", tier_type, "a persistkv tier before it"
             )
         self._tier = tiers[0]
-        self._prewarming = Prewarming(
-            self._tier, int(len(primary_kv_view) * self.options.share)
-        )
+        num_chunks = int(len(primary_kv_view) * self.options.share)
+        self._prewarming = Prewarming(self._tier, num_chunks)
         self._contexts = 0
         self._context: ReqContext | None = None  # that is being promoted
         self._keys: list[OffloadKey] = []
@@ -95,23 +94,25 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
                 return
             self._contexts += 1
             self._context = ReqContext(f"{self.tier_type}-{self._contexts}")
-            self._keys, self._gives_up = list(keys), time.monotonic() + _PATIENCE_S
+            self._keys = list(keys)
+            self._gives_up = time.monotonic() + _PATIENCE_S
             parent.on_new_request(self._context)
-        context = self._context
-        self._keys = [
-            key for key in self._keys if parent.lookup(key, context) in _ON_ITS_WAY
-        ]
+        # Each lookup queues the promotion of a chunk, or tells whether it has ended.
+        promoting = []
+        for key in self._keys:
+            if parent.lookup(key, self._context) in _ON_ITS_WAY:
+                promoting.append(key)
+        self._keys = promoting
         if not self._keys or time.monotonic() > self._gives_up:
-            parent.on_request_finished(context)
+            parent.on_request_finished(self._context)
             self._context = None
 
     def has_pending_work(self) -> bool:
-        promotes = (
-            self._context is not None
-            or self._prewarming.waits
-            or self._tier.prefetch_waits
-        )
-        return bool(self._passed_over) or promotes or not self._prewarming.ended
+        if self._passed_over or self._context is not None:
+            return True
+        if self._tier.prefetch_waits:
+            return True
+        return self._prewarming.waits or not self._prewarming.ended
 
     # Methods of a tier that holds no chunks
 

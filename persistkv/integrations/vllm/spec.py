@@ -33,9 +33,8 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """
 
     def get_worker(self, kv_caches: Any) -> Any:
-        if any(
-            canonical.tensor.device.type != "cpu" for canonical in kv_caches.tensors
-        ):
+        devices = {canonical.tensor.device.type for canonical in kv_caches.tensors}
+        if devices != {"cpu"}:
             return super().get_worker(kv_caches)
         region = SharedOffloadRegion(
             engine_id=self._engine_id,
@@ -48,13 +47,11 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
         sizes = [canonical.page_size_bytes for canonical in kv_caches.tensors]
         create_view = region.create_next_worker_view
         if getattr(self.config, "canonical_layout", False):
-            refs = [ref for refs in kv_caches.group_data_refs for ref in refs]
-            mappings = {
-                (ref.tensor_idx, ref.page_size_bytes): ref.mapping for ref in refs
-            }
+            mappings = _mappings(kv_caches)
             sizes = _canonical_sizes(mappings, len(sizes))
             create_view = region.create_next_canonical_view
         rows = [create_view(size * self.blocks_per_chunk) for size in sizes]
+        # all rows are views of one storage, the region
         storage = rows[0].untyped_storage()
         ready(memory_at(storage.data_ptr(), storage.nbytes()))
         worker = CPUOffloadingWorker(
@@ -84,25 +81,24 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         release: Callable[[], None],
         mappings: Mappings | None = None,
     ) -> None:
-        pages = tuple(
-            canonical.tensor.view(canonical.tensor.shape[0], -1)[
-                :, : canonical.page_size_bytes
-            ]
-            for canonical in kv_caches.tensors
-        )
+        pages = []
+        for canonical in kv_caches.tensors:
+            blocks = canonical.tensor.view(canonical.tensor.shape[0], -1)
+            pages.append(blocks[:, : canonical.page_size_bytes])
         memory = KVMemory(
-            pages,
+            tuple(pages),
             tuple(rows),
             blocks_per_chunk,
             group_data_refs=kv_caches.group_data_refs,
         )
-        self._engines: dict[Direction, CPUCopyEngine] = {
-            direction: CPUCopyEngine(memory, direction)
-            if mappings is None
-            else _CanonicalCopyEngine(memory, direction, mappings)
-            for direction in Direction
-        }
+        self._engines: dict[Direction, CPUCopyEngine] = {}
         """Empty after ``shutdown``."""
+        for direction in Direction:
+            if mappings is None:
+                self._engines[direction] = CPUCopyEngine(memory, direction)
+            else:
+                engine = _CanonicalCopyEngine(memory, direction, mappings)
+                self._engines[direction] = engine
         self._results: list[TransferResult] = []
         self._release = release
 
@@ -156,24 +152,19 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         self._sizes = _canonical_sizes(mappings, len(memory.pages))
 
     def _copy(self, part: PageCopies) -> None:
-        mapping, factor = (
-            self._mappings[part.tensor_idx, part.page_bytes],
-            self.memory.block_size_factor,
-        )
-        pages, rows = (
-            self.memory.pages[part.tensor_idx],
-            self.memory.rows[part.tensor_idx],
-        )
-        stores, used = (
-            self.direction is Direction.STORE,
-            np.ones(len(part.blocks), bool),
-        )
+        mapping = self._mappings[part.tensor_idx, part.page_bytes]
+        factor = self.memory.block_size_factor
+        pages = self.memory.pages[part.tensor_idx]
+        rows = self.memory.rows[part.tensor_idx]
+        stores = self.direction is Direction.STORE
+        used = np.ones(len(part.blocks), bool)
         if stores:
+            # of several workers with the same bytes, one writes them
             used[:] = [mapping.is_writer(block) for block in part.blocks.tolist()]
         blocks = torch.from_numpy(part.blocks[used])
-        chunks, positions = map(
-            torch.from_numpy, np.divmod(part.sub_blocks[used], factor)
-        )
+        chunk_numbers, places = np.divmod(part.sub_blocks[used], factor)
+        chunks = torch.from_numpy(chunk_numbers)
+        positions = torch.from_numpy(places)
         for run in mapping.runs:
             fragments = (run.num_fragments, run.fragment_size)
             local = pages.as_strided(
@@ -190,6 +181,15 @@ class _CanonicalCopyEngine(CPUCopyEngine):
                 canonical[chunks, positions] = local[blocks]
             else:
                 local[blocks] = canonical[chunks, positions]
+
+
+def _mappings(kv_caches: Any) -> Mappings:
+    """Return the positions of the pages' bytes in rows of the canonical layout."""
+    mappings = {}
+    for refs in kv_caches.group_data_refs:
+        for ref in refs:
+            mappings[ref.tensor_idx, ref.page_size_bytes] = ref.mapping
+    return mappings
 
 
 def _canonical_sizes(mappings: Mappings, num_tensors: int) -> list[int]:

@@ -185,6 +185,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 algorithm,
             )
         shared = shared_layout(spec)
+        # a warning, because vLLM shows no lower level of other packages
         if shared is None and offloading.parallel.world_size > 1:
             logger.warning(
                 "the layout of KV depends on the parallel sizes: engines with other sizes do "
@@ -248,6 +249,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
         self._loads[job_metadata.job_id] = (request, keys)
+        # The other stores must not take these blocks for computed ones: a comparison with another
+        # release would compare stored bytes with stored bytes.
         for tier in self._tiers:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
@@ -267,6 +270,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if load is not None:
             request, keys = load
             failed = set(result.failed_keys if result.success else keys)
+            # misses from now on, so that vLLM computes them instead of retrying for ever
             request.failed |= failed
             if not success:
                 good = [key for key in keys if key not in failed]
@@ -411,6 +415,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         process that still uses rows is killed, and its uncommitted blocks are lost; one that only
         commits continues for a bounded time.
         """
+        # vLLM ends no requests when it stops
         for request in self._requests.values():
             with self._isolation.guard(
                 "on_request_finished", "the context of a request is not listed"

@@ -115,6 +115,7 @@ def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
         raise CorruptPackError(
             "manifest version", f"{view[0]}; this release reads {MANIFEST_VERSION}"
         )
+    # before msgpack sees the bytes: damage must not decode to another valid manifest
     body = view[_PREFIX_BYTES:]
     if xxhash.xxh3_64_digest(body) != view[1:_PREFIX_BYTES]:
         raise CorruptPackError("manifest checksum", "does not match")

@@ -91,6 +91,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         return self._unpack_uneven()
 
     def _unpack_uneven(self) -> list[bytes]:
+        # lengths come from a store: each is checked before a slice depends on it
         if len(self.lengths) % 2:
             raise CorruptPackError(
                 "key lengths", f"{len(self.lengths)} bytes are no run of 16-bit numbers"
@@ -193,6 +194,7 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
     """Return a pack's id: 16 bytes, the digest of namespace, ordered keys and text form of the
     codec."""
     digest = blake2b(namespace, digest_size=ID_BYTES)
+    # the codec is part of the name: packs of two codecs have different bytes
     digest.update(codec.encode() + b"\0")
     digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
     digest.update(keys.data)
@@ -233,6 +235,7 @@ def table_head(data: bytes) -> TableHead | None:
     """Return the head of the table that ends ``data``, unverified; None if it is malformed."""
     if len(data) < TRAILER_BYTES:
         return None
+    # no checksum: a catalogue reads the heads of all packs, and a load verifies the table
     length, _, magic = _TRAILER.unpack_from(data, len(data) - TRAILER_BYTES)
     start = len(data) - TRAILER_BYTES - length
     if magic != _MAGIC or length < _HEADER.size or start < 0:
@@ -404,11 +407,13 @@ def _check_frame(frame: Frame, codec: str) -> None:
         raise CorruptPackError(
             "frame length", f"{frame.block_count} blocks of {frame.block_bytes} bytes"
         )
+    # a frame is decoded into memory of its raw length
     if frame.block_bytes > MAX_BLOCK_BYTES:
         raise CorruptPackError(
             "block length",
             f"{frame.block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible",
         )
+    # Equal lengths mean that the frame is raw, whatever the codec of the pack.
     if stored > raw or (stored < raw and codec == RawCodec.name):
         raise CorruptPackError(
             "frame length", f"{stored} stored bytes for {raw} raw ones"

@@ -244,6 +244,8 @@ class PackWriter(NewPack):
             offset = align(end)
             if offset > end:
                 yield bytes(offset - end)
+        # The checksums of raw frames wait for the access to ``table``: a backend may write the
+        # frames while they are computed.
         self._finishing = partial(self._make_table, frames, raw, offset)
         self.written = True
 
@@ -320,6 +322,7 @@ class PackWriter(NewPack):
             stored_length=num_blocks * segment.block_bytes,
             checksum=0,
         )
+        # A frame that the codec does not make shorter is stored raw, as views of the rows.
         if self.encodes:
             blocks = segment.source.gather(start, stop)
             encoded = self._codec.encode(blocks.data.cast("B"))

@@ -122,6 +122,7 @@ class GuardedTier:
     def _begin_opening(self) -> None:
         if not self._is_detached:
             self._detach(f"a request names the weights {self.watch.weights}")
+        # the rows of its jobs may be reused once it is shut down
         if self.tier.has_pending_work() or self._loaded:
             return
         self._epoch = self.watch.epoch
@@ -132,6 +133,7 @@ class GuardedTier:
         self._opening.start()
 
     def _open(self, old: PersistentTier, weights: str | None) -> None:
+        # in a thread, because the host of the old tier commits what it has accepted before it ends
         try:
             old.shutdown()
             self._opened = self._make_tier(weights)
@@ -184,6 +186,7 @@ class GuardedTier:
         if self.is_detached or epoch != self.watch.epoch:
             self.dropped_blocks += len(job.keys)
             self._finished.append(JobResult(job.job_id, False))
+        # behind other held jobs, too: the ends of requests must follow their stores
         elif self._held or not self.watch.is_sure:
             self._held.append(job)
         else:
@@ -194,6 +197,7 @@ class GuardedTier:
             self.dropped_blocks += len(job.keys)
             self._finished.append(JobResult(job.job_id, False))
             return
+        # asked now, so that the comparison runs beside the load
         self._tickets[job.job_id] = self.watch.ask(), len(job.keys)
         self.tier.submit_load(job)
 

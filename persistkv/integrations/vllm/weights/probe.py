@@ -41,12 +41,14 @@ class WeightsProbe:
     def check(self) -> None:
         """Compare, and publish the result."""
         begin = self._clock()
+        # read before the sample: an answer must not cover what was asked during the comparison
         asked, epoch = self._word.asked, self._word.epoch
         sample = self._sample()
         if epoch != self._epoch:
             self._epoch, self._known = epoch, sample
         elif sample != self._known:
             self._word.changed = epoch + 1
+        # after ``changed``: the engine trusts the weights once it sees the answer
         self._word.answered = asked
         end = self._clock()
         self._next_due = end + min(_LONGEST_PAUSE_S, _COST_FACTOR * (end - begin))

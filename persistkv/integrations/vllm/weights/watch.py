@@ -124,6 +124,7 @@ class WeightsWatch:
     def ask(self) -> int:
         """Ask all workers to compare. Return a ticket for ``is_answered``."""
         self._asked += 1
+        # parameters of a sleeping worker may not be readable; the call that wakes it asks again
         if not self._asleep:
             self._publish()
         return self._asked
@@ -215,6 +216,7 @@ class WeightsWatch:
         except BaseException:
             self._ended(method, args, kwargs)
             raise
+        # a call that does not block changes the weights later
         if kwargs.get("non_block") and hasattr(result, "add_done_callback"):
             result.add_done_callback(lambda _: self._ended(method, args, kwargs))
         else:

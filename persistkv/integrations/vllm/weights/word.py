@@ -61,6 +61,7 @@ class WeightsWord:
             word = cls(file)
         finally:
             os.close(file)
+        # The mapping stays. Without a name, nothing is left if the engine is killed.
         path.unlink()
         return word
 

@@ -128,7 +128,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._cascades = {tier: CascadeQueue(share) for tier in self._tiers}
         self._job_ids = itertools.count()
         self._jobs: dict[int, _TierJob] = {}
-        self._polled = False  # whether finished jobs were polled in this step
+        # Whether finished jobs were polled in this step. While there is no room, each call of
+        # ``prepare_store`` would poll again.
+        self._polled = False
 
         self._prewarming: Prewarming | None = None
         listing = [tier for tier in self._tiers if tier.lists_contexts]
@@ -247,6 +249,8 @@ class TieringOffloadingManager(OffloadingManager):
         # The promotion must not evict the request's own prefix, without which it is useless.
         prefix = self._readable_blocks(context)
         num_rows = primary.num_free_or_evictable() - primary.num_evictable_of(prefix)
+        # A limit of its own, far below ``hold_s``: the engine must not wait longer for the blocks
+        # than it needs to compute them.
         waited_s = time.monotonic() - promotion.created_at
         if not num_rows and waited_s < self._room_wait_s:
             return False
@@ -449,6 +453,8 @@ class TieringOffloadingManager(OffloadingManager):
     def _submit_cascades(self, tier: IsolatedTier) -> None:
         """Submit the tier's waiting cascades for which its share of the rows has room. Drop them if
         it gets no jobs."""
+        # A cascade that does not fit waits instead of being dropped: without it, the context that a
+        # request-level tier stores would have a gap.
         queue = self._cascades[tier]
         while queue.waiting:
             if not tier.is_usable:

@@ -112,6 +112,20 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             return {**self.identity, "row_layout": "head_sharded"}
         return self.identity
 
+    def _tier_config(self) -> OffloadingConfig:
+        groups = self.group_layouts
+        if not groups:
+            all_cells = self.cpu_page_size * self.geometry.num_workers
+            groups = (GroupLayout(((0, all_cells),)),)
+        return OffloadingConfig(
+            self._identity_of_rows(),
+            self.geometry.gpu_block_size * self.block_size_factor,
+            RowLayout(self.row_stride, groups),
+            self.num_blocks,
+            (self.get_region().fd,),
+            self.options.enable_events,
+        )
+
     def make_manager(self) -> OffloadingManager:
         options = self.options
         primary = CPUPrimaryTierOffloadingManager(
@@ -120,27 +134,16 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             options.eviction_policy,
             options.enable_events,
         )
+        # a tier that cannot be opened must not leave the ones before it with views of the rows
         with ExitStack() as undo:
             undo.callback(primary.shutdown)
-            groups = self.group_layouts or (
-                GroupLayout(((0, self.cpu_page_size * self.geometry.num_workers),)),
-            )
-            config = OffloadingConfig(
-                self._identity_of_rows(),
-                self.geometry.gpu_block_size * self.block_size_factor,
-                RowLayout(self.row_stride, groups),
-                self.num_blocks,
-                (self.get_region().fd,),
-                options.enable_events,
-            )
+            config = self._tier_config()
+            rows = primary.get_kv_memoryview()
             tiers: list[SecondaryTierManager] = []
             for tier_config in options.secondary_tiers:
-                tiers.append(
-                    create_secondary_tier(
-                        tier_config, primary.get_kv_memoryview(), config
-                    )
-                )
-                undo.callback(tiers[-1].shutdown)
+                tier = create_secondary_tier(tier_config, rows, config)
+                undo.callback(tier.shutdown)
+                tiers.append(tier)
             manager = TieringOffloadingManager(
                 primary,
                 tiers,

@@ -73,7 +73,7 @@ def open_tier(url: str) -> tuple[PersistentTier, float]:
 
 def memory_of(tier: PersistentTier) -> int:
     """Return the memory of engine and host process in bytes."""
-    host = tier._client.host
+    host = tier.client.host
     assert isinstance(host, ProcessHost)
     assert host.pid is not None
     return shared_and_anonymous(os.getpid()) + shared_and_anonymous(host.pid)
@@ -85,7 +85,7 @@ def measure(url: str, empty: str) -> dict[str, float]:
     base = memory_of(tier)
     tier.shutdown()
     tier, seconds = open_tier(url)
-    held = tier.num_held_blocks
+    held = len(tier.client)
     memory = memory_of(tier) - base
     backend = open_backend(url, read_only=True)
     tables = backend.changes(Identity.of({"benchmark": BLOCK_BYTES}).digest, None).added

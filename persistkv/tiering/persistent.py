@@ -35,7 +35,7 @@ from persistkv.config import (
 from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.host.client import StoreClient, StoreStats
+from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
@@ -138,13 +138,15 @@ class PersistentTier(SecondaryTierManager):
             self._store_options(),
         )
         queue_bytes = parse_size(self.options.queue_bytes, name="queue_bytes")
-        self._client = StoreClient(
+        self.client = StoreClient(
             self._choose_host(),
             hello,
             max_queue_bytes=queue_bytes,
             watchdog_s=self.options.watchdog_s,
         )
-        self._client.open(self.options.open_timeout_s, required=self.options.required)
+        """Connection to the store's host: ``flush``, ``stats``, ``glance``, ``notices``. Its
+        ``len`` is the number of blocks that lookups can find; a block in two packs counts twice."""
+        self.client.open(self.options.open_timeout_s, required=self.options.required)
         # results that the next ``get_finished_jobs`` returns
         self._finished: list[JobResult] = []
         # stored keys of requests without a description, by request id
@@ -158,7 +160,7 @@ class PersistentTier(SecondaryTierManager):
         # answer to a prefetch whose keys were given
         self._known: list[list[OffloadKey]] | None = None
         # one call less in ``lookup``, which runs once per block
-        self._contains = self._client.contains
+        self._contains = self.client.contains
 
     def _store_options(self) -> StoreOptions:
         options = self.options
@@ -200,24 +202,13 @@ class PersistentTier(SecondaryTierManager):
     def get_tier_type() -> str:
         return "persistent"
 
-    @property
-    def host(self) -> str:
-        """Where the store runs, see the option; ``thread`` if a host process is not possible."""
-        return self._client.host.name
-
-    @property
-    def notices(self) -> Sequence[str]:
-        """Messages for the user: the fields in which the identity differs from the nearest stored
-        one."""
-        return self._client.notices
-
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self._contains(key)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        return 0 if self._detached else self._client.table.prefix(keys)
+        return 0 if self._detached else self.client.table.prefix(keys)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         keys = job_metadata.keys
@@ -228,7 +219,7 @@ class PersistentTier(SecondaryTierManager):
             self.touch(keys, context)
             self._finished.append(JobResult(job_metadata.job_id, not self._detached))
             return
-        self._client.submit_store(
+        self.client.submit_store(
             job_metadata.job_id,
             context.req_id,
             keys,
@@ -240,15 +231,15 @@ class PersistentTier(SecondaryTierManager):
     def _holds_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether the store probably holds all blocks, so that the host need not be
         asked."""
-        if self._client.wants_all:
+        if self.client.wants_all:
             return False
-        return self._client.table.prefix(keys) == len(keys)
+        return self.client.table.prefix(keys) == len(keys)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         if self._detached:
             self._finished.append(JobResult(job_metadata.job_id, False))
             return
-        self._client.submit_load(
+        self.client.submit_load(
             job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist()
         )
 
@@ -256,11 +247,11 @@ class PersistentTier(SecondaryTierManager):
         """Report that another tier loads these blocks: this engine has not computed them (option
         ``adopt``)."""
         if not self._detached:
-            self._client.loaded_elsewhere(keys)
+            self.client.loaded_elsewhere(keys)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         if not self._detached:
-            self._client.touch(keys)
+            self.client.touch(keys)
 
     def _num_bytes(self, keys: Sequence[OffloadKey]) -> int:
         groups = self.config.layout.groups
@@ -269,7 +260,7 @@ class PersistentTier(SecondaryTierManager):
         return sum(groups[get_offload_group_idx(key)].block_bytes for key in keys)
 
     def get_finished_jobs(self) -> list[JobResult]:
-        for outcome in self._client.poll():
+        for outcome in self.client.poll():
             self._finished.append(
                 JobResult(
                     outcome.job_id,
@@ -279,24 +270,24 @@ class PersistentTier(SecondaryTierManager):
                     seconds=outcome.seconds,
                 )
             )
-        for req_id, whole in self._client.take_persisted().items():
+        for req_id, whole in self.client.take_persisted().items():
             self._remember(req_id, whole)
         finished, self._finished = self._finished, []
         return finished
 
     def has_pending_work(self) -> bool:
-        return bool(self._finished) or self._client.has_pending_work
+        return bool(self._finished) or self.client.has_pending_work
 
     def drain_jobs(self, timeout_s: float) -> bool:
         """See ``SecondaryTierManager``. The host writes all accepted blocks; True does not mean
-        that they are durable: see ``flush``.
+        that they are durable: see ``StoreClient.flush``.
         """
         deadline = time.monotonic() + timeout_s
-        self._client.flush(timeout_s)
-        while self._client.num_jobs and time.monotonic() < deadline:
+        self.client.flush(timeout_s)
+        while self.client.num_jobs and time.monotonic() < deadline:
             self._finished = self.get_finished_jobs()  # for the next call
             time.sleep(_NAP_S)
-        return not self._client.num_jobs
+        return not self.client.num_jobs
 
     # Requests
 
@@ -335,7 +326,7 @@ class PersistentTier(SecondaryTierManager):
             description.labels,
             description.retention,
         )
-        self._client.end_request(end)
+        self.client.end_request(end)
 
     def _describe(self, keys: Sequence[OffloadKey]) -> RequestDescription:
         """Return the description of a request from its stored keys, in the order of their
@@ -366,10 +357,10 @@ class PersistentTier(SecondaryTierManager):
         if self._detached or (prefetched and not self._prefetches):
             return False
         if not prefetched:
-            return self._client.ask_recent(max_blocks)
+            return self.client.ask_recent(max_blocks)
         choice = self._prefetches[0]
         if isinstance(choice, Choice):
-            asked = self._client.ask_recent(max_blocks, choice)
+            asked = self.client.ask_recent(max_blocks, choice)
         else:  # the keys are known: the store has nothing to add
             self._known = [choice[:max_blocks]]
             asked = True
@@ -406,7 +397,7 @@ class PersistentTier(SecondaryTierManager):
         if self._known is not None:
             known, self._known = self._known, None
             return known
-        recent = self._client.take_recent()
+        recent = self.client.take_recent()
         if recent is None:
             return None
         contexts = []
@@ -415,7 +406,7 @@ class PersistentTier(SecondaryTierManager):
         return contexts
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        changes = self._client.take_events()
+        changes = self.client.take_events()
         medium = self.get_tier_type()
         events = []
         if changes.removed or changes.lost:
@@ -461,37 +452,8 @@ class PersistentTier(SecondaryTierManager):
             time.sleep(_NAP_S)
         return self._ended.get(req_id, False)
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all submitted blocks are durable or dropped; return whether they are.
-
-        False: ``timeout_s`` seconds have passed, or the store is not open (then without waiting).
-        The host continues.
-        """
-        return self._client.flush(timeout_s)
-
-    def store_stats(self, timeout_s: float = 5.0) -> StoreStats:
-        """Return the client's totals since the tier was created, and the host's since it opened the
-        store.
-
-        Waits up to ``timeout_s`` seconds for the host's answer; without one, ``StoreStats.host`` is
-        None.
-        """
-        return self._client.stats(timeout_s)
-
-    def glance(self) -> StoreStats:
-        """Return the totals of ``store_stats`` without waiting, and request new ones from the host
-        for later calls. ``StoreStats.host`` is the last that arrived, and None if none has.
-        """
-        return self._client.glance()
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Number of blocks that lookups can find, 0 while the store is not open; a block in two
-        packs counts twice."""
-        return len(self._client)
-
     def shutdown(self) -> None:
-        self._client.close()
+        self.client.close()
 
 
 def _depths(

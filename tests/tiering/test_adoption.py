@@ -122,7 +122,7 @@ def test_persistent_tier_newer_release_loads_blocks_of_older_one(
     assert np.array_equal(newer.rows[:BLOCKS], to_blocks(contexts[2], "float32"))
     # stored in its own namespace, although a lookup finds the older blocks
     newer.run(PROMPTS[2], contexts[2])
-    stats = newer.tier.store_stats().host
+    stats = newer.tier.client.stats().host
     assert stats is not None
     assert stats.counters.stored_blocks == 3 * BLOCKS
 

@@ -78,7 +78,7 @@ class History:
             self.tier.submit_store(job)
         results = list(self.tier.get_finished_jobs())
         while not results:
-            assert self.tier.flush(30)
+            assert self.tier.client.flush(30)
             results += self.tier.get_finished_jobs()
         (result,) = results
         assert result.success
@@ -99,7 +99,7 @@ class History:
         assert not self.run(job)
         if self.draw.random() < 0.5:
             self.tier.on_request_finished(job.req_context)
-        assert self.tier.flush(30)
+        assert self.tier.client.flush(30)
         if not skips:
             self.durable.update(keys)
 
@@ -144,7 +144,7 @@ class History:
 
     def end(self) -> None:
         assert self.load(list(POOL)) == set(POOL) - self.durable
-        stats = self.tier.store_stats().host
+        stats = self.tier.client.stats().host
         assert stats is not None
         assert stats.counters.verification_failures == 0
         self.tier.shutdown()

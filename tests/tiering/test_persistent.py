@@ -158,8 +158,8 @@ def test_persistent_tier_held_blocks_are_not_submitted_again(
         stack.manager.on_request_finished(req)
         assert tier.wait_persisted(name, 90)
         stack.step()
-    assert tier.store_stats().client.store_jobs == 1
-    assert tier.num_held_blocks == 4
+    assert tier.client.stats().client.store_jobs == 1
+    assert len(tier.client) == 4
     assert not stack.manager.has_pending_work()
 
 
@@ -290,11 +290,11 @@ def test_persistent_tier_unusable_store_starts_and_attaches_later(
     stack.store(chain, req)
     stack.manager.on_request_finished(req)
     assert not tier.wait_persisted("a", 90)
-    assert tier.store_stats().client.refused_jobs == 1
+    assert tier.client.stats().client.refused_jobs == 1
 
     (tmp_path / "store").unlink()
     deadline = time.monotonic() + 90
-    while tier.store_stats().state != "open":
+    while tier.client.stats().state != "open":
         assert time.monotonic() < deadline
         stack.step()
     again = described("b", chain, [])
@@ -343,7 +343,7 @@ def test_persistent_tier_full_store_evicts_touched_blocks_last(
     held = [bool(tier.lookup(key, hot)) for key in others]
     assert not all(held)
     assert held[-4:] == [True] * 4
-    assert tier.store_stats().host.counters.dropped_blocks == 0
+    assert tier.client.stats().host.counters.dropped_blocks == 0
 
 
 def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(

@@ -281,7 +281,7 @@ class Engine:
                 self._tiers.num_blocks,
                 self._device.block_bytes,
                 self._tiers.scheduler.stats,
-                tuple(tier.store_stats() for tier in self._tiers.persistent),
+                tuple(tier.client.stats() for tier in self._tiers.persistent),
             )
 
     @property
@@ -289,7 +289,7 @@ class Engine:
         """Messages of the stores for the user, such as the reason why a store contains nothing for
         this model."""
         return tuple(
-            notice for tier in self._tiers.persistent for notice in tier.notices
+            notice for tier in self._tiers.persistent for notice in tier.client.notices
         )
 
     def resident_pages(self, group_idx: int = 0) -> dict[bytes, torch.Tensor]:

@@ -189,7 +189,7 @@ class Tiers:
         # each store is flushed, also after one that is not in time
         for tier in self.persistent:
             left_s = max(deadline - time.monotonic(), 0.0)
-            flushed = tier.flush(left_s) and flushed
+            flushed = tier.client.flush(left_s) and flushed
         return flushed
 
     def close(self) -> None:

@@ -392,7 +392,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             options.codec,
             options.durability,
             options.policy,
-            self._tier.host,
+            self._tier.client.host.name,
         )
         return dict(zip(CONFIG_INFO, values, strict=True))
 
@@ -404,8 +404,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             return None
         if not self._metrics.is_due(self._observed, time.monotonic()):
             return None
-        stats = self._tier.glance()
-        return self._metrics.read(self._observed, stats, self._tier.num_held_blocks)
+        client = self._tier.client
+        return self._metrics.read(self._observed, client.glance(), len(client))
 
     def shutdown(self) -> None:
         """End unfinished requests, and wait until the store's process has committed all blocks and

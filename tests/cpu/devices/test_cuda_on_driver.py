@@ -14,8 +14,8 @@ from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cuda import (
     SOURCE_IN_STREAM_ORDER,
-    CopyBatch,
     CopyAttributes,
+    CopyBatch,
     CUDACopyEngine,
     DriverBatchCopier,
     MemoryLocation,

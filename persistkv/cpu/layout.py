@@ -314,6 +314,7 @@ def plan_copies(
         raise ValueError(
             f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(groups)}"
         )
+    # before any address is computed from a number
     rows = np.asarray(cpu.block_ids, np.int64)
     _check_bounds("row", rows, memory.rows[0].shape[0])
     pairs: dict[tuple[int, int], list[BlockPairs]] = {}

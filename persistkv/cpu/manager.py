@@ -162,6 +162,7 @@ class CPUOffloadingManager(OffloadingManager):
         evicted: list[OffloadKey] = []
         if missing > 0:
             spared = [key for key in distinct if self._is_evictable(key)]
+            # nothing has changed yet
             if missing > self._num_evictable - len(spared):
                 return None
             evicted = self._evict(missing, spared)

@@ -93,6 +93,7 @@ class LRUCachePolicy(CachePolicy):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         rows = self._rows
+        # the start of a prefix last, so that it is evicted after the blocks that need it
         for key in reversed(keys):
             if key in rows:
                 rows.move_to_end(key)

@@ -100,6 +100,8 @@ class RegionFile:
         if lock_fd is None:
             return
         os.close(self.fd)
+        # The exclusive lock is granted only if no other process uses the file. A forked process
+        # shares the lock of its parent, and would take the file from it.
         if os.getpid() == self._pid and _lock(lock_fd, fcntl.LOCK_EX):
             _unlink_if_at(lock_fd, self.path)
         os.close(lock_fd)
@@ -110,6 +112,7 @@ class RegionFile:
         lock_fd = _create(path)
         created = lock_fd is not None
         if lock_fd is None:
+            # before its size is compared: a leftover of another geometry would never fit
             if _remove_leftover(path):
                 return None
             lock_fd = _open_existing(path)

@@ -74,6 +74,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
                 new = self._uncounted(key, counted, description)
             counted.update(new)
         num_lookups = self._num_lookups
+        # removed and added again, so that the least recently counted are first
         for block in new:
             num_lookups[block] = num_lookups.pop(block, 0) + 1
         while len(num_lookups) > self.max_tracker_size:

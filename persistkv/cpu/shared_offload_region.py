@@ -204,6 +204,7 @@ class SharedOffloadRegion:
         All reads and writes of rows must have ended before. If a tensor or view of the rows still
         exists, a warning is logged, and the memory stays mapped until that object is deleted.
         """
+        # CUDA must not keep addresses that another mapping may get
         self._unpin()
         self._rows = None
         mapping, self._mmap = self._mmap, None
@@ -215,6 +216,7 @@ class SharedOffloadRegion:
                 "%s is still in use at cleanup; its memory is freed when that ends",
                 self.mmap_path,
             )
+        # last: without its lock, another engine may remove the file
         if self._file is not None:
             self._file.close()
             self._file = None

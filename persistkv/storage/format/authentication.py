@@ -35,6 +35,7 @@ class Authenticator:
         self.key_id = ""
         """Identifies the key without revealing it. Empty without a key."""
         if secret:
+            # derived, so that the secret may serve another purpose, too
             self._key = hmac.digest(_DERIVED_FOR, secret, "sha256")
             self.key_id = self._tag(b"key id", ()).hex()[:16]
 
@@ -61,6 +62,7 @@ class Authenticator:
         view = memoryview(data)
         if not self._key:
             return view
+        # an object shorter than a tag has an empty body, and fails the comparison
         end = max(0, len(view) - TAG_BYTES)
         body = view[:end]
         expected = self._object_tag(namespace, name, [body])
@@ -96,6 +98,7 @@ class Authenticator:
         or needs none."""
         if not self._key:
             return lambda number, stored: True
+        # once for all frames of the pack
         digest = sha256(table.encode()).digest()
 
         def is_ours(number: int, stored: Iterable[Buffer]) -> bool:

@@ -198,6 +198,7 @@ def parse_codec(text: str) -> Codec:
         return _CODECS[name]()
     if name == RawCodec.name:
         raise ConfigurationError("codec", text, "raw, without an argument")
+    # ``int`` also accepts signs, spaces and digits of other scripts
     is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
     # the constructor refuses text
     return _CODECS[name](int(argument) if is_number else argument)

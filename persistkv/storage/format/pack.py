@@ -115,6 +115,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     def unpack_all(many: Sequence[PackedKeys]) -> list[bytes]:
         """Return the keys of several packed sequences, one after the other; faster than ``unpack``
         for each."""
+        # one split for all, if their keys have one length: the usual case in a store
         lengths = {keys.key_length for keys in many}
         length = lengths.pop() if len(lengths) == 1 else 0
         if length > 0 and not any(len(keys.data) % length for keys in many):
@@ -282,6 +283,7 @@ class PackTable(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return table and trailer as stored."""
+        # lengths before content: a parser checks all of them before it reads anything else
         codec = self.codec.encode()
         header = _HEADER.pack(
             PACK_VERSION,

@@ -138,9 +138,8 @@ class CPUOffloadingManager(OffloadingManager):
                     refs[undone] += 1
                 raise KeyError(f"block {keys[released].hex()} is not being read")
             refs[row] -= 1
-        unused = dict.fromkeys(
-            key for key, row in zip(keys, rows, strict=True) if not refs[row]
-        )
+        used = zip(keys, rows, strict=True)
+        unused = dict.fromkeys([key for key, row in used if not refs[row]])
         freed = self._free_earlier(unused)
         self._num_evictable += len(unused) - len(freed)
         self._policy.release(keys)
@@ -161,16 +160,14 @@ class CPUOffloadingManager(OffloadingManager):
         missing = len(new) - len(self._free)
         evicted: list[OffloadKey] = []
         if missing > 0:
-            spared = [key for key in distinct if self._is_evictable(key)]
+            # one loop without calls: this runs for each store of an engine
+            refs, rows = self._refs, self._rows
+            spared = [key for key in distinct if key in rows and not refs[rows[key]]]
             # nothing has changed yet
             if missing > self._num_evictable - len(spared):
                 return None
             evicted = self._evict(missing, spared)
         return PrepareStoreOutput(new, self._allocate(new), evicted)
-
-    def _is_evictable(self, key: OffloadKey) -> bool:
-        row = self._rows.get(key)
-        return row is not None and self._refs[row] == 0
 
     def _allocate(self, keys: list[OffloadKey]) -> CPULoadStoreSpec:
         """Take free rows for new blocks; there must be enough."""

@@ -250,7 +250,10 @@ class PersistentCache(RequestCache):
         return request
 
     def _put_absent(
-        self, store: BlockingStore, request: str, group_keys: Sequence[Sequence[OffloadKey]]
+        self,
+        store: BlockingStore,
+        request: str,
+        group_keys: Sequence[Sequence[OffloadKey]],
     ) -> None:
         """Store the blocks that are in the cache and not in the store."""
         absent: list[tuple[int, int]] = []

@@ -63,7 +63,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         """
         if not keys:
             return cls()
-        lengths = [len(key) for key in keys]
+        lengths = set(map(len, keys))
         shortest, longest = min(lengths), max(lengths)
         if shortest == 0 or longest > MAX_KEY_BYTES:
             raise ValueError(
@@ -72,7 +72,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         data = b"".join(keys)
         if shortest == longest:
             return cls(data, longest)
-        return cls(data, 0, struct.pack(f"<{len(keys)}H", *lengths))
+        return cls(data, 0, struct.pack(f"<{len(keys)}H", *map(len, keys)))
 
     def __len__(self) -> int:
         if self.key_length:
@@ -378,13 +378,16 @@ def _check_frames(table: PackTable) -> None:
     """Raise CorruptPackError unless the frames are valid, follow each other in the payload, and add
     up to the totals of the table."""
     end = num_blocks = raw_length = 0
-    for frame in table.frames:
-        _check_frame(frame, table.codec)
-        if frame.offset != end:
-            raise CorruptPackError("frame offset", f"{frame.offset} instead of {end}")
-        end = align(frame.offset + frame.stored_length)
-        num_blocks += frame.block_count
-        raw_length += frame.raw_length
+    # numbers, not ``Frame`` objects: a reader of a shared store parses millions of frames
+    for _, count, block_bytes, _, offset, stored, _ in _FRAME.iter_unpack(
+        table.packed_frames
+    ):
+        _check_lengths(count, block_bytes, stored, table.codec)
+        if offset != end:
+            raise CorruptPackError("frame offset", f"{offset} instead of {end}")
+        end = align(offset + stored)
+        num_blocks += count
+        raw_length += count * block_bytes
     if num_blocks != len(table.keys):
         raise CorruptPackError(
             "block count",
@@ -402,18 +405,16 @@ def _check_frames(table: PackTable) -> None:
         )
 
 
-def _check_frame(frame: Frame, codec: str) -> None:
-    """Raise CorruptPackError if the lengths of a frame are impossible."""
-    raw, stored = frame.raw_length, frame.stored_length
-    if not raw or (raw > FRAME_BYTES and frame.block_count > 1):
-        raise CorruptPackError(
-            "frame length", f"{frame.block_count} blocks of {frame.block_bytes} bytes"
-        )
+def _check_lengths(count: int, block_bytes: int, stored: int, codec: str) -> None:
+    """Raise CorruptPackError if the lengths of a frame of ``count`` blocks are impossible."""
+    raw = count * block_bytes
+    if not raw or (raw > FRAME_BYTES and count > 1):
+        raise CorruptPackError("frame length", f"{count} blocks of {block_bytes} bytes")
     # a frame is decoded into memory of its raw length
-    if frame.block_bytes > MAX_BLOCK_BYTES:
+    if block_bytes > MAX_BLOCK_BYTES:
         raise CorruptPackError(
             "block length",
-            f"{frame.block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible",
+            f"{block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible",
         )
     # Equal lengths mean that the frame is raw, whatever the codec of the pack.
     if stored > raw or (stored < raw and codec == RawCodec.name):

@@ -222,7 +222,9 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text
-    )
+    shown = []
+    for char in text:
+        if not char.isprintable():
+            char = char.encode("unicode_escape").decode()
+        shown.append(char)
+    return "".join(shown)

@@ -273,11 +273,14 @@ class Engine:
         """Return totals since the engine was opened. Waits up to 5 s for the answer of each
         store."""
         with self._lock:
-            pools = [group.pool for group in self._device.groups]
+            num_blocks = num_resident = 0
+            for group in self._device.groups:
+                num_blocks += group.pool.num_blocks
+                num_resident += len(group.pool.resident())
             return EngineStats(
                 self._num_requests,
-                sum(pool.num_blocks for pool in pools),
-                sum(len(pool.resident()) for pool in pools),
+                num_blocks,
+                num_resident,
                 self._tiers.num_blocks,
                 self._device.block_bytes,
                 self._tiers.scheduler.stats,

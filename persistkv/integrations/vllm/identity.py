@@ -323,12 +323,16 @@ def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
     """Identity of a draft model, whose layers may keep their KV in the same blocks."""
     if speculative is None:
         return None
-    draft = getattr(speculative, "draft_model_config", None)
-    return {
+    identity = {
         "method": plain(getattr(speculative, "method", None)),
-        "weights": None if draft is None else _weights(draft, load, None),
-        "config": None if draft is None else plain_config(draft.hf_config.to_dict()),
+        "weights": None,
+        "config": None,
     }
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None:
+        identity["weights"] = _weights(draft, load, None)
+        identity["config"] = plain_config(draft.hf_config.to_dict())
+    return identity
 
 
 def _fields(source: Any, *names: str) -> dict[str, Any]:

@@ -706,17 +706,15 @@ def _batch(namespace: bytes, number: int) -> CommitBatch:
 
 def _held(backend: Backend, namespace: bytes, batch: CommitBatch) -> list[bool]:
     """Return, for each pack and manifest of a batch, whether it is stored with the same content."""
-    return [
-        # ``payload_of`` first: a pack's table exists once its stream has run.
-        *(
-            payload_of(pack) == read_pack(backend, namespace, pack.table)
-            for pack in batch.packs
-        ),
-        *(
-            backend.manifest_keys(namespace, [write.manifest.id]) == [write.keys]
-            for write in batch.manifests
-        ),
-    ]
+    held = []
+    for pack in batch.packs:
+        # before ``read_pack``: a pack's table exists once its stream has run
+        payload = payload_of(pack)
+        held.append(payload == read_pack(backend, namespace, pack.table))
+    for write in batch.manifests:
+        keys = backend.manifest_keys(namespace, [write.manifest.id])
+        held.append(keys == [write.keys])
+    return held
 
 
 @contextmanager

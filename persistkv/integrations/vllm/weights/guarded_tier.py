@@ -258,9 +258,11 @@ class GuardedTier:
         because the engine takes no step meanwhile. Return False if one has not ended after
         ``timeout_s`` seconds.
         """
-        drained = self.is_opening or self.tier.drain_jobs(timeout_s)
+        # Held stores are submitted or fail before the wait: after it, their rows must be free.
         self._advance()
         self._give_up_held()
+        drained = self.is_opening or self.tier.drain_jobs(timeout_s)
+        self._advance()
         for result in self._loaded:
             self._drop_load(result)
         self._loaded.clear()

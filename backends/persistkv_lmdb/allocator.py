@@ -388,7 +388,7 @@ class NotPlacedError(Exception):
     """
 
 
-class Payloads:
+class ExtentPayloads:
     """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``.
 
     :param inline: whether payloads are stored in LMDB.

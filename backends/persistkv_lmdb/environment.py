@@ -38,7 +38,12 @@ from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.catalog.rows import STATES, TableRows
 from persistkv.storage.policy import Policy
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Allocator, Payloads, read_reserved, read_space
+from persistkv_lmdb.allocator import (
+    Allocator,
+    ExtentPayloads,
+    read_reserved,
+    read_space,
+)
 from persistkv_lmdb.database import LOCK_FILE_BYTES, Database
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.opening import Guard
@@ -72,7 +77,7 @@ class Environment:
         """Namespaces that the handles have opened, by id: the identities of those that a commit
         begins."""
         self.process = os.getpid()
-        self._payloads: Payloads | None = None
+        self._payloads: ExtentPayloads | None = None
         self.taken: deque[int] = deque(maxlen=_COMMITS)
         """Bytes that recent commits of this process took in the segments: an estimate for the next
         ones."""
@@ -210,7 +215,7 @@ class Environment:
             if is_dead or (own and writer == self.writer):
                 allocator.release(writer)
 
-    def payloads(self, transaction: TableRows) -> Payloads:
+    def payloads(self, transaction: TableRows) -> ExtentPayloads:
         """Return the payload storage of the running write transaction, the same object on each
         call.
 
@@ -220,7 +225,7 @@ class Environment:
         if self._payloads is None:
             limit = self._segment_limit_bytes(transaction)
             inline = self.database.shares.inline
-            payloads = Payloads(transaction, self.files, limit, inline=inline)
+            payloads = ExtentPayloads(transaction, self.files, limit, inline=inline)
             self._fit_files(payloads.allocator)
             payloads.shrink(limit)
             self._payloads = payloads

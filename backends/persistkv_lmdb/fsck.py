@@ -86,7 +86,7 @@ _DEATHS_BY_DAMAGE = (
 _PR_SET_PDEATHSIG = 1
 
 
-class Verdict(enum.Enum):
+class CheckResult(enum.Enum):
     """Result of a check; the values are the exit codes of the child process that ``inspect``
     starts."""
 
@@ -103,16 +103,16 @@ class Verdict(enum.Enum):
 
 
 # if persistkv opened the environment before: it was a store then
-DAMAGE = (Verdict.DAMAGED, Verdict.UNRECOGNISED)
+DAMAGE = (CheckResult.DAMAGED, CheckResult.UNRECOGNISED)
 _SAID = frozenset(
-    verdict.value for verdict in Verdict if verdict is not Verdict.UNKNOWN
+    verdict.value for verdict in CheckResult if verdict is not CheckResult.UNKNOWN
 )
 
 
 class Finding(NamedTuple):
     """Verdict on an environment, with a reason of one line."""
 
-    verdict: Verdict
+    verdict: CheckResult
     reason: str
 
 
@@ -127,7 +127,7 @@ def inspect(directory: Path) -> Finding:
     try:
         size = (directory / DATA_FILE).stat().st_size
     except OSError as error:
-        return Finding(Verdict.UNKNOWN, str(error))
+        return Finding(CheckResult.UNKNOWN, str(error))
     limit_s = LEAST_CPU_S + size // _BYTES_A_SECOND
     program = PROGRAM.format(
         path=sys.path, directory=str(directory), parent=os.getpid()
@@ -142,7 +142,7 @@ def inspect(directory: Path) -> Finding:
         )
     except OSError as error:
         return Finding(
-            Verdict.UNKNOWN, f"the integrity check could not be started: {error}"
+            CheckResult.UNKNOWN, f"the integrity check could not be started: {error}"
         )
     with child:
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
@@ -154,15 +154,15 @@ def inspect(directory: Path) -> Finding:
         except subprocess.TimeoutExpired:
             child.kill()
             return Finding(
-                Verdict.UNKNOWN,
+                CheckResult.UNKNOWN,
                 f"a walk through it did not end within {PATIENCE * limit_s} s",
             )
     if -child.returncode in _DEATHS_BY_DAMAGE:
         name = signal.Signals(-child.returncode).name
-        return Finding(Verdict.DAMAGED, f"a walk through it was ended by {name}")
+        return Finding(CheckResult.DAMAGED, f"a walk through it was ended by {name}")
     said = " ".join(output.decode("utf-8", "replace").split())[:500]
     if child.returncode in _SAID and said:
-        return Finding(Verdict(child.returncode), said)
+        return Finding(CheckResult(child.returncode), said)
     complaint = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
     logger.warning(
         "%s: the integrity check did not complete: exit code %d, %s",
@@ -170,7 +170,9 @@ def inspect(directory: Path) -> Finding:
         child.returncode,
         complaint,
     )
-    return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {child.returncode}")
+    return Finding(
+        CheckResult.UNKNOWN, f"the walk ended with exit code {child.returncode}"
+    )
 
 
 def main(directory: str, parent: int) -> NoReturn:
@@ -191,21 +193,21 @@ def end_with(parent: int) -> None:
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
-        os._exit(Verdict.UNKNOWN.value)
+        os._exit(CheckResult.UNKNOWN.value)
 
 
 def examine(directory: Path) -> Finding:
     """Check the environment in this process. No process may write meanwhile."""
     data = directory / DATA_FILE
     if not data.exists() or not data.stat().st_size:
-        return Finding(Verdict.FINE, "it is empty")
+        return Finding(CheckResult.FINE, "it is empty")
     try:
         problems: list[str] = verify.verify(str(data))  # type: ignore[no-untyped-call]
     except verify.VerifyError as error:
         problems = [str(error)]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return Finding(Verdict.DAMAGED, f"{problems[0]}{more}")
+        return Finding(CheckResult.DAMAGED, f"{problems[0]}{more}")
     try:
         with lmdb.open(
             str(directory),
@@ -217,20 +219,20 @@ def examine(directory: Path) -> Finding:
         ) as env:
             return _examine_databases(env)
     except (CorruptStoreError, lmdb.Error) as error:
-        return Finding(Verdict.DAMAGED, str(error))
+        return Finding(CheckResult.DAMAGED, str(error))
 
 
 def _examine_databases(env: lmdb.Environment) -> Finding:
     if not env.stat()["entries"]:
-        return Finding(Verdict.FINE, "it is empty")
+        return Finding(CheckResult.FINE, "it is empty")
     try:
         databases = open_databases(env)
     except OtherReleaseError as error:
-        return Finding(Verdict.FOREIGN, str(error))
+        return Finding(CheckResult.FOREIGN, str(error))
     except CorruptStoreError as error:
-        return Finding(Verdict.UNRECOGNISED, str(error))
+        return Finding(CheckResult.UNRECOGNISED, str(error))
     with env.begin(buffers=True) as txn:
-        return Finding(Verdict.FINE, _examine_rows(TableRows(txn, databases)))
+        return Finding(CheckResult.FINE, _examine_rows(TableRows(txn, databases)))
 
 
 def _examine_rows(rows: TableRows) -> str:

@@ -47,7 +47,7 @@ from persistkv.storage.policy import Policy
 from persistkv.storage.stats import Rebuilt
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, pages_for, without
-from persistkv_lmdb.fsck import DAMAGE, Verdict, inspect
+from persistkv_lmdb.fsck import DAMAGE, CheckResult, inspect
 from persistkv_lmdb.layout import (
     DATABASES,
     DEFAULT_CAPACITY,
@@ -79,7 +79,7 @@ _FIRST_MAP_BYTES = 64 << 20  # 64 MiB
 _GROWTH_BYTES = 128 << 20  # 128 MiB, which the next commits need
 
 
-class FoundPack(NamedTuple):
+class ScannedPack(NamedTuple):
     """A verified pack."""
 
     extent: Extent
@@ -129,9 +129,9 @@ def _is_lost(path: Path) -> bool:
     if not data.exists() or not data.stat().st_size:
         return True
     found = inspect(path)
-    if found.verdict is Verdict.UNKNOWN:
+    if found.verdict is CheckResult.UNKNOWN:
         raise StoreUnavailableError(f"{path}: {found.reason}")
-    if found.verdict is Verdict.FOREIGN:
+    if found.verdict is CheckResult.FOREIGN:
         raise CorruptStoreError(f"{path}: {found.reason}")
     return found.verdict in DAMAGE
 
@@ -180,15 +180,15 @@ class _Rebuild:
             damaged=None if damaged is None else str(damaged),
         )
 
-    def _chosen(self, packs: Iterator[FoundPack]) -> list[FoundPack]:
+    def _chosen(self, packs: Iterator[ScannedPack]) -> list[ScannedPack]:
         """Return the packs to list, ordered by name."""
-        known: list[FoundPack] = []
+        known: list[ScannedPack] = []
         for pack in packs:
             if pack.name[:ID_BYTES] in self._namespaces:
                 known.append(pack)
             else:
                 self._skipped[UNKNOWN] += 1
-        chosen: dict[bytes, FoundPack] = {}
+        chosen: dict[bytes, ScannedPack] = {}
         apart = list(self._apart(known))
         apart.sort(key=lambda pack: (pack.erasures, pack.extent))
         for pack in apart:
@@ -197,7 +197,7 @@ class _Rebuild:
             chosen[pack.name] = pack
         return [chosen[name] for name in sorted(chosen)]
 
-    def _apart(self, packs: list[FoundPack]) -> Iterator[FoundPack]:
+    def _apart(self, packs: list[ScannedPack]) -> Iterator[ScannedPack]:
         """Yield packs that do not overlap, the last ones first."""
         packs.sort(
             key=lambda pack: (pack.extent.segment, pack.extent.end), reverse=True
@@ -226,7 +226,7 @@ class _Rebuild:
         return damaged
 
 
-class Segment(NamedTuple):
+class OpenSegment(NamedTuple):
     """An open segment file."""
 
     fd: int
@@ -235,9 +235,9 @@ class Segment(NamedTuple):
     """Disk space of the file: less than its length if it has holes."""
 
 
-def _open_segments(path: Path) -> dict[int, Segment]:
+def _open_segments(path: Path) -> dict[int, OpenSegment]:
     """Open the segment files of a store, and return them by number, without empty ones."""
-    found: dict[int, Segment] = {}
+    found: dict[int, OpenSegment] = {}
     for file in sorted((path / files.SEGMENT_DIRECTORY).iterdir()):
         number = segment_number(file.name)
         if number is None:
@@ -246,7 +246,7 @@ def _open_segments(path: Path) -> dict[int, Segment]:
         status = os.fstat(fd)
         pages = status.st_size // PAGE_BYTES
         if pages:
-            found[number] = Segment(fd, pages, files.allocated_bytes(status))
+            found[number] = OpenSegment(fd, pages, files.allocated_bytes(status))
         else:
             os.close(fd)
     return found
@@ -260,7 +260,10 @@ class SegmentScan:
     """
 
     def __init__(
-        self, segments: Mapping[int, Segment], erasures: Erasures, skipped: Counter[str]
+        self,
+        segments: Mapping[int, OpenSegment],
+        erasures: Erasures,
+        skipped: Counter[str],
     ) -> None:
         self.num_bytes = (
             sum(segment.pages for segment in segments.values()) * PAGE_BYTES
@@ -269,7 +272,7 @@ class SegmentScan:
         self._erasures = erasures
         self._skipped = skipped
 
-    def packs(self, progress: Callable[[int, int], None]) -> Iterator[FoundPack]:
+    def packs(self, progress: Callable[[int, int], None]) -> Iterator[ScannedPack]:
         """Iterate over the verified packs that were not deleted, by the place of their trailers."""
         done = 0
         memory = memoryview(bytearray(_READ_BYTES))
@@ -286,7 +289,7 @@ class SegmentScan:
 
     def _pack_at(
         self, fd: int, segment: int, number: int, page: memoryview
-    ) -> FoundPack | None:
+    ) -> ScannedPack | None:
         """Return the pack whose trailer is at the end of a page; None, after counting the reason,
         if it is not to be listed."""
         try:
@@ -308,7 +311,7 @@ class SegmentScan:
 
     def _verified(
         self, fd: int, segment: int, number: int, page: memoryview
-    ) -> FoundPack:
+    ) -> ScannedPack:
         """Return the pack whose trailer is at the end of a page; raise _InvalidError or
         CorruptPackError if it is not valid.
         """
@@ -317,7 +320,7 @@ class SegmentScan:
             raise _InvalidError(INVALID)
         if trailer.extents > 1:
             raise _InvalidError(SPLIT)
-        found = FoundPack(trailer.extent, b"", trailer.erasures, trailer.tail_length)
+        found = ScannedPack(trailer.extent, b"", trailer.erasures, trailer.tail_length)
         table = read_table(fd, found)
         name = table.namespace + table.pack_id
         if self._erasures.covers(name, trailer.erasures):
@@ -326,7 +329,7 @@ class SegmentScan:
         return found._replace(name=name)
 
 
-def read_table(fd: int, pack: FoundPack) -> PackTable:
+def read_table(fd: int, pack: ScannedPack) -> PackTable:
     """Return the table of a pack.
 
     :raises CorruptPackError: it is not valid, or does not fit the extent.
@@ -416,7 +419,7 @@ class _Builder:
     """
 
     def __init__(
-        self, file: Path, policy: Policy, segments: Mapping[int, Segment]
+        self, file: Path, policy: Policy, segments: Mapping[int, OpenSegment]
     ) -> None:
         self._file = file
         self._policy = policy
@@ -430,7 +433,7 @@ class _Builder:
 
     def build(
         self,
-        packs: Sequence[FoundPack],
+        packs: Sequence[ScannedPack],
         namespaces: Mapping[bytes, Namespace],
         erasures: int,
     ) -> None:
@@ -475,7 +478,7 @@ class _Builder:
                 )
             env.sync(True)
 
-    def _record_space(self, rows: TableRows, packs: Sequence[FoundPack]) -> None:
+    def _record_space(self, rows: TableRows, packs: Sequence[ScannedPack]) -> None:
         allocator = Allocator(rows)
         used: dict[int, list[Extent]] = {number: [] for number in self._segments}
         for pack in packs:
@@ -489,7 +492,7 @@ class _Builder:
         allocator.finish()
 
     def _add(
-        self, rows: TableRows, namespace: Namespace, packs: Sequence[FoundPack]
+        self, rows: TableRows, namespace: Namespace, packs: Sequence[ScannedPack]
     ) -> None:
         payloads = _Placed(Allocator(rows), {pack.name: pack.extent for pack in packs})
         copies = []

@@ -32,13 +32,13 @@ from persistkv.storage.format.codec import Buffer
 from persistkv_s3.client import transport as client
 from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.client.bucket import Breaker, Bucket
-from persistkv_s3.options import Place, S3Options
+from persistkv_s3.options import BucketPlace, S3Options
 from persistkv_s3.settings import check_settings
 
 _DATE_S = 1.0  # a ``Date`` header is rounded down to a second
 _ERRORS: Sequence[tuple[type[client.S3Error], type[StoreError]]] = (
     (client.ObjectMissingError, BlobMissingError),
-    (client.RefusedError, RefusedError),
+    (client.RequestRefusedError, RefusedError),
     (client.S3Error, UnavailableError),
 )
 """The first class of a failed request that matches gives the error of the medium."""
@@ -73,13 +73,13 @@ class S3Blobs(Blobs):
 
     def __init__(
         self,
-        place: Place,
+        place: BucketPlace,
         options: S3Options,
         transport: client.Transport | None = None,
-        clock: client.Clock | None = None,
+        clock: client.TransportClock | None = None,
     ) -> None:
         transport = BotoClient(place, options) if transport is None else transport
-        clock = client.Clock() if clock is None else clock
+        clock = client.TransportClock() if clock is None else clock
         self.connections = options.connections
         self._place = place
         self._breaker = Breaker(str(place), options.slow_s, clock)

@@ -72,7 +72,7 @@ class S3Options(msgspec.Struct, frozen=True):
             )
 
 
-class Place(msgspec.Struct, frozen=True):
+class BucketPlace(msgspec.Struct, frozen=True):
     """Location of a store: bucket and prefix."""
 
     bucket: str
@@ -85,7 +85,7 @@ class Place(msgspec.Struct, frozen=True):
 
 def parse_url(
     url: StoreUrl, own: Mapping[str, str] | None = None
-) -> tuple[Place, S3Options]:
+) -> tuple[BucketPlace, S3Options]:
     """Return location and options of a bucket; raise ``ConfigurationError`` with the name of an
     invalid part.
 
@@ -108,7 +108,7 @@ def _check_names(options: Mapping[str, str]) -> None:
             raise ConfigurationError(f"s3 option {name}", "…", expected)
 
 
-def _place(location: str) -> Place:
+def _place(location: str) -> BucketPlace:
     """Return the bucket and the prefix that a URL names."""
     bucket, _, prefix = location.partition("/")
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
@@ -116,13 +116,13 @@ def _place(location: str) -> Place:
         raise ConfigurationError("url", f"s3://{bucket}", expected)
     prefix = prefix.strip("/")
     if not prefix:
-        return Place(bucket, "")
+        return BucketPlace(bucket, "")
     parts = prefix.split("/")
     is_valid = _PREFIX.fullmatch(prefix) and len(prefix) <= _MAX_PREFIX
     if not is_valid or {"", ".", ".."} & set(parts):
         text = f"a prefix of at most {_MAX_PREFIX} letters, digits and !_.*'()-"
         raise ConfigurationError("url", location, text + ", in parts split by /")
-    return Place(bucket, f"{prefix}/")
+    return BucketPlace(bucket, f"{prefix}/")
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from persistkv.storage.checks import Check, Level
 from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.client.transport import RefusedError, S3Error
+from persistkv_s3.client.transport import RequestRefusedError, S3Error
 
 _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 """Storage classes whose objects must be restored before they can be read."""
@@ -75,7 +75,7 @@ class _Setting:
         self.content: Mapping[str, Any] = {}
         try:
             self.content = bucket.setting(operation)
-        except RefusedError as error:
+        except RequestRefusedError as error:
             is_denied = error.code in _DENIED
             self._reason = (
                 f"needs {permission}"

@@ -62,7 +62,7 @@ from persistkv.storage.shared.format import (
     PackEntry,
     Pin,
     Tombstone,
-    Use,
+    UseEntry,
     decode_delta,
     decode_latest,
     encode_delta,
@@ -470,7 +470,7 @@ def shared_delta(packs: Sequence[PackTable]) -> Delta:
         packs=[
             PackEntry(pack.pack_id, bytes(16), pack.encode(), 1.7e9) for pack in packs
         ],
-        uses=[Use(1.7e9, ids)],
+        uses=[UseEntry(1.7e9, ids)],
         removed=[Tombstone(bytes(32), 1.7e9)],
         manifests=[
             ManifestEntry(digest, 2, 1.7e9, Manifests.samples[0], ids, bytes(16), 0, 9)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from persistkv.storage.inspection.selection import Selection
-from persistkv_tools.transfer.plan import Plan, Source
+from persistkv_tools.transfer.plan import CopyPlan, Source
 from persistkv_tools.transfer.writer import run_plan
 
 
@@ -20,5 +20,5 @@ def copy(source, target, selection=None, took=ignore):
         )
         for space in source.namespaces()
     ]
-    plan = Plan(sources, target, everything=selection is None)
+    plan = CopyPlan(sources, target, everything=selection is None)
     return run_plan(plan, target, "lmdb:///target", took)

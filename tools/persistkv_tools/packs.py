@@ -48,7 +48,7 @@ class Problem(enum.StrEnum):
     MISSING_BLOCKS = "missing blocks"
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Defect(msgspec.Struct, frozen=True, kw_only=True):
     """One defect of a store. Fields that do not apply to it are None."""
 
     problem: Problem
@@ -64,7 +64,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     payload."""
 
 
-class OtherReleaseError(Exception):
+class UnknownCodecError(Exception):
     """The pack uses a codec that this release does not know. It may be intact, but cannot be
     checked."""
 
@@ -99,7 +99,7 @@ def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
     yield Piece(table, frames, block, start, size, True)
 
 
-def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
+def check_piece(piece: Piece, found: memoryview) -> Iterator[Defect]:
     """Yield the defects of a piece with these stored bytes; for the first piece of a pack, also
     check the pack's id.
 
@@ -132,7 +132,7 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
                 )
         except CorruptPackError as error:
             if error.field == "codec":
-                raise OtherReleaseError(error.problem) from None
+                raise UnknownCodecError(error.problem) from None
             yield _defect(table, problem, str(error), frame.group, frame.offset)
         if bytes(found[end : begin + align(frame.stored_length)]).strip(b"\0"):
             offset = frame.offset + frame.stored_length
@@ -150,7 +150,7 @@ def check_pack(
     table: PackTable,
     took: Took = lambda num_bytes: None,
     keep: bytearray | None = None,
-) -> list[Finding]:
+) -> list[Defect]:
     """Read a pack and return its defects.
 
     :param keep: receives the whole payload, appended. Its bytes must not be used if there are
@@ -158,7 +158,7 @@ def check_pack(
     :raises OtherReleaseError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.
     """
-    findings: list[Finding] = []
+    findings: list[Defect] = []
     for piece in pieces(table, BATCH_BYTES):
         buffer = memoryview(mmap.mmap(-1, piece.length or 1))[: piece.length]
         if all(
@@ -184,9 +184,9 @@ def _defect(
     detail: str,
     group: int | None = None,
     offset: int | None = None,
-) -> Finding:
+) -> Defect:
     namespace, pack = table.namespace.hex(), table.pack_id.hex()
-    return Finding(
+    return Defect(
         problem=problem,
         detail=detail,
         namespace=namespace,

@@ -41,13 +41,13 @@ from persistkv_s3.client.transport import (
     ObjectInfo,
     ObjectMissingError,
     RangeError,
-    RefusedError,
+    RequestRefusedError,
     S3Error,
     Sink,
     ThrottledError,
     Transport,
 )
-from persistkv_s3.options import Place, S3Options
+from persistkv_s3.options import BucketPlace, S3Options
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ _BROKEN = frozenset(
 class BotoClient(Transport):
     """``Transport`` with one boto3 client for all threads. Thread-safe."""
 
-    def __init__(self, place: Place, options: S3Options) -> None:
+    def __init__(self, place: BucketPlace, options: S3Options) -> None:
         self._place = place
         self._target = _given(
             Bucket=place.bucket, ExpectedBucketOwner=options.expected_bucket_owner
@@ -263,7 +263,7 @@ class PlainBucket(BotoClient, PlainMedium):
     """Baseline of ``persistkv bench``: plain boto3, one object per ``write``, one request at a
     time, copied buffers."""
 
-    def __init__(self, place: Place, options: S3Options) -> None:
+    def __init__(self, place: BucketPlace, options: S3Options) -> None:
         super().__init__(place, options)
         self._deadline_s = options.deadline_s
         self._written: list[str] = []
@@ -379,7 +379,7 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
     )
     if isinstance(error, broken):
         return BrokenError(f"{what}: {_cause(error)}")
-    return RefusedError(f"{what}: {_cause(error)}")
+    return RequestRefusedError(f"{what}: {_cause(error)}")
 
 
 def _cause(error: BaseException) -> str:
@@ -431,7 +431,7 @@ def _kind_of_answer(answer: Any, what: str, code: str) -> S3Error:
         broken = BrokenError(text)
         broken.healthy = status == 409  # another request on this object is in progress
         return broken
-    return RefusedError(text)
+    return RequestRefusedError(text)
 
 
 def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:

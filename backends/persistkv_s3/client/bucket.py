@@ -36,18 +36,18 @@ from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,
     BreakerOpenError,
-    Clock,
     Deadline,
     KeysRefusedError,
     LateError,
     ObjectInfo,
+    ObjectReplacedError,
     RangeError,
-    RefusedError,
-    ReplacedError,
+    RequestRefusedError,
     S3Error,
     Sink,
     ThrottledError,
     Transport,
+    TransportClock,
 )
 
 R = TypeVar("R")
@@ -71,7 +71,7 @@ class Breaker:
     """Circuit breaker, see the top of this file. Thread-safe. ``name`` is the server's name in the
     log."""
 
-    def __init__(self, name: str, slow_s: float, clock: Clock) -> None:
+    def __init__(self, name: str, slow_s: float, clock: TransportClock) -> None:
         self._name = name
         self._slow_s = slow_s
         self._clock = clock
@@ -152,7 +152,11 @@ class Bucket:
     """
 
     def __init__(
-        self, transport: Transport, breaker: Breaker, deadline_s: float, clock: Clock
+        self,
+        transport: Transport,
+        breaker: Breaker,
+        deadline_s: float,
+        clock: TransportClock,
     ) -> None:
         self.breaker = breaker
         self._clock = clock
@@ -194,7 +198,7 @@ class Bucket:
                 )
             except RangeError as error:
                 if sink.begun:
-                    raise ReplacedError(str(error)) from None
+                    raise ObjectReplacedError(str(error)) from None
                 sink.end()
 
         self._run(attempt, lambda: sink.position)
@@ -220,14 +224,14 @@ class Bucket:
         :raises RefusedError: the server refuses to delete some of them. The others are deleted,
             unless it refuses all.
         """
-        refusal: RefusedError | None = None
+        refusal: RequestRefusedError | None = None
         for start in range(0, len(keys), MOST_DELETED):
             batch = keys[start : start + MOST_DELETED]
             try:
                 self._run(partial(self._transport.delete, batch))
             except KeysRefusedError as error:
                 refusal = error
-            except RefusedError as error:
+            except RequestRefusedError as error:
                 if len(batch) == 1 or not error.healthy:
                     raise
                 # Ceph requires permission to delete the whole bucket for a request with several
@@ -240,18 +244,18 @@ class Bucket:
         """Return a setting of the bucket; empty if it was never set."""
         return self._run(partial(self._transport.setting, name))
 
-    def _delete_each(self, keys: Sequence[str]) -> RefusedError | None:
+    def _delete_each(self, keys: Sequence[str]) -> RequestRefusedError | None:
         """Delete objects with a request for each; return the last refusal if some are refused.
 
         :raises RefusedError: many in a row are refused: probably there is no permission for any.
         """
-        refusal: RefusedError | None = None
+        refusal: RequestRefusedError | None = None
         in_a_row = 0
         for key in keys:
             try:
                 self._run(partial(self._transport.delete, [key]))
                 in_a_row = 0
-            except RefusedError as error:
+            except RequestRefusedError as error:
                 refusal = error
                 in_a_row += 1
                 if in_a_row == _REFUSALS:

@@ -45,25 +45,25 @@ class RangeError(ObjectMissingError):
     """The object exists, and ends at or before the first byte of the requested range."""
 
 
-class RefusedError(S3Error):
+class RequestRefusedError(S3Error):
     """The server rejected the request: credentials, policy, bucket, region, an archived or locked
     object."""
 
     healthy = True
 
 
-class KeysRefusedError(RefusedError):
+class KeysRefusedError(RequestRefusedError):
     """The server carried out a deletion of several objects, and refused to delete some of them."""
 
 
-class NoCredentialsError(RefusedError):
+class NoCredentialsError(RequestRefusedError):
     """No request was made: there are no credentials. Each call looks for them again, which takes
     time where a metadata server does not answer, so the breaker counts this error."""
 
     healthy = False
 
 
-class ReplacedError(S3Error):
+class ObjectReplacedError(S3Error):
     """The object was replaced during its download: the bytes that arrived belong to the previous
     one."""
 
@@ -93,7 +93,7 @@ class BreakerOpenError(S3Error):
     healthy = True
 
 
-class Clock:
+class TransportClock:
     """Time and randomness of one handle. A simulation replaces it."""
 
     random: random.Random = random.SystemRandom()
@@ -109,7 +109,7 @@ class Clock:
 class Deadline:
     """Time by which an operation must end: ``seconds`` after its start."""
 
-    def __init__(self, seconds: float, clock: Clock | None = None) -> None:
+    def __init__(self, seconds: float, clock: TransportClock | None = None) -> None:
         self.seconds = seconds
         self._now = time.monotonic if clock is None else clock.monotonic
         self._at = self._now() + seconds
@@ -207,7 +207,7 @@ class Sink:
         :raises ReplacedError: this is not the object of the earlier attempts.
         """
         if self.begun and etag != self._etag:
-            raise ReplacedError("the object was replaced while it was downloaded")
+            raise ObjectReplacedError("the object was replaced while it was downloaded")
         if not self.begun:
             self._etag = etag
             self.length = min(self._range, length)
@@ -328,7 +328,7 @@ class Transport(ABC):
         :param name: the operation, such as ``get_bucket_versioning``.
         :raises RefusedError: there is no permission, or the server does not know the setting.
         """
-        raise RefusedError(f"{name} is not known")
+        raise RequestRefusedError(f"{name} is not known")
 
     @abstractmethod
     def close(self) -> None:

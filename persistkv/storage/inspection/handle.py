@@ -13,7 +13,7 @@ from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.inspection.labels import relabel
 from persistkv.storage.inspection.listing import Page, Sort, list_requests
 from persistkv.storage.inspection.requests import (
-    NamespaceView,
+    NamespaceSummary,
     RequestView,
     chosen_namespaces,
     find_request,
@@ -106,10 +106,10 @@ class StoreHandle:
             merge_copies=merge_copies,
         )
 
-    def namespaces(self) -> list[NamespaceView]:
+    def namespaces(self) -> list[NamespaceSummary]:
         """Return the namespaces of the store with their identities, oldest first."""
         spaces = chosen_namespaces(self.backend, None)
-        return [NamespaceView.of(space) for space in spaces]
+        return [NamespaceSummary.of(space) for space in spaces]
 
     def stats(self) -> StoreTotals:
         """Return totals of the store and of each namespace. Reads all pack tables and manifest

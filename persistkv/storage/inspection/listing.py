@@ -12,7 +12,7 @@ import msgspec
 from persistkv.storage.backend import Backend
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.inspection.requests import (
-    NamespaceView,
+    NamespaceSummary,
     RequestView,
     chosen_namespaces,
     copy_group,
@@ -37,7 +37,7 @@ class Page(msgspec.Struct, frozen=True):
     offset: int
     """Number of rows of the list before this page."""
     requests: list[RequestView]
-    namespaces: list[NamespaceView]
+    namespaces: list[NamespaceSummary]
     """The selected namespaces, oldest first."""
 
 
@@ -111,7 +111,7 @@ def list_requests(
         len(rows),
         offset,
         _with_uses_and_copies(backend, shown, short_ids(names)),
-        [NamespaceView.of(space) for space in namespaces],
+        [NamespaceSummary.of(space) for space in namespaces],
     )
 
 

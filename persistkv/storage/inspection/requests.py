@@ -45,7 +45,7 @@ def _shared_length(left: str, right: str) -> int:
     return min(len(left), len(right))
 
 
-class NamespaceView(msgspec.Struct, frozen=True):
+class NamespaceSummary(msgspec.Struct, frozen=True):
     """A namespace with its identity."""
 
     id: str
@@ -57,7 +57,7 @@ class NamespaceView(msgspec.Struct, frozen=True):
     empty."""
 
     @classmethod
-    def of(cls, namespace: Namespace) -> NamespaceView:
+    def of(cls, namespace: Namespace) -> NamespaceSummary:
         """Return the view of a namespace."""
         identity = namespace.identity
         return cls(

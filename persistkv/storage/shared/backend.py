@@ -50,7 +50,7 @@ from persistkv.storage.shared.clock import Clock
 from persistkv.storage.shared.format import (
     MAX_SMALL_BYTES,
 )
-from persistkv.storage.shared.index.rebuild import FoundPack
+from persistkv.storage.shared.index.rebuild import UnnamedPack
 from persistkv.storage.shared.namespace import SharedNamespace
 from persistkv.storage.shared.opened import OpenedNamespaces
 from persistkv.storage.shared.options import SharedOptions, parse_shared
@@ -213,7 +213,7 @@ class SharedBackend(Backend):
 
         :raises StoreError: the medium failed; packs that were named before stay.
         """
-        found: list[FoundPack] = []
+        found: list[UnnamedPack] = []
         skipped: Counter[str] = Counter()
         namespaces = 0
         for namespace in self.namespaces():

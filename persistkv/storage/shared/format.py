@@ -110,7 +110,9 @@ class Pin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     pinned: bool
 
 
-class Use(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class UseEntry(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
     """Packs that were used at one time."""
 
     time: float
@@ -131,7 +133,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Content of every index object. A new field needs a new ``FORMAT_VERSION``."""
 
     packs: Sequence[PackEntry] = ()
-    uses: Sequence[Use] = ()
+    uses: Sequence[UseEntry] = ()
     removed: Sequence[Tombstone] = ()
     manifests: Sequence[ManifestEntry] = ()
     dropped: Sequence[Dropped] = ()
@@ -192,7 +194,7 @@ def union(deltas: Iterable[Delta], includes: Sequence[str]) -> Delta:
     """Return a delta that contains the content of several, and includes the objects with these
     names."""
     packs: list[PackEntry] = []
-    uses: list[Use] = []
+    uses: list[UseEntry] = []
     removed: list[Tombstone] = []
     manifests: list[ManifestEntry] = []
     dropped: list[Dropped] = []

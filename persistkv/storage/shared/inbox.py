@@ -32,14 +32,14 @@ from persistkv.storage.shared.format import (
     PackEntry,
     Pin,
     Tombstone,
-    Use,
+    UseEntry,
     encode_delta,
     union,
 )
 from persistkv.storage.shared.index.merge import Merger
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.packs import PackBlobs, Upload
-from persistkv.storage.shared.replica import KeysPlace, Plan, Replica
+from persistkv.storage.shared.replica import CommitPlan, KeysPlace, Replica
 
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours
 # of a commit: a merge writes several into one object
@@ -105,7 +105,7 @@ class Inbox:
     def _delta(
         self,
         batch: CommitBatch,
-        plan: Plan,
+        plan: CommitPlan,
         upload: Upload,
         used: Sequence[bytes],
     ) -> Delta:
@@ -120,7 +120,7 @@ class Inbox:
         named = dict.fromkeys(used)
         for write in batch.manifests:
             named.update(dict.fromkeys(write.packs))
-        uses = [Use(now, b"".join(named))] if named else []
+        uses = [UseEntry(now, b"".join(named))] if named else []
 
         digests = [self._digest(write) for write in batch.manifests]
         digests += [digest for digest, _ in plan.pins]
@@ -231,8 +231,8 @@ def _waiting(uses: Mapping[bytes, float], lost: Mapping[bytes, float]) -> Delta:
     :param uses: pack id → time, in the order of the times.
     :param lost: name → time.
     """
-    joined: list[Use] = []
+    joined: list[UseEntry] = []
     for time, pack_ids in groupby(uses, key=uses.__getitem__):
-        joined.append(Use(time, b"".join(pack_ids)))
+        joined.append(UseEntry(time, b"".join(pack_ids)))
     removed = [Tombstone(name, time) for name, time in lost.items()]
     return Delta(uses=joined, removed=removed)

@@ -17,7 +17,7 @@ from persistkv.storage.shared.inbox import Inbox
 from persistkv.storage.shared.index.follower import Follower
 from persistkv.storage.shared.index.merge import Merger
 from persistkv.storage.shared.index.reader import IndexReader
-from persistkv.storage.shared.index.rebuild import FoundPack, Rebuilder
+from persistkv.storage.shared.index.rebuild import Rebuilder, UnnamedPack
 from persistkv.storage.shared.index.sweep import Sweeper
 from persistkv.storage.shared.index.totals import NamespaceLimits, TotalsBoard
 from persistkv.storage.shared.options import SharedOptions
@@ -166,7 +166,7 @@ class SharedNamespace:
 
     def rebuild(
         self, progress: Callable[[int, int], None]
-    ) -> tuple[list[FoundPack], Counter[str]]:
+    ) -> tuple[list[UnnamedPack], Counter[str]]:
         """Name packs again that the index does not name; return them, and the number of skipped
         blobs by reason.
 

@@ -23,7 +23,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import files, fsck, opening
-from persistkv_lmdb.fsck import Finding, Verdict, inspect
+from persistkv_lmdb.fsck import CheckResult, Finding, inspect
 from tests.backends.lmdb.conftest import Opener, stdout_of
 
 KILLED_WRITER = """
@@ -121,7 +121,7 @@ def test_open_after_killed_writer_inspects_once_and_keeps_content(
 ) -> None:
     run_killed_writer(path, filled, commits=3)
     backend = open_store()
-    assert [found.verdict for found in inspections] == [Verdict.FINE]
+    assert [found.verdict for found in inspections] == [CheckResult.FINE]
     assert len(tables(backend, filled)) == 4
     check_totals(backend)
     backend.close()
@@ -164,7 +164,7 @@ def test_open_damaged_after_clean_close_quarantines(
     data[16] ^= 0xFF  # LMDB's magic number
     (path / "data.mdb").write_bytes(data)
     assert list(open_store().namespaces()) == []
-    assert [found.verdict for found in inspections] == [Verdict.DAMAGED]
+    assert [found.verdict for found in inspections] == [CheckResult.DAMAGED]
     assert len(quarantined_copies(path)) == 1
 
 
@@ -378,7 +378,7 @@ def test_inspect_child_cannot_start_returns_unknown_and_keeps_store(
 ) -> None:
     run_killed_writer(path, filled)
     monkeypatch.setattr(sys, "executable", "/nonexistent")
-    assert inspect(path).verdict is Verdict.UNKNOWN
+    assert inspect(path).verdict is CheckResult.UNKNOWN
     assert len(tables(open_store(), filled)) == 1
 
 
@@ -387,16 +387,16 @@ def test_inspect_child_cannot_start_returns_unknown_and_keeps_store(
     [
         (
             "import os, signal; os.kill(os.getpid(), signal.SIGBUS)",
-            (Verdict.DAMAGED, "SIGBUS"),
+            (CheckResult.DAMAGED, "SIGBUS"),
         ),
         (
             "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-            (Verdict.UNKNOWN, "-9"),
+            (CheckResult.UNKNOWN, "-9"),
         ),
-        ("import time; time.sleep(600)", (Verdict.UNKNOWN, "did not end")),
-        ("while True: pass", (Verdict.DAMAGED, "SIGXCPU")),
-        ("raise MemoryError", (Verdict.UNKNOWN, "exit code 1")),
-        ("raise SystemExit(3)", (Verdict.UNKNOWN, "exit code 3")),
+        ("import time; time.sleep(600)", (CheckResult.UNKNOWN, "did not end")),
+        ("while True: pass", (CheckResult.DAMAGED, "SIGXCPU")),
+        ("raise MemoryError", (CheckResult.UNKNOWN, "exit code 1")),
+        ("raise SystemExit(3)", (CheckResult.UNKNOWN, "exit code 3")),
     ],
 )
 def test_inspect_child_exit_determines_verdict(
@@ -404,7 +404,7 @@ def test_inspect_child_exit_determines_verdict(
     filled: bytes,
     monkeypatch: pytest.MonkeyPatch,
     program: str,
-    finding: tuple[Verdict, str],
+    finding: tuple[CheckResult, str],
 ) -> None:
     monkeypatch.setattr(fsck, "PROGRAM", program)
     if "sleep" in program or "while" in program:
@@ -440,15 +440,15 @@ def change_rows(path: Path, database: bytes, row: bytes) -> None:
 @pytest.mark.parametrize(
     ("database", "row", "verdict"),
     [
-        (b"packs", b"no table", Verdict.FINE),
-        (b"uses", b"", Verdict.FINE),
-        (b"chains", b"odd", Verdict.FINE),
-        (b"manifests", b"\xc1", Verdict.FINE),
-        (b"manifest_keys", b"\xc1", Verdict.FINE),
-        (b"namespaces", b"{}", Verdict.FINE),
-        (b"states", b"", Verdict.DAMAGED),
-        (b"states", bytes(56), Verdict.DAMAGED),
-        (b"states", b"\xff" * 56, Verdict.DAMAGED),
+        (b"packs", b"no table", CheckResult.FINE),
+        (b"uses", b"", CheckResult.FINE),
+        (b"chains", b"odd", CheckResult.FINE),
+        (b"manifests", b"\xc1", CheckResult.FINE),
+        (b"manifest_keys", b"\xc1", CheckResult.FINE),
+        (b"namespaces", b"{}", CheckResult.FINE),
+        (b"states", b"", CheckResult.DAMAGED),
+        (b"states", bytes(56), CheckResult.DAMAGED),
+        (b"states", b"\xff" * 56, CheckResult.DAMAGED),
     ],
 )
 def test_open_unreadable_row_quarantines_only_for_namespace_state(
@@ -458,7 +458,7 @@ def test_open_unreadable_row_quarantines_only_for_namespace_state(
     identity: Identity,
     database: bytes,
     row: bytes,
-    verdict: Verdict,
+    verdict: CheckResult,
 ) -> None:
     """If the bad row only describes content whose loss is a cache miss, the store is kept and
     accepts new content."""
@@ -468,7 +468,7 @@ def test_open_unreadable_row_quarantines_only_for_namespace_state(
     before.environment.suspect()
     before.close()
     backend = open_store()
-    assert len(quarantined_copies(path)) == (verdict is Verdict.DAMAGED)
+    assert len(quarantined_copies(path)) == (verdict is CheckResult.DAMAGED)
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
     payload = payload_of(pack)

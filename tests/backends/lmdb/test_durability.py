@@ -22,7 +22,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend, files
-from persistkv_lmdb.fsck import Verdict, inspect
+from persistkv_lmdb.fsck import CheckResult, inspect
 from tests.backends.lmdb.conftest import IDENTITY, Opener
 
 KILLED_IN_COMMIT = """
@@ -258,7 +258,7 @@ def test_transaction_meta_page_ahead_of_lock_file_is_adopted(
     with shared.transaction(write=True) as transaction:
         assert transaction.txn.id() == number + 1
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
-    assert inspect(path).verdict is Verdict.FINE
+    assert inspect(path).verdict is CheckResult.FINE
     assert len(tables(backend, namespace)) == 2
     assert read_pack(backend, namespace, held.table) == payload_of(held)
 

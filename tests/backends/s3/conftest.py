@@ -20,7 +20,7 @@ from persistkv.config import StoreUrl
 from persistkv_s3 import S3Backend
 from persistkv_s3.blobs import S3Blobs
 from persistkv_s3.client.boto import BotoClient
-from persistkv_s3.options import Place, S3Options, parse_url
+from persistkv_s3.options import BucketPlace, S3Options, parse_url
 from tests.backends.s3.faults import FaultProxy
 from tests.storage.host.conftest import hosted  # noqa: F401
 
@@ -85,7 +85,7 @@ def bucket(raw_client: Any) -> str:
 class CountingClient(BotoClient):
     """Client that counts requests and calls ``before`` with the verb and URL of each request."""
 
-    def __init__(self, place: Place, options: S3Options) -> None:
+    def __init__(self, place: BucketPlace, options: S3Options) -> None:
         super().__init__(place, options)
         self.counts: Counter[str] = Counter()
         self.sent: list[tuple[str, dict[str, Any]]] = []

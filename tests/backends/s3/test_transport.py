@@ -15,7 +15,6 @@ from persistkv_s3.client.transport import (
     Body,
     BreakerOpenError,
     BrokenError,
-    Clock,
     Deadline,
     KeysRefusedError,
     LateError,
@@ -23,12 +22,13 @@ from persistkv_s3.client.transport import (
     NoCredentialsError,
     ObjectInfo,
     ObjectMissingError,
-    RefusedError,
-    ReplacedError,
+    ObjectReplacedError,
+    RequestRefusedError,
     S3Error,
     Sink,
     ThrottledError,
     Transport,
+    TransportClock,
 )
 
 DATA = bytes(range(256)) * 4
@@ -100,7 +100,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def make_bucket(client: Transport, deadline_s: float = 10.0) -> Bucket:
-    return Bucket(client, Breaker("test", 10.0, Clock()), deadline_s, Clock())
+    return Bucket(
+        client, Breaker("test", 10.0, TransportClock()), deadline_s, TransportClock()
+    )
 
 
 def test_body_reads_pieces_at_send_time_and_rewinds() -> None:
@@ -192,7 +194,7 @@ def test_sink_object_replaced_between_attempts_raises() -> None:
     sink = Sink(8, [memoryview(bytearray(8))])
     sink.expect(8, '"etag"')
     sink.advance(3)
-    with pytest.raises(ReplacedError):
+    with pytest.raises(ObjectReplacedError):
         sink.expect(5, '"other"')
 
 
@@ -215,7 +217,7 @@ def test_read_deadline_passed_in_retry_raises_with_first_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RefusedError("x"), ObjectMissingError("x"), LateError("x")]
+    "error", [RequestRefusedError("x"), ObjectMissingError("x"), LateError("x")]
 )
 def test_head_permanent_error_is_not_retried(error: S3Error) -> None:
     client = Scripted(error)
@@ -253,7 +255,7 @@ class NoJitter(Random):
         return 1.0
 
 
-class BreakerClock(Clock):
+class BreakerClock(TransportClock):
     random = NoJitter()
 
     def __init__(self) -> None:
@@ -322,9 +324,9 @@ def test_bucket_slow_large_transfers_keep_breaker_closed(verb: str) -> None:
     """Each transfer takes five times the limit for a small request."""
     bucket = Bucket(
         Scripted(after=lambda: Event().wait(0.05)),
-        Breaker("test", 0.01, Clock()),
+        Breaker("test", 0.01, TransportClock()),
         10.0,
-        Clock(),
+        TransportClock(),
     )
     for _ in range(5):
         if verb == "put":
@@ -367,7 +369,8 @@ def test_bucket_missing_objects_keep_breaker_closed() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RefusedError("403"), KeysRefusedError("403"), ReplacedError("etag")]
+    "error",
+    [RequestRefusedError("403"), KeysRefusedError("403"), ObjectReplacedError("etag")],
 )
 def test_bucket_answers_about_objects_keep_breaker_closed(error: S3Error) -> None:
     bucket = make_bucket(Scripted(*[error] * 50))

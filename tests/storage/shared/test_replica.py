@@ -24,9 +24,9 @@ from persistkv.storage.shared.format import (
     PackEntry,
     Pin,
     Tombstone,
+    UseEntry,
     encode_delta,
 )
-from persistkv.storage.shared.format import Use as UseEntry
 from persistkv.storage.shared.replica import Replica
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack

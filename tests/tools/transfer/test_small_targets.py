@@ -9,7 +9,7 @@ import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity
-from persistkv_tools.transfer.room import Room, capacity_for
+from persistkv_tools.transfer.room import TargetRoom, capacity_for
 from tests.tools.contexts import Contexts
 from tests.tools.transfers import copy
 
@@ -207,7 +207,7 @@ class TestSmallTargets:
     def test_capacity_for_any_content_size_leaves_enough_room(self):
         """The capacity of a store that ``copy`` creates is enough for content of any size."""
         for size in (0, 1 << 20, 100 << 20, 3 << 30, 700 << 30, 9 << 40):
-            assert Room(capacity_for(size)).free_bytes >= size
+            assert TargetRoom(capacity_for(size)).free_bytes >= size
 
     def test_copy_target_without_capacity_accepts_all_requests(
         self, source, memory_store

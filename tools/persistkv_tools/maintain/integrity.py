@@ -44,11 +44,11 @@ from persistkv.storage.threads import ThreadPool
 from persistkv_tools import options
 from persistkv_tools.packs import (
     BATCH_BYTES,
-    Finding,
-    OtherReleaseError,
+    Defect,
     Piece,
     Problem,
     Took,
+    UnknownCodecError,
     check_pack,
     check_piece,
     pieces,
@@ -75,7 +75,7 @@ class Tally(msgspec.Struct, kw_only=True):
     other_release_packs: int = 0
     """Packs of a codec that this release does not know: they could not be checked, and are not part
     of ``packs``."""
-    findings: list[Finding] = []
+    findings: list[Defect] = []
 
 
 class VerifyState(Tally, kw_only=True):
@@ -156,7 +156,7 @@ def read_catalogues(backend: Backend) -> list[NamespacePacks]:
         return [NamespacePacks(backend, name) for name in names]
 
 
-def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Finding] | None:
+def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] | None:
     """Return a finding for each total of the store that differs from its readable rows; None if
     others kept writing."""
     for _ in range(_ATTEMPTS):
@@ -179,12 +179,12 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Finding] 
     return None
 
 
-def _unread(problem: Problem, what: str, rows: int) -> Iterator[Finding]:
+def _unread(problem: Problem, what: str, rows: int) -> Iterator[Defect]:
     """Yield a finding if the totals count other rows than can be read; ``rows``: the excess."""
     if rows:
         number = f"{abs(rows)} {'more' if rows > 0 else 'fewer'}"
         detail = f"the totals count {number} {what} than can be read"
-        yield Finding(problem=problem, detail=detail, count=abs(rows))
+        yield Defect(problem=problem, detail=detail, count=abs(rows))
 
 
 def packs_left(
@@ -346,7 +346,7 @@ class Verifier:
     ) -> None:
         try:
             tally.findings += self._confirmed(space, table, tally) if is_suspect else []
-        except OtherReleaseError:
+        except UnknownCodecError:
             tally.other_release_packs += 1
             return
         tally.packs += 1
@@ -355,10 +355,10 @@ class Verifier:
 
     def _confirmed(
         self, space: NamespacePacks, table: PackTable, tally: Tally
-    ) -> list[Finding]:
+    ) -> list[Defect]:
         """Check a suspect pack again and return its findings; none if it was deleted or replaced by
         a good one."""
-        findings: list[Finding] = []
+        findings: list[Defect] = []
         for _ in range(_ATTEMPTS):
             space.refresh()
             current = space.tables.get(table.pack_id)
@@ -379,13 +379,13 @@ class Verifier:
 def _is_good(piece: Piece, found: memoryview) -> bool:
     try:
         return next(check_piece(piece, found), None) is None
-    except OtherReleaseError:
+    except UnknownCodecError:
         return False
 
 
 def check_manifests(
     backend: Backend, spaces: list[NamespacePacks], took: Took
-) -> tuple[int, list[Finding]]:
+) -> tuple[int, list[Defect]]:
     """Return the number of requests, and a finding for each with unreadable keys or with blocks
     that are not held."""
     checked, findings = 0, []
@@ -413,10 +413,10 @@ def check_manifests(
 
 def _suspects(
     backend: Backend, space: NamespacePacks, names: list[str], took: Took
-) -> dict[str, Finding]:
+) -> dict[str, Defect]:
     tables = space.tables.values() if names else ()
     held = HeldKeys(table.keys for table in tables)
-    found: dict[str, Finding] = {}
+    found: dict[str, Defect] = {}
     waiting = keys_of(backend, space.namespace, names)
     while some := list(islice(waiting, _MANIFESTS_AT_ONCE)):
         counts = held.missing([keys or () for _, keys in some])
@@ -428,7 +428,7 @@ def _suspects(
             if keys is None:
                 problem, detail = Problem.MANIFEST_KEYS, "its keys cannot be read"
             if keys is None or missing:
-                found[name] = Finding(
+                found[name] = Defect(
                     problem=problem,
                     detail=detail,
                     namespace=space.namespace.hex(),

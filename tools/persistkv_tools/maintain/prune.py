@@ -83,7 +83,7 @@ class Quarantine(msgspec.Struct):
     """Bytes on disk of the directories that were deleted; 0 before the deletion."""
 
 
-class Amount(msgspec.Struct):
+class PrunedTotals(msgspec.Struct):
     """Totals of a set of packs: their number, their blocks, and the bytes of their payloads."""
 
     packs: int = 0
@@ -96,7 +96,7 @@ class Amount(msgspec.Struct):
         self.stored_bytes += table.payload_length
 
 
-class Plan(msgspec.Struct):
+class PrunePlan(msgspec.Struct):
     """Requests and packs that a prune will delete."""
 
     requests: list[RequestView]
@@ -108,7 +108,7 @@ class Plan(msgspec.Struct):
     without_packs: list[str]
     """Ids of those of ``staying`` of which the store holds no pack, or whose keys cannot be
     read."""
-    goes: Amount
+    goes: PrunedTotals
     """Totals of the packs to delete."""
     private_blocks_left: int
     """Blocks that only chosen requests name, and that stay because other requests use their
@@ -119,7 +119,7 @@ class Done(msgspec.Struct):
     """Totals of a prune's deletions. Requests are counted after the last commit of their namespace
     or an error."""
 
-    goes: Amount = msgspec.field(default_factory=Amount)
+    goes: PrunedTotals = msgspec.field(default_factory=PrunedTotals)
     requests: int = 0
     staying: list[str] = []
     """Ids of chosen requests that the store still holds."""
@@ -223,7 +223,7 @@ def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outc
     return _Outcome(pruning.done, None, backend.stats(), backend.free_space())
 
 
-def _all_gone(plan: Plan, outcome: _Outcome) -> bool:
+def _all_gone(plan: PrunePlan, outcome: _Outcome) -> bool:
     """Return whether all chosen requests were or will be deleted, with all their blocks."""
     staying: Sequence[object] = plan.staying
     if outcome.done is not None:
@@ -293,7 +293,7 @@ def _print_sizes(
     render.say(line)
 
 
-def _print_plan(plan: Plan, damaged: Quarantine) -> None:
+def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
     without_packs = [view for view in plan.staying if view.id in plan.without_packs]
     shared = [view for view in plan.staying if view.id not in plan.without_packs]
     reason = _NO_PACKS.format(whose="their")
@@ -359,7 +359,7 @@ def _print_staying(names: Sequence[str], reason: str) -> None:
         render.say(f"not deleted: {requests}, because {because}")
 
 
-def _amount(amount: Amount) -> str:
+def _amount(amount: PrunedTotals) -> str:
     return f"{render.count(amount.packs, 'pack')}, {render.format_size(amount.stored_bytes)}"
 
 
@@ -549,7 +549,7 @@ class Prune:
         if keep_bytes is not None:
             self._shrink_to(keep_bytes)
 
-        self.plan = Plan([], [], [], Amount(), 0)
+        self.plan = PrunePlan([], [], [], PrunedTotals(), 0)
         for usage in self._usages:
             if usage.doomed or orphans:
                 self._plan(usage, orphans, shared_packs)

@@ -52,7 +52,7 @@ from persistkv_tools.maintain.integrity import (
     packs_left,
     read_catalogues,
 )
-from persistkv_tools.packs import BATCH_BYTES, Finding, check_pack
+from persistkv_tools.packs import BATCH_BYTES, Defect, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _SAVE_S = 5.0
@@ -313,7 +313,7 @@ def check_store(
     )
 
 
-def _count_problems(findings: Iterable[Finding]) -> Counter[str]:
+def _count_problems(findings: Iterable[Defect]) -> Counter[str]:
     counts = Counter[str]()
     for finding in findings:
         counts[finding.problem.value] += finding.count
@@ -442,7 +442,7 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
     )
 
 
-def plan_repair(backend: Backend, findings: Iterable[Finding]) -> RepairPlan:
+def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:
     """Return the packs of ``findings`` that the store still holds, and the requests that name
     them."""
     plan = RepairPlan()
@@ -468,7 +468,7 @@ def plan_repair(backend: Backend, findings: Iterable[Finding]) -> RepairPlan:
     return plan
 
 
-def repair_packs(backend: Backend, findings: Iterable[Finding], done: Repaired) -> None:
+def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -> None:
     """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them;
     each commit updates ``done``.
 

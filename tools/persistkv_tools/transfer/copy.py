@@ -37,7 +37,7 @@ from persistkv_tools.command import (
 )
 from persistkv_tools.options import open_if_exists
 from persistkv_tools.progress import Throttle, byte_progress, counted
-from persistkv_tools.transfer.plan import Copied, Place, Plan, Source, counts
+from persistkv_tools.transfer.plan import Copied, CopyPlan, CopyTarget, Source, counts
 from persistkv_tools.transfer.writer import run_plan
 
 _SHOWN = 20
@@ -126,7 +126,7 @@ class CopyOutcome(NamedTuple):
     """What was copied, and where it was written."""
 
     copied: Copied
-    place: Place
+    place: CopyTarget
 
 
 def copy_content(
@@ -168,7 +168,7 @@ def copy_content(
     spaces = chosen_namespaces(backend, namespace) if everything else []
     sources = _sources(backend, chosen, spaces)
     with open_if_exists(target) as there:
-        plan = Plan(sources, there, everything=everything)
+        plan = CopyPlan(sources, there, everything=everything)
         place = plan.place(there, target, backend.stats().capacity)
     if dry_run:
         return CopyOutcome(plan.expected(), place)

@@ -15,8 +15,8 @@ from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.inspection.pack_tables import NamespacePacks, Packs, all_keys
 from persistkv_tools import render
-from persistkv_tools.packs import OtherReleaseError, Took, check_pack
-from persistkv_tools.transfer.room import Room, capacity_for, store_bytes
+from persistkv_tools.packs import Took, UnknownCodecError, check_pack
+from persistkv_tools.transfer.room import TargetRoom, capacity_for, store_bytes
 
 
 class StoreTooSmallError(PersistKVError):
@@ -77,7 +77,7 @@ class Source:
         payload = bytearray()
         try:
             defects = check_pack(self._backend, table, took, payload)
-        except OtherReleaseError:
+        except UnknownCodecError:
             return None
         return None if defects else payload
 
@@ -91,7 +91,7 @@ class Missing(NamedTuple):
     """Ids of the packs that hold a block of the request, and some block that the target lacks."""
 
 
-class Place(NamedTuple):
+class CopyTarget(NamedTuple):
     """Where a copy is written."""
 
     url: str
@@ -101,7 +101,7 @@ class Place(NamedTuple):
     """Bytes; None: unlimited."""
 
 
-class Plan:
+class CopyPlan:
     """The content of sources that a target lacks.
 
     :param target: open for reading; None: it does not exist yet.
@@ -141,7 +141,7 @@ class Plan:
             stored_bytes=self.payload_bytes,
         )
 
-    def check_room(self, room: Room | None, url: str) -> None:
+    def check_room(self, room: TargetRoom | None, url: str) -> None:
         """Raise ``StoreTooSmallError`` if the content does not fit.
 
         :param room: room in the target; None: unlimited.
@@ -163,7 +163,7 @@ class Plan:
 
     def place(
         self, target: Backend | None, url: str, source_capacity: int | None
-    ) -> Place:
+    ) -> CopyTarget:
         """Return where to write the content.
 
         If the default capacity of a new target is too small for the content, or below that of the
@@ -173,22 +173,22 @@ class Plan:
         :raises StoreTooSmallError: the content does not fit; nothing was created or written.
         """
         if target is not None:
-            room = Room.of(target)
+            room = TargetRoom.of(target)
             self.check_room(room, url)
-            return Place(url, None if room is None else room.capacity)
+            return CopyTarget(url, None if room is None else room.capacity)
 
         parsed = StoreUrl.parse(url)
         capacity = BACKENDS.get(parsed.scheme).new_policy(parsed).capacity
         if capacity is None:
-            return Place(url, None)
+            return CopyTarget(url, None)
         wanted = max(source_capacity or 0, capacity_for(self.store_bytes))
         place = url
         if capacity < wanted and "capacity" not in parsed.options:
             mark = "&" if "?" in url else "?"
             place = f"{url}{mark}capacity={wanted}"
             capacity = wanted
-        self.check_room(Room(capacity), url)
-        return Place(place, capacity)
+        self.check_room(TargetRoom(capacity), url)
+        return CopyTarget(place, capacity)
 
     def _compare(
         self, source: Source, target: Backend | None, *, everything: bool

@@ -46,14 +46,14 @@ def capacity_for(content_bytes: int) -> int:
     return -(-wanted // _MIB) * _MIB
 
 
-class Room(NamedTuple):
+class TargetRoom(NamedTuple):
     """Capacity of a store, and the bytes of it that content and catalogue rows take."""
 
     capacity: int
     held_bytes: int = _EMPTY_BYTES
 
     @classmethod
-    def of(cls, backend: Backend) -> Room | None:
+    def of(cls, backend: Backend) -> TargetRoom | None:
         """Return the room in an open store; None if its size is unlimited."""
         stats = backend.stats()
         if stats.capacity is None:

@@ -17,11 +17,11 @@ from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
 from persistkv_tools.packs import Took
-from persistkv_tools.transfer.plan import Copied, Plan, Source
-from persistkv_tools.transfer.room import Room
+from persistkv_tools.transfer.plan import Copied, CopyPlan, Source
+from persistkv_tools.transfer.room import TargetRoom
 
 
-def run_plan(plan: Plan, target: Backend, url: str, took: Took) -> Copied:
+def run_plan(plan: CopyPlan, target: Backend, url: str, took: Took) -> Copied:
     """Copy the content of a plan, requests oldest first. Other processes may write meanwhile.
 
     :param url: URL of the target, for errors.
@@ -30,7 +30,7 @@ def run_plan(plan: Plan, target: Backend, url: str, took: Took) -> Copied:
         their content.
     """
     # The target may have been filled since the plan was made.
-    plan.check_room(Room.of(target), url)
+    plan.check_room(TargetRoom.of(target), url)
     copied = msgspec.structs.replace(plan.known, incomplete=[*plan.known.incomplete])
     writers = []
     for source in plan.sources:

@@ -29,7 +29,7 @@ _TAIL_BYTES = 64 << 10  # 64 KiB: most tables are shorter, and are read with one
 _COMMIT_BYTES = 4 << 20  # 4 MiB of tables per commit
 
 
-class FoundPack(NamedTuple):
+class UnnamedPack(NamedTuple):
     """A pack that the index did not name."""
 
     entry: PackEntry
@@ -59,12 +59,12 @@ class Rebuilder:
         self.skipped: Counter[str] = Counter()
         """Reason → number of blobs that are not packs of the namespace, or stay deleted."""
 
-    def rebuild(self) -> list[FoundPack]:
+    def rebuild(self) -> list[UnnamedPack]:
         """Commit all packs that the index does not name; return them.
 
         :raises StoreError: the medium failed; packs that were committed before stay.
         """
-        found: list[FoundPack] = []
+        found: list[UnnamedPack] = []
         waiting: list[PackEntry] = []
         for pack in self._unnamed():
             found.append(pack)
@@ -76,7 +76,7 @@ class Rebuilder:
             self._commit(waiting)
         return found
 
-    def _unnamed(self) -> Iterator[FoundPack]:
+    def _unnamed(self) -> Iterator[UnnamedPack]:
         candidates = self._candidates()
         total = sum(info.size for info in candidates)
         done = 0
@@ -93,7 +93,7 @@ class Rebuilder:
                 self.skipped["packs of another place"] += 1
                 continue
             entry = PackEntry(pack_id, name[-NONCE_BYTES:], body, info.time)
-            yield FoundPack(entry, table, info.size)
+            yield UnnamedPack(entry, table, info.size)
 
     def _candidates(self) -> list[BlobInfo]:
         """Return the blobs of packs that the index neither names nor has ended."""

@@ -3,11 +3,18 @@ environment."""
 
 from persistkv.storage.shared.replica.folder import ReplicaFolder
 from persistkv.storage.shared.replica.replica import (
+    CommitPlan,
     KeysPlace,
     PackBlob,
-    Plan,
     Removals,
     Replica,
 )
 
-__all__ = ["KeysPlace", "PackBlob", "Plan", "Removals", "Replica", "ReplicaFolder"]
+__all__ = [
+    "CommitPlan",
+    "KeysPlace",
+    "PackBlob",
+    "Removals",
+    "Replica",
+    "ReplicaFolder",
+]

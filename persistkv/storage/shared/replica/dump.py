@@ -25,8 +25,8 @@ from persistkv.storage.shared.format import (
     PackEntry,
     Pin,
     Tombstone,
+    UseEntry,
 )
-from persistkv.storage.shared.format import Use as UseEntry
 from persistkv.storage.shared.replica.rows import (
     BLOBS,
     EARLY,

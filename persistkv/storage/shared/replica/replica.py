@@ -109,7 +109,7 @@ class Removals:
     """Tables of the removed packs."""
 
 
-class Plan(NamedTuple):
+class CommitPlan(NamedTuple):
     """What a commit must upload and remove."""
 
     cursor: bytes
@@ -300,7 +300,7 @@ class Replica:
 
     # Plans
 
-    def plan(self, batch: CommitBatch) -> Plan:
+    def plan(self, batch: CommitBatch) -> CommitPlan:
         """Return what a commit of the batch must upload and remove; change nothing."""
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
@@ -322,7 +322,7 @@ class Replica:
                 for name in names_of(rows, pack_id):
                     if name not in removals.packs:
                         removals.packs.append(name)
-        return Plan(cursor, list(missing.values()), removals, pins)
+        return CommitPlan(cursor, list(missing.values()), removals, pins)
 
     def _held_pins(
         self, rows: TableRows, batch: CommitBatch

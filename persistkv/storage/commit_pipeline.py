@@ -75,14 +75,21 @@ class Staging:
         self, request: str, segments: Iterable[Segment], *, whole: bool = False
     ) -> None:
         """Copy blocks to a pack of their own (``whole``) or to the request's open pack. Their rows
-        are free then."""
+        are free then.
+
+        :raises MemoryError: nothing has changed.
+        """
+        copies: list[Segment] = []
+        for segment in segments:
+            source = StagedBlocks([segment.source.gather(0, len(segment.keys))])
+            copies.append(replace(segment, source=source))
+        # not before: if memory is short, no pack without blocks must wait
         pack = StagedPack(request, time.monotonic(), closed=whole)
         if not whole:
             pack = self._open.setdefault(request, pack)
         self._waiting[pack] = None
-        for segment in segments:
-            copies = StagedBlocks([segment.source.gather(0, len(segment.keys))])
-            pack.segments.append(replace(segment, source=copies))
+        for segment in copies:
+            pack.segments.append(segment)
             pack.num_bytes += segment.raw_length
             self.num_bytes += segment.raw_length
             self._pack_of.update(dict.fromkeys(segment.keys, pack))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from persistkv.memory.rows import RowBlocks
 from persistkv.storage import committer, loading
 from persistkv.storage import store as store_module
 from persistkv.storage.host.client import StoreClient
@@ -167,3 +168,23 @@ def test_host_lack_of_memory_fails_job_only(
     store_blocks(client, hosted, 5, make_keys(4))
     client.submit_load(6, make_keys(4), range(4))
     assert hosted.finish(client, 6).failed == []
+
+
+def test_host_lack_of_memory_for_copies_drops_the_job_and_later_commits_succeed(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "thread", max_age_s=0.1)
+    client.open()
+
+    def fail(*arguments: object) -> Any:
+        raise MemoryError("too little memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowBlocks, "gather", fail)
+        client.submit_store(1, "a", make_keys(2), range(2), None, 2 * BLOCK)
+        outcome = hosted.finish(client, 1)
+        assert (outcome.refused, outcome.failed) == (False, make_keys(2))
+    time.sleep(0.3)  # older than ``max_age_s``
+    store_blocks(client, hosted, 2, make_keys(2))
+    assert all(map(client.contains, make_keys(2)))
+    assert client.counters.restarts == 0

@@ -72,12 +72,21 @@ class Channel:
             return self._connection.receive_rest()
         return self._connection.receive()
 
-    def close(self) -> None:
-        """Detach from the event loop and close the connection."""
+    def stop_receiving(self) -> None:
+        """Receive no further messages; they can still be sent. Idempotent.
+
+        The pidfd of a dead engine and an ended connection are always readable: the event loop would
+        not sleep any more.
+        """
         if self._engine_pidfd is not None:
             self._loop.remove_reader(self._engine_pidfd)
         if self._connection.fileno() >= 0:
             self._loop.remove_reader(self._connection.fileno())
+
+    def close(self) -> None:
+        """Detach from the event loop and close the connection."""
+        self.stop_receiving()
+        if self._connection.fileno() >= 0:
             self._loop.remove_writer(self._connection.fileno())
         self._connection.close()
 

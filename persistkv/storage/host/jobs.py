@@ -178,14 +178,15 @@ class Jobs:
         message = job.message
         assert isinstance(message, protocol.StoreJob)
         keys = message.keys.unpack()
-        depths = array("I", message.depths) or None
         job.move(JobState.ACCEPTING)
         try:
+            depths = array("I", message.depths) or None
             accepted = await self._store.put(
                 message.request, keys, array("I", message.block_ids), depths
             )
         except ValueError as error:
-            logger.error("store job %d is refused: %s", message.job_id, error)
+            # the error references rows
+            logger.error("store job %d is refused: %s", message.job_id, str(error))
             self._answer(job, keys)
             return
         if accepted.writes:
@@ -201,7 +202,8 @@ class Jobs:
         try:
             self._store.end_request(end)
         except ValueError as error:
-            logger.error("the end of request %s is refused: %s", end.request, error)
+            why = str(error)
+            logger.error("the end of request %s is refused: %s", end.request, why)
             self._store.news.persisted.append((end.request, False))
 
     async def _flush(self, message: protocol.Flush) -> None:
@@ -234,7 +236,7 @@ class Jobs:
         try:
             outcome = await self._store.read(keys, array("I", message.block_ids))
         except ValueError as error:
-            logger.error("load job %d is refused: %s", message.job_id, error)
+            logger.error("load job %d is refused: %s", message.job_id, str(error))
             outcome = ReadOutcome(keys)
         if outcome.failed:
             # collisions first: the engine skips stores of keys that it counts as held

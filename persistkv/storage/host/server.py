@@ -110,7 +110,7 @@ class _Server:
     async def _open(self, hello: protocol.Hello, tasks: asyncio.TaskGroup) -> None:
         self._opener = opener = StoreThreads(1)
         try:
-            self._store = await opener.write(partial(open_store, self._buffer, hello))
+            store = await opener.write(partial(self._open_store, hello))
         except (PersistKVError, ValueError) as error:
             # its frames would keep the rows mapped
             traceback.clear_frames(error.__traceback__)
@@ -118,32 +118,46 @@ class _Server:
             return
         finally:
             opener.close()
-        self._session = Session(self._store, self._channel, tasks, hello.engine_pid)
+        self._session = Session(store, self._channel, tasks, hello.engine_pid)
         self._lifecycle.opened()
+
+    def _open_store(self, hello: protocol.Hello) -> Store:
+        """Open the store, on the opener's thread."""
+        # set here: the task that waits for the store may be cancelled
+        self._store = open_store(self._buffer, hello)
+        return self._store
 
     # The end
 
     async def _end(self) -> None:
-        is_remote = (
-            self._store is not None
-            and self._store.catalogue.backend.capabilities.remote
-        )
-        self._lifecycle.ending(remote=is_remote)
+        self._begin_end()
         # its thread reads the rows, and the store that it opens has to be closed
         if self._opening is not None:
             await self._opening
         if self._session is not None:
             await self._session.end(self._release)
 
+    def _begin_end(self) -> None:
+        """Handle no further messages, and tell the owner, which bounds the time of the end."""
+        self._channel.stop_receiving()
+        is_remote = (
+            self._store is not None
+            and self._store.catalogue.backend.capabilities.remote
+        )
+        self._lifecycle.ending(remote=is_remote)
+
     def _close(self, *, is_sound: bool) -> None:
         """Close the store and release the rows. Idempotent.
 
         :param is_sound: False: after an internal error, nothing more is written.
         """
-        store, self._store, self._session = self._store, None, None
+        if not is_sound:
+            self._begin_end()
         try:
             if self._opener is not None:
                 self._opener.close()
+            # not before: its thread may have been opening the store
+            store, self._store, self._session = self._store, None, None
             if store is not None:
                 close_store(store, is_sound=is_sound)
         finally:

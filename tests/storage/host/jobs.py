@@ -16,7 +16,7 @@ from persistkv.storage.host.connection import (
     discard,
 )
 from persistkv.storage.host.protocol import End
-from persistkv.storage.host.server import serve
+from persistkv.storage.host.server import Lifecycle, serve
 from persistkv.storage.host.supervisor import ProcessHost, State
 from persistkv.storage.records import RequestEnd
 
@@ -82,9 +82,16 @@ def wait_for(client: StoreClient, state: State, timeout_s: float = 90.0) -> None
 class Served:
     """The engine's end of a server in a thread."""
 
-    def __init__(self, rows: memoryview) -> None:
+    def __init__(
+        self,
+        rows: memoryview,
+        engine_pidfd: int | None = None,
+        lifecycle: Lifecycle | None = None,
+    ) -> None:
         self.connection, theirs = ThreadConnection.pair()
-        self._thread = threading.Thread(target=serve, args=(theirs, rows))
+        self._thread = threading.Thread(
+            target=serve, args=(theirs, rows, engine_pidfd, lifecycle)
+        )
         self._thread.start()
 
     def receive_until(self, kind: type, timeout_s: float = 90.0) -> list[Any]:
@@ -100,6 +107,10 @@ class Served:
     def close(self) -> None:
         """End the server."""
         self.connection.send(End())
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the end of the server."""
         self._thread.join(90)
         assert not self._thread.is_alive()
         discard(self.connection.receive_rest())

@@ -3,20 +3,38 @@ request."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
+from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.storage.backend import ReadSpan
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.records import RequestEnd
+from persistkv.storage.host.connection import SocketConnection
+from persistkv.storage.host.protocol import (
+    End,
+    Hello,
+    JobDone,
+    LoadJob,
+    Opened,
+    Ping,
+    StoreJob,
+)
+from persistkv.storage.host.server import Lifecycle
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.conformance.suite import tables
 from tests.memory_store import flip
+from tests.storage.host.jobs import Served
 
 BLOCK = 64 << 10
 PATIENCE_S = 30.0
@@ -334,3 +352,127 @@ def test_thread_host_internal_error_refuses_running_jobs(
     outcomes = finish_all(client, {1, 2} - answered)
     assert outcomes[1].refused
     assert not client.contains(make_keys(1)[0])
+
+
+def gated_hello() -> Hello:
+    layout = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),))
+    options = StoreOptions(max_age_s=1e6)
+    return Hello("lmdb:///gated", Identity.of({"w": "w"}).encode(), layout, options)
+
+
+def store_message(job: int, keys: list[bytes], depths: bytes = b"") -> StoreJob:
+    rows = array("I", range(len(keys))).tobytes()
+    return StoreJob(job, PackedKeys.of(keys), rows, f"r{job}", depths)
+
+
+@pytest.mark.parametrize("ends_by", ["close", "end", "death"])
+def test_host_waits_for_hung_commit_at_the_end_without_using_the_cpu(
+    hosted: Any, medium: Medium, ends_by: str
+) -> None:
+    """Also while the closed connection, or the pidfd of the dead engine, stays readable."""
+    engine = subprocess.Popen(["sleep", "1000"])
+    pidfd = os.pidfd_open(engine.pid)
+    served = Served(memoryview(hosted.memory), pidfd)
+    try:
+        served.connection.send(gated_hello())
+        served.receive_until(Opened)
+        medium.commits.shut()
+        served.connection.send(store_message(1, make_keys(64)))
+        medium.commits.await_waiting()
+        if ends_by == "death":
+            engine.kill()
+            engine.wait()
+        else:
+            if ends_by == "end":
+                served.connection.send(End())
+            served.connection.close()
+        time.sleep(0.2)
+        begin = time.process_time()
+        time.sleep(0.5)
+        used_s = time.process_time() - begin
+        medium.commits.open()
+        served.wait()
+    finally:
+        engine.kill()
+        engine.wait()
+        os.close(pidfd)
+    assert used_s < 0.1
+
+
+class Ending(Lifecycle):
+    """Notes whether the server told its owner that it ends."""
+
+    def __init__(self) -> None:
+        self.noted = threading.Event()
+
+    def ending(self, *, remote: bool) -> None:
+        self.noted.set()
+
+
+def test_host_internal_error_while_call_hangs_reports_the_end(
+    hosted: Any, medium: Medium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host process then sets its alarm: an orphan that hangs must not keep the rows."""
+    lifecycle = Ending()
+    served = Served(memoryview(hosted.memory), None, lifecycle)
+    served.connection.send(gated_hello())
+    served.receive_until(Opened)
+    medium.commits.shut()
+    served.connection.send(store_message(1, make_keys(64)))
+    medium.commits.await_waiting()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("persistkv.storage.store.Store.read", broken)
+    # pytest's hook would keep references to the rows
+    monkeypatch.setattr(threading, "excepthook", lambda raised: None)
+    rows = array("I", [70]).tobytes()
+    served.connection.send(LoadJob(2, PackedKeys.of(make_keys(1, 500)), rows))
+    is_noted = lifecycle.noted.wait(5.0)
+    medium.commits.open()
+    served.wait()
+    assert is_noted
+
+
+def test_host_internal_error_while_opening_closes_the_store(
+    hosted: Any, medium: Medium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openings = Gate(medium.backend, "open_namespace")
+    openings.shut()
+    closed = threading.Event()
+    medium.backend.before("close", closed.set)
+    served = Served(memoryview(hosted.memory))
+    served.connection.send(gated_hello())
+    openings.await_waiting()
+
+    def broken(*_: object) -> None:
+        raise MemoryError("no memory for a message")
+
+    monkeypatch.setattr(threading, "excepthook", lambda raised: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(SocketConnection, "receive", broken)
+        served.connection.send(Ping())
+        time.sleep(0.2)
+        openings.open()
+        served.wait()
+    assert closed.is_set()
+
+
+def test_host_store_job_with_malformed_depths_fails_alone(
+    hosted: Any, medium: Medium
+) -> None:
+    served = Served(memoryview(hosted.memory))
+    served.connection.send(gated_hello())
+    served.receive_until(Opened)
+    served.connection.send(store_message(1, make_keys(2), depths=b"odd"))
+    (done,) = of_kind(served.receive_until(JobDone), JobDone)
+    assert (done.job_id, done.failed.unpack()) == (1, make_keys(2))
+    served.connection.send(store_message(2, make_keys(2)))
+    (done,) = of_kind(served.receive_until(JobDone), JobDone)
+    assert (done.job_id, done.failed.unpack()) == (2, [])
+    served.close()
+
+
+def of_kind(messages: list[Any], kind: type[T]) -> list[T]:
+    return [message for message in messages if isinstance(message, kind)]

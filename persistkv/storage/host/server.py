@@ -78,6 +78,8 @@ class _Server:
                     self._handle(message, tasks)
         except HostError:
             logger.exception("the engine sent a malformed message; ending")
+        # store jobs that arrived with the end begin: their blocks may be copied and then committed
+        await asyncio.sleep(0)
 
     def _handle(self, message: Any, tasks: asyncio.TaskGroup) -> None:
         match message:

@@ -15,7 +15,7 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
-from persistkv.storage.backend import ReadSpan
+from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
@@ -407,6 +407,46 @@ class Ending(Lifecycle):
 
     def ending(self, *, remote: bool) -> None:
         self.noted.set()
+
+
+class Busy(Lifecycle):
+    """Keeps the event loop of the server busy from the opening of the store on, until released."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def opened(self) -> None:
+        assert self.release.wait(PATIENCE_S)
+
+
+def test_host_commits_small_jobs_that_arrived_before_it_saw_the_engines_death(
+    hosted: Any, medium: Medium
+) -> None:
+    committed: list[bytes] = []
+
+    def note(namespace: bytes, batch: CommitBatch) -> None:
+        for pack in batch.packs:
+            committed.extend(pack.keys.unpack())
+
+    medium.backend.before("commit", note)
+    engine = subprocess.Popen(["sleep", "1000"])
+    pidfd = os.pidfd_open(engine.pid)
+    lifecycle = Busy()
+    served = Served(memoryview(hosted.memory), pidfd, lifecycle)
+    try:
+        served.connection.send(gated_hello())
+        served.receive_until(Opened)
+        served.connection.send(store_message(1, make_keys(2)))
+        engine.kill()
+        engine.wait()
+        lifecycle.release.set()
+        served.wait()
+    finally:
+        lifecycle.release.set()
+        engine.kill()
+        engine.wait()
+        os.close(pidfd)
+    assert committed == make_keys(2)
 
 
 def test_host_internal_error_while_call_hangs_reports_the_end(

@@ -40,6 +40,7 @@ class BlockingStore:
         The parameters and errors are those of ``Store``.
         """
         self._loop = asyncio.new_event_loop()
+        self._turn = asyncio.Lock()
         threads = start_threads(backend, options)
         try:
             self.store = Store(
@@ -65,7 +66,13 @@ class BlockingStore:
         self.take_news = self.store.take_news
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        in_turn = self._in_turn(coroutine)
+        return asyncio.run_coroutine_threadsafe(in_turn, self._loop).result()
+
+    async def _in_turn(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        # Ctrl-C ends the wait for a call, not the call: the next one begins after it
+        async with self._turn:
+            return await coroutine
 
     def put(
         self,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable
 
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, StoreError
 from persistkv.memory.rows import Rows
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import StoreOptions
+from persistkv.testing import FaultyBackend
 from persistkv.testing.memory import MemoryBackend
 from tests.storage.conftest import IDENTITY
 
@@ -71,3 +75,35 @@ def test_failed_open_leaves_no_threads(make_rows: Callable[..., Rows]) -> None:
     with pytest.raises(ConfigurationError, match="codec"):
         open_alone(make_rows(), codec="none")
     assert store_threads() == before
+
+
+def test_close_after_interrupted_flush_waits_for_its_commits(
+    make_rows: Callable[..., Rows], keys: Callable[..., list[bytes]]
+) -> None:
+    """A commit that fails is split into one for each pack; Ctrl-C must not end the store between
+    them."""
+    backend = FaultyBackend.of(MemoryBackend.open(StoreUrl.parse(URL)))
+    is_released = threading.Event()
+    calls: list[int] = []
+    committed: list[bytes] = []
+
+    def interrupt_and_fail(namespace: bytes, batch: CommitBatch) -> None:
+        calls.append(len(batch.packs))
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert is_released.wait(30)
+            raise StoreError("the disk went away")
+        for pack in batch.packs:
+            committed.extend(pack.keys.unpack())
+
+    store = BlockingStore(backend, IDENTITY, make_rows(), StoreOptions(), url=URL)
+    names = keys(2)
+    store.put("one", names[:1], [0], [0])
+    store.put("two", names[1:], [1], [0])
+    backend.before("commit", interrupt_and_fail)
+    with pytest.raises(KeyboardInterrupt):
+        store.flush()
+    threading.Timer(0.3, is_released.set).start()
+    store.close()
+    assert calls == [2, 1, 1]
+    assert committed == names

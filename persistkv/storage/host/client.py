@@ -35,7 +35,7 @@ from persistkv.errors import (
 )
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import CONGESTED_BYTES
+from persistkv.storage.host.connection import CONGESTED_BYTES, discard
 from persistkv.storage.host.in_flight import InFlight, JobOutcome
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable
@@ -505,7 +505,10 @@ class StoreClient:
             if messages:
                 supervisor.watchdog.restart_timer()
             for message in messages:
-                self._HANDLERS[type(message)](self, message)
+                if protocol.table_of(message) is not None and not supervisor.is_running:
+                    discard([message])  # an earlier one of them had the host killed
+                else:
+                    self._HANDLERS[type(message)](self, message)
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()

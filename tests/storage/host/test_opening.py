@@ -42,11 +42,13 @@ from persistkv.storage.host.protocol import (
     OpenFailed,
     Ping,
     Pong,
+    Table,
     ToEngine,
     ToStore,
 )
 from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.identity import Identity
+from persistkv.storage.index import Index
 from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import (
     BLOCK,
@@ -437,3 +439,34 @@ def test_open_host_with_pid_in_use_gets_other_pid(tmp_path: Path) -> None:
             containers.callback(container.kill)
             assert container.stdout is not None
             assert container.stdout.readline() == "open\n"
+
+
+def test_client_ignores_opened_store_of_host_that_it_has_killed() -> None:
+    """Both messages arrive at once if the engine polls late."""
+    ours, theirs = socket.socketpair()
+    host = SocketConnection(theirs, ToStore)
+
+    class Slow(ThreadHost):
+        restartable = True
+
+        def start(self) -> SocketConnection:
+            return SocketConnection(ours, ToEngine)
+
+    client = StoreClient(
+        Slow(memoryview(b"")),
+        HELLO,
+        max_queue_bytes=1 << 30,
+        watchdog_s=0.2,
+        least_start_s=0.2,
+    )
+    client.open(timeout_s=0.0)
+    while Ping() not in host.receive():
+        client.poll()
+    fd, slots = Index().share()
+    host.send(Pong(2.1))
+    host.send(Opened(Table(slots, fd), ""))
+    client.poll()
+    assert client.state in (State.DYING, State.DOWN)
+    assert len(client) == 0
+    host.close()
+    client.close()

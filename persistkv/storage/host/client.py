@@ -234,6 +234,8 @@ class StoreClient:
             answer may continue to run.
         """
         self._check_process()
+        if self.state is State.CLOSED:
+            raise HostError("the client is closed, or its open failed: create another")
         try:
             error = self._try_to_open(
                 timeout_s, may_continue=not required or self.host.restartable

@@ -470,3 +470,17 @@ def test_client_ignores_opened_store_of_host_that_it_has_killed() -> None:
     assert len(client) == 0
     host.close()
     client.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_client_open_after_failed_open_or_close_raises_host_error(
+    hosted: Any, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "file").touch()
+    client = hosted.connect(f"lmdb://{tmp_path}/file/store", kind)
+    with pytest.raises(StoreError):
+        client.open()
+    for _ in range(2):
+        with pytest.raises(HostError, match="closed"):
+            client.open()
+        assert client.close()

@@ -30,7 +30,7 @@ import msgspec
 from persistkv.errors import StoreError
 from persistkv.storage.blobs import BlobInfo
 from persistkv.storage.shared.calls import Medium
-from persistkv.storage.shared.clock import AGREEING_S
+from persistkv.storage.shared.clock import AGREEING_S, ROUNDING_S
 from persistkv.storage.shared.format import (
     BASE_LEVEL,
     LATEST_TIME,
@@ -150,10 +150,17 @@ class Merger:
         """
         if latest is not None:
             self.last_writer = latest.writer
-            self.turns.followed(is_own=latest.writer == self.writer)
+            is_own = latest.writer == self.writer
+            self.turns.followed(is_own=is_own, announced=self._announced_at(latest))
             if self._is_missing_in(latest):
                 self._announce()
         self._plan_base()
+
+    def _announced_at(self, latest: Latest) -> float:
+        """Return the monotonic time of writing of ``latest``; minus infinity if it claims a time
+        ahead of the medium's."""
+        age_s = self._medium.time.now() - latest.time
+        return -math.inf if age_s < -ROUNDING_S else self._clock.monotonic() - age_s
 
     def _is_missing_in(self, latest: Latest) -> bool:
         """Return whether ``latest`` lacks an object that this handle has written recently, and none
@@ -202,6 +209,10 @@ class Merger:
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
             self.deletions.add_packs(removals.packs)
+            if self.last_writer != self.writer:
+                # Another engine may have begun to merge at the same time: ``latest`` must name its
+                # segment, too.
+                self._reader.follow()
             self._announce()
         # only now: what a durable segment includes is not needed any more
         self.deletions.delete([*included, *deltas])

@@ -101,8 +101,13 @@ def test_close_after_interrupted_flush_waits_for_its_commits(
     store.put("one", names[:1], [0], [0])
     store.put("two", names[1:], [1], [0])
     backend.before("commit", interrupt_and_fail)
-    with pytest.raises(KeyboardInterrupt):
-        store.flush()
+    # a shell's background job inherits an ignored SIGINT
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.flush()
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     threading.Timer(0.3, is_released.set).start()
     store.close()
     assert calls == [2, 1, 1]

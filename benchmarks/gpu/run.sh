@@ -11,7 +11,7 @@
 #   PYTHON   the interpreter, with torch and transformers (python3)
 #   KIT      the folder with the wheels (.gpu-kit)
 #   STORES   a directory on the disk to measure, for temporary stores (build)
-#   SMOKE=1  tiny sizes on the CPU, to check that every step runs
+#   SMOKE    tiny sizes, to check that every step runs: on this device, cpu or cuda
 set -u
 cd "$(dirname "$0")/../.."
 
@@ -32,7 +32,7 @@ KIT=${KIT:-.gpu-kit}
 OUT=$(mkdir -p "${1:-${OUT:-build/gpu}}" && cd "${1:-${OUT:-build/gpu}}" && pwd) || exit 1
 SMOKE=${SMOKE:-}
 SITE=$(mktemp -d) || exit 1
-STORES=$(mkdir -p "${STORES:-build}" && mktemp -d -p "${STORES:-build}") || exit 1
+STORES=$(mkdir -p "${STORES:-build}" && realpath "$(mktemp -d -p "${STORES:-build}")") || exit 1
 # The code comes from this source tree; the kit adds missing packages, and persistkv's entry points.
 export PYTHONPATH="$PWD:$PWD/backends:$PWD/tools:$SITE${PYTHONPATH:+:$PYTHONPATH}"
 export PATH="$PATH:/usr/local/cuda/bin"
@@ -89,7 +89,7 @@ if [[ -z $SMOKE ]] && ((shm_gib < 24)); then
 fi
 
 device=(--device cuda)
-[[ -n $SMOKE ]] && device=(--device cpu --smoke)
+[[ -n $SMOKE ]] && device=(--device "$SMOKE" --smoke)
 tests=("$PYTHON" -m pytest -m cuda -W default -p no:cacheprovider --timeout 60 --timeout-method signal --durations 5)
 benchmark() { # MODULE
     exec "$PYTHON" -m "benchmarks.gpu.$1" "${device[@]}" --out "$OUT" --directory "$STORES"

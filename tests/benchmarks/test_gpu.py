@@ -242,7 +242,7 @@ def test_script_step_limits_sum_below_ten_minutes() -> None:
 def test_script_smoke_run_completes_every_step(tmp_path: Path) -> None:
     environment = {
         **os.environ,
-        "SMOKE": "1",
+        "SMOKE": "cpu",
         "PYTHON": sys.executable,
         "KIT": str(tmp_path / "no kit"),
     }

@@ -307,32 +307,6 @@ assert torch.equal(good.rows[0][[1, 3]], good.pages[0][[1, 3]].cpu())
     assert ended.stdout.strip() in ("copied", "refused")
 
 
-def test_batch_copier_unmapped_memory_raises_and_next_job_runs() -> None:
-    """``plan_copies`` checks blocks and rows; only an unmapped region can cause this error."""
-    ended = in_new_process(
-        """
-import mmap
-from persistkv.cpu.devices.cuda import CopyBatch
-good = pinned_memory(16, 16, 4096)
-reserved = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
-nowhere = np.frombuffer(reserved, np.uint8).ctypes.data
-batch = CopyBatch.of_pages(
-    np.array([nowhere]), np.array([good.pages[0].data_ptr()]), 4096, good.rows[0], good.pages[0]
-)
-stream = torch.cuda.Stream()
-try:
-    DriverBatchCopier().copy(batch, stream)
-    stream.synchronize()
-except RuntimeError as error:
-    print("refused", error)
-run(CUDACopyEngine(good, Direction.STORE, DriverBatchCopier()), [PageCopies(0, 4096, np.array([1]), np.array([2]))])
-assert torch.equal(good.rows[0][2], good.pages[0][1].cpu())
-"""
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("refused")
-
-
 def test_handlers_failed_kernel_fails_jobs_and_shutdown_frees_region(
     shared_memory: str,
 ) -> None:

@@ -100,7 +100,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     watchdog_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
     """Seconds, at least 1, that the host process may send no message while an answer is due. Then
     it is killed, its jobs fail, and it is restarted. The limit is at least 60 until the store is
-    open. A single call to the medium may take ten times the limit if the host answers pings."""
+    open, and at most 2 while a load is due, because a request waits for it. A
+    single call to the medium may take ten times the limit if the host answers pings."""
 
 
 class PersistentTier(SecondaryTierManager):

@@ -349,7 +349,9 @@ class StoreClient:
         message = protocol.StoreJob(
             job_id, PackedKeys.of(keys), _joined(block_ids), request, depth_bytes
         )
-        self._begin(message, keys, num_bytes)
+        self._expect_reply()
+        self._in_flight.add_store(job_id, keys, num_bytes)
+        self.supervisor.connection.send(message)
 
     def submit_load(
         self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]
@@ -361,21 +363,14 @@ class StoreClient:
         """
         self._check_process()
         self.counters.load_jobs += 1
-        if self.state is State.OPEN:
-            self._begin(
-                protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids)), keys
-            )
-        else:
+        if self.state is not State.OPEN:
             self._refuse(job_id, keys)
-
-    def _begin(
-        self,
-        message: protocol.StoreJob | protocol.LoadJob,
-        keys: Sequence[bytes],
-        num_bytes: int = 0,
-    ) -> None:
-        self._expect_reply()
-        self._in_flight.add_job(message.job_id, keys, num_bytes)
+            return
+        message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
+        if not self._in_flight.num_loads:
+            # a host that owes only stores may have been silent for longer than a load may wait
+            self.supervisor.watchdog.restart_timer()
+        self._in_flight.add_load(job_id, keys)
         self.supervisor.connection.send(message)
 
     def _refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
@@ -514,7 +509,8 @@ class StoreClient:
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
-        if supervisor.is_lost(owes=self._in_flight.owes):
+        in_flight = self._in_flight
+        if supervisor.is_lost(owes=in_flight.owes, load_due=in_flight.num_loads > 0):
             self._mark_lost()
         return bool(messages)
 

@@ -44,6 +44,7 @@ class _Job(NamedTuple):
     keys: Sequence[bytes]
     num_bytes: int
     """Raw bytes of a store job; 0 for a load job."""
+    is_load: bool
     begin: float
 
 
@@ -56,6 +57,8 @@ class InFlight:
         self._jobs: dict[int, _Job] = {}
         self.queued_bytes = 0
         """Raw bytes of the store jobs in flight."""
+        self.num_loads = 0
+        """Number of load jobs that the host has not answered."""
         self._ends: dict[str, int] = {}  # bytes of the request ends in flight
         self._end_bytes = 0
         self._outcomes: list[JobOutcome] = []
@@ -83,10 +86,15 @@ class InFlight:
         queued_bytes = self.queued_bytes
         return not queued_bytes or queued_bytes + num_bytes <= self._max_queue_bytes
 
-    def add_job(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
-        """Add a job that is sent to the host."""
-        self._jobs[job_id] = _Job(keys, num_bytes, time.monotonic())
+    def add_store(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
+        """Add a store job that is sent to the host."""
+        self._jobs[job_id] = _Job(keys, num_bytes, False, time.monotonic())
         self.queued_bytes += num_bytes
+
+    def add_load(self, job_id: int, keys: Sequence[bytes]) -> None:
+        """Add a load job that is sent to the host."""
+        self._jobs[job_id] = _Job(keys, 0, True, time.monotonic())
+        self.num_loads += 1
 
     def refuse_job(self, job_id: int, keys: Sequence[bytes]) -> None:
         """Add the outcome of a job that is not sent."""
@@ -99,6 +107,7 @@ class InFlight:
         if job is None:
             return
         self.queued_bytes -= job.num_bytes
+        self.num_loads -= job.is_load
         num_stored = len(job.keys) - len(failed)
         stored_bytes = job.num_bytes * num_stored // max(1, len(job.keys))
         num_bytes = answer.num_bytes + stored_bytes
@@ -153,5 +162,5 @@ class InFlight:
         num_jobs = len(self._jobs)
         self._jobs.clear()
         self._ends.clear()
-        self.queued_bytes = self._end_bytes = 0
+        self.queued_bytes = self._end_bytes = self.num_loads = 0
         return num_jobs

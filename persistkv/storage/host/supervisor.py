@@ -4,8 +4,8 @@ host.
 1. The engine sends nothing before it holds a pidfd of the host process, so a process that it cannot
    kill and watch never uses a row.
 2. A host that owes an answer or opens the store must send messages: if it sends none for the time
-   limit, not even the answer to a ``Ping``, it is killed. While it answers, a call of its medium
-   may take ten times as long.
+   limit, not even the answer to a ``Ping``, it is killed. The limit is at most 2 s while requests
+   wait for loads. While it answers, a call of its medium may take ten times as long.
 3. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may
    still use rows.
 """
@@ -60,6 +60,8 @@ run for up to two minutes."""
 _START_S = 60
 KILL_S = 5.0  # seconds to wait for the exit of a killed host
 _NAP_S = 0.0005  # between polls while the engine waits for the host to release its rows
+# limit of the watchdog while a load is due: the request that waits for it could be computing
+LOAD_PATIENCE_S = 2.0
 # longest time of one call of the medium, as a multiple of the watchdog's limit
 _CALL_PATIENCE = 10
 _FIRST_BACKOFF_S = 0.1
@@ -298,20 +300,24 @@ class Watchdog:
         self._heard = time.monotonic()
         self._asked = None
 
-    def is_silent(self, ping: Callable[[], None]) -> bool:
+    def is_silent(self, ping: Callable[[], None], *, load_due: bool = False) -> bool:
         """Return whether the host has been silent for the time limit, so that the caller must kill
-        it."""
+        it.
+
+        :param load_due: whether the host has to answer a load: then the limit is 2 s at most.
+        """
         now = time.monotonic()
+        patience_s = self.patience_s
+        if load_due:
+            patience_s = min(patience_s, LOAD_PATIENCE_S)
         if self._asked is None:
-            if now - self._heard > self.patience_s / 2:
+            if now - self._heard > patience_s / 2:
                 self._asked = now - self._cpu_wait_s()
                 ping()
             return False
-        if now - self._cpu_wait_s() - self._asked <= self.patience_s / 2:
+        if now - self._cpu_wait_s() - self._asked <= patience_s / 2:
             return False
-        logger.error(
-            "the host has not answered for %.1f s; killing it", self.patience_s
-        )
+        logger.error("the host has not answered for %.1f s; killing it", patience_s)
         return True
 
     def call_hangs(self, longest_s: float) -> bool:
@@ -532,11 +538,12 @@ class Supervisor:
         self.host.release()
         self._enter(_Event.CLOSED)
 
-    def is_lost(self, *, owes: bool) -> bool:
+    def is_lost(self, *, owes: bool, load_due: bool) -> bool:
         """Return whether the host has died or is silent for too long. The caller must then call
         ``mark_lost``.
 
         :param owes: whether the host has to answer a job or a request end.
+        :param load_due: whether it has to answer a load job.
         """
         if not self.is_running:
             return False
@@ -544,4 +551,6 @@ class Supervisor:
             return True
         if not (owes or self.state is State.OPENING) or not self.host.restartable:
             return False
-        return self.watchdog.is_silent(lambda: self.connection.send(protocol.Ping()))
+        return self.watchdog.is_silent(
+            lambda: self.connection.send(protocol.Ping()), load_due=load_due
+        )

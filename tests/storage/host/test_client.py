@@ -32,6 +32,7 @@ from persistkv.storage.host.protocol import (
 from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.index import Index
 from persistkv.storage.records import News, RequestEnd, StoreOptions
+from tests.host_processes import host_processes
 from tests.storage.host.jobs import BLOCK, KINDS, end, make_keys, pid_of, wait_for
 
 
@@ -331,6 +332,27 @@ def test_watchdog_silent_host_is_killed_and_restarted(
     client.submit_load(1, make_keys(1), [0])
     assert hosted.finish(client, 1).refused
     wait_for(client, State.OPEN)
+
+
+def test_watchdog_stopped_host_with_load_due_is_dead_before_load_fails(
+    hosted: Any, tmp_path: Path
+) -> None:
+    """With the default limit of 60 s. No row is written after the load has failed."""
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    keys = make_keys(64)
+    client.submit_store(1, "a", keys, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 1).failed == []
+    pid = pid_of(hosted)
+    os.kill(pid, signal.SIGSTOP)
+    client.submit_load(2, keys, range(64, 128))
+    outcome = hosted.finish(client, 2, timeout_s=30)
+    assert outcome.refused
+    assert outcome.failed == keys
+    assert pid not in host_processes()
+    before = hosted.array.copy()
+    wait_for(client, State.OPEN)
+    assert (hosted.array == before).all()
 
 
 def test_process_host_cpu_wait_s_counts_time_without_cpu(

@@ -33,13 +33,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return stopped
 
 
-def check_after(dog: Watchdog, clock: Clock, *seconds: float) -> list[str]:
+def check_after(
+    dog: Watchdog, clock: Clock, *seconds: float, load_due: bool = False
+) -> list[str]:
     found = []
     pings: list[float] = []
     for step in seconds:
         clock.now += step
         asked = len(pings)
-        silent = dog.is_silent(lambda: pings.append(clock.now))
+        silent = dog.is_silent(lambda: pings.append(clock.now), load_due=load_due)
         found.append(SILENT if silent else ASK if len(pings) > asked else FINE)
     return found
 
@@ -74,6 +76,23 @@ def test_watchdog_excludes_time_without_cpu(clock: Clock) -> None:
     dog = Watchdog(60.0, lambda: next(starved))
     dog.restart_timer()
     assert check_after(dog, clock, 31.0, 61.0, 58.0, 2.0) == [ASK, FINE, FINE, SILENT]
+
+
+def test_watchdog_load_due_shortens_limit_to_two_seconds(clock: Clock) -> None:
+    dog = Watchdog(60.0, no_cpu_wait)
+    dog.restart_timer()
+    assert check_after(dog, clock, 1.0, 0.1, 0.9, 0.2, load_due=True) == [
+        FINE,
+        ASK,
+        FINE,
+        SILENT,
+    ]
+
+
+def test_watchdog_load_due_keeps_shorter_limit(clock: Clock) -> None:
+    dog = Watchdog(1.0, no_cpu_wait)
+    dog.restart_timer()
+    assert check_after(dog, clock, 0.6, 0.6, load_due=True) == [ASK, SILENT]
 
 
 def test_watchdog_call_hangs_after_ten_times_limit() -> None:

@@ -113,19 +113,20 @@ def _rows(
     num_cpu_blocks: int,
     region: SharedOffloadRegion | None,
 ) -> tuple[torch.Tensor, ...]:
-    device = kv_caches.tensors[0].tensor.device
-    sizes = [
-        canonical.page_size_bytes * block_size_factor for canonical in kv_caches.tensors
-    ]
+    """Return for each KV tensor its part of all rows: private memory if there is no region."""
+    sizes = []
+    for canonical in kv_caches.tensors:
+        sizes.append(canonical.page_size_bytes * block_size_factor)
+    rows = []
     if region is None:
+        device = kv_caches.tensors[0].tensor.device
         pinned = device.type == "cuda"
-        return tuple(
-            torch.zeros((num_cpu_blocks, size), dtype=torch.int8, pin_memory=pinned)
-            for size in sizes
-        )
+        for size in sizes:
+            shape = (num_cpu_blocks, size)
+            rows.append(torch.zeros(shape, dtype=torch.int8, pin_memory=pinned))
+        return tuple(rows)
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)
-    rows = []
     for offset, size in zip(offsets, sizes, strict=True):
         rows.append(cell[:, offset : offset + size])
     return tuple(rows)
@@ -163,15 +164,18 @@ def _head_sharded_memory(
             "cpu_page_size", region.cpu_page_size, f"{cell}, as the KV caches have"
         )
     slices = head_slices(kv_caches, block_size_factor, region.rank, region.num_workers)
-    pages, rows = [], []
+    pages = []
+    rows = []
     refs_of: dict[int, list[CanonicalKVCacheRef]] = {}
     for number, part in enumerate(slices):
         tensor = kv_caches.tensors[part.tensor_idx].tensor
-        pages.append(tensor[:, part.page_offset : part.page_offset + part.num_bytes])
+        page_end = part.page_offset + part.num_bytes
+        pages.append(tensor[:, part.page_offset : page_end])
         row_bytes = part.num_bytes * block_size_factor
         rows.append(region.create_row_view(part.row_offset, row_bytes))
         slice_ref = CanonicalKVCacheRef(number, part.num_bytes)
         refs_of.setdefault(part.tensor_idx, []).append(slice_ref)
+    # a group uses all slices of each of its tensors
     groups = []
     for refs in kv_caches.group_data_refs:
         slice_refs: list[CanonicalKVCacheRef] = []

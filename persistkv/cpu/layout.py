@@ -29,6 +29,7 @@ from persistkv.base import (
 )
 from persistkv.config import GroupLayout
 from persistkv.errors import ConfigurationError
+from persistkv.rounding import divide_up
 
 IntArray = npt.NDArray[np.int64]
 
@@ -39,7 +40,8 @@ def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
     offsets = tensor_offsets(kv_caches, block_size_factor)
     ends = []
     for offset, tensor in zip(offsets, kv_caches.tensors, strict=True):
-        ends.append(offset + tensor.page_size_bytes * block_size_factor)
+        num_bytes = tensor.page_size_bytes * block_size_factor
+        ends.append(offset + num_bytes)
     return max(ends)
 
 
@@ -58,8 +60,9 @@ def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list
     for tensor, groups in zip(kv_caches.tensors, groups_of, strict=True):
         offset = max((ends[group] for group in groups), default=0)
         offsets.append(offset)
+        end = offset + tensor.page_size_bytes * block_size_factor
         for group in groups:
-            ends[group] = offset + tensor.page_size_bytes * block_size_factor
+            ends[group] = end
     return offsets
 
 
@@ -88,16 +91,24 @@ def head_slices(
     """
     slices = []
     offsets = tensor_offsets(kv_caches, block_size_factor)
-    tensors = zip(kv_caches.tensors, heads_of_tensors(kv_caches), offsets, strict=True)
-    for index, (tensor, heads, offset) in enumerate(tensors):
+    heads_of = heads_of_tensors(kv_caches)
+    for index, tensor in enumerate(kv_caches.tensors):
+        num_parts = heads_of[index].num_parts
         # With one GPU block per row, the heads of a worker are consecutive in a row as they are in
-        # a page.
-        slices_per_part = 1 if block_size_factor == 1 else heads.num_heads
-        size = tensor.page_size_bytes // (heads.num_parts * slices_per_part)
-        for number in range(heads.num_parts * slices_per_part):
+        # a page, so one slice holds all of them.
+        slices_per_part = 1
+        if block_size_factor > 1:
+            slices_per_part = heads_of[index].num_heads
+        slices_per_page = num_parts * slices_per_part
+        size = tensor.page_size_bytes // slices_per_page
+        size_in_row = size * block_size_factor
+        # earlier tensors have the heads of all workers, too
+        tensor_offset = offsets[index] * num_workers
+        for number in range(slices_per_page):
             part, position = divmod(number, slices_per_part)
-            place = (part * num_workers + rank) * slices_per_part + position
-            row_offset = offset * num_workers + place * size * block_size_factor
+            # number of the slice in the row: by part, then worker, then position
+            number_in_row = (part * num_workers + rank) * slices_per_part + position
+            row_offset = tensor_offset + number_in_row * size_in_row
             slices.append(HeadSlice(index, number * size, size, row_offset))
     return slices
 
@@ -136,7 +147,8 @@ def _checked_heads(where: str, tensor: CanonicalKVCacheTensor) -> HeadSharding:
         )
     if heads.num_parts <= 0 or heads.num_heads <= 0:
         raise ConfigurationError(where, heads, "positive numbers")
-    if tensor.page_size_bytes % (heads.num_parts * heads.num_heads):
+    num_slices = heads.num_parts * heads.num_heads
+    if tensor.page_size_bytes % num_slices:
         raise ConfigurationError(
             where, heads, f"a divisor of {tensor.page_size_bytes} bytes of a page"
         )
@@ -171,11 +183,13 @@ def group_layouts(
         ranges = []
         for worker in range(cells):
             for ref in refs:
-                page = kv_caches.tensors[ref.tensor_idx].page_size_bytes * width
-                first = worker * cell + offsets[ref.tensor_idx] * width
-                for position in range(block_size_factor):
-                    used = ref.page_size_bytes * width
-                    ranges.append((first + position * page, used))
+                tensor = kv_caches.tensors[ref.tensor_idx]
+                page_bytes = tensor.page_size_bytes * width
+                used_bytes = ref.page_size_bytes * width
+                page_offset = worker * cell + offsets[ref.tensor_idx] * width
+                for _ in range(block_size_factor):
+                    ranges.append((page_offset, used_bytes))
+                    page_offset += page_bytes
         layouts.append(GroupLayout(_merged(ranges)))
     return tuple(layouts)
 
@@ -195,20 +209,19 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
     device = kv_caches.tensors[0].tensor.device
     for index, canonical in enumerate(kv_caches.tensors):
         _check_tensor(f"kv_caches.tensors[{index}]", canonical, device)
+    last_tensor = len(kv_caches.tensors) - 1
     for group, refs in enumerate(kv_caches.group_data_refs):
         where = f"kv_caches.group_data_refs[{group}]"
         if not refs:
             raise ConfigurationError(where, refs, "at least one tensor of the group")
         for ref in refs:
-            _check_number(
-                f"{where}.tensor_idx", ref.tensor_idx, 0, len(kv_caches.tensors) - 1
-            )
-            page = kv_caches.tensors[ref.tensor_idx].page_size_bytes
+            _check_number(f"{where}.tensor_idx", ref.tensor_idx, 0, last_tensor)
+            page_bytes = kv_caches.tensors[ref.tensor_idx].page_size_bytes
             _check_number(
                 f"{where}.page_size_bytes",
                 ref.page_size_bytes,
                 1,
-                page,
+                page_bytes,
                 " bytes of the tensor's page",
             )
 
@@ -217,11 +230,11 @@ def _check_tensor(
     where: str, canonical: CanonicalKVCacheTensor, device: torch.device
 ) -> None:
     tensor = canonical.tensor
-    if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
+    is_table = tensor.dim() == 2 and tensor.stride(1) == 1
+    if tensor.dtype != torch.int8 or not is_table:
+        given = f"{tensor.dtype} {tuple(tensor.shape)}"
         expected = "int8, shape (num_blocks, bytes), rows contiguous"
-        raise ConfigurationError(
-            where, f"{tensor.dtype} {tuple(tensor.shape)}", expected
-        )
+        raise ConfigurationError(where, given, expected)
     _check_number(
         f"{where}.page_size_bytes",
         canonical.page_size_bytes,
@@ -243,15 +256,19 @@ def _check_number(
 
 
 def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges in ascending order, with adjacent and overlapping ones merged."""
+    """Return the ranges (offset, length) in ascending order, with adjacent and overlapping ones
+    merged."""
     merged: list[tuple[int, int]] = []
+    last_end = -1
     for offset, length in sorted(ranges):
-        if merged and offset <= sum(merged[-1]):
-            start, _ = merged[-1]
-            end = max(sum(merged[-1]), offset + length)
-            merged[-1] = (start, end - start)
-        else:
+        end = offset + length
+        if offset > last_end:
             merged.append((offset, length))
+            last_end = end
+        elif end > last_end:
+            start, _ = merged[-1]
+            merged[-1] = (start, end - start)
+            last_end = end
     return tuple(merged)
 
 
@@ -316,21 +333,24 @@ def plan_copies(
         )
     # before any address is computed from a number
     rows = np.asarray(cpu.block_ids, np.int64)
-    _check_bounds("row", rows, memory.rows[0].shape[0])
-    pairs: dict[tuple[int, int], list[BlockPairs]] = {}
+    num_cpu_blocks = memory.rows[0].shape[0]
+    _check_bounds("row", rows, num_cpu_blocks)
     factor = memory.block_size_factor
     paired_by_group, num_rows = _pair_blocks(gpu, rows, factor)
     if num_rows != len(rows):
         raise ValueError(
             f"{cpu} does not have the rows for {gpu} at {factor} GPU blocks a row"
         )
+    # by tensor and bytes of a page, so that groups that share both are copied together
+    pairs: dict[tuple[int, int], list[BlockPairs]] = {}
     for refs, paired in zip(groups, paired_by_group, strict=True):
         if not len(paired.blocks):
             continue
         for ref in refs:
             num_gpu_blocks = memory.pages[ref.tensor_idx].shape[0]
             _check_bounds("GPU block", paired.blocks, num_gpu_blocks)
-            pairs.setdefault((ref.tensor_idx, ref.page_size_bytes), []).append(paired)
+            pages = (ref.tensor_idx, ref.page_size_bytes)
+            pairs.setdefault(pages, []).append(paired)
     copies = []
     for (tensor_idx, page_bytes), parts in pairs.items():
         blocks = np.concatenate([part.blocks for part in parts])
@@ -345,15 +365,20 @@ def _pair_blocks(
     """Return for each group its GPU blocks and their places in rows, and the number of rows that
     all groups need. If there are fewer rows, places are missing."""
     blocks = np.asarray(gpu.block_ids, np.int64)
+    positions = np.arange(factor)
     paired = []
-    first_block = first_row = 0
+    first_block = 0
+    first_row = 0
     for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
-        skip = index % factor
-        num_rows = -(-(skip + size) // factor) if size else 0
+        # sub-blocks of the group's first row that precede its first block
+        skipped = index % factor
+        num_rows = divide_up(skipped + size, factor) if size else 0
         group_rows = rows[first_row : first_row + num_rows]
-        places = (group_rows[:, None] * factor + np.arange(factor)).reshape(-1)
+        # shape (rows, positions), flattened: all sub-blocks of the group's rows
+        sub_blocks = group_rows[:, None] * factor + positions
+        places = sub_blocks.reshape(-1)[skipped : skipped + size]
         group_blocks = blocks[first_block : first_block + size]
-        paired.append(BlockPairs(group_blocks, places[skip : skip + size]))
+        paired.append(BlockPairs(group_blocks, places))
         first_block += size
         first_row += num_rows
     return paired, first_row
@@ -371,25 +396,27 @@ def compute_sub_block_ptrs(
     """
     row, position = np.divmod(sub_blocks, block_size_factor)
     sub_block_bytes = tensor.shape[1] // block_size_factor
-    pointers: IntArray = (
-        tensor.data_ptr() + row * tensor.stride(0) + position * sub_block_bytes
-    )
+    row_offsets = row * tensor.stride(0)
+    offsets = row_offsets + position * sub_block_bytes
+    pointers: IntArray = tensor.data_ptr() + offsets
     return pointers
 
 
 def consecutive_runs(*sides: IntArray) -> list[slice]:
     """Return the longest runs, as slices in order, in which each number of every array is the
     previous one plus 1."""
-    breaks = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])
-    begins = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(sides[0])]
-    return [slice(begin, end) for begin, end in pairwise(begins) if begin < end]
+    is_break = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])
+    # a break at i lies between the numbers i and i + 1
+    breaks = np.flatnonzero(is_break) + 1
+    bounds = [0, *breaks.tolist(), len(sides[0])]
+    # no numbers: one empty run, which is left out
+    return [slice(begin, end) for begin, end in pairwise(bounds) if begin < end]
 
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:
     """Refuse other ids than 0 to ``count - 1``: they would become addresses outside the memory."""
     if not len(ids):
         return
-    lowest, highest = ids.min(), ids.max()
-    if lowest < 0 or highest >= count:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"{what} {wrong} is not one of {count}")
+    for extreme in (ids.min(), ids.max()):
+        if not 0 <= extreme < count:
+            raise ValueError(f"{what} {extreme} is not one of {count}")

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from persistkv.base import (
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 
 _BEING_WRITTEN = -1  # in place of a number of readers
+
+Keys = Sequence[OffloadKey]
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
@@ -65,17 +67,22 @@ class CPUOffloadingManager(OffloadingManager):
         # Readers by row. Plain numbers: a million objects would slow down each full garbage
         # collection of the engine.
         self._refs: list[int] = [0] * num_blocks
-        self._free: list[int] = list(range(num_blocks - 1, -1, -1))
+        # descending, because rows are allocated from the end: the first ones first
+        descending = reversed(range(num_blocks))
+        self._free: list[int] = list(descending)
         self._num_evictable = 0
-        self._policy = CACHE_POLICIES.get(cache_policy)(num_blocks, self._refs)
-        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        policy_class = CACHE_POLICIES.get(cache_policy)
+        self._policy = policy_class(num_blocks, self._refs)
+        self._enable_events = enable_events
+        self._events: list[OffloadingEvent] = []
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         row = self._rows.get(key)
-        # A block of an earlier epoch keeps its row until its jobs end, but nobody may read it.
+        # A block of an earlier epoch keeps its row until its jobs end, but no new job may read it.
         if row is None or key in self._earlier:
             return False
-        return None if self._refs[row] < 0 else True
+        is_being_written = self._refs[row] < 0
+        return None if is_being_written else True
 
     def is_held(self, key: OffloadKey) -> bool:
         return key in self._rows and key not in self._earlier
@@ -83,7 +90,9 @@ class CPUOffloadingManager(OffloadingManager):
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether the block is held and readable."""
         row = self._rows.get(key)
-        return row is not None and self._refs[row] >= 0 and key not in self._earlier
+        if row is None or key in self._earlier:
+            return False
+        return self._refs[row] >= 0
 
     def num_free_or_evictable(self) -> int:
         """Return the number of rows that ``prepare_store`` could allocate now for blocks that are
@@ -94,7 +103,7 @@ class CPUOffloadingManager(OffloadingManager):
         """
         return len(self._free) + self._num_evictable
 
-    def num_evictable_of(self, keys: Sequence[OffloadKey]) -> int:
+    def num_evictable_of(self, keys: Keys) -> int:
         """Return how many of these distinct blocks are held and may be evicted."""
         num_evictable = 0
         for key in keys:
@@ -108,9 +117,7 @@ class CPUOffloadingManager(OffloadingManager):
         not held."""
         return self._rows_of((key,))[0]
 
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> CPULoadStoreSpec:
+    def prepare_load(self, keys: Keys, req_context: ReqContext) -> CPULoadStoreSpec:
         refs = self._refs
         rows = self._rows_of(keys)
         # all are checked before any is referenced, so that an error changes nothing
@@ -123,29 +130,30 @@ class CPUOffloadingManager(OffloadingManager):
             refs[row] += 1
         return CPULoadStoreSpec(rows)
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def touch(self, keys: Keys, req_context: ReqContext) -> None:
         self._policy.touch(keys)
 
-    def complete_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> None:
+    def complete_load(self, keys: Keys, req_context: ReqContext) -> None:
         refs = self._refs
         rows = self._rows_of(keys, earlier=True)
-        for released, row in enumerate(rows):
+        for position, row in enumerate(rows):
             if refs[row] <= 0:
-                # a key may occur twice, so the counts are not checked before but undone
-                for undone in rows[:released]:
-                    refs[undone] += 1
-                raise KeyError(f"block {keys[released].hex()} is not being read")
+                # a key may occur twice, so the counts cannot be checked before; undo them
+                for released_row in rows[:position]:
+                    refs[released_row] += 1
+                raise KeyError(f"block {keys[position].hex()} is not being read")
             refs[row] -= 1
-        used = zip(keys, rows, strict=True)
-        unused = dict.fromkeys([key for key, row in used if not refs[row]])
+        # distinct keys: a block that occurs twice becomes evictable once
+        unused: dict[OffloadKey, None] = {}
+        for key, row in zip(keys, rows, strict=True):
+            if not refs[row]:
+                unused[key] = None
         freed = self._free_earlier(unused)
         self._num_evictable += len(unused) - len(freed)
         self._policy.release(keys)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self, keys: Keys, req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """Allocate rows for the blocks that are not held; held blocks in ``keys`` are not evicted
         for them.
@@ -161,19 +169,22 @@ class CPUOffloadingManager(OffloadingManager):
         evicted: list[OffloadKey] = []
         if missing > 0:
             # one loop without calls: this runs for each store of an engine
-            refs, rows = self._refs, self._rows
-            spared = [key for key in distinct if key in rows and not refs[rows[key]]]
+            refs = self._refs
+            held = self._rows
+            spared = [key for key in distinct if key in held and not refs[held[key]]]
             # nothing has changed yet
             if missing > self._num_evictable - len(spared):
                 return None
             evicted = self._evict(missing, spared)
-        return PrepareStoreOutput(new, self._allocate(new), evicted)
+        rows = self._allocate(new)
+        return PrepareStoreOutput(new, rows, evicted)
 
     def _allocate(self, keys: list[OffloadKey]) -> CPULoadStoreSpec:
         """Take free rows for new blocks; there must be enough."""
+        num_kept = len(self._free) - len(keys)
         # sorted: consecutive blocks tend to get adjacent rows, which one copy or read fills
-        rows = sorted(self._free[-len(keys) :])
-        del self._free[-len(keys) :]
+        rows = sorted(self._free[num_kept:])
+        del self._free[num_kept:]
         self._rows.update(zip(keys, rows, strict=True))
         for row in rows:
             self._refs[row] = _BEING_WRITTEN
@@ -181,12 +192,12 @@ class CPUOffloadingManager(OffloadingManager):
         return CPULoadStoreSpec(rows)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self, keys: Keys, req_context: ReqContext, success: bool = True
     ) -> None:
         self.end_writes(keys, success)
 
     def end_writes(
-        self, keys: Sequence[OffloadKey], success: bool
+        self, keys: Keys, success: bool
     ) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Do the work of ``complete_store`` and return the blocks whose writes ended.
 
@@ -194,7 +205,8 @@ class CPUOffloadingManager(OffloadingManager):
             ``reset_cache``, which are readable now if ``success`` and misses if not, and those
             allocated before it, which are misses.
         """
-        refs, rows = self._refs, self._rows
+        refs = self._refs
+        rows = self._rows
         written: list[OffloadKey] = []
         ready: list[OffloadKey] = []
         for key in dict.fromkeys(keys):
@@ -203,28 +215,27 @@ class CPUOffloadingManager(OffloadingManager):
             kind = written if is_written else ready
             kind.append(key)
         if ready:
-            self._rows_of(
-                ready
-            )  # raises if one is not held, before anything has changed
+            # raises if one is not held, before anything has changed
+            self._rows_of(ready)
         for key in written:
-            refs[rows[key]] = 0
+            row = rows[key]
+            refs[row] = 0
         orphaned = self._free_earlier(written)
         if orphaned:
+            # those that a reset made misses have no place in the policy and no evictable row
             written = [key for key in written if key in rows]
-        # those that a reset made misses have no place in the policy and no evictable row
         if success:
             self._num_evictable += len(written)
             self._policy.release(written)
             self._record(written, removed=False)
         else:
             self._policy.remove(written)
-            self._free.extend(map(rows.pop, written))
+            self._free_rows(written)
         return written, orphaned
 
     def take_events(self) -> list[OffloadingEvent]:
-        if not self._events:
-            return []
-        taken, self._events = self._events, []
+        taken = self._events
+        self._events = []
         return taken
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -241,56 +252,64 @@ class CPUOffloadingManager(OffloadingManager):
         self._earlier = set(in_use)
         self._policy.clear()
         self._num_evictable = 0
-        # descending, because rows are taken from the end
-        rows = range(self.num_blocks - 1, -1, -1)
-        self._free = [row for row in rows if not refs[row]]
+        # descending, as in ``__init__``
+        descending = reversed(range(self.num_blocks))
+        self._free = [row for row in descending if not refs[row]]
 
-    def _rows_of(
-        self, keys: Sequence[OffloadKey], *, earlier: bool = False
-    ) -> list[int]:
+    def _rows_of(self, keys: Keys, *, earlier: bool = False) -> list[int]:
         """Return the row numbers of blocks, in the order of ``keys``; raise KeyError if one is not
         held.
 
         :param earlier: whether blocks from before the last ``reset_cache`` count as held.
         """
+        if self._earlier and not earlier:
+            for key in keys:
+                if key in self._earlier:
+                    raise KeyError(f"block {key.hex()} is not held")
         try:
-            if self._earlier and not earlier and not self._earlier.isdisjoint(keys):
-                raise KeyError(next(key for key in keys if key in self._earlier))
             return list(map(self._rows.__getitem__, keys))
         except KeyError as error:
-            raise KeyError(f"block {error.args[0].hex()} is not held") from None
+            missing = error.args[0].hex()
+            raise KeyError(f"block {missing} is not held") from None
 
     def _free_earlier(self, unused: Collection[OffloadKey]) -> list[OffloadKey]:
         """Free and return those blocks in ``unused`` that date from before a ``reset_cache``."""
         if not self._earlier:
             return []
         ended = [key for key in unused if key in self._earlier]
-        self._free.extend(map(self._rows.pop, ended))
+        self._free_rows(ended)
         self._earlier.difference_update(ended)
         return ended
 
-    def _evict(self, count: int, spared: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def _free_rows(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget blocks that have no reader and no writer; their rows become free."""
+        rows = map(self._rows.pop, keys)
+        self._free.extend(rows)
+
+    def _evict(self, count: int, spared: Keys) -> list[OffloadKey]:
         """Evict ``count`` blocks, none of ``spared``, and return their keys. There must be enough
         evictable blocks."""
-        refs, held = self._refs, self._rows
+        refs = self._refs
+        spared_rows = [self._rows[key] for key in spared]
         # the policy evicts no block with a reference
-        for key in spared:
-            refs[held[key]] = 1
+        for row in spared_rows:
+            refs[row] = 1
         victims = self._policy.evict(count)
-        for key in spared:
-            refs[held[key]] = 0
+        for row in spared_rows:
+            refs[row] = 0
         self._policy.release(spared)
         self._num_evictable -= len(victims)
         evicted = [key for key, _ in victims]
-        self._free.extend(map(held.pop, evicted))
+        self._free_rows(evicted)
         self._record(evicted, removed=True)
         return evicted
 
-    def _record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
-        if self._events is not None and keys:
-            self._events.append(
-                OffloadingEvent(list(keys), CPULoadStoreSpec.medium(), removed)
-            )
+    def _record(self, keys: Keys, *, removed: bool) -> None:
+        if not self._enable_events or not keys:
+            return
+        medium = CPULoadStoreSpec.medium()
+        event = OffloadingEvent(list(keys), medium, removed)
+        self._events.append(event)
 
 
 class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
@@ -331,7 +350,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def shutdown(self) -> None:
         """Release the view, then the region. All readers of rows must have ended before."""
-        view, self._kv_memoryview = self._kv_memoryview, None
+        view = self._kv_memoryview
+        self._kv_memoryview = None
         if view is not None:
             # An array over the view prevents its release. Then the region logs a warning and its
             # memory stays mapped.

@@ -6,9 +6,14 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from persistkv.base import OffloadKey
 from persistkv.config import Registry
+
+Keys = Sequence[OffloadKey]
+Victim = tuple[OffloadKey, int]
+"""An evicted block: its key and its row."""
 
 
 class CachePolicy(ABC):
@@ -29,35 +34,42 @@ class CachePolicy(ABC):
         self._refs = refs
 
     @abstractmethod
-    def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+    def insert(self, keys: Keys, rows: Sequence[int]) -> None:
         """Add blocks that the policy does not know, with their rows, as the most recently used
         ones."""
 
     @abstractmethod
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Keys) -> None:
         """Count a use of each of these blocks; unknown keys are ignored."""
 
     @abstractmethod
-    def release(self, keys: Sequence[OffloadKey]) -> None:
+    def release(self, keys: Keys) -> None:
         """Note that jobs which used these blocks have ended; those with ``refs`` 0 can be evicted
         again. Not a use. Unknown keys are ignored.
         """
 
     @abstractmethod
-    def remove(self, keys: Sequence[OffloadKey]) -> None:
+    def remove(self, keys: Keys) -> None:
         """Forget blocks whose write failed; unknown keys are ignored."""
 
     @abstractmethod
-    def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
+    def evict(self, count: int) -> list[Victim]:
         """Choose ``count`` blocks with ``refs`` 0 to evict, and forget them.
 
-        :returns: key and row of each, in eviction order; fewer than ``count`` only if fewer can be
-            evicted.
+        :returns: in eviction order; fewer than ``count`` only if fewer can be evicted.
         """
 
     @abstractmethod
     def clear(self) -> None:
         """Forget all blocks and all statistics of their use."""
+
+
+class _ParkedBlock(NamedTuple):
+    """A block that an eviction skipped because its row was in use."""
+
+    place: int
+    """Number in the order of use among all parked blocks."""
+    row: int
 
 
 class LRUCachePolicy(CachePolicy):
@@ -74,24 +86,28 @@ class LRUCachePolicy(CachePolicy):
         super().__init__(num_blocks, refs)
         # least recently used first, without parked blocks
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()
-        # (place, row) of parked blocks: ``_parked`` while they are protected, ``_due`` and the heap
-        # afterwards.
-        self._parked: dict[OffloadKey, tuple[int, int]] = {}
-        self._due: dict[OffloadKey, tuple[int, int]] = {}
-        self._heap: list[tuple[int, int, OffloadKey]] = []
+        # parked blocks while their rows are in use
+        self._parked: dict[OffloadKey, _ParkedBlock] = {}
+        # parked blocks after ``release``, and the same in a heap by their places. A heap, because
+        # jobs end in another order than their blocks were used. Its entries are not removed with
+        # the block: an entry counts only if it equals that of ``_released``.
+        self._released: dict[OffloadKey, _ParkedBlock] = {}
+        self._released_heap: list[tuple[_ParkedBlock, OffloadKey]] = []
         self._last_place = 0
 
     def __len__(self) -> int:
-        return len(self._rows) + len(self._parked) + len(self._due)
+        num_parked = len(self._parked) + len(self._released)
+        return len(self._rows) + num_parked
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._rows or key in self._parked or key in self._due
+        return key in self._rows or key in self._parked or key in self._released
 
-    def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+    def insert(self, keys: Keys, rows: Sequence[int]) -> None:
         # the first block of a prefix is the most recent one, so that it outlives the others
-        self._rows.update(zip(reversed(keys), reversed(rows), strict=True))
+        deepest_first = zip(reversed(keys), reversed(rows), strict=True)
+        self._rows.update(deepest_first)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Keys) -> None:
         rows = self._rows
         # the start of a prefix last, so that it is evicted after the blocks that need it
         for key in reversed(keys):
@@ -102,161 +118,182 @@ class LRUCachePolicy(CachePolicy):
             if row is not None:
                 rows[key] = row
 
-    def release(self, keys: Sequence[OffloadKey]) -> None:
+    def release(self, keys: Keys) -> None:
         if not self._parked:
             return
         for key in keys:
-            entry = self._parked.pop(key, None)
-            if entry is not None:
-                # A heap, because jobs end in another order than their blocks were used.
-                self._due[key] = entry
-                heapq.heappush(self._heap, (*entry, key))
+            block = self._parked.pop(key, None)
+            if block is not None:
+                self._released[key] = block
+                heapq.heappush(self._released_heap, (block, key))
 
-    def remove(self, keys: Sequence[OffloadKey]) -> None:
+    def remove(self, keys: Keys) -> None:
         for key in keys:
             self.discard(key)
 
     def discard(self, key: OffloadKey) -> int | None:
         """Forget a block and return its row; None if the key is unknown."""
         row = self._rows.pop(key, None)
-        return self._unpark(key) if row is None else row
+        if row is None:
+            row = self._unpark(key)
+        return row
 
-    def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
+    def evict(self, count: int) -> list[Victim]:
         # released blocks first: they were least recently used before they were parked
-        victims = self._evict_due(count)
+        victims = self._evict_released(count)
         while self._rows and len(victims) < count:
             key, row = self._rows.popitem(last=False)
-            if self._refs[row]:
-                self._last_place += 1
-                self._parked[key] = (self._last_place, row)
-            else:
+            if not self._refs[row]:
                 victims.append((key, row))
+                continue
+            self._last_place += 1
+            self._parked[key] = _ParkedBlock(self._last_place, row)
         return victims
 
-    def _evict_due(self, count: int) -> list[tuple[OffloadKey, int]]:
+    def _evict_released(self, count: int) -> list[Victim]:
         """Evict up to ``count`` blocks that were parked and released."""
-        victims: list[tuple[OffloadKey, int]] = []
-        while self._heap and len(victims) < count:
-            place, row, key = heapq.heappop(self._heap)
-            if self._due.get(key) != (place, row):
+        victims: list[Victim] = []
+        while self._released_heap and len(victims) < count:
+            block, key = heapq.heappop(self._released_heap)
+            if self._released.get(key) != block:
                 continue  # used or removed since
-            del self._due[key]
-            if self._refs[row]:
-                self._parked[key] = (place, row)
+            del self._released[key]
+            if self._refs[block.row]:
+                # another job uses it again
+                self._parked[key] = block
             else:
-                victims.append((key, row))
+                victims.append((key, block.row))
         return victims
 
     def clear(self) -> None:
-        for part in (self._rows, self._parked, self._due, self._heap):
-            part.clear()
+        self._rows.clear()
+        self._parked.clear()
+        self._released.clear()
+        self._released_heap.clear()
 
     def _unpark(self, key: OffloadKey) -> int | None:
-        entry = self._parked.pop(key, None) or self._due.pop(key, None)
-        return None if entry is None else entry[1]
+        """Forget a parked block and return its row; None if it is not parked."""
+        block = self._parked.pop(key, None)
+        if block is None:
+            block = self._released.pop(key, None)
+        return None if block is None else block.row
 
 
 class ARCCachePolicy(CachePolicy):
     """Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, balanced by early
     evictions.
 
-    It keeps two lists in order of use (blocks used once, blocks used again) and the keys recently
-    evicted from each. Eviction takes from the first list if it exceeds its target size, else from
-    the second. If a block is stored again soon after its eviction, the list from which it was
-    evicted was too small, and the target size changes in favour of that list. A scan of blocks that
-    are used once only affects the first list.
+    It keeps two lists in order of use, recent blocks (used once) and frequent blocks (used again),
+    and for each list its ghosts: the keys recently evicted from it. Eviction takes from the recent
+    blocks if they exceed their target number, else from the frequent blocks. If a block is stored
+    again soon after its eviction, the list from which it was evicted was too small, and the target
+    changes in favour of that list. A scan of blocks that are used once only affects the recent
+    blocks.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
         super().__init__(num_blocks, refs)
-        self._once = LRUCachePolicy(num_blocks, refs)
-        self._again = LRUCachePolicy(num_blocks, refs)
-        self._gone_once: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._gone_again: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._target = 0.0  # target number of blocks in the first list
+        self._recent = LRUCachePolicy(num_blocks, refs)
+        self._frequent = LRUCachePolicy(num_blocks, refs)
+        # evicted keys, the first evicted first
+        self._recent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._target = 0.0  # target number of recent blocks
 
-    def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+    def insert(self, keys: Keys, rows: Sequence[int]) -> None:
+        # the start of a prefix last, so that it is evicted after the blocks that need it
         for key, row in zip(reversed(keys), reversed(rows), strict=True):
-            part = self._again if self._learn_from_return(key) else self._once
+            was_ghost = self._adapt(key)
+            part = self._frequent if was_ghost else self._recent
             part.insert((key,), (row,))
-        self._trim_gone()
+        self._trim_ghosts()
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Keys) -> None:
         for key in reversed(keys):
-            if key in self._again:
-                self._again.touch((key,))
+            if key in self._frequent:
+                self._frequent.touch((key,))
                 continue
-            row = self._once.discard(key)
+            row = self._recent.discard(key)
             if row is not None:
                 # Storing a block also touches it. Only a use of a readable block counts as a second
                 # use.
-                part = self._once if self._refs[row] < 0 else self._again
+                is_being_written = self._refs[row] < 0
+                part = self._recent if is_being_written else self._frequent
                 part.insert((key,), (row,))
 
-    def release(self, keys: Sequence[OffloadKey]) -> None:
-        self._once.release(keys)
-        self._again.release(keys)
+    def release(self, keys: Keys) -> None:
+        self._recent.release(keys)
+        self._frequent.release(keys)
 
-    def remove(self, keys: Sequence[OffloadKey]) -> None:
-        self._once.remove(keys)
-        self._again.remove(keys)
+    def remove(self, keys: Keys) -> None:
+        self._recent.remove(keys)
+        self._frequent.remove(keys)
 
-    def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
-        victims: list[tuple[OffloadKey, int]] = []
+    def evict(self, count: int) -> list[Victim]:
+        victims: list[Victim] = []
         while len(victims) < count:
             # the lengths change with each eviction, and with them the preferred list
-            once_first = len(self._once) > self._target
-            found = self._evict_one(used_once=once_first)
+            recent_first = len(self._recent) > self._target
+            found = self._evict_one(recent=recent_first)
             if not found:
                 # all blocks of that list are in use
-                found = self._evict_one(used_once=not once_first)
+                found = self._evict_one(recent=not recent_first)
             if not found:
                 break
             victims += found
-        self._trim_gone()
+        self._trim_ghosts()
         return victims
 
-    def _evict_one(self, *, used_once: bool) -> list[tuple[OffloadKey, int]]:
-        """Evict a block of one of the lists, and remember its key; return no block if none can be
-        evicted."""
-        part = self._once if used_once else self._again
-        gone = self._gone_once if used_once else self._gone_again
+    def _evict_one(self, *, recent: bool) -> list[Victim]:
+        """Evict a block of one of the lists, and make its key a ghost; return no block if none can
+        be evicted."""
+        part = self._frequent
+        ghosts = self._frequent_ghosts
+        if recent:
+            part = self._recent
+            ghosts = self._recent_ghosts
         victims = part.evict(1)
         for key, _ in victims:
-            gone[key] = None
+            ghosts[key] = None
         return victims
 
     def clear(self) -> None:
-        for part in (self._once, self._again, self._gone_once, self._gone_again):
-            part.clear()
+        self._recent.clear()
+        self._frequent.clear()
+        self._recent_ghosts.clear()
+        self._frequent_ghosts.clear()
         self._target = 0.0
 
-    def _learn_from_return(self, key: OffloadKey) -> bool:
-        """Return whether the key was recently evicted. If so, change the target size in favour of
-        its list."""
-        once, again = len(self._gone_once), len(self._gone_again)
-        if key in self._gone_once:
-            del self._gone_once[key]
-            target = self._target + max(1.0, again / once)
-            self._target = min(float(self._num_blocks), target)
-        elif key in self._gone_again:
-            del self._gone_again[key]
-            self._target = max(0.0, self._target - max(1.0, once / again))
-        else:
-            return False
-        return True
+    def _adapt(self, key: OffloadKey) -> bool:
+        """Return whether the key was a ghost. If so, it is none any more, and the target changes in
+        favour of its list."""
+        num_recent = len(self._recent_ghosts)
+        num_frequent = len(self._frequent_ghosts)
+        # The step is larger for the list with fewer ghosts: a hit among few is stronger evidence.
+        if key in self._recent_ghosts:
+            del self._recent_ghosts[key]
+            step = max(1.0, num_frequent / num_recent)
+            self._target = min(self._num_blocks, self._target + step)
+            return True
+        if key in self._frequent_ghosts:
+            del self._frequent_ghosts[key]
+            step = max(1.0, num_recent / num_frequent)
+            self._target = max(0.0, self._target - step)
+            return True
+        return False
 
-    def _trim_gone(self) -> None:
-        """Bound the first list and its evicted keys to ``num_blocks`` entries, and both lists with
-        their evicted keys to twice as many.
+    def _trim_ghosts(self) -> None:
+        """Bound the recent blocks with their ghosts to ``num_blocks`` entries, and both lists with
+        their ghosts to twice as many.
         """
-        most_gone_once = max(0, self._num_blocks - len(self._once))
-        while len(self._gone_once) > most_gone_once:
-            self._gone_once.popitem(last=False)
-        others = len(self._once) + len(self._again) + len(self._gone_once)
-        most_gone_again = max(0, 2 * self._num_blocks - others)
-        while len(self._gone_again) > most_gone_again:
-            self._gone_again.popitem(last=False)
+        max_recent_ghosts = max(0, self._num_blocks - len(self._recent))
+        while len(self._recent_ghosts) > max_recent_ghosts:
+            self._recent_ghosts.popitem(last=False)
+        num_held = len(self._recent) + len(self._frequent)
+        others = num_held + len(self._recent_ghosts)
+        max_frequent_ghosts = max(0, 2 * self._num_blocks - others)
+        while len(self._frequent_ghosts) > max_frequent_ghosts:
+            self._frequent_ghosts.popitem(last=False)
 
 
 CACHE_POLICIES = Registry[CachePolicy](

@@ -8,8 +8,8 @@ it is in use.
 3. A process uses a file only if the path still leads to it after the process has locked it. Between
    its creation and its locking, a file looks like a leftover, and another process may remove it;
    then the creator retries.
-4. A process attaches only to a regular file of its own user that no other user may open: whoever
-   created the file reads all contexts. It removes no file of another user.
+4. A process attaches only to a regular file of its own user that no other user may open: the
+   creator of the file can read all contexts. It removes no file of another user.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def remove_leftover_regions(directory: str = SHARED_MEMORY_DIRECTORY) -> list[st
     """Delete the shared memory files that killed engines left, and return their paths. Files in use
     and files of other users are kept.
     """
-    paths = sorted(map(str, Path(directory).glob(f"{_PREFIX}*{_SUFFIX}")))
-    return [path for path in paths if _remove_leftover(path)]
+    removed = []
+    for path in sorted(Path(directory).glob(f"{_PREFIX}*{_SUFFIX}")):
+        if _remove_leftover(str(path)):
+            removed.append(str(path))
+    return removed
 
 
 class RegionFile:
@@ -96,13 +99,15 @@ class RegionFile:
 
         In a process forked after ``open``, it only closes that process's descriptors.
         """
-        lock_fd, self._lock_fd = self._lock_fd, None
+        lock_fd = self._lock_fd
+        self._lock_fd = None
         if lock_fd is None:
             return
         os.close(self.fd)
-        # The exclusive lock is granted only if no other process uses the file. A forked process
-        # shares the lock of its parent, and would take the file from it.
-        if os.getpid() == self._pid and _lock(lock_fd, fcntl.LOCK_EX):
+        # A forked process shares the lock of its parent, and would take the file from it.
+        is_opener = os.getpid() == self._pid
+        # The exclusive lock is granted only if no other process uses the file.
+        if is_opener and _lock(lock_fd, fcntl.LOCK_EX):
             _unlink_if_at(lock_fd, self.path)
         os.close(lock_fd)
 
@@ -127,7 +132,9 @@ class RegionFile:
             if ready and _lock(lock_fd, fcntl.LOCK_SH) and _is_at(lock_fd, path):
                 if created:
                     _allocate(lock_fd, path, size)
-                file = cls(path, lock_fd, os.open(path, _OPEN_FLAGS), created)
+                # a second descriptor, without the lock, for other processes
+                fd = os.open(path, _OPEN_FLAGS)
+                file = cls(path, lock_fd, fd, created)
             return file
         finally:
             if file is None:
@@ -136,8 +143,9 @@ class RegionFile:
 
 def _create(path: str) -> int | None:
     """Create the file and return a descriptor; None if it exists."""
+    flags = _OPEN_FLAGS | os.O_CREAT | os.O_EXCL
     try:
-        return os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.open(path, flags, 0o600)
     except FileExistsError:
         return None
     except OSError as error:
@@ -193,13 +201,15 @@ def _check_private(fd: int, path: str) -> None:
     """Raise RegionError unless the open file is a regular one, of this user, that no other user may
     open."""
     status = os.fstat(fd)
+    mode = status.st_mode
+    others = stat.S_IRWXG | stat.S_IRWXO
     problem = ""
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(mode):
         problem = "is no regular file"
     elif status.st_uid != os.geteuid():
         problem = f"belongs to user {status.st_uid}"
-    elif status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        problem = f"has mode {stat.S_IMODE(status.st_mode):o}: other users may open it"
+    elif mode & others:
+        problem = f"has mode {stat.S_IMODE(mode):o}: other users may open it"
     if problem:
         raise RegionError(f"{path} {problem}. Remove it, or use another instance_id")
 
@@ -222,6 +232,7 @@ def _remove_leftover(path: str) -> bool:
 
 
 def _lock(fd: int, kind: int) -> bool:
+    """Acquire a ``flock`` without waiting; return whether it was granted."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -230,13 +241,16 @@ def _lock(fd: int, kind: int) -> bool:
 
 
 def _is_at(fd: int, path: str) -> bool:
+    """Return whether the path leads to the open file."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+        at_path = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
+    return os.path.samestat(os.fstat(fd), at_path)
 
 
 def _unlink_if_at(fd: int, path: str) -> bool:
+    """Unlink the path if it leads to the open file; return whether it did."""
     if not _is_at(fd, path):
         return False
     os.unlink(path)

@@ -20,6 +20,8 @@ from persistkv.errors import ConfigurationError
 
 MAX_TRACKER_SIZE = 64_000  # blocks: about 10 MiB
 
+Keys = Sequence[OffloadKey]
+
 
 class FilterReusedOffloadingManager(OffloadingManager):
     """Stores a block only after ``store_threshold`` lookups, so that blocks used once do not evict
@@ -93,15 +95,20 @@ class FilterReusedOffloadingManager(OffloadingManager):
             new += [block for block in keys if block not in counted]
         if description.depth(key) is None:
             new.append(key)
-        new.sort(key=lambda block: description.depth(block) or 0, reverse=True)
+
+        def depth(block: OffloadKey) -> int:
+            return description.depth(block) or 0
+
+        new.sort(key=depth, reverse=True)
         return new
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self, keys: Keys, req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         offered = []
         for key in keys:
-            is_reused = self._num_lookups.get(key, 0) >= self.store_threshold
+            num_lookups = self._num_lookups.get(key, 0)
+            is_reused = num_lookups >= self.store_threshold
             if is_reused or self.backing.is_held(key):
                 offered.append(key)
         return self.backing.prepare_store(offered, req_context)
@@ -110,21 +117,17 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self.backing.is_held(key)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self, keys: Keys, req_context: ReqContext, success: bool = True
     ) -> None:
         self.backing.complete_store(keys, req_context, success)
 
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Keys, req_context: ReqContext) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)
 
-    def complete_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
-    ) -> None:
+    def complete_load(self, keys: Keys, req_context: ReqContext) -> None:
         self.backing.complete_load(keys, req_context)
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def touch(self, keys: Keys, req_context: ReqContext) -> None:
         self.backing.touch(keys, req_context)
 
     def take_events(self) -> Iterable[OffloadingEvent]:

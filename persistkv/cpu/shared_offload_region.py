@@ -18,6 +18,7 @@ from persistkv.cpu.region_file import (
 )
 from persistkv.errors import ConfigurationError, RegionError
 from persistkv.memory.pages import prefault
+from persistkv.rounding import round_up
 
 __all__ = [
     "SharedOffloadRegion",
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 def row_stride_bytes(num_workers: int, cpu_page_size: int) -> int:
     """Return the bytes of one row: ``cpu_page_size`` bytes per worker, rounded up to a multiple of
     4 KiB."""
-    return -(-num_workers * cpu_page_size // PAGE_BYTES) * PAGE_BYTES
+    return round_up(num_workers * cpu_page_size, PAGE_BYTES)
 
 
 class CudaRuntime(Protocol):
@@ -96,11 +97,9 @@ class SharedOffloadRegion:
                 "rank", rank, f"0 to {num_workers - 1}, or None for the scheduler"
             )
         self.row_stride = row_stride_bytes(num_workers, cpu_page_size)
-        if total_size_bytes != num_blocks * self.row_stride:
-            expected = (
-                f"{num_blocks * self.row_stride}: {num_blocks} rows of "
-                f"{self.row_stride} bytes"
-            )
+        size = num_blocks * self.row_stride
+        if total_size_bytes != size:
+            expected = f"{size}: {num_blocks} rows of {self.row_stride} bytes"
             raise ConfigurationError("total_size_bytes", total_size_bytes, expected)
         self.mmap_path = region_path(instance_id, directory)
         self.total_size_bytes = total_size_bytes
@@ -116,16 +115,19 @@ class SharedOffloadRegion:
         self._mmap: mmap.mmap | None = None
         self._rows: torch.Tensor | None = None
         try:
-            self._file = RegionFile.open(self.mmap_path, total_size_bytes, timeout_s)
-            self._mmap = mmap.mmap(self._file.fd, total_size_bytes)
+            self._file = RegionFile.open(self.mmap_path, size, timeout_s)
+            self._mmap = mmap.mmap(self._file.fd, size)
             # torch references the object passed to it, but not its buffer. A private memoryview
             # keeps the buffer exported, so that the mapping outlives the last tensor.
-            flat = torch.frombuffer(memoryview(self._mmap), dtype=torch.int8)
+            exported = memoryview(self._mmap)
+            flat = torch.frombuffer(exported, dtype=torch.int8)
             self._rows = flat.view(num_blocks, self.row_stride)
             # the bytes of each row that this process touches: its cell, or all for the scheduler
-            first, length = 0, self.row_stride
+            first = 0
+            length = self.row_stride
             if rank is not None:
-                first, length = rank * cpu_page_size, cpu_page_size
+                first = rank * cpu_page_size
+                length = cpu_page_size
             with memoryview(self._mmap) as memory:
                 prefault(memory, first, length, self.row_stride)
         except BaseException:
@@ -144,7 +146,8 @@ class SharedOffloadRegion:
     @property
     def address(self) -> int:
         """Address of the mapping in this process."""
-        return self._mapped()[1].data_ptr()
+        _, rows = self._mapped()
+        return rows.data_ptr()
 
     @property
     def is_pinned(self) -> bool:
@@ -163,7 +166,7 @@ class SharedOffloadRegion:
         :raises ConfigurationError: the cell has fewer bytes left, or ``rank`` is None (no cell);
             nothing was reserved.
         """
-        rows = self._mapped()[1]
+        _, rows = self._mapped()
         if self.rank is None:
             raise ConfigurationError(
                 "rank", None, "a worker's rank: the scheduler has no cell"
@@ -183,19 +186,22 @@ class SharedOffloadRegion:
 
         :raises ConfigurationError: the bytes are not within the cells of all workers.
         """
-        rows = self._mapped()[1]
-        end = self.num_workers * self.cpu_page_size
-        if offset < 0 or num_bytes <= 0 or offset + num_bytes > end:
+        _, rows = self._mapped()
+        end = offset + num_bytes
+        cells_end = self.num_workers * self.cpu_page_size
+        if offset < 0 or num_bytes <= 0 or end > cells_end:
+            last = cells_end - num_bytes
             raise ConfigurationError(
-                "offset", offset, f"0 to {end - num_bytes} for {num_bytes} bytes"
+                "offset", offset, f"0 to {last} for {num_bytes} bytes"
             )
-        return rows[:, offset : offset + num_bytes]
+        return rows[:, offset:end]
 
     def create_kv_memoryview(self) -> memoryview:
         """Return all rows without a copy: writable, shape (num_blocks, row_stride), format
         ``B``."""
         mapping, _ = self._mapped()
-        return memoryview(mapping).cast("B", (self.num_blocks, self.row_stride))
+        shape = (self.num_blocks, self.row_stride)
+        return memoryview(mapping).cast("B", shape)
 
     def cleanup(self) -> None:
         """Unpin and unmap the memory, and release the file; the last process deletes it.
@@ -207,7 +213,8 @@ class SharedOffloadRegion:
         # CUDA must not keep addresses that another mapping may get
         self._unpin()
         self._rows = None
-        mapping, self._mmap = self._mmap, None
+        mapping = self._mmap
+        self._mmap = None
         try:
             if mapping is not None:
                 mapping.close()

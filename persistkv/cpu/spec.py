@@ -66,9 +66,14 @@ class WorkerGeometry:
     them. Then each KV tensor must state its heads, which certifies this (``HeadSharding``)."""
 
     def __post_init__(self) -> None:
-        for name in ("gpu_block_size", "gpu_block_bytes", "num_workers"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(name, getattr(self, name), "a positive number")
+        numbers = {
+            "gpu_block_size": self.gpu_block_size,
+            "gpu_block_bytes": self.gpu_block_bytes,
+            "num_workers": self.num_workers,
+        }
+        for name, value in numbers.items():
+            if value <= 0:
+                raise ConfigurationError(name, value, "a positive number")
 
 
 @dataclass(kw_only=True)
@@ -93,12 +98,15 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.options = options = convert_options(
             self.options_type, self.extra_config, where="offloading"
         )
-        gpu_size = self.geometry.gpu_block_size
-        block_size = gpu_size if options.block_size is None else options.block_size
-        if block_size <= 0 or block_size % gpu_size:
-            expected = f"a positive multiple of {gpu_size}, the GPU's block size"
+        gpu_block_size = self.geometry.gpu_block_size
+        block_size = options.block_size
+        if block_size is None:
+            block_size = gpu_block_size
+        if block_size <= 0 or block_size % gpu_block_size:
+            expected = f"a positive multiple of {gpu_block_size}, the GPU's block size"
             raise ConfigurationError("block_size", block_size, expected)
-        self.block_size_factor = block_size // gpu_size
+        self.block_size_factor = block_size // gpu_block_size
+        # raises if there is no such policy, before memory is allocated
         CACHE_POLICIES.get(options.eviction_policy)
         size = parse_size(options.cpu_bytes_to_use, name="cpu_bytes_to_use")
         self.num_blocks = size // self.row_stride

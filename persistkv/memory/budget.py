@@ -41,11 +41,12 @@ class MemoryShares(NamedTuple):
     @classmethod
     def of(cls, bound: int) -> MemoryShares:
         """Return the limits for a budget of ``bound`` bytes, the value of ``staging_bytes``."""
+        buffers = bound // 8
         return cls(
-            bound // 2,
-            bound // 16,
-            min(MAX_PACK_BYTES, bound // 4),
-            min(_PART_BYTES, bound // (8 * MAX_IO_THREADS)),
+            staged=bound // 2,
+            ends=bound // 16,
+            transaction=min(MAX_PACK_BYTES, bound // 4),
+            part=min(_PART_BYTES, buffers // MAX_IO_THREADS),
         )
 
 
@@ -72,6 +73,7 @@ def keep_out_of_collections() -> None:
 
 def trim_heap() -> None:
     """Return freed memory to the operating system with ``malloc_trim``, if the C library has it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    c_library = ctypes.CDLL(None)
+    malloc_trim = getattr(c_library, "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

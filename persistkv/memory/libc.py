@@ -9,6 +9,8 @@ import os
 from collections.abc import Sequence
 from functools import cache
 
+from persistkv.rounding import round_up
+
 MADV_POPULATE_READ = 22  # Linux 5.14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1
@@ -21,7 +23,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 def madvise(address: int, num_bytes: int, advice: int) -> int:
     """Call ``madvise`` with the GIL released; return 0, or the errno if the kernel refuses."""
-    return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
+    failed = _libc().madvise(address, num_bytes, advice)
+    return ctypes.get_errno() if failed else 0
 
 
 def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
@@ -33,25 +36,28 @@ def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
     """
     libc = _libc()
     num_bytes = sum(size for _, size in files)
-    # Reserve more addresses than needed, map the files within, and give back both ends: no other
-    # thread can take addresses in between.
-    reserved = num_bytes + alignment
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    start = libc.mmap(None, reserved, 0, flags, -1, 0)
+    # Reserve more addresses than needed, map the files within, and release the addresses before
+    # and after them: no other thread can allocate addresses in between.
+    no_access = 0
+    no_file = -1
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    reserved_bytes = num_bytes + alignment
+    start = libc.mmap(None, reserved_bytes, no_access, private, no_file, 0)
     if start == _MAP_FAILED:
         return 0
-    address = -(-start // alignment) * alignment
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    flags = mmap.MAP_SHARED | _MAP_FIXED
+    address = round_up(start, alignment)
+    read_write = mmap.PROT_READ | mmap.PROT_WRITE
+    shared = mmap.MAP_SHARED | _MAP_FIXED
     end = address
     for fd, size in files:
-        if libc.mmap(end, size, access, flags, fd, 0) != end:
-            libc.munmap(start, reserved)
+        mapped_at = libc.mmap(end, size, read_write, shared, fd, 0)
+        if mapped_at != end:
+            libc.munmap(start, reserved_bytes)
             return 0
-        end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        end += round_up(size, mmap.PAGESIZE)
     libc.munmap(start, address - start)
-    libc.munmap(end, start + reserved - end)
-    return int(address)
+    libc.munmap(end, start + reserved_bytes - end)
+    return address
 
 
 def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
@@ -61,7 +67,8 @@ def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
     :raises OSError: the file system supports no holes (``EOPNOTSUPP``), or the disk failed.
     """
     mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
-    if _libc().fallocate(fd, mode, offset, num_bytes):
+    failed = _libc().fallocate(fd, mode, offset, num_bytes)
+    if failed:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
@@ -73,32 +80,36 @@ def unmap(address: int, num_bytes: int) -> None:
 def memory_at(address: int, num_bytes: int) -> memoryview:
     """Return a writable view of mapped memory. The caller must keep it mapped while references to
     the view exist."""
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+    array_type = ctypes.c_ubyte * num_bytes
+    array = array_type.from_address(address)
+    # a ctypes array has the format "<B"; bytes can be assigned only between views of one format
+    return memoryview(array).cast("B")
 
 
 def address_of(view: memoryview) -> int:
     """Return the address of a contiguous, non-empty view. The address is invalid once the memory is
     released."""
     if not view.readonly:  # five times as fast
-        return ctypes.addressof(ctypes.c_char.from_buffer(view))
+        first_byte = ctypes.c_char.from_buffer(view)
+        return ctypes.addressof(first_byte)
     import numpy as np  # commands that write nothing do not need numpy
 
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    array = np.frombuffer(view, np.uint8)
+    address, _ = array.__array_interface__["data"]
+    return int(address)
 
 
 @cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    address = ctypes.c_void_p
+    size = ctypes.c_size_t
+    offset = ctypes.c_long
+    number = ctypes.c_int
+    # without a result type, an address would be cut to 32 bits
+    libc.mmap.restype = address
+    libc.mmap.argtypes = (address, size, number, number, number, offset)
+    libc.munmap.argtypes = (address, size)
+    libc.fallocate.argtypes = (number, number, offset, offset)
+    libc.madvise.argtypes = (address, size, number)
     return libc

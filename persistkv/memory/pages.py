@@ -18,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from persistkv.memory import libc
+from persistkv.rounding import round_up
 
 HUGE_PAGE_BYTES = 2 << 20  # 2 MiB, on x86-64, and on AArch64 with small pages of 4 KiB
 
 _STEP_BYTES = 16 << 20  # 16 MiB: 10 ms
 _MAX_THREADS = 8
 _PREFAULT_BYTES = 64 << 20  # 64 MiB in one call
+_MAX_PREFAULT_THREADS = 16
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +66,17 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     steps = []
     for begin in range(0, whole, _STEP_BYTES):
-        steps.append((address + begin, min(_STEP_BYTES, whole - begin)))
+        size = min(_STEP_BYTES, whole - begin)
+        steps.append((address + begin, size))
     if not steps:
         return True
     # if the first step fails, all would: skip the others
     if not _collapse(steps[0]):
         return False
-    with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
-        return all(pool.map(_collapse, steps[1:]))
+    threads = min(threads, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        collapsed = pool.map(_collapse, steps[1:])
+        return all(collapsed)
 
 
 def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
@@ -91,7 +96,8 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
     files = []
     missing = num_bytes
     for fd in fds:
-        size = min(os.fstat(fd).st_size, missing)
+        file_bytes = os.fstat(fd).st_size
+        size = min(file_bytes, missing)
         if size:
             files.append((fd, size))
         missing -= size
@@ -116,8 +122,9 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
 def huge_memory(num_bytes: int) -> mmap.mmap:
     """Allocate at least ``num_bytes`` of private, zeroed memory, in huge pages if the kernel has
     some free."""
-    whole = -(-max(num_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole_pages = round_up(max(num_bytes, 1), HUGE_PAGE_BYTES)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, whole_pages, flags=private)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -137,31 +144,36 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
 
     started = time.monotonic()
     address = libc.address_of(memory)
-    spans = _page_spans(len(memory), first, length, stride)
+    array = np.frombuffer(memory, np.uint8)
+    num_bytes = 0
     parts = []
-    for begin, end in spans:
-        for at in range(begin, end, _PREFAULT_BYTES):
-            parts.append((at, min(at + _PREFAULT_BYTES, end)))
+    for begin, end in _page_spans(len(memory), first, length, stride):
+        num_bytes += end - begin
+        for part_begin in range(begin, end, _PREFAULT_BYTES):
+            part_end = min(part_begin + _PREFAULT_BYTES, end)
+            parts.append((part_begin, part_end))
 
     def populate(part: tuple[int, int]) -> int:
+        """Make a part resident; return 0, or the errno if its pages were read instead."""
         begin, end = part
-        problem = libc.madvise(address + begin, end - begin, libc.MADV_POPULATE_WRITE)
-        if problem:
-            np.frombuffer(memory, np.uint8)[begin : end : mmap.PAGESIZE].max()
-        return problem
+        start = address + begin
+        code = libc.madvise(start, end - begin, libc.MADV_POPULATE_WRITE)
+        if code:
+            # reading one byte of a page makes it resident; the maximum itself has no use
+            one_byte_of_each_page = array[begin : end : mmap.PAGESIZE]
+            one_byte_of_each_page.max()
+        return code
 
-    threads = min(16, os.cpu_count() or 1, len(parts))
+    threads = min(_MAX_PREFAULT_THREADS, os.cpu_count() or 1, len(parts))
     with ThreadPoolExecutor(threads, "persistkv-prefault") as pool:
-        problem = max(pool.map(populate, parts))
-    if problem:
-        reason = errno.errorcode.get(problem, "unknown")
+        code = max(pool.map(populate, parts))
+    if code:
+        reason = errno.errorcode.get(code, "unknown")
         logger.info(
             "MADV_POPULATE_WRITE was not possible (%s); pages were read instead", reason
         )
-    num_bytes = sum(end - begin for begin, end in spans)
-    logger.info(
-        "prefaulted %d MiB in %.2f s", num_bytes >> 20, time.monotonic() - started
-    )
+    seconds = time.monotonic() - started
+    logger.info("prefaulted %d MiB in %.2f s", num_bytes >> 20, seconds)
 
 
 def _page_spans(
@@ -174,12 +186,18 @@ def _page_spans(
     spans: list[tuple[int, int]] = []
     for offset in range(first, size, stride):
         begin = offset - offset % page
-        end = min(-(-(offset + length) // page) * page, size)
-        if spans and begin <= spans[-1][1]:
+        end = round_up(offset + length, page)
+        end = min(end, size)
+        # a page that two parts share, or adjacent pages: one span
+        _, last_end = spans[-1] if spans else (0, -1)
+        if begin <= last_end:
             begin, _ = spans.pop()
         spans.append((begin, end))
     return spans
 
 
 def _collapse(step: tuple[int, int]) -> bool:
-    return not libc.madvise(*step, libc.MADV_COLLAPSE)
+    """Collapse one step, an address and a number of bytes; return whether the kernel did."""
+    address, num_bytes = step
+    code = libc.madvise(address, num_bytes, libc.MADV_COLLAPSE)
+    return code == 0

@@ -32,28 +32,33 @@ class Rows:
             )
         self.layout = layout
         self.array: ByteArray = flat.reshape(-1, layout.row_stride)
-        is_flat = buffer.ndim == 1 and buffer.format == "B"
-        self._flat = buffer if is_flat else buffer.cast("B")
+        self._bytes = buffer
+        if buffer.ndim != 1 or buffer.format != "B":
+            self._bytes = buffer.cast("B")
 
     def __len__(self) -> int:
         return len(self.array)
 
     def check(self, block_ids: Sequence[int]) -> None:
         """:raises ValueError: a row does not exist."""
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self):
+        if not block_ids:
+            return
+        lowest = min(block_ids)
+        highest = max(block_ids)
+        if lowest < 0 or highest >= len(self):
             raise ValueError(
-                f"rows {min(block_ids)} to {max(block_ids)} do not exist: there are "
-                f"{len(self)} rows"
+                f"rows {lowest} to {highest} do not exist: there are {len(self)} rows"
             )
 
     def places(self, group: int, block_id: int) -> list[memoryview]:
         """Return a writable view of each byte range that a block of the group uses in row
         ``block_id``."""
-        base = block_id * self.layout.row_stride
+        row_start = block_id * self.layout.row_stride
         places = []
         for offset, size in self.layout.groups[group].ranges:
-            start = base + offset
-            places.append(self._flat[start : start + size])
+            start = row_start + offset
+            end = start + size
+            places.append(self._bytes[start:end])
         return places
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -62,29 +67,38 @@ class Rows:
         rows are returned as one view.
         """
         stride = self.layout.row_stride
+        whole_row = ((0, stride),)
         pieces = []
-        if self.layout.groups[group].ranges == ((0, stride),):
-            for first, end in runs(block_ids):
-                pieces.append(self._flat[first * stride : end * stride])
-        else:
+        if self.layout.groups[group].ranges != whole_row:
             for block_id in block_ids:
                 pieces += self.places(group, block_id)
+            return pieces
+        for first_row, end_row in runs(block_ids):
+            start = first_row * stride
+            end = end_row * stride
+            pieces.append(self._bytes[start:end])
         return pieces
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         """Return a copy of blocks of the group, as an array of shape (len(block_ids),
         block_bytes)."""
         ids = np.asarray(block_ids)
-        ranges = self.layout.groups[group].ranges
-        parts = [self.array[ids, offset : offset + size] for offset, size in ranges]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        parts = []
+        for offset, size in self.layout.groups[group].ranges:
+            part: ByteArray = self.array[ids, offset : offset + size]
+            parts.append(part)
+        # without a copy of the only part
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts, axis=1)
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
         """Copy ``blocks``, an array as ``gather`` returns it, into the rows ``block_ids``."""
         ids = np.asarray(block_ids)
-        start = 0
+        start = 0  # within a block of ``blocks``, which has no gaps between its ranges
         for offset, size in self.layout.groups[group].ranges:
-            self.array[ids, offset : offset + size] = blocks[:, start : start + size]
+            part = blocks[:, start : start + size]
+            self.array[ids, offset : offset + size] = part
             start += size
 
 
@@ -92,13 +106,15 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return (first, last + 1) of each run of consecutive ascending numbers. ``numbers`` must not
     be empty."""
     found: list[tuple[int, int]] = []
-    first = end = numbers[0]
+    first = numbers[0]
+    end = first
     for number in numbers:
         if number != end:
             found.append((first, end))
             first = number
         end = number + 1
-    return [*found, (first, end)]
+    found.append((first, end))
+    return found
 
 
 @dataclass(frozen=True)
@@ -110,10 +126,12 @@ class RowBlocks:
     block_ids: Sequence[int]
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        return self.rows.gather(self.group, self.block_ids[start:stop])
+        block_ids = self.block_ids[start:stop]
+        return self.rows.gather(self.group, block_ids)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        return self.rows.pieces(self.group, self.block_ids[start:stop])
+        block_ids = self.block_ids[start:stop]
+        return self.rows.pieces(self.group, block_ids)
 
 
 @dataclass(frozen=True)
@@ -125,17 +143,23 @@ class StagedBlocks:
 
     def gather(self, start: int, stop: int) -> ByteArray:
         parts = self._parts(start, stop)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        # without a copy of the only part
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         return [part.data.cast("B") for part in self._parts(start, stop)]
 
     def _parts(self, start: int, stop: int) -> list[ByteArray]:
+        """Return the blocks ``start`` to ``stop`` - 1 as views, one of each run that holds some."""
         parts = []
-        first = 0  # index of the run's first block
+        run_start = 0  # index of the run's first block among all blocks
         for run in self.runs:
-            part = run[max(0, start - first) : max(0, stop - first)]
+            begin = max(0, start - run_start)
+            end = max(0, stop - run_start)
+            part = run[begin:end]
             if len(part):
                 parts.append(part)
-            first += len(run)
+            run_start += len(run)
         return parts

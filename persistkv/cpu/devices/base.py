@@ -31,13 +31,17 @@ class CopyEngine(OffloadingHandler):
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         if not self.memory.rows:
             return False
-        gpu, cpu = spec if self.direction is Direction.STORE else spec[::-1]
+        source, target = spec
+        gpu, cpu = source, target
+        if self.direction is Direction.LOAD:
+            gpu, cpu = target, source
         if not (
             isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec)
         ):
-            media = f"{spec[0].medium()} to {spec[1].medium()}"
+            media = f"{source.medium()} to {target.medium()}"
             raise ValueError(f"a transfer from {media} is no {self.direction.value}")
-        return self.submit(job_id, plan_copies(gpu, cpu, self.memory))
+        copies = plan_copies(gpu, cpu, self.memory)
+        return self.submit(job_id, copies)
 
     @abstractmethod
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:

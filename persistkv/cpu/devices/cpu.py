@@ -21,6 +21,7 @@ import torch
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, consecutive_runs
+from persistkv.rounding import divide_up
 
 # 8 MiB: small enough to stay in the last-level cache between the write and the read
 BUFFER_BYTES = 8 << 20
@@ -46,17 +47,24 @@ class CPUCopyEngine(CopyEngine):
         self._buffer: torch.Tensor | None = None
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        self._jobs.append((job_id, self._thread.submit(self.run, job_id, copies)))
+        future = self._thread.submit(self.run, job_id, copies)
+        self._jobs.append((job_id, future))
         return True
 
     def get_finished(self) -> list[TransferResult]:
         results = []
-        while self._jobs and self._jobs[0][1].done():
-            results.append(self._jobs.popleft()[1].result())
+        while self._jobs:
+            _, future = self._jobs[0]
+            # jobs end in order of submission
+            if not future.done():
+                break
+            results.append(future.result())
+            self._jobs.popleft()
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        futures.wait([future for job_id, future in self._jobs if job_id in job_ids])
+        awaited = [future for job_id, future in self._jobs if job_id in job_ids]
+        futures.wait(awaited)
 
     def shutdown(self) -> None:
         self._thread.shutdown(wait=True)
@@ -87,28 +95,39 @@ class CPUCopyEngine(CopyEngine):
         return TransferResult(job_id, success, num_bytes, seconds)
 
     def _copy(self, part: PageCopies) -> None:
+        # shape (rows, GPU blocks in a row, bytes to copy)
         rows = self.memory.rows[part.tensor_idx]
         rows = rows.view(len(rows), self.memory.block_size_factor, -1)
         rows = rows[:, :, : part.page_bytes]
-        pages = self.memory.pages[part.tensor_idx][:, : part.page_bytes]
-        blocks, sub_blocks = part.blocks, part.sub_blocks
-        if (sub_blocks[1:] <= sub_blocks[:-1]).any():
-            order = np.argsort(sub_blocks, kind="stable")
-            blocks, sub_blocks = blocks[order], sub_blocks[order]
+        # shape (GPU blocks, bytes to copy)
+        pages = self.memory.pages[part.tensor_idx]
+        pages = pages[:, : part.page_bytes]
 
-        most_runs = max(FEW_RUNS, 2 * -(-part.num_bytes // BUFFER_BYTES))
+        blocks = part.blocks
+        sub_blocks = part.sub_blocks
+        is_sorted = (sub_blocks[1:] > sub_blocks[:-1]).all()
+        if not is_sorted:
+            order = np.argsort(sub_blocks, kind="stable")
+            blocks = blocks[order]
+            sub_blocks = sub_blocks[order]
+
+        # the buffer takes two calls for each part
+        buffered_calls = 2 * divide_up(part.num_bytes, BUFFER_BYTES)
+        max_runs = max(FEW_RUNS, buffered_calls)
         runs = consecutive_runs(sub_blocks)
-        if len(runs) <= most_runs:
+        if len(runs) <= max_runs:
             for run in runs:
                 self._copy_row_run(pages, rows, blocks[run], sub_blocks[run])
             return
         # Fresh blocks of the device and fragmented rows: then the blocks are the longer runs.
         order = np.argsort(blocks, kind="stable")
-        in_order, scattered = blocks[order], sub_blocks[order]
-        runs = consecutive_runs(in_order)
-        if len(runs) <= most_runs:
+        ordered_blocks = blocks[order]
+        their_sub_blocks = sub_blocks[order]
+        runs = consecutive_runs(ordered_blocks)
+        if len(runs) <= max_runs:
             for run in runs:
-                self._copy_page_run(pages, rows, in_order[run], scattered[run])
+                page_run = ordered_blocks[run]
+                self._copy_page_run(pages, rows, page_run, their_sub_blocks[run])
             return
         self._copy_buffered(pages, rows, blocks, sub_blocks)
 
@@ -122,7 +141,8 @@ class CPUCopyEngine(CopyEngine):
         """Copy between any pages and consecutive places in rows."""
         stores = self.direction is Direction.STORE
         for begin, end, rectangle in _rectangles(sub_blocks, rows):
-            index = torch.from_numpy(blocks[begin:end]).view(rectangle.shape[:2])
+            index = torch.from_numpy(blocks[begin:end])
+            index = index.view(rectangle.shape[:2])
             _move(pages, (index,), rectangle, gathers=stores)
 
     def _copy_page_run(
@@ -136,7 +156,8 @@ class CPUCopyEngine(CopyEngine):
         loads = self.direction is Direction.LOAD
         first = int(blocks[0])
         run = pages[first : first + len(blocks)]
-        _move(rows, _row_index(sub_blocks, rows), run, gathers=loads)
+        index = _row_index(sub_blocks, rows)
+        _move(rows, index, run, gathers=loads)
 
     def _copy_buffered(
         self,
@@ -147,13 +168,16 @@ class CPUCopyEngine(CopyEngine):
     ) -> None:
         """Gather each part of up to 8 MiB into a buffer, and scatter it from there."""
         page_bytes = pages.shape[1]
-        step = max(1, BUFFER_BYTES // page_bytes)
-        if self._buffer is None or len(self._buffer) < step * page_bytes:
-            self._buffer = torch.empty(max(BUFFER_BYTES, page_bytes), dtype=torch.int8)
-        buffer = self._buffer[: step * page_bytes].view(step, page_bytes)
+        step = max(1, BUFFER_BYTES // page_bytes)  # pages
+        step_bytes = step * page_bytes
+        if self._buffer is None or len(self._buffer) < step_bytes:
+            size = max(BUFFER_BYTES, page_bytes)
+            self._buffer = torch.empty(size, dtype=torch.int8)
+        buffer = self._buffer[:step_bytes].view(step, page_bytes)
         for begin in range(0, len(blocks), step):
-            page_index = torch.from_numpy(blocks[begin : begin + step])
-            row_index = _row_index(sub_blocks[begin : begin + step], rows)
+            end = begin + step
+            page_index = torch.from_numpy(blocks[begin:end])
+            row_index = _row_index(sub_blocks[begin:end], rows)
             part = buffer[: len(page_index)]
             if self.direction is Direction.STORE:
                 _gather(pages, (page_index,), part)
@@ -164,7 +188,9 @@ class CPUCopyEngine(CopyEngine):
 
 
 def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> IndexTensors:
-    row, position = np.divmod(sub_blocks, rows.shape[1])
+    """Return row numbers, and positions within rows."""
+    blocks_per_row = rows.shape[1]
+    row, position = np.divmod(sub_blocks, blocks_per_row)
     return torch.from_numpy(row), torch.from_numpy(position)
 
 
@@ -201,18 +227,22 @@ def _rectangles(
     """
     first = int(sub_blocks[0])
     count = len(sub_blocks)
-    factor = rows.shape[1]
-    done = 0
-    while done < count:
-        row, position = divmod(first + done, factor)
-        whole_rows = (count - done) // factor
-        if position == 0 and whole_rows:
-            end = done + whole_rows * factor
-            yield done, end, rows[row : row + whole_rows]
+    blocks_per_row = rows.shape[1]
+    begin = 0
+    while begin < count:
+        row, position = divmod(first + begin, blocks_per_row)
+        num_rows = (count - begin) // blocks_per_row
+        if position == 0 and num_rows:
+            # whole rows
+            end = begin + num_rows * blocks_per_row
+            yield begin, end, rows[row : row + num_rows]
         else:
-            end = min(count, done + factor - position)
-            yield done, end, rows[row : row + 1, position : position + end - done]
-        done = end
+            # a part of one row, up to its end at most
+            row_end = begin + blocks_per_row - position
+            end = min(count, row_end)
+            last_position = position + end - begin
+            yield begin, end, rows[row : row + 1, position:last_position]
+        begin = end
 
 
 def widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -221,9 +251,12 @@ def widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     numbers: list[int] = []
     for tensor in tensors:
-        numbers += [tensor.data_ptr(), int(tensor.storage_offset()), tensor.shape[-1]]
+        numbers.append(tensor.data_ptr())
+        numbers.append(int(tensor.storage_offset()))
+        numbers.append(tensor.shape[-1])
         numbers += tensor.stride()[:-1]
     divisor = math.gcd(*numbers)
+    # widest first
     for dtype in WIDE:
         if divisor % dtype.itemsize == 0:
             return tuple(tensor.view(dtype) for tensor in tensors)

@@ -128,16 +128,16 @@ class CUDACopyEngine(CopyEngine):
             logger.exception("%s jobs failed", self.direction.value)
 
     def _batch(self, part: PageCopies) -> CopyBatch:
-        memory = self.memory
-        pages, rows = memory.pages[part.tensor_idx], memory.rows[part.tensor_idx]
+        factor = self.memory.block_size_factor
+        rows_per_registration = self.memory.rows_per_registration
+        pages = self.memory.pages[part.tensor_idx]
+        rows = self.memory.rows[part.tensor_idx]
         page_ptrs = compute_sub_block_ptrs(part.blocks, 1, pages)
-        row_ptrs = compute_sub_block_ptrs(
-            part.sub_blocks, memory.block_size_factor, rows
-        )
+        row_ptrs = compute_sub_block_ptrs(part.sub_blocks, factor, rows)
         registrations = None
-        if memory.rows_per_registration is not None:
-            row_numbers = part.sub_blocks // memory.block_size_factor
-            registrations = row_numbers // memory.rows_per_registration
+        if rows_per_registration is not None:
+            row_numbers = part.sub_blocks // factor
+            registrations = row_numbers // rows_per_registration
         if self.direction is Direction.STORE:
             return CopyBatch.of_pages(
                 row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations
@@ -184,11 +184,16 @@ class CopyBatch:
             host memory. Copies of different registrations are not merged: CUDA refuses a copy that
             touches two. None: there is only one.
         """
-        continues = (np.diff(targets) == page_bytes) & (np.diff(sources) == page_bytes)
+        # whether copy i + 1 begins where copy i ends
+        continues = np.diff(targets) == page_bytes
+        continues &= np.diff(sources) == page_bytes
         if registrations is not None:
             continues &= np.diff(registrations) == 0
-        begins = np.flatnonzero(np.concatenate(([True], ~continues)))
-        sizes = np.diff(begins, append=len(targets)) * page_bytes
+        # the first copy continues none
+        is_first = np.concatenate(([True], ~continues))
+        begins = np.flatnonzero(is_first)
+        num_pages = np.diff(begins, append=len(targets))
+        sizes = num_pages * page_bytes
         return cls(targets[begins], sources[begins], sizes, target, source)
 
 
@@ -232,26 +237,28 @@ class DriverBatchCopier(PageCopier):
     """
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
-        self._function = getattr(ctypes.CDLL(library), _FUNCTION)
-        pointer, count = ctypes.c_void_p, ctypes.c_size_t
-        # targets, sources, sizes, number of copies, attributes, first copy of each attribute,
-        # number of attributes, failed copy, stream
+        driver = ctypes.CDLL(library)
+        self._function = getattr(driver, _FUNCTION)
+        pointer = ctypes.c_void_p
+        count = ctypes.c_size_t
         self._function.argtypes = (
-            pointer,
-            pointer,
-            pointer,
-            count,
-            pointer,
-            pointer,
-            count,
-            pointer,
-            pointer,
+            pointer,  # targets
+            pointer,  # sources
+            pointer,  # sizes
+            count,  # copies
+            pointer,  # attributes
+            pointer,  # first copy of each attribute
+            count,  # attributes
+            pointer,  # failed copy
+            pointer,  # stream
         )
         self._function.restype = ctypes.c_int
 
     def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
+        # one set of attributes, for all copies
         attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER)
-        first_copy, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_COPY)
+        first_copy = ctypes.c_size_t(0)
+        failed = ctypes.c_size_t(_NO_COPY)
         code = self._function(
             batch.targets.ctypes.data,
             batch.sources.ctypes.data,
@@ -265,10 +272,14 @@ class DriverBatchCopier(PageCopier):
         )
         if code:
             where = f"{len(batch.sizes)} copies"
-            if failed.value < len(batch.sizes):
+            number = failed.value
+            if number < len(batch.sizes):
+                size = batch.sizes[number]
+                source = batch.sources[number]
+                target = batch.targets[number]
                 where = (
-                    f"copy {failed.value} of {where}, {batch.sizes[failed.value]} bytes "
-                    f"from {batch.sources[failed.value]:#x} to {batch.targets[failed.value]:#x}"
+                    f"copy {number} of {where}, {size} bytes "
+                    f"from {source:#x} to {target:#x}"
                 )
             raise RuntimeError(f"{_FUNCTION} failed with error {code}: {where}")
 
@@ -278,13 +289,18 @@ class TorchCopier(PageCopier):
     be pinned."""
 
     def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
-        target, source = _flat(batch.target), _flat(batch.source)
-        target_offsets = (batch.targets - target.data_ptr()).tolist()
-        source_offsets = (batch.sources - source.data_ptr()).tolist()
+        target = _flat(batch.target)
+        source = _flat(batch.source)
+        target_offsets = batch.targets - target.data_ptr()
+        source_offsets = batch.sources - source.data_ptr()
+        # plain integers, as slices need them
+        to_offsets = target_offsets.tolist()
+        from_offsets = source_offsets.tolist()
         sizes = batch.sizes.tolist()
-        for to, start, size in zip(target_offsets, source_offsets, sizes, strict=True):
+        for to, start, size in zip(to_offsets, from_offsets, sizes, strict=True):
             part = source[start : start + size]
-            target[to : to + size].copy_(part, non_blocking=True)
+            target_part = target[to : to + size]
+            target_part.copy_(part, non_blocking=True)
 
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
@@ -303,14 +319,16 @@ def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
 def _try(copier: PageCopier, device: torch.device) -> None:
     """Copy some bytes to the device and back; raise RuntimeError if that fails or changes them."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    sent = torch.arange(64, dtype=torch.int8).view(1, 64).pin_memory()
-    received = torch.zeros(1, 64, dtype=torch.int8).pin_memory()
+    num_bytes = 64
+    shape = (1, num_bytes)
+    sent = torch.arange(num_bytes, dtype=torch.int8).view(shape).pin_memory()
+    received = torch.zeros(shape, dtype=torch.int8).pin_memory()
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        on_device = torch.zeros(1, 64, dtype=torch.int8, device=device)
-        for target, source in ((on_device, sent), (received, on_device)):
+        on_device = torch.zeros(shape, dtype=torch.int8, device=device)
+        for source, target in ((sent, on_device), (on_device, received)):
             targets = np.array([target.data_ptr()], np.int64)
             sources = np.array([source.data_ptr()], np.int64)
-            batch = CopyBatch.of_pages(targets, sources, 64, target, source)
+            batch = CopyBatch.of_pages(targets, sources, num_bytes, target, source)
             copier.copy(batch, stream)
         stream.synchronize()
     if not torch.equal(sent, received):
@@ -319,5 +337,7 @@ def _try(copier: PageCopier, device: torch.device) -> None:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return all bytes from the tensor's first to its last, including gaps between its rows."""
-    length = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]
+    num_rows, row_bytes = tensor.shape
+    last_row = (num_rows - 1) * tensor.stride(0)
+    length = last_row + row_bytes
     return tensor.as_strided((length,), (1,))

@@ -1,0 +1,14 @@
+"""Integer division that rounds up."""
+
+from __future__ import annotations
+
+
+def divide_up(number: int, divisor: int) -> int:
+    """Return ``number / divisor``, rounded up to an integer; ``divisor`` must be positive."""
+    # integers only: a float would be inexact above 2**53
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
+    return divide_up(number, multiple) * multiple

@@ -266,11 +266,16 @@ def encode_latest(latest: Latest) -> bytes:
 
 
 def decode_latest(body: bytes) -> Latest:
-    """:raises CorruptPackError: it is malformed."""
+    """:raises CorruptPackError: it is malformed, or its time or a size is out of range."""
     try:
-        return _LATEST_DECODER.decode(body)
+        latest = _LATEST_DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError("latest", str(error)) from None
+    _check_time(latest.time)
+    for name, size in latest.recent:
+        if not 0 <= size <= MAX_OBJECT_BYTES:
+            raise CorruptPackError("latest", f"{size} bytes of {name}")
+    return latest
 
 
 def split_ids(joined: bytes) -> list[bytes]:

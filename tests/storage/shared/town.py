@@ -66,6 +66,7 @@ class Engine:
 
     def store(self, *packs: PackWriter) -> None:
         self.backend.commit(packs[0].namespace, CommitBatch(packs))
+        self.due_at = self.clock.monotonic()  # a commit wakes the thread of the handle
 
     def held(self, namespace: bytes = NAMESPACE) -> set[bytes]:
         """Return the ids of the packs that the handle knows."""
@@ -152,10 +153,11 @@ class Town:
         return decode_delta(unseal(name, self.data(name), Authenticator(), namespace))
 
     def data(self, name: str) -> bytes:
-        buffer = bytearray(32 << 20)
+        (size,) = [info.size for info in self.server.list("") if info.name == name]
+        buffer = bytearray(size)
         with memoryview(buffer) as view:
-            length = self.server.read(name, 0, len(view), [view])
-        return bytes(buffer[:length])
+            self.server.read(name, 0, size, [view])
+        return bytes(buffer)
 
     def fresh(self, namespace: bytes = NAMESPACE, number: int = 0) -> set[bytes]:
         """Return what a handle finds that knows nothing."""

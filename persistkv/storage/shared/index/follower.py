@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 
 from persistkv.errors import StoreError
@@ -17,7 +18,10 @@ _IDLE_AFTER_S = 60.0  # without reads and commits
 _IDLE_FOLLOW_S = 30.0
 _LEAST_FOLLOW_S = 0.05
 _LIST_S, _IDLE_LIST_S = 60.0, 300.0  # between lists of the index
+# between lists of the inbox while another engine merges: it may be unable to read some commits
+_INBOX_S = 600.0
 _OLD_COMMIT_S = 10.0  # age of a commit that nobody seems to merge
+_LEFT_COMMIT_S = 120.0  # age of a commit that the engine that merges does not merge
 _REGULAR_S = 10.0  # age of ``latest`` while somebody merges regularly
 
 
@@ -44,6 +48,7 @@ class Follower:
         self._used_at = self._clock.monotonic()
         self._follow_at = math.inf
         self._list_at = math.inf
+        self._inbox_at = -math.inf
         self._is_merged_regularly = False
         """Whether another engine merges, as the last look has shown."""
 
@@ -89,16 +94,21 @@ class Follower:
         """Read the lists, and what they show."""
         pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
         self._list_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
-        inbox = self._reader.refresh(with_inbox=not self._is_merged_regularly)
-        if self._merger is None:
-            return
-        self._merger.delete_included()
-        if self._has_old(inbox):
-            self._merger.turns.look_soon(now)
+        with_inbox = not self._is_merged_regularly or now >= self._inbox_at
+        if with_inbox:
+            self._inbox_at = now + _INBOX_S
+        commits = self._reader.refresh(with_inbox=with_inbox)
+        if self._merger is not None:
+            self._merger.delete_included()
+            self._plan_merge(now, commits)
 
-    def _has_old(self, commits: list[BlobInfo]) -> bool:
-        latest = self._time.now() - _OLD_COMMIT_S
-        return any(info.time < latest for info in commits)
+    def _plan_merge(self, now: float, commits: Sequence[BlobInfo]) -> None:
+        """Plan a merge of commits that nobody seems to merge."""
+        if self._merger is None or not commits:
+            return
+        age_s = self._time.now() - min(info.time for info in commits)
+        if age_s > _OLD_COMMIT_S:
+            self._merger.turns.look_soon(now, is_left=age_s > _LEFT_COMMIT_S)
 
     def _look(self, now: float) -> None:
         """Read ``latest``, and what it names."""

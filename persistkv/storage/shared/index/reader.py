@@ -80,7 +80,7 @@ class IndexReader:
         )
 
     def open(self) -> list[BlobInfo]:
-        """Read the whole index; return the list of the inbox.
+        """Read the whole index; return the commits in the inbox, without those that cannot be read.
 
         :raises StoreError: the medium or the replica failed; what was read before stays read.
         """
@@ -89,7 +89,8 @@ class IndexReader:
     def refresh(
         self, *, with_inbox: bool = False, settled: bool = False
     ) -> list[BlobInfo]:
-        """Read what is new. Errors are as in ``open``."""
+        """Read what is new. Result and errors are as in ``open``; without ``with_inbox``, no
+        commits."""
         return self._read(with_inbox=with_inbox, settled=settled)
 
     def follow(self) -> Latest | None:
@@ -253,7 +254,7 @@ class IndexReader:
             for name in set(missing) & set(before):
                 self._report(name, self._unreadable("it is listed and missing"))
         self._check_includers()
-        return inbox
+        return [info for info in inbox if info.name in self._replica.contained]
 
     def note_shown(self, commits: Iterable[BlobInfo]) -> None:
         """Remember that a list of the inbox has shown commits: while it does, contained ones are

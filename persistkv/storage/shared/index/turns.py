@@ -6,7 +6,7 @@
    ``latest`` is not trusted. Else many engines merge at once, replace what the others have
    announced in ``latest``, and so cause further merges by engines that do not find their commits.
 3. Anybody merges commits that are old, after a random pause, unless another engine has merged
-   meanwhile.
+   meanwhile. Commits that are older than that engine needs are merged in any case.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Turns:
         self._left = False  # whether its last merge left commits
         self._failures = 0  # merges in a row that have not ended
         self._old_at = math.inf  # when to look whether old commits are still there
-        self._noticed_at = math.inf  # when they were noticed
+        # when they were noticed; infinity: another engine that merges does not end the wait
+        self._noticed_at = math.inf
 
     def committed(self, now: float) -> None:
         """Record that this engine has committed."""
@@ -80,13 +81,18 @@ class Turns:
             # and not go on.
             self._old_at = self._noticed_at = math.inf
 
-    def look_soon(self, now: float) -> None:
+    def look_soon(self, now: float, *, is_left: bool = False) -> None:
         """Record that old commits may wait, or that content may exceed the limits. A thousand
         engines may notice it at once: each looks again after a random pause.
+
+        :param is_left: the engine that merges has left the commits for minutes. It may be unable to
+            read them, so this one merges them even if the other one continues.
         """
         if self._old_at == math.inf:
             self._old_at = now + _OLD_S * self._random()
             self._noticed_at = now
+        if is_left:
+            self._noticed_at = math.inf
 
     def due_at(self, now: float, oldest_own: float | None) -> float:
         """Return when to merge next; infinity: not before something happens.

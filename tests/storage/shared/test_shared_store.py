@@ -728,6 +728,22 @@ def test_sweep_runs_once_a_day_for_all_engines(town: Town) -> None:
     assert 2 <= sweeps <= 4
 
 
+def test_sweep_of_an_engine_that_has_seen_no_commit_deletes_old_blobs(
+    town: Town,
+) -> None:
+    """It learns the medium's time from lists only."""
+    first = town.engine()
+    first.blobs.fail("put", UnavailableError("no reply"), only=NAMES.is_commit)
+    with pytest.raises(UnavailableError):
+        first.store(pack(1))
+    town.run(2 * HOUR_S)
+    assert town.names("/swept") != []
+    town.kill(first)
+    town.engine()
+    town.run(3 * DAY_S)
+    assert town.names("/packs/") == []
+
+
 def test_sweep_spares_packs_that_only_others_name(town: Town) -> None:
     first = town.engine()
     first.store(pack(1))

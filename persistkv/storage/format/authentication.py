@@ -37,7 +37,8 @@ class Authenticator:
         if secret:
             # derived, so that the secret may serve another purpose, too
             self._key = hmac.digest(_DERIVED_FOR, secret, "sha256")
-            self.key_id = self._tag(b"key id", ()).hex()[:16]
+            key_tag = self._tag(b"key id", ())
+            self.key_id = key_tag.hex()[:16]
 
     def signed(
         self, namespace: bytes, name: str, pieces: Sequence[Buffer]
@@ -84,12 +85,13 @@ class Authenticator:
         """
         if not self._key:
             return b""
-        digest = sha256(table.encode()).digest()
+        table_digest = sha256(table.encode()).digest()
         spans = [(frame.offset, frame.stored_length) for frame in table.frames]
         tags = b""
         for number, stored in enumerate(slices(payload, spans)):
-            tags += self._frame_tag(digest, number, stored)
-        return tags + self._tag(b"table", [digest, tags])
+            tags += self._frame_tag(table_digest, number, stored)
+        table_tag = self._tag(b"table", [table_digest, tags])
+        return tags + table_tag
 
     def frame_check(
         self, table: PackTable, tags: bytes
@@ -99,17 +101,22 @@ class Authenticator:
         if not self._key:
             return lambda number, stored: True
         # once for all frames of the pack
-        digest = sha256(table.encode()).digest()
+        table_digest = sha256(table.encode()).digest()
 
-        def is_ours(number: int, stored: Iterable[Buffer]) -> bool:
+        def has_valid_tag(number: int, stored: Iterable[Buffer]) -> bool:
             start = TAG_BYTES * number
-            expected = self._frame_tag(digest, number, stored)
-            return hmac.compare_digest(tags[start : start + TAG_BYTES], expected)
+            end = start + TAG_BYTES
+            expected = self._frame_tag(table_digest, number, stored)
+            return hmac.compare_digest(tags[start:end], expected)
 
-        return is_ours
+        return has_valid_tag
 
-    def _frame_tag(self, digest: bytes, number: int, stored: Iterable[Buffer]) -> bytes:
-        return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
+    def _frame_tag(
+        self, table_digest: bytes, number: int, stored: Iterable[Buffer]
+    ) -> bytes:
+        # the digest binds the frame to its pack, the number to its place in it
+        place = _NUMBER.pack(number)
+        return self._tag(b"frame", [table_digest, place, *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
         """Return the HMAC of ``kind`` and ``parts``. A tag of one kind is never valid for content
@@ -127,16 +134,17 @@ def slices(
     """Yield the bytes of each range (offset, length) in the joined buffers, without a copy. Ranges
     must ascend and be within the buffers.
     """
-    rest = iter(buffers)
+    remaining = iter(buffers)
     buffer = memoryview(b"")
     begin = 0  # offset of ``buffer`` in the joined buffers
     for offset, length in ranges:
         end = offset + length
         parts: list[memoryview] = []
         while offset < end:
+            # skip buffers that end before the range
             while begin + len(buffer) <= offset:
                 begin += len(buffer)
-                buffer = _as_bytes(next(rest))
+                buffer = _as_bytes(next(remaining))
             part = buffer[offset - begin : end - begin]
             parts.append(part)
             offset += len(part)

@@ -136,17 +136,19 @@ class PlanesCodec(Codec):
         # Shifts and casts of whole values: NumPy's strided copies of single bytes reach a fifth of
         # that speed.
         values = np.frombuffer(raw, dtype=f"<u{self.width}", count=count)
+        num_low_planes = self.width - 1
         high = np.empty(count, dtype=np.uint8)
-        np.right_shift(values, 8 * (self.width - 1), out=high, casting="unsafe")
+        np.right_shift(values, 8 * num_low_planes, out=high, casting="unsafe")
         compressor = zstandard.ZstdCompressor(compression_params=_huffman_only())
         compressed = compressor.compress(high.data)
         tail = memoryview(raw)[count * self.width :]
-        tail_at = (self.width - 1) * count
+        tail_at = num_low_planes * count
         high_at = tail_at + len(tail)
         stored = np.empty(high_at + len(compressed), dtype=np.uint8)
-        for place in range(self.width - 1):
-            plane = stored[place * count :][:count]
-            np.right_shift(values, 8 * place, out=plane, casting="unsafe")
+        for number in range(num_low_planes):
+            start = number * count
+            plane = stored[start : start + count]
+            np.right_shift(values, 8 * number, out=plane, casting="unsafe")
         stored.data[tail_at:high_at] = tail
         stored.data[high_at:] = compressed
         return stored.data
@@ -155,14 +157,19 @@ class PlanesCodec(Codec):
         import numpy as np
 
         count, tail_bytes = divmod(len(out), self.width)
-        tail_at = (self.width - 1) * count
+        num_low_planes = self.width - 1
+        tail_at = num_low_planes * count
         high_at = tail_at + tail_bytes
-        if len(stored) < high_at or (not count and len(stored) > high_at):
+        is_short = len(stored) < high_at
+        # without values, no compressed plane follows the tail
+        is_long = not count and len(stored) > high_at
+        if is_short or is_long:
             raise CorruptPackError(
                 "frame", f"planes of {len(stored)} bytes where {len(out)} belong"
             )
         source = memoryview(stored)
-        out[len(out) - tail_bytes :] = source[tail_at:high_at]
+        out_tail = len(out) - tail_bytes
+        out[out_tail:] = source[tail_at:high_at]
         if not count:
             return
         # Start with the highest byte of each value; then, plane by plane, shift the values and
@@ -171,9 +178,9 @@ class PlanesCodec(Codec):
         high = np.empty(count, dtype=np.uint8)
         decompress_into(source[high_at:], high.data)
         values[:] = high
-        for place in reversed(range(self.width - 1)):
+        for number in reversed(range(num_low_planes)):
             np.left_shift(values, 8, out=values)
-            plane = np.frombuffer(source, np.uint8, count, place * count)
+            plane = np.frombuffer(source, np.uint8, count, number * count)
             np.bitwise_or(values, plane, out=values)
 
 
@@ -188,20 +195,24 @@ def parse_codec(text: str) -> Codec:
     :raises ConfigurationError: the codec does not exist or does not take this argument.
     """
     name, _, argument = text.partition(":")
-    if name not in _CODECS:
+    make_codec = _CODECS.get(name)
+    if make_codec is None:
+        names = ", ".join(_CODECS)
         expected = (
-            f"one of {', '.join(_CODECS)} (zstd:LEVEL sets a level, planes:WIDTH the "
-            f"bytes of a value)"
+            f"one of {names} (zstd:LEVEL sets a level, planes:WIDTH the bytes of a "
+            f"value)"
         )
         raise ConfigurationError("codec", text, expected)
     if not argument:
-        return _CODECS[name]()
+        return make_codec()
     if name == RawCodec.name:
         raise ConfigurationError("codec", text, "raw, without an argument")
     # ``int`` also accepts signs, spaces and digits of other scripts
     is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
-    # the constructor refuses text
-    return _CODECS[name](int(argument) if is_number else argument)
+    if is_number:
+        return make_codec(int(argument))
+    # the constructor refuses text, and names what it expects
+    return make_codec(argument)
 
 
 def stored_codec(text: str) -> Codec:
@@ -238,8 +249,10 @@ def decompress_into(stored: Buffer, out: memoryview) -> None:
     """
     import zstandard
 
-    # A frame may claim a window larger than its content, which would be allocated: limit it.
-    window = max(_SMALLEST_WINDOW, 1 << (len(out) - 1).bit_length())
+    # A frame may claim a window larger than its content, which would be allocated: limit it to the
+    # next power of two.
+    power_of_two = 1 << (len(out) - 1).bit_length()
+    window = max(_SMALLEST_WINDOW, power_of_two)
     filled = 0
     try:
         claimed = zstandard.get_frame_parameters(stored).content_size
@@ -249,9 +262,13 @@ def decompress_into(stored: Buffer, out: memoryview) -> None:
             )
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         with decompressor.stream_reader(stored, read_across_frames=True) as reader:
-            while filled < len(out) and (count := reader.readinto(out[filled:])):
+            while filled < len(out):
+                count = reader.readinto(out[filled:])
+                if not count:
+                    break
                 filled += count
-            if filled != len(out) or reader.read(1):
+            has_more = bool(reader.read(1))
+            if filled != len(out) or has_more:
                 raise CorruptPackError(
                     "frame", f"zstd does not decode to {len(out)} bytes"
                 )

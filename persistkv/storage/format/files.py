@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_LEFT_S = 3600.0
+_LEFTOVER_S = 3600.0  # 1 h: no write takes that long
 
 
 def replace_file(
@@ -25,13 +25,18 @@ def replace_file(
 
     :raises OSError: the file cannot be written; the old file is unchanged.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+    directory = target.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    pattern = glob.escape(target.name)
+    for leftover in directory.glob(f".{pattern}.*.tmp"):
+        # another process may remove it at the same time
         with suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime > _LEFT_S:
-                left.unlink()
+            age_s = time.time() - leftover.stat().st_mtime
+            if age_s > _LEFTOVER_S:
+                leftover.unlink()
+    # in the same directory: a rename between file systems is not atomic
     descriptor, name = tempfile.mkstemp(
-        dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"
+        dir=directory, prefix=f".{target.name}.", suffix=".tmp"
     )
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -104,10 +104,14 @@ _DECODE_KEYS = msgspec.msgpack.Decoder(ManifestKeys).decode
 
 
 def _seal(body: bytes) -> bytes:
-    return bytes((MANIFEST_VERSION,)) + xxhash.xxh3_64_digest(body) + body
+    """Return a body after its version and its checksum."""
+    version = bytes((MANIFEST_VERSION,))
+    checksum = xxhash.xxh3_64_digest(body)
+    return version + checksum + body
 
 
 def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
+    """Verify bytes that ``_seal`` returned, and decode their body."""
     view = memoryview(data)
     if len(view) < _PREFIX_BYTES:
         raise CorruptPackError("manifest", f"{len(view)} bytes are too few")
@@ -117,7 +121,8 @@ def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
         )
     # before msgpack sees the bytes: damage must not decode to another valid manifest
     body = view[_PREFIX_BYTES:]
-    if xxhash.xxh3_64_digest(body) != view[1:_PREFIX_BYTES]:
+    checksum = view[1:_PREFIX_BYTES]
+    if xxhash.xxh3_64_digest(body) != checksum:
         raise CorruptPackError("manifest checksum", "does not match")
     try:
         return decode(body)

@@ -24,6 +24,7 @@ import xxhash
 
 from persistkv.config import MAX_BLOCK_BYTES, PAGE_BYTES
 from persistkv.errors import CorruptPackError
+from persistkv.rounding import divide_up
 from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
 
 MAX_KEY_BYTES = 0xFFFF
@@ -64,7 +65,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         if not keys:
             return cls()
         lengths = set(map(len, keys))
-        shortest, longest = min(lengths), max(lengths)
+        shortest = min(lengths)
+        longest = max(lengths)
         if shortest == 0 or longest > MAX_KEY_BYTES:
             raise ValueError(
                 f"keys have {shortest} to {longest} bytes; 1 to {MAX_KEY_BYTES} are possible"
@@ -72,7 +74,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         data = b"".join(keys)
         if shortest == longest:
             return cls(data, longest)
-        return cls(data, 0, struct.pack(f"<{len(keys)}H", *map(len, keys)))
+        packed_lengths = struct.pack(f"<{len(keys)}H", *map(len, keys))
+        return cls(data, 0, packed_lengths)
 
     def __len__(self) -> int:
         if self.key_length:
@@ -96,11 +99,13 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
             raise CorruptPackError(
                 "key lengths", f"{len(self.lengths)} bytes are no run of 16-bit numbers"
             )
-        lengths = struct.unpack(f"<{len(self.lengths) // 2}H", self.lengths)
-        if sum(lengths) != len(self.data):
+        count = len(self.lengths) // 2
+        lengths = struct.unpack(f"<{count}H", self.lengths)
+        total = sum(lengths)
+        if total != len(self.data):
             raise CorruptPackError(
                 "key lengths",
-                f"their sum is {sum(lengths)}, the keys have {len(self.data)} bytes",
+                f"their sum is {total}, the keys have {len(self.data)} bytes",
             )
         if 0 in lengths:
             raise CorruptPackError("key lengths", "a key has no bytes")
@@ -118,8 +123,10 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         # one split for all, if their keys have one length: the usual case in a store
         lengths = {keys.key_length for keys in many}
         length = lengths.pop() if len(lengths) == 1 else 0
+        # malformed data is left to ``unpack``, which says what is wrong
         if length > 0 and not any(len(keys.data) % length for keys in many):
-            return _cut(b"".join([keys.data for keys in many]), length)
+            joined = b"".join([keys.data for keys in many])
+            return _cut(joined, length)
         return list(chain.from_iterable(keys.unpack() for keys in many))
 
     @property
@@ -127,7 +134,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         """The xxh3-64 checksum of each key as little-endian u64, concatenated. Computed at each
         access."""
         keys = self.unpack()
-        return struct.pack(f"<{len(keys)}Q", *map(xxhash.xxh3_64_intdigest, keys))
+        checksums = map(xxhash.xxh3_64_intdigest, keys)
+        return struct.pack(f"<{len(keys)}Q", *checksums)
 
     @property
     def distinct(self) -> bool:
@@ -141,7 +149,10 @@ def _cut(data: bytes, length: int) -> list[bytes]:
     µs."""
     import numpy as np
 
-    parts: list[bytes] = np.frombuffer(data, f"V{length}").tolist() if data else []
+    # NumPy refuses an empty buffer
+    if not data:
+        return []
+    parts: list[bytes] = np.frombuffer(data, f"V{length}").tolist()
     return parts
 
 
@@ -183,12 +194,13 @@ def pack_frames(frames: Iterable[Frame]) -> bytes:
 def frame_seed(namespace: bytes, keys: bytes) -> int:
     """Return the seed of a frame's checksum, which binds the frame to its keys (concatenated) and
     its namespace."""
-    return xxhash.xxh3_64_intdigest(keys, seed=int.from_bytes(namespace[:8], "little"))
+    namespace_seed = int.from_bytes(namespace[:8], "little")
+    return xxhash.xxh3_64_intdigest(keys, seed=namespace_seed)
 
 
 def align(length: int) -> int:
     """Return a length rounded up to a multiple of 4 KiB."""
-    return -(-length // PAGE_BYTES) * PAGE_BYTES
+    return divide_up(length, PAGE_BYTES) * PAGE_BYTES
 
 
 def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
@@ -197,16 +209,20 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
     digest = blake2b(namespace, digest_size=ID_BYTES)
     # the codec is part of the name: packs of two codecs have different bytes
     digest.update(codec.encode() + b"\0")
-    digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
+    # the lengths, so that no byte can move from one key to the next
+    digest.update(keys.key_length.to_bytes(2, "little"))
+    digest.update(keys.lengths)
     digest.update(keys.data)
     return digest.digest()
 
 
 def encoded_length(codec: str, frame_count: int, keys: PackedKeys) -> int:
     """Return the bytes of an encoded table with its trailer."""
-    fixed = _HEADER.size + TRAILER_BYTES
-    frames = frame_count * _FRAME.size
-    return fixed + len(codec.encode()) + frames + len(keys.lengths) + len(keys.data)
+    fixed_bytes = _HEADER.size + TRAILER_BYTES
+    codec_bytes = len(codec.encode())
+    frames_bytes = frame_count * _FRAME.size
+    keys_bytes = len(keys.lengths) + len(keys.data)
+    return fixed_bytes + codec_bytes + frames_bytes + keys_bytes
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
@@ -219,7 +235,7 @@ def table_lengths(data: Buffer) -> tuple[int, int]:
 
 
 class TableHead(NamedTuple):
-    """What a catalogue needs of an encoded table, unverified: for many tables at once."""
+    """Fields of an encoded table that a catalogue needs for each of its packs, unverified."""
 
     start: int
     """Offset of the table in the data."""
@@ -237,20 +253,37 @@ def table_head(data: bytes) -> TableHead | None:
     if len(data) < TRAILER_BYTES:
         return None
     # no checksum: a catalogue reads the heads of all packs, and a load verifies the table
-    length, _, magic = _TRAILER.unpack_from(data, len(data) - TRAILER_BYTES)
-    start = len(data) - TRAILER_BYTES - length
+    end = len(data) - TRAILER_BYTES
+    length, _, magic = _TRAILER.unpack_from(data, end)
+    start = end - length
     if magic != _MAGIC or length < _HEADER.size or start < 0:
         return None
-    version, _, frames, blocks, codec, payload, raw, namespace, name = (
-        _HEADER.unpack_from(data, start)
-    )
-    frames_at = start + _HEADER.size + codec
-    frames_end = frames_at + frames * _FRAME.size
+    (
+        version,
+        _,  # bytes of a key
+        frame_count,
+        block_count,
+        codec_length,
+        payload_length,
+        raw_length,
+        namespace,
+        name,
+    ) = _HEADER.unpack_from(data, start)
+    frames_at = start + _HEADER.size + codec_length
+    frames_end = frames_at + frame_count * _FRAME.size
     if version != PACK_VERSION or frames_end > len(data):
         return None
-    depths = [frame[3] for frame in _FRAME.iter_unpack(data[frames_at:frames_end])]
-    depth = min(depths, default=UNKNOWN_DEPTH)
-    return TableHead(start, namespace, name, blocks, raw, payload, depth)
+    packed_frames = data[frames_at:frames_end]
+    depths = [depth for _, _, _, depth, _, _, _ in _FRAME.iter_unpack(packed_frames)]
+    return TableHead(
+        start,
+        namespace,
+        name,
+        block_count,
+        raw_length,
+        payload_length,
+        min(depths, default=UNKNOWN_DEPTH),
+    )
 
 
 class PackTable(msgspec.Struct, frozen=True):
@@ -275,7 +308,8 @@ class PackTable(msgspec.Struct, frozen=True):
     @property
     def frames(self) -> tuple[Frame, ...]:
         """Frames, decoded at each access."""
-        return tuple(map(Frame._make, _FRAME.iter_unpack(self.packed_frames)))
+        fields = _FRAME.iter_unpack(self.packed_frames)
+        return tuple(map(Frame._make, fields))
 
     @property
     def frame_count(self) -> int:
@@ -328,8 +362,8 @@ class PackTable(msgspec.Struct, frozen=True):
             frame_count,
             block_count,
             codec_length,
-            payload,
-            raw,
+            payload_length,
+            raw_length,
             namespace,
             name,
         ) = _HEADER.unpack_from(table)
@@ -339,7 +373,9 @@ class PackTable(msgspec.Struct, frozen=True):
             )
         frames_at = _HEADER.size + codec_length
         lengths_at = frames_at + frame_count * _FRAME.size
-        keys_at = lengths_at + (0 if key_length else 2 * block_count)
+        # a length for each key, unless all keys have the same
+        lengths_bytes = 0 if key_length else 2 * block_count
+        keys_at = lengths_at + lengths_bytes
         if keys_at > len(table):
             counts = f"{frame_count} frames and {block_count} blocks"
             raise CorruptPackError("counts", f"{counts} do not fit {len(table)} bytes")
@@ -349,12 +385,14 @@ class PackTable(msgspec.Struct, frozen=True):
                 "keys",
                 f"{len(keys.data)} bytes are not {block_count} keys of {key_length}",
             )
-        frames = table[frames_at:lengths_at]
+        packed_frames = table[frames_at:lengths_at]
         try:
             codec = table[_HEADER.size : frames_at].decode()
         except UnicodeDecodeError:
             raise CorruptPackError("codec name", "it is not text") from None
-        return cls(namespace, name, codec, payload, raw, frames, keys)
+        return cls(
+            namespace, name, codec, payload_length, raw_length, packed_frames, keys
+        )
 
 
 def _checked_table(data: Buffer) -> bytes:
@@ -377,11 +415,12 @@ def _checked_table(data: Buffer) -> bytes:
 def _check_frames(table: PackTable) -> None:
     """Raise CorruptPackError unless the frames are valid, follow each other in the payload, and add
     up to the totals of the table."""
-    end = num_blocks = raw_length = 0
+    end = 0
+    num_blocks = 0
+    raw_length = 0
     # numbers, not ``Frame`` objects: a reader of a shared store parses millions of frames
-    for _, count, block_bytes, _, offset, stored, _ in _FRAME.iter_unpack(
-        table.packed_frames
-    ):
+    frames = _FRAME.iter_unpack(table.packed_frames)
+    for _, count, block_bytes, _, offset, stored, _ in frames:
         _check_lengths(count, block_bytes, stored, table.codec)
         if offset != end:
             raise CorruptPackError("frame offset", f"{offset} instead of {end}")
@@ -408,7 +447,9 @@ def _check_frames(table: PackTable) -> None:
 def _check_lengths(count: int, block_bytes: int, stored: int, codec: str) -> None:
     """Raise CorruptPackError if the lengths of a frame of ``count`` blocks are impossible."""
     raw = count * block_bytes
-    if not raw or (raw > FRAME_BYTES and count > 1):
+    # a larger block is a frame of its own
+    is_too_long = raw > FRAME_BYTES and count > 1
+    if not raw or is_too_long:
         raise CorruptPackError("frame length", f"{count} blocks of {block_bytes} bytes")
     # a frame is decoded into memory of its raw length
     if block_bytes > MAX_BLOCK_BYTES:
@@ -417,7 +458,8 @@ def _check_lengths(count: int, block_bytes: int, stored: int, codec: str) -> Non
             f"{block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible",
         )
     # Equal lengths mean that the frame is raw, whatever the codec of the pack.
-    if stored > raw or (stored < raw and codec == RawCodec.name):
+    is_encoded = stored < raw
+    if stored > raw or (is_encoded and codec == RawCodec.name):
         raise CorruptPackError(
             "frame length", f"{stored} stored bytes for {raw} raw ones"
         )
@@ -440,10 +482,9 @@ def verify_frame(frame: Frame, pieces: Sequence[Buffer], seed: int) -> None:
         other keys.
     """
     length = sum(map(len, pieces))
-    if length != frame.stored_length or frame_checksum(pieces, seed) != frame.checksum:
-        raise CorruptPackError(
-            "frame checksum", f"does not match at offset {frame.offset}"
-        )
+    if length == frame.stored_length and frame_checksum(pieces, seed) == frame.checksum:
+        return
+    raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
 
 
 def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:

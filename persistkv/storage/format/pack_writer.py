@@ -66,12 +66,16 @@ class Segment:
     def frame_bounds(self) -> Iterator[tuple[int, int]]:
         """Iterate over the frames: index of the first block, and index after the last one, in this
         segment."""
+        num_blocks = len(self.keys)
         per_frame = max(1, FRAME_BYTES // self.block_bytes)
-        for start in range(0, len(self.keys), per_frame):
-            yield start, min(start + per_frame, len(self.keys))
+        for start in range(0, num_blocks, per_frame):
+            stop = min(start + per_frame, num_blocks)
+            yield start, stop
 
 
 class _StoredFrame(NamedTuple):
+    """A frame and its stored bytes."""
+
     frame: Frame
     """The frame, without its offset; without its checksum, too, if ``seed`` is set."""
     pieces: Sequence[Buffer]
@@ -79,7 +83,8 @@ class _StoredFrame(NamedTuple):
     """Seed of the checksum that is still to be computed; None if ``frame`` has its checksum."""
 
 
-Ahead = Callable[[Callable[[], _StoredFrame]], Callable[[], _StoredFrame]]
+_StoreFrame = Callable[[], _StoredFrame]
+Ahead = Callable[[_StoreFrame], _StoreFrame]
 """Starts a call in another thread; returns a function that waits for the call and returns its
 result."""
 
@@ -187,24 +192,28 @@ class PackWriter(NewPack):
         ahead: Ahead | None = None,
     ) -> None:
         all_keys: list[bytes] = []
-        num_frames = raw_length = payload_bound = 0
+        num_frames = 0
+        raw_length = 0
+        payload_bound = 0
         for segment in segments:
             all_keys += segment.keys
             raw_length += segment.raw_length
             for start, stop in segment.frame_bounds():
                 num_frames += 1
-                payload_bound += align((stop - start) * segment.block_bytes)
+                frame_bytes = (stop - start) * segment.block_bytes
+                payload_bound += align(frame_bytes)
         keys = PackedKeys.of(all_keys)
         if not keys.distinct:
             raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
+        codec_name = str(codec)
         super().__init__(
             namespace,
-            pack_id(namespace, keys, str(codec)),
+            pack_id(namespace, keys, codec_name),
             keys,
             raw_length,
             num_frames,
             payload_bound,
-            table_length=encoded_length(str(codec), num_frames, keys),
+            table_length=encoded_length(codec_name, num_frames, keys),
             encodes=not codec.identity,
         )
         self.segments = segments
@@ -212,8 +221,10 @@ class PackWriter(NewPack):
         self._codec = codec
         self._ahead = ahead
         self._table: PackTable | None = None
-        self._begun: deque[Callable[[], _StoredFrame]] = deque()
-        self._finishing: Callable[[], PackTable] | None = None
+        # frames whose encoding has started in other threads, in order
+        self._started: deque[_StoreFrame] = deque()
+        # makes the table of a stream that has run to its end; None once it is made
+        self._make_pending_table: Callable[[], PackTable] | None = None
 
     @property
     def table(self) -> PackTable:
@@ -246,7 +257,7 @@ class PackWriter(NewPack):
                 yield bytes(offset - end)
         # The checksums of raw frames wait for the access to ``table``: a backend may write the
         # frames while they are computed.
-        self._finishing = partial(self._make_table, frames, raw, offset)
+        self._make_pending_table = partial(self._make_table, frames, raw, offset)
         self.written = True
 
     def _make_table(
@@ -266,20 +277,24 @@ class PackWriter(NewPack):
         )
 
     def _finish(self) -> None:
-        finishing, self._finishing = self._finishing, None
-        if finishing is not None:
-            self._table = finishing()
+        """Make the table, if the stream has run to its end and it is not made yet."""
+        make_table = self._make_pending_table
+        self._make_pending_table = None
+        if make_table is not None:
+            self._table = make_table()
 
     def restart(self) -> None:
-        self._finishing = None
+        # before ``settle``, which would make the table of the attempt before
+        self._make_pending_table = None
         super().restart()
         self._table = None
 
     def settle(self) -> None:
-        while self._begun:
+        while self._started:
+            wait_for_frame = self._started.popleft()
             # of an abandoned stream: no caller needs the error
             with suppress(Exception):
-                self._begun.popleft()()
+                wait_for_frame()
         self._finish()
 
     def release(self) -> None:
@@ -295,20 +310,23 @@ class PackWriter(NewPack):
         ahead = self._ahead if self.encodes else None
         for segment in self.segments:
             for start, stop in segment.frame_bounds():
-                store = partial(self._store, segment, start, stop)
                 if ahead is None:
-                    yield store()
+                    yield self._store(segment, start, stop)
                     continue
-                self._begun.append(ahead(store))
+                started = ahead(partial(self._store, segment, start, stop))
+                self._started.append(started)
                 # bounds the memory of encoded frames
-                if len(self._begun) > FRAMES_AHEAD:
-                    yield self._begun.popleft()()
-        while self._begun:
-            yield self._begun.popleft()()
+                if len(self._started) > FRAMES_AHEAD:
+                    wait_for_frame = self._started.popleft()
+                    yield wait_for_frame()
+        while self._started:
+            wait_for_frame = self._started.popleft()
+            yield wait_for_frame()
 
     def _store(self, segment: Segment, start: int, stop: int) -> _StoredFrame:
         """Return the frame of blocks ``start`` to ``stop`` (exclusive) of a segment."""
-        seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
+        keys = b"".join(segment.keys[start:stop])
+        seed = frame_seed(self.namespace, keys)
         depth = segment.depth
         if depth != UNKNOWN_DEPTH:
             depth += start
@@ -330,4 +348,5 @@ class PackWriter(NewPack):
                 checksum = frame_checksum([encoded], seed)
                 frame = raw._replace(stored_length=len(encoded), checksum=checksum)
                 return _StoredFrame(frame, [encoded])
-        return _StoredFrame(raw, segment.source.pieces(start, stop), seed)
+        pieces = segment.source.pieces(start, stop)
+        return _StoredFrame(raw, pieces, seed)

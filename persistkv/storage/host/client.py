@@ -2,7 +2,7 @@
 
 Invariants of this file:
 
-1. Only calls with a timeout wait. No thread is started (except by ``ThreadHost``).
+1. Only calls with a timeout wait.
 2. ``poll`` returns exactly one outcome for each submitted job, regardless of what happens to the
    host (``in_flight`` has the states of a job).
 3. A job fails only when its rows are certainly not in use: it was refused before it was sent, the
@@ -10,8 +10,9 @@ Invariants of this file:
 4. Store jobs and request ends are two queues, each bounded in bytes. An entry that exceeds the
    bound is refused unless its queue is empty. Load jobs are not bounded.
 
-Must be used from one thread, the scheduler's. In a forked child, ``open``, ``poll``, ``flush``,
-``stats`` and the methods that submit work raise HostError.
+Must be used from one thread, the scheduler's. A second thread looks after the host while that one
+does not ``poll``; ``_exclusive`` methods run one at a time. In a forked child they raise HostError,
+as ``open`` does.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import wraps
 from itertools import compress
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -36,6 +38,7 @@ from persistkv.errors import (
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import CONGESTED_BYTES, discard
+from persistkv.storage.host.idle import IdleSupervision
 from persistkv.storage.host.in_flight import InFlight, JobOutcome
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable
@@ -51,6 +54,9 @@ _TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
 _MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
 _GLANCE_TOKEN = 0  # tokens of requests with a waiting caller start at 1
 _NAP_S = 0.0005  # between polls of the calls that wait
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ClientCounters(msgspec.Struct):
@@ -163,6 +169,21 @@ class _OpenFailures:
             )
 
 
+def _exclusive(
+    call: Callable[Concatenate[StoreClient, P], T],
+) -> Callable[Concatenate[StoreClient, P], T]:
+    """Decorate a method that must not run during a look of the idle supervision."""
+
+    @wraps(call)
+    def alone(self: StoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        # before the lock, which a forked child may inherit in the hands of a thread that it lacks
+        self._check_process()
+        with self.idle.lock:
+            return call(self, *args, **kwargs)
+
+    return alone
+
+
 class StoreClient:
     """The engine's client of the store in the host: submits jobs, polls for their results and
     restarts a dead host."""
@@ -190,6 +211,8 @@ class StoreClient:
             host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s
         )
         self._pid = os.getpid()
+        self.idle = IdleSupervision(self._look)
+        """Looks after the host about once a second while there is no ``poll``."""
         self.table = LookupTable()
         """Fingerprints of the keys that are durable and can be loaded; empty while the host is
         down."""
@@ -240,16 +263,16 @@ class StoreClient:
             error = self._try_to_open(
                 timeout_s, may_continue=not required or self.host.restartable
             )
-            if error is None:
-                return
-            if required or not (
-                isinstance(error, _TEMPORARY) and self.supervisor.may_restart
-            ):
+            may_pass = isinstance(error, _TEMPORARY) and self.supervisor.may_restart
+            if error is not None and (required or not may_pass):
                 raise error
         except BaseException:
             self.supervisor.abandon()
             raise
-        self._open_failures.report(error)
+        if error is not None:
+            self._open_failures.report(error)
+        # not before: until here this thread looks after the host
+        self.idle.start()
 
     def _try_to_open(
         self, timeout_s: float, *, may_continue: bool
@@ -297,7 +320,7 @@ class StoreClient:
 
     @property
     def state(self) -> State:
-        """State of the host as known from the last ``poll`` or blocking call."""
+        """State of the host as known from the last look, ``poll`` or blocking call."""
         return self.supervisor.state
 
     def _check_process(self) -> None:
@@ -319,6 +342,7 @@ class StoreClient:
         """Whether jobs or request ends are in flight, or ``poll`` has outcomes to return."""
         return self._in_flight.owes or self._in_flight.has_outcomes
 
+    @_exclusive
     def submit_store(
         self,
         job_id: int,
@@ -338,7 +362,6 @@ class StoreClient:
         :param num_bytes: raw bytes of the blocks, for the bound on the queue.
         :raises ValueError: a key is empty; nothing was submitted.
         """
-        self._check_process()
         self.counters.store_jobs += 1
         has_room = self.state is State.OPEN and self._in_flight.fits_store(num_bytes)
         if not has_room or not are_encodable([request]):
@@ -353,6 +376,7 @@ class StoreClient:
         self._in_flight.add_store(job_id, keys, num_bytes)
         self.supervisor.connection.send(message)
 
+    @_exclusive
     def submit_load(
         self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
@@ -361,7 +385,6 @@ class StoreClient:
 
         The parameters and errors are those of ``submit_store``.
         """
-        self._check_process()
         self.counters.load_jobs += 1
         if self.state is not State.OPEN:
             self._refuse(job_id, keys)
@@ -377,6 +400,7 @@ class StoreClient:
         self.counters.refused_jobs += 1
         self._in_flight.refuse_job(job_id, keys)
 
+    @_exclusive
     def touch(self, keys: Collection[bytes]) -> None:
         """Mark blocks as recently used, so that others are evicted first. The next calls of
         ``poll`` send the keys.
@@ -384,26 +408,25 @@ class StoreClient:
         Keys that are not stored are ignored. All keys of the call are dropped if the store is not
         open, or if more than 65,536 keys would wait to be sent.
         """
-        self._check_process()
         if self.state is State.OPEN and len(self._touched) + len(keys) <= _MOST_TOUCHED:
             keys = list(keys)
             self._touched.update(compress(keys, self.table.held(keys)))
 
+    @_exclusive
     def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
         """Report that another tier loads blocks, so that the store does not count them as computed
         by the engine."""
-        self._check_process()
         self._others_load = True
         if self.wants_all and keys and self.state is State.OPEN:
             self.supervisor.connection.send(protocol.Loaded(PackedKeys.of(keys)))
 
+    @_exclusive
     def end_request(self, end: RequestEnd) -> None:
         """Report the end of a request to the host, which writes its remaining blocks and its
         manifest.
 
         ``take_persisted`` later returns the result.
         """
-        self._check_process()
         is_encodable = end.is_encodable
         if not is_encodable:
             logger.warning(
@@ -426,6 +449,7 @@ class StoreClient:
 
     # The step
 
+    @_exclusive
     def poll(self) -> list[JobOutcome]:
         """Process messages, supervise the host, and return the results of ended jobs. Call once per
         scheduler step.
@@ -433,13 +457,16 @@ class StoreClient:
         Most steps of a decoding engine have nothing in flight: they skip the rest, unless the last
         poll is too old.
         """
-        self._check_process()
-        now = time.monotonic()
-        if now < self._next_look and not self.has_pending_work and not self._touched:
-            return []
-        self._next_look = (
-            now + self.host.idle_look_s if self.state is State.OPEN else now
-        )
+        is_due = self.idle.note_poll() >= self._next_look
+        if is_due or self.has_pending_work or self._touched:
+            self._look()
+        return self._in_flight.take_outcomes()
+
+    def _look(self) -> bool:
+        """Process messages and supervise the host; return whether the store is open."""
+        # one that is not open is looked at in each step: lookups miss meanwhile
+        delay = self.host.idle_look_s if self.state is State.OPEN else 0.0
+        self._next_look = time.monotonic() + delay
         if self.supervisor.is_running and self._receive():
             self._next_look = 0.0  # more messages may be waiting
         error = self._open_failures.take()
@@ -451,7 +478,7 @@ class StoreClient:
             self.counters.lost_jobs += self._in_flight.fail_all()
         elif self.supervisor.maybe_restart():
             self.counters.restarts += 1
-        return self._in_flight.take_outcomes()
+        return self.state is State.OPEN
 
     def _send_touched(self) -> None:
         """Send some keys recorded by ``touch``, unless the host is slow to receive: the outbox must
@@ -464,6 +491,7 @@ class StoreClient:
         touched = [self._touched.pop() for _ in range(count)]
         connection.send(protocol.Touch(PackedKeys.of(touched)))
 
+    @_exclusive
     def take_events(self) -> News:
         """Return the keys that were stored or removed since the last call; ``News.lost`` is set if
         some are missing.
@@ -474,12 +502,14 @@ class StoreClient:
         events, self._events = self._events, News()
         return events
 
+    @_exclusive
     def take_persisted(self) -> dict[str, bool]:
         """Return ids of requests whose end was processed since the last call. True: all their
         blocks are durable; False: some are not, or the end was refused or lost with the host.
         """
         return self._in_flight.take_persisted()
 
+    @_exclusive
     def ask_recent(self, max_blocks: int, choice: Choice | None = None) -> bool:
         """Send ``protocol.AskRecent``, whose fields the parameters are; return False if the store
         is not open."""
@@ -487,6 +517,7 @@ class StoreClient:
             self.supervisor.connection.send(protocol.AskRecent(max_blocks, choice))
         return self.state is State.OPEN
 
+    @_exclusive
     def take_recent(self) -> list[list[bytes]] | None:
         """Return the answer to ``ask_recent`` once. None: none has arrived; none will if the host
         ended meanwhile."""
@@ -587,6 +618,7 @@ class StoreClient:
         host = answer if isinstance(answer, protocol.HostStats) else None
         return StoreStats(self.state.value, self.counters, host)
 
+    @_exclusive
     def glance(self) -> StoreStats:
         """Return totals of client and host without waiting, and ask the host for new ones for later
         calls, at most every 5 s. The host's totals are the last that arrived.
@@ -596,6 +628,7 @@ class StoreClient:
         totals, queued_bytes = self._questions.totals, self._in_flight.queued_bytes
         return StoreStats(self.state.value, self.counters, totals, queued_bytes)
 
+    @_exclusive
     def _ask(
         self,
         question: Callable[[int], protocol.Flush | protocol.AskStats],
@@ -603,7 +636,6 @@ class StoreClient:
     ) -> protocol.Flushed | protocol.HostStats | None:
         """Send a message with a new token, and return the answer; None if the store is not open or
         does not answer."""
-        self._check_process()
         deadline = time.monotonic() + timeout_s
         token = self._questions.ask()
         if self.state is State.OPEN:
@@ -628,6 +660,7 @@ class StoreClient:
         if self.state is State.CLOSED or os.getpid() != self._pid:
             return True
         deadline = time.monotonic() + timeout_s
+        self.idle.stop()
         if self.state is State.OPEN:
             self.flush(timeout_s)
         self.table.clear()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from persistkv.storage.host.protocol import (
     ToStore,
 )
 from persistkv.storage.host.supervisor import State, ThreadHost
+from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.records import News, RequestEnd, StoreOptions
 from tests.host_processes import host_processes
@@ -286,6 +289,46 @@ def test_client_killed_host_fails_jobs_and_restarts(
     client.submit_load(5, durable, range(70))
     assert hosted.finish(client, 5).failed == []
     assert client.counters.restarts == 1
+
+
+def test_client_idle_host_killed_is_restarted_without_poll(
+    hosted: Any, tmp_path: Path
+) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    durable = make_keys(70)
+    client.submit_store(1, "a", durable, range(70), None, 70 * BLOCK)
+    hosted.finish(client, 1)
+    assert client.flush(90)
+    first_pid = pid_of(hosted)
+    os.kill(first_pid, signal.SIGKILL)
+    deadline = time.monotonic() + 90
+    while pid_of(hosted) == first_pid or client.state is not State.OPEN:
+        assert time.monotonic() < deadline, f"still {client.state}"
+        time.sleep(0.01)
+    assert all(map(client.contains, durable)), "the first request hits"
+    assert client.counters.restarts == 1
+
+
+def test_client_nobody_refers_to_is_not_kept_by_its_idle_thread(tmp_path: Path) -> None:
+    layout = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),))
+    hello = Hello(
+        f"lmdb://{tmp_path}/store",
+        Identity.of({"a": 1}).encode(),
+        layout,
+        StoreOptions(),
+    )
+    client = StoreClient(
+        ThreadHost(memoryview(bytearray(BLOCK))), hello, max_queue_bytes=1 << 30
+    )
+    client.open()
+    held = weakref.ref(client)
+    del client
+    deadline = time.monotonic() + 30
+    while held() is not None:
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -470,6 +470,12 @@ def hanging_store(hosted: Any, tmp_path: Path) -> StoreClient:
     return client
 
 
+def abandon(client: StoreClient) -> None:
+    """Leave the host of a client alone, as the death of the engine does."""
+    client.idle.stop()
+    client.supervisor.connection.close()
+
+
 def test_watchdog_hung_read_kills_host_without_stalling_engine(
     hosted: Any,
     tmp_path: Path,
@@ -511,8 +517,7 @@ def test_orphan_host_with_hung_read_commits_accepted_blocks(
     time.sleep(0.2)
     pid = pid_of(hosted)
     os.kill(pid, signal.SIGSTOP)
-    # has the same effect as the death of the engine
-    client.supervisor.connection.close()
+    abandon(client)
     begin = time.monotonic()
     again = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
     again.open()
@@ -535,7 +540,7 @@ def test_open_succeeds_after_alarm_ends_hung_orphan_host(
     wait_until(lambda: client.poll() == [] and client.contains(make_keys(1)[0]))
     hanging("commit")
     orphan = pid_of(hosted)
-    client.supervisor.connection.close()
+    abandon(client)
     begin = time.monotonic()
     again = hosted.connect(f"lmdb://{tmp_path}/store")
     again.open()

@@ -102,10 +102,12 @@ class InFlight:
 
     def answer_job(self, answer: protocol.JobDone) -> None:
         """Add the outcome of a job that the host has answered."""
-        failed = answer.failed.unpack()
+        failed = None if answer.failed is None else answer.failed.unpack()
         job = self._jobs.pop(answer.job_id, None)
         if job is None:
             return
+        if failed is None:
+            failed = list(job.keys)
         self.queued_bytes -= job.num_bytes
         self.num_loads -= job.is_load
         num_stored = len(job.keys) - len(failed)

@@ -14,12 +14,11 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from persistkv.errors import HostError
+from persistkv.errors import CorruptPackError, HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.channel import Channel
 from persistkv.storage.host.publishing import NewsPublisher
-from persistkv.storage.load import ReadOutcome
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store import Store, StoredJob
 
@@ -177,17 +176,17 @@ class Jobs:
         later."""
         message = job.message
         assert isinstance(message, protocol.StoreJob)
-        keys = message.keys.unpack()
         job.move(JobState.ACCEPTING)
         try:
+            keys = message.keys.unpack()
             depths = array("I", message.depths) or None
             accepted = await self._store.put(
                 message.request, keys, array("I", message.block_ids), depths
             )
-        except ValueError as error:
+        except (ValueError, CorruptPackError) as error:
             # the error references rows
             logger.error("store job %d is refused: %s", message.job_id, str(error))
-            self._answer(job, keys)
+            self._answer(job, None)
             return
         if accepted.writes:
             job.move(JobState.WRITING)
@@ -232,22 +231,28 @@ class Jobs:
 
     async def _read(self, job: _Job) -> None:
         message = job.message
-        keys = message.keys.unpack()
         try:
+            keys = message.keys.unpack()
             outcome = await self._store.read(keys, array("I", message.block_ids))
-        except ValueError as error:
+        except (ValueError, CorruptPackError) as error:
             logger.error("load job %d is refused: %s", message.job_id, str(error))
-            outcome = ReadOutcome(keys)
+            self._answer(job, None)
+            return
         if outcome.failed:
             # collisions first: the engine skips stores of keys that it counts as held
             self._publisher.send_news()
         self._answer(job, outcome.failed, outcome.raw_bytes)
 
-    def _answer(self, job: _Job, failed: list[bytes], num_bytes: int = 0) -> None:
-        """Answer a job: its rows are not in use any more."""
-        job_id = job.message.job_id
+    def _answer(
+        self, job: _Job, failed: list[bytes] | None, num_bytes: int = 0
+    ) -> None:
+        """Answer a job: its rows are not in use any more.
+
+        :param failed: ``JobDone.failed``.
+        """
+        packed = None if failed is None else PackedKeys.of(failed)
         # before the state changes: the end of an engine waits for it, and sends nothing afterwards
-        self._channel.send(protocol.JobDone(job_id, PackedKeys.of(failed), num_bytes))
+        self._channel.send(protocol.JobDone(job.message.job_id, packed, num_bytes))
         job.move(JobState.ANSWERED)
 
     # The end

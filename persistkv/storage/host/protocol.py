@@ -218,9 +218,9 @@ class JobDone(_Message):
     """Result of a store or load job, whose rows the host no longer uses."""
 
     job_id: int
-    failed: PackedKeys
+    failed: PackedKeys | None
     """Keys of a store job whose blocks were dropped, or of a load job whose rows have undefined
-    content."""
+    content. None: all keys of the job."""
     num_bytes: int
     """Raw bytes loaded into rows; 0 for a store job."""
 

@@ -58,6 +58,7 @@ class _Server:
         self._store: Store | None = None
         self._session: Session | None = None
         self._is_ending = False
+        self._has_begun_end = False
 
     async def run(self) -> None:
         """Serve the engine until it sends ``End``, closes the connection or dies; then close the
@@ -92,7 +93,7 @@ class _Server:
             case _ if self._session is not None:
                 self._session.handle(message)
             case protocol.Job():  # engines send none before the store is open
-                self._channel.send(protocol.JobDone(message.job_id, message.keys, 0))
+                self._channel.send(protocol.JobDone(message.job_id, None, 0))
 
     def _longest_s(self) -> float:
         """Return for how many seconds the oldest call has been running."""
@@ -140,7 +141,11 @@ class _Server:
             await self._session.end(self._release)
 
     def _begin_end(self) -> None:
-        """Handle no further messages, and tell the owner, which bounds the time of the end."""
+        """Handle no further messages, and tell the owner, which bounds the time of the end.
+        Idempotent: after an error during the end, the bound stays."""
+        if self._has_begun_end:
+            return
+        self._has_begun_end = True
         self._channel.stop_receiving()
         is_remote = (
             self._store is not None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from persistkv.errors import HostError, StoreError
+from persistkv.errors import CorruptPackError, HostError, StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.format.pack import PackedKeys
@@ -58,6 +58,16 @@ def close_store(store: Store, *, is_sound: bool) -> None:
     """
     store.catalogue.threads.close()
     store.close(is_sound=is_sound)
+
+
+def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
+    """Return the keys of a message; an empty list, which is logged, if they cannot be unpacked."""
+    try:
+        return message.keys.unpack()
+    except CorruptPackError as error:
+        # the error references rows
+        logger.error("the keys of a message are ignored: %s", str(error))
+        return []
 
 
 class Session:
@@ -116,10 +126,11 @@ class Session:
 
     def _loaded(self, message: protocol.Loaded) -> None:
         if self.store.canary is not None:
-            self.store.canary.loaded_elsewhere(message.keys.unpack())
+            # unreadable keys: as if the engine did not know them
+            self.store.canary.loaded_elsewhere(_keys_of(message))
 
     def _touch(self, message: protocol.Touch) -> None:
-        self.store.touch(message.keys.unpack())
+        self.store.touch(_keys_of(message))
 
     def _mapped(self, message: protocol.Mapped) -> None:
         self._publisher.note_mapped()
@@ -181,8 +192,8 @@ class Session:
         await self._jobs.end()
         released()
         await flushing
-        # what jobs added after the flush had taken its work
-        while not self.store.queue.is_empty:
+        # what jobs added after the flush had taken its work: accepted blocks, and uses
+        while not self.store.queue.is_empty or self.store.queue.has_uses:
             await self.store.flush()
         # they wait; a refresh may still run on the writer's thread, but its result is not needed
         for task in self._running:

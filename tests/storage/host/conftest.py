@@ -19,6 +19,7 @@ from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from tests.storage.host.medium import Medium
 
 STRIDE = 64 << 10
 NUM_ROWS = 128
@@ -87,3 +88,14 @@ def hosted() -> Iterator[Hosted]:
     everything.array = array = np.empty((0, 0), np.uint8)
     memory.close()  # raises BufferError if a host still holds the rows
     os.close(fd)
+
+
+@pytest.fixture
+def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
+    medium = Medium()
+    monkeypatch.setattr(
+        "persistkv.storage.host.session.open_backend", lambda url: medium.backend
+    )
+    yield medium
+    medium.open()
+    medium.backend.inner.close()

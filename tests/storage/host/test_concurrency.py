@@ -3,124 +3,40 @@ request."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import pytest
 
-from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
-from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.backend import ReadSpan
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import (
-    End,
-    Hello,
     JobDone,
+    Loaded,
     LoadJob,
     Opened,
-    Ping,
     StoreJob,
+    Touch,
 )
-from persistkv.storage.host.server import Lifecycle
-from persistkv.storage.identity import Identity
-from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.storage.records import RequestEnd
 from persistkv.testing.conformance.suite import tables
 from tests.memory_store import flip
-from tests.storage.host.jobs import Served
-
-BLOCK = 64 << 10
-PATIENCE_S = 30.0
-T = TypeVar("T")
-
-
-class Gate:
-    """Gate that blocks the calls of a method while it is shut."""
-
-    def __init__(self, backend: FaultyBackend[MemoryBackend], method: str) -> None:
-        self._open = threading.Event()
-        self._open.set()
-        self._lock = threading.Lock()
-        self.waiting = 0
-        self.running = 0
-        self.most_running = 0
-        self.errors: list[str] = []
-        """Errors of the next calls that pass the gate, one per call."""
-        backend.before(method, self._enter)
-        backend.after(method, self._leave)
-
-    def shut(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def _enter(self, *_: object) -> None:
-        with self._lock:
-            self.waiting += 1
-            self.running += 1
-            self.most_running = max(self.most_running, self.running)
-        assert self._open.wait(PATIENCE_S)
-        with self._lock:
-            self.waiting -= 1
-            if self.errors:
-                self.running -= 1
-                raise StoreError(self.errors.pop(0))
-
-    def _leave(self, result: T, *_: object) -> T:
-        with self._lock:
-            self.running -= 1
-        return result
-
-    def await_waiting(self, count: int = 1) -> None:
-        eventually(lambda: self.waiting >= count)
-
-
-class Medium:
-    """Store in memory, with gates before its commits and reads."""
-
-    def __init__(self) -> None:
-        self.backend = FaultyBackend.of(MemoryBackend())
-        self.commits, self.reads = (
-            Gate(self.backend, "commit"),
-            Gate(self.backend, "read"),
-        )
-
-    def open(self) -> None:
-        self.commits.open()
-        self.reads.open()
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, "it never comes to that"
-        time.sleep(0.001)
-
-
-def make_keys(count: int, start: int = 0) -> list[bytes]:
-    return [
-        number.to_bytes(32, "little") + bytes(4)
-        for number in range(start, start + count)
-    ]
-
-
-@pytest.fixture
-def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
-    medium = Medium()
-    monkeypatch.setattr(
-        "persistkv.storage.host.session.open_backend", lambda url: medium.backend
-    )
-    yield medium
-    medium.open()
-    medium.backend.inner.close()
+from tests.storage.host.jobs import BLOCK, Served, make_keys
+from tests.storage.host.medium import (
+    PATIENCE_S,
+    Gate,
+    Medium,
+    eventually,
+    gated_hello,
+    load_message,
+    of_kind,
+    store_message,
+)
 
 
 @pytest.fixture
@@ -340,13 +256,17 @@ def test_thread_host_internal_error_refuses_running_jobs(
     store(client, 1, make_keys(64))
     medium.commits.await_waiting()
 
+    is_broken = threading.Event()
+
     def broken(*_: object) -> None:
+        is_broken.set()
         raise RuntimeError("a fault")
 
     monkeypatch.setattr("persistkv.storage.store.Store.read", broken)
     # pytest's hook would keep references to the rows
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)
     client.submit_load(2, make_keys(3, 500), [70, 71, 72])
+    assert is_broken.wait(PATIENCE_S)
     answered = {outcome.job_id for outcome in client.poll()}
     medium.commits.open()
     outcomes = finish_all(client, {1, 2} - answered)
@@ -354,165 +274,32 @@ def test_thread_host_internal_error_refuses_running_jobs(
     assert not client.contains(make_keys(1)[0])
 
 
-def gated_hello() -> Hello:
-    layout = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),))
-    options = StoreOptions(max_age_s=1e6)
-    return Hello("lmdb:///gated", Identity.of({"w": "w"}).encode(), layout, options)
+MALFORMED = PackedKeys(b"keys", 3)
 
 
-def store_message(job: int, keys: list[bytes], depths: bytes = b"") -> StoreJob:
-    rows = array("I", range(len(keys))).tobytes()
-    return StoreJob(job, PackedKeys.of(keys), rows, f"r{job}", depths)
-
-
-@pytest.mark.parametrize("ends_by", ["close", "end", "death"])
-def test_host_waits_for_hung_commit_at_the_end_without_using_the_cpu(
-    hosted: Any, medium: Medium, ends_by: str
-) -> None:
-    """Also while the closed connection, or the pidfd of the dead engine, stays readable."""
-    engine = subprocess.Popen(["sleep", "1000"])
-    pidfd = os.pidfd_open(engine.pid)
-    served = Served(memoryview(hosted.memory), pidfd)
-    try:
-        served.connection.send(gated_hello())
-        served.receive_until(Opened)
-        medium.commits.shut()
-        served.connection.send(store_message(1, make_keys(64)))
-        medium.commits.await_waiting()
-        if ends_by == "death":
-            engine.kill()
-            engine.wait()
-        else:
-            if ends_by == "end":
-                served.connection.send(End())
-            served.connection.close()
-        time.sleep(0.2)
-        begin = time.process_time()
-        time.sleep(0.5)
-        used_s = time.process_time() - begin
-        medium.commits.open()
-        served.wait()
-    finally:
-        engine.kill()
-        engine.wait()
-        os.close(pidfd)
-    assert used_s < 0.1
-
-
-class Ending(Lifecycle):
-    """Notes whether the server told its owner that it ends."""
-
-    def __init__(self) -> None:
-        self.noted = threading.Event()
-
-    def ending(self, *, remote: bool) -> None:
-        self.noted.set()
-
-
-class Busy(Lifecycle):
-    """Keeps the event loop of the server busy from the opening of the store on, until released."""
-
-    def __init__(self) -> None:
-        self.release = threading.Event()
-
-    def opened(self) -> None:
-        assert self.release.wait(PATIENCE_S)
-
-
-def test_host_commits_small_jobs_that_arrived_before_it_saw_the_engines_death(
-    hosted: Any, medium: Medium
-) -> None:
-    committed: list[bytes] = []
-
-    def note(namespace: bytes, batch: CommitBatch) -> None:
-        for pack in batch.packs:
-            committed.extend(pack.keys.unpack())
-
-    medium.backend.before("commit", note)
-    engine = subprocess.Popen(["sleep", "1000"])
-    pidfd = os.pidfd_open(engine.pid)
-    lifecycle = Busy()
-    served = Served(memoryview(hosted.memory), pidfd, lifecycle)
-    try:
-        served.connection.send(gated_hello())
-        served.receive_until(Opened)
-        served.connection.send(store_message(1, make_keys(2)))
-        engine.kill()
-        engine.wait()
-        lifecycle.release.set()
-        served.wait()
-    finally:
-        lifecycle.release.set()
-        engine.kill()
-        engine.wait()
-        os.close(pidfd)
-    assert committed == make_keys(2)
-
-
-def test_host_internal_error_while_call_hangs_reports_the_end(
-    hosted: Any, medium: Medium, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host process then sets its alarm: an orphan that hangs must not keep the rows."""
-    lifecycle = Ending()
-    served = Served(memoryview(hosted.memory), None, lifecycle)
-    served.connection.send(gated_hello())
-    served.receive_until(Opened)
-    medium.commits.shut()
-    served.connection.send(store_message(1, make_keys(64)))
-    medium.commits.await_waiting()
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("a fault")
-
-    monkeypatch.setattr("persistkv.storage.store.Store.read", broken)
-    # pytest's hook would keep references to the rows
-    monkeypatch.setattr(threading, "excepthook", lambda raised: None)
-    rows = array("I", [70]).tobytes()
-    served.connection.send(LoadJob(2, PackedKeys.of(make_keys(1, 500)), rows))
-    is_noted = lifecycle.noted.wait(5.0)
-    medium.commits.open()
-    served.wait()
-    assert is_noted
-
-
-def test_host_internal_error_while_opening_closes_the_store(
-    hosted: Any, medium: Medium, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    openings = Gate(medium.backend, "open_namespace")
-    openings.shut()
-    closed = threading.Event()
-    medium.backend.before("close", closed.set)
-    served = Served(memoryview(hosted.memory))
-    served.connection.send(gated_hello())
-    openings.await_waiting()
-
-    def broken(*_: object) -> None:
-        raise MemoryError("no memory for a message")
-
-    monkeypatch.setattr(threading, "excepthook", lambda raised: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(SocketConnection, "receive", broken)
-        served.connection.send(Ping())
-        time.sleep(0.2)
-        openings.open()
-        served.wait()
-    assert closed.is_set()
-
-
-def test_host_store_job_with_malformed_depths_fails_alone(
-    hosted: Any, medium: Medium
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        store_message(1, make_keys(2), depths=b"odd"),
+        msgspec.structs.replace(store_message(1, make_keys(2)), block_ids=b"odd"),
+        msgspec.structs.replace(store_message(1, make_keys(2)), keys=MALFORMED),
+        msgspec.structs.replace(load_message(1, make_keys(2)), block_ids=b"odd"),
+        msgspec.structs.replace(load_message(1, make_keys(2)), keys=MALFORMED),
+    ],
+    ids=["depths", "store rows", "store keys", "load rows", "load keys"],
+)
+def test_host_malformed_job_fails_alone(
+    hosted: Any, medium: Medium, malformed: StoreJob | LoadJob
 ) -> None:
     served = Served(memoryview(hosted.memory))
     served.connection.send(gated_hello())
     served.receive_until(Opened)
-    served.connection.send(store_message(1, make_keys(2), depths=b"odd"))
+    served.connection.send(malformed)
     (done,) = of_kind(served.receive_until(JobDone), JobDone)
-    assert (done.job_id, done.failed.unpack()) == (1, make_keys(2))
+    assert (done.job_id, done.failed) == (1, None)
+    served.connection.send(Touch(MALFORMED))
+    served.connection.send(Loaded(MALFORMED))
     served.connection.send(store_message(2, make_keys(2)))
     (done,) = of_kind(served.receive_until(JobDone), JobDone)
-    assert (done.job_id, done.failed.unpack()) == (2, [])
+    assert (done.job_id, done.failed) == (2, PackedKeys())
     served.close()
-
-
-def of_kind(messages: list[Any], kind: type[T]) -> list[T]:
-    return [message for message in messages if isinstance(message, kind)]

@@ -97,5 +97,6 @@ def test_load_corrupt_pack_reports_removal_before_job_ends(
     assert isinstance(news, News)
     assert sorted(news.removed) == sorted(KEYS)
     assert isinstance(done, JobDone)
+    assert done.failed is not None
     assert KEYS[5] in done.failed.unpack()
     served.close()

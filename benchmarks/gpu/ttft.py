@@ -3,7 +3,9 @@
 One engine computes new prompts and answers each again from the KV that is resident on the device.
 When all stores are durable, it closes, and a second engine with empty caches answers the same
 prompts from the store. Tokens and logits of the two answers that reuse KV must be equal: both
-compute the same last tokens on the same bytes.
+compute the same last tokens on the same bytes. Each prompt is answered twice from resident KV
+(``equal_repeats``): if these two answers differ, the model's kernels are not deterministic, and the
+tokens of the restored answer may differ, too.
 
 ``restore_gb_s`` is the throughput from disk to device. ``target_needs_gb_s`` is the throughput at
 which the warm time would be a tenth of the cold time, if all other steps took as long as with
@@ -88,7 +90,7 @@ def measure(
         for length in lengths
         for _ in range(_rounds(length, smoke))
     ]
-    cold, resident = [], []
+    cold, resident, repeats = [], [], []
     with Engine.open(model, url, **options) as engine:
         for length in lengths:
             # warms up kernels and allocator
@@ -96,6 +98,7 @@ def measure(
         for _, prompt in prompts:
             cold.append(engine.generate(prompt, _NEW_TOKENS, load=False))
             resident.append(engine.generate(prompt, _NEW_TOKENS, store=False))
+            repeats.append(engine.generate(prompt, _NEW_TOKENS, store=False))
             if not engine.wait_persisted(cold[-1], 120.0):
                 raise RuntimeError("a context did not become durable")
     warm: list[GenerateResult] = []
@@ -112,6 +115,7 @@ def measure(
                     length,
                     [cold[n] for n in chosen],
                     [resident[n] for n in chosen],
+                    [repeats[n] for n in chosen],
                     [warm[n] for n in chosen],
                     results,
                 )
@@ -121,6 +125,7 @@ def report(
     length: int,
     cold: list[GenerateResult],
     resident: list[GenerateResult],
+    repeats: list[GenerateResult],
     warm: list[GenerateResult],
     results: Results,
 ) -> None:
@@ -151,6 +156,10 @@ def report(
         restored_tokens=[result.stats.persistent_tokens for result in warm],
         equal_tokens=sum(
             list(first.tokens) == list(second.tokens) for first, second in pairs
+        ),
+        equal_repeats=sum(
+            list(first.tokens) == list(second.tokens)
+            for first, second in zip(resident, repeats, strict=True)
         ),
         equal_logits=sum(
             torch.equal(first.logits, second.logits) for first, second in pairs

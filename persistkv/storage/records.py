@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from persistkv.base import Retention
+from persistkv.memory.budget import default_io_threads
 from persistkv.storage.format.manifest import RequestManifest
 
 _MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
@@ -32,7 +33,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``commit``: each pack is written when it is large enough, at the end of its request, or at
     ``max_age_s``. ``interval:5s``: accepted blocks are written together when the oldest is 5 s old.
     """
-    io_threads: int = 2
+    io_threads: int = msgspec.field(default_factory=default_io_threads)
     """Number of threads that read and decode frames, and encode those of new packs. A remote store
     uses 8 instead."""
     refresh_s: float = 1.0

@@ -33,7 +33,12 @@ from persistkv.config import (
     parse_size,
 )
 from persistkv.errors import ConfigurationError, MissingOptionError
-from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
+from persistkv.memory.budget import (
+    BLOCKS_STAGED,
+    MAX_IO_THREADS,
+    MIN_STAGING_BYTES,
+    default_io_threads,
+)
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Hello
@@ -82,9 +87,12 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     after ``max_age_s``. ``interval:5s``: a write begins when the oldest waiting block is 5 s old. A
     crash of the host or the machine loses the blocks that are not written yet. See
     ``persistkv.config.parse_durability``."""
-    io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = 2
+    io_threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_IO_THREADS)] = msgspec.field(
+        default_factory=default_io_threads
+    )
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that
-    writes; 1 to 8. A remote store has always 8."""
+    writes; 1 to 8. The default is 4 on a machine with 8 cores or more, otherwise 2. A remote store
+    has always 8."""
     open_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 60.0
     """Seconds, at least 1, to wait at construction for the store to open. After that, a host
     process continues to open it, and lookups miss until it is open; so does a thread, unless

@@ -140,6 +140,40 @@ def test_copy_from_and_to_s3_store_keeps_requests(run, store, tmp_path):
     }
 
 
+@pytest.mark.parametrize("scheme", ["s3", "file", "lmdb"])
+def test_copy_between_kinds_of_stores_keeps_requests_and_labels(
+    run, store, tmp_path, scheme
+):
+    places = {
+        "s3": store.replace("/kv?", "/other?"),
+        "file": f"file://{tmp_path}/directory",
+        "lmdb": f"lmdb://{tmp_path}/local",
+    }
+    first = places.pop(scheme)
+    assert shown(run, "copy", store, first)["copied"]["requests"] == 3
+    for second in places.values():
+        assert shown(run, "copy", first, second)["copied"]["requests"] == 3
+        assert shown(run, "copy", second, first)["copied"]["requests_held"] == 3
+        assert shown(run, "verify", second)["problems"] == 0
+        listed = {}
+        for request in shown(run, "ls", second)["requests"]:
+            listed[request["id"]] = request["labels"]
+        assert listed == {"one": {"user": "anna"}, "two": {}, "three": {}}
+
+
+def test_copy_s3_store_to_one_with_key_reproduces_content(run, store, tmp_path):
+    """The documented change of a key: both stores have the same prefix of one bucket."""
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef" * 4)
+    with_key = f"{store}&key_file={key}"
+    assert shown(run, "copy", store, with_key)["copied"]["requests"] == 3
+    assert len(shown(run, "ls", with_key)["requests"]) == 3
+    assert len(shown(run, "ls", store)["requests"]) == 3
+    assert shown(run, "verify", with_key)["problems"] == 0
+    back = shown(run, "copy", with_key, store)["copied"]
+    assert (back["requests"], back["requests_held"]) == (0, 3)
+
+
 def test_unpin_why_doctor_and_metrics_s3_store_succeed(run, store):
     assert not shown(run, "unpin", store, "one")["pinned"]
     assert shown(run, "why", store, "--against", store)["comparisons"][0]["matches"]

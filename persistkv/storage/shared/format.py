@@ -41,7 +41,9 @@ BASE_LEVEL = 1 << 16  # least level of a base
 _HEADER = struct.Struct("<8sI")
 _MAGIC = b"PKVINDEX"
 _CHECKSUM_BYTES = 16
+PLAIN = "plain"  # in names, instead of the id of a key
 _HEX = re.compile(r"[0-9a-f]{32}")
+_KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
 _INDEX = re.compile(r"([0-9a-f]{8})-([0-9a-f]{12})-[0-9a-f]{32}")
 
@@ -384,7 +386,7 @@ class Names:
     """
 
     def __init__(self, namespace: bytes, key_id: str = "") -> None:
-        self.base = f"{namespace.hex()}-{key_id or 'plain'}/"
+        self.base = f"{namespace.hex()}-{key_id or PLAIN}/"
         self.inbox = f"{self.base}inbox/"
         self.index = f"{self.base}index/"
         self.packs = f"{self.base}packs/"
@@ -442,7 +444,7 @@ class StoreNames:
     """
 
     def __init__(self, key_id: str = "") -> None:
-        base = key_id or "plain"
+        base = key_id or PLAIN
         self.policy = f"{base}/policy"
         self.identities = f"{base}/identities/"
         self.totals = f"{base}/totals/"
@@ -459,6 +461,13 @@ class StoreNames:
 
     def note(self, namespace: bytes, name: str) -> str:
         return f"{self._notes}{namespace.hex()}/{name.lower()}"
+
+
+def key_of(blob: str) -> str:
+    """Return the id of the key under which a blob was written; ``PLAIN``: without one; empty: its
+    name is none of a store."""
+    found = _KEY_ID.match(blob)
+    return "" if found is None else found[1]
 
 
 # of blobs that belong to no namespace, in authentication tags

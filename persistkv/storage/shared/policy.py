@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from itertools import islice
 
 import msgspec
 
@@ -15,12 +16,15 @@ from persistkv.storage.shared.format import (
     MAX_SMALL_BYTES,
     NO_NAMESPACE,
     NONCE_BYTES,
+    PLAIN,
+    key_of,
 )
 
 logger = logging.getLogger(__name__)
 
 _POLICY_S = 60.0  # between reads of the policy
 _RETRY_S = 5.0  # until a medium that has not answered is tried again
+_MOST_NAMES = 100  # of a medium without a store, to find content under another key
 _CREATION_S = 120.0  # two minutes: a policy that was read and is a minute old, twice
 
 
@@ -132,9 +136,7 @@ class RecordedPolicy:
 
     def _create(self) -> StoredPolicy:
         if not self._creates:
-            is_first = self._stored is None
-            text = "there is no store" if is_first else "the store was deleted"
-            raise StoreUnavailableError(f"{self._place}: {text}")
+            raise StoreUnavailableError(f"{self._place}: {self._absence()}")
         # one that was deleted keeps its policy
         policy = self._wanted if self._stored is None else self.now()
         name = self._clock.random.randbytes(NONCE_BYTES)
@@ -142,6 +144,28 @@ class RecordedPolicy:
         self._write(created)
         self._created_at = self._clock.monotonic()
         return created
+
+    def _absence(self) -> str:
+        """Return why a handle that creates no store finds none."""
+        if self._stored is not None:
+            return "the store was deleted"
+        own = self._medium.authenticator.key_id or PLAIN
+        # A few names tell: all that is stored under a key names it, and a list is ascending.
+        for info in islice(self._medium.blobs.list(""), _MOST_NAMES):
+            other = key_of(info.name)
+            if other in (own, ""):
+                continue
+            if other == PLAIN:
+                return (
+                    "there is no store under this key, but one without a key: "
+                    "leave out key_file and key_env to open it"
+                )
+            which = "without a key" if own == PLAIN else "under this key"
+            return (
+                f"there is no store {which}, but content under another key (id {other}): "
+                "name that one with key_file or key_env"
+            )
+        return "there is no store"
 
     def _read(self) -> StoredPolicy | None:
         """Return the recorded policy; None if there is none."""

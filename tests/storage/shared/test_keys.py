@@ -5,14 +5,20 @@ from __future__ import annotations
 import hmac
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
-from persistkv.errors import ConfigurationError, CorruptPackError
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptPackError,
+    StoreUnavailableError,
+)
 from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.authentication import TAG_BYTES, Authenticator
@@ -155,6 +161,32 @@ def test_keyed_store_is_readable_only_with_same_key(town: Town) -> None:
         assert tables(engine.backend, NAMESPACE) == {}
         engine.store(sample_pack(NAMESPACE, 3))
     assert len(tables(ours.backend, NAMESPACE)) == 2, "each sees its own"
+
+
+@pytest.mark.parametrize("present", ["", "key_env=PERSISTKV_OTHER_KEY"])
+@pytest.mark.parametrize("asked", ["", f"key_env={KEY}"])
+def test_open_with_another_key_says_that_content_exists(
+    tmp_path: Path, present: str, asked: str
+) -> None:
+    place = f"file://{tmp_path}/store"
+    with closing(open_backend(f"{place}?{present}")) as backend:
+        namespace = backend.open_namespace(sample_identity()).id
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    if present == asked:
+        open_backend(f"{place}?{asked}", read_only=True).close()
+        return
+    with pytest.raises(StoreUnavailableError) as raised:
+        open_backend(f"{place}?{asked}", read_only=True)
+    other = Authenticator(SECRET[::-1].encode()).key_id
+    expected = f"under another key (id {other})" if present else "one without a key"
+    assert expected in str(raised.value)
+    assert SECRET not in str(raised.value)
+
+
+def test_open_absent_store_does_not_mention_keys(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    with pytest.raises(StoreUnavailableError, match=r"there is no store$"):
+        open_backend(f"file://{tmp_path}/store", read_only=True)
 
 
 def test_commit_copied_to_other_name_is_ignored(town: Town) -> None:

@@ -90,6 +90,9 @@ class CommitBatch:
     """Ids of packs to delete because their bytes do not verify, with the manifests that name them.
     Packs after them in these manifests are kept, unlike those after ``deletions``. Ids that are not
     held are ignored."""
+    manifest_deletions: Sequence[str] = ()
+    """Ids of manifests to delete before ``manifests`` are written. Their packs are kept. Ids that
+    are not held are ignored."""
     touches: Sequence[bytes] = ()
     """Ids of packs that were used, all at one moment: name a pack together with the packs that it
     depends on. Ids that are not held are ignored."""

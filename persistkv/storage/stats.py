@@ -11,6 +11,8 @@ from dataclasses import dataclass
 class RequestUse:
     """Use of a stored request."""
 
+    written: float
+    """When the store wrote the request: seconds since the epoch."""
     last_used: float
     """Last use of the whole context, which is the last use of its last pack: seconds since the
     epoch, approximate."""
@@ -30,6 +32,22 @@ class RequestUse:
     requests' blocks."""
     packs_stored_bytes: int = 0
     """Payload bytes of the packs that the manifest names, padding included."""
+
+    def expires(
+        self, own_ttl_s: float | None, store_ttl_s: float | None
+    ) -> float | None:
+        """Return when the request expires, unless it is used before: seconds since the epoch; None:
+        never. The next commit to the store after this time deletes it.
+
+        :param own_ttl_s: ttl of the request, in seconds from its last use; None: none.
+        :param store_ttl_s: ttl of the store, in seconds from its writing; None: none.
+        """
+        times = []
+        if own_ttl_s is not None:
+            times.append(max(self.written, self.last_used) + own_ttl_s)
+        if store_ttl_s is not None and not self.pinned:
+            times.append(self.written + store_ttl_s)
+        return min(times, default=None)
 
 
 @dataclass(frozen=True)

@@ -75,15 +75,16 @@ class Contexts:
         labels: dict[str, str] | None = None,
         age_s: float = 60.0,
         manifest: bool = True,
+        ttl_s: float | None = None,
     ) -> None:
         """Store a request whose context is ``text``, one block per word."""
         chains = [chain(text.split(), group) for group in range(self._groups)]
         packs = list(self._packs(name, chains))
-        writes = (
-            [self._manifest(name, chains, labels or {}, time.time() - age_s)]
-            if manifest
-            else []
-        )
+        writes: list[ManifestWrite] = []
+        if manifest:
+            created = time.time() - age_s
+            write = self._manifest(name, chains, labels or {}, created, ttl_s)
+            writes.append(write)
         self.backend.commit(self.namespace, CommitBatch(packs, writes))
 
     def _packs(self, name: str, chains: Sequence[list[bytes]]) -> list[PackWriter]:
@@ -125,6 +126,7 @@ class Contexts:
         chains: Sequence[list[bytes]],
         labels: dict[str, str],
         created: float,
+        ttl_s: float | None,
     ) -> ManifestWrite:
         blocks, keys = tuple(map(len, chains)), tuple(map(PackedKeys.of, chains))
         manifest = RequestManifest(
@@ -135,6 +137,7 @@ class Contexts:
             raw_bytes=sum(blocks) * self._block_bytes,
             labels=labels,
             context=context_digest(keys),
+            ttl_s=ttl_s,
         )
         packs = dict.fromkeys(
             self._pack_of_key[key] for keys in zip(*chains, strict=True) for key in keys

@@ -61,6 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 age_s=100.0 + number,
             )
         writer.add("longer", "0-a 0-b c", age_s=10.0)
+        writer.add("branch", "1-a z", age_s=5.0)
     with closing(open_backend(urls["damaged"])) as backend:
         writer = Contexts(backend)
         writer.add("one", "a b")
@@ -83,21 +84,21 @@ FINDINGS = [
     Case(("doctor", "tape:///kv"), 1, "url scheme"),
     Case(("doctor", "lmdb://{made}/store?color=red"), 1, "color"),
     Case(("why", "{made}/store", "--against", "{made}/other"), 1),
-    Case(("prune", "{copy}", "--request", "r0", "--yes"), 1),
+    Case(("prune", "{copy}", "--request", "r1", "--yes"), 1),
     Case(("copy", "{made}/damaged", "{tmp}/copy"), 1, '"one"'),
     Case(("copy", "{made}/damaged", "{tmp}/copy", "--dry-run"), 0),
 ]
 SUCCESSES = [
     Case(("why", "{made}/store"), 0, '"comparisons": []'),
-    Case(("copy", "{made}/store", "{tmp}/copy"), 0, '"requests": 11'),
-    Case(("copy", "{made}/store", "file://{tmp}/copy"), 0, '"requests": 11'),
-    Case(("copy", "{made}/store", "{tmp}/absent", "--dry-run"), 0, '"requests": 11'),
+    Case(("copy", "{made}/store", "{tmp}/copy"), 0, '"requests": 12'),
+    Case(("copy", "{made}/store", "file://{tmp}/copy"), 0, '"requests": 12'),
+    Case(("copy", "{made}/store", "{tmp}/absent", "--dry-run"), 0, '"requests": 12'),
     Case(
         ("copy", "{made}/store", "{tmp}/copy", "--label", "user=nobody"),
         0,
         '"requests": 0',
     ),
-    Case(("copy", "{made}/store", "{copy}"), 0, '"requests_held": 11'),
+    Case(("copy", "{made}/store", "{copy}"), 0, '"requests_held": 12'),
     Case(
         ("copy", "{made}/store", "{tmp}/small?capacity=2MiB", "--newest", "1"),
         0,

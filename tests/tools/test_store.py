@@ -17,7 +17,7 @@ from persistkv import (
 )
 from persistkv.storage import open_backend
 from persistkv.storage.inspection.requests import NotFoundError
-from persistkv_tools.maintain.prune import plan_prune
+from persistkv_tools.maintain.deletion import plan_prune
 from persistkv_tools.maintain.verify import (
     Repaired,
     check_store,

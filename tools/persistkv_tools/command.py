@@ -170,6 +170,11 @@ def add_never_hit(parser: ArgumentParser) -> None:
     add_flag(parser, "--never-hit", help)
 
 
+def add_expired(parser: ArgumentParser) -> None:
+    help = "Only requests whose ttl has passed, and that no commit has deleted yet."
+    add_flag(parser, "--expired", help)
+
+
 def add_rate(parser: ArgumentParser) -> None:
     help = "Read at most this much per second, e.g. 200MiB."
     parser.add_argument("--rate", metavar="SIZE", help=help)

@@ -63,6 +63,12 @@ def format_age(created: float, now: float | None = None) -> str:
     return f"{sign}{int(seconds // unit)}{letter}"
 
 
+def format_expiry(at: float, now: float | None = None) -> str:
+    """Return the time until ``at`` for people: ``in 3d``; ``expired`` if it has passed."""
+    left_s = at - (time.time() if now is None else now)
+    return "expired" if left_s <= 0 else f"in {format_age(0, left_s)}"
+
+
 def format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
@@ -206,6 +212,7 @@ def _format_id(value: object) -> str:
 
 _FORMATS_BY_NAME: tuple[tuple[tuple[str, ...], Callable[[Any], str]], ...] = (
     (("created", "updated", "last_used"), format_age),
+    (("expires",), format_expiry),
     (("namespace", "pack"), _format_id),
     (("bytes_per_s",), lambda value: f"{format_size(round(value))}/s"),
     (("_bytes",), lambda value: format_size(round(value))),

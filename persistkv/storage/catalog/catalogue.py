@@ -255,7 +255,8 @@ def _use_of(
         it were written.
     """
     if not chain.packs:
-        return RequestUse(chain.time + skew, False, 0, chain.pinned)
+        written = chain.time + skew
+        return RequestUse(written, written, False, 0, chain.pinned)
     last = namespace + chain.packs[-1]
     use = Use.decode(rows.get(USES, last))
     if use is None:
@@ -266,6 +267,7 @@ def _use_of(
     later = len(naming) - bisect_right(naming, chain.moment)
     raw, stored = _bytes_of(rows, namespace, chain)
     return RequestUse(
+        chain.time + skew,
         use.time + skew,
         use.moment > chain.moment,
         max(0, len(naming) - 1),

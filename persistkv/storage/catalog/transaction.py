@@ -155,6 +155,8 @@ class CatalogTransaction:
             self._delete(self._namespace + pack_id)
         for pack_id in batch.bad:
             self._delete(self._namespace + pack_id, alone=True)
+        for manifest_id in batch.manifest_deletions:
+            self.drop_manifest(manifest_row(self._namespace, manifest_id))
         self.touch(batch.touches)
 
     def add(self, batch: CommitBatch) -> None:

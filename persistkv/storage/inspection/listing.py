@@ -84,7 +84,8 @@ def list_requests(
     Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
     """
     namespaces = chosen_namespaces(backend, namespace)
-    by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
+    by_use = sort in (Sort.USED, Sort.HITS) or selection.needs_use
+    ttl_s = backend.policy().ttl_s
     total = 0
     views: list[RequestView] = []
     names: list[str] = []
@@ -97,8 +98,8 @@ def list_requests(
         for manifest, use in uses:
             total += 1
             names.append(manifest.id)
-            if selection.takes(manifest, use):
-                views.append(RequestView.of(space.id, manifest, use))
+            if selection.takes(manifest, use, ttl_s):
+                views.append(RequestView.of(space.id, manifest, use, ttl_s))
 
     views.sort(key=_KEYS[sort], reverse=(sort in _DESCENDING) != reverse)
     rows = _rows(views, merge_copies=merge_copies)
@@ -110,7 +111,7 @@ def list_requests(
         len(views),
         len(rows),
         offset,
-        _with_uses_and_copies(backend, shown, short_ids(names)),
+        _with_uses_and_copies(backend, shown, short_ids(names), ttl_s),
         [NamespaceSummary.of(space) for space in namespaces],
     )
 
@@ -127,7 +128,10 @@ def _rows(views: list[RequestView], *, merge_copies: bool) -> list[list[RequestV
 
 
 def _with_uses_and_copies(
-    backend: Backend, rows: list[list[RequestView]], shorts: Mapping[str, str]
+    backend: Backend,
+    rows: list[list[RequestView]],
+    shorts: Mapping[str, str],
+    ttl_s: float | None,
 ) -> list[RequestView]:
     """Return the first view of each row, with its use, the number of its copies, and its short
     id."""
@@ -142,7 +146,7 @@ def _with_uses_and_copies(
 
     shown = []
     for row in rows:
-        view = row[0].with_use(uses[row[0].namespace, row[0].id])
+        view = row[0].with_use(uses[row[0].namespace, row[0].id], ttl_s)
         short = shorts[view.id]
         shown.append(msgspec.structs.replace(view, copies=len(row), short_id=short))
     return shown

@@ -111,12 +111,22 @@ class RequestView(msgspec.Struct, frozen=True):
     """The request's own ttl, in seconds from its last use; None: only the store's ttl applies."""
     priority: str = "normal"
     """Priority of the request: ``low`` is evicted before ``normal``."""
+    expires: float | None = None
+    """When the request expires, unless it is used before: seconds since the epoch. In the past: it
+    has expired, and the next commit deletes it. None: never, or unknown."""
 
     @classmethod
     def of(
-        cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None
+        cls,
+        namespace: bytes,
+        manifest: RequestManifest,
+        use: RequestUse | None,
+        store_ttl_s: float | None = None,
     ) -> RequestView:
-        """Return the view of a manifest head and of its use; None: unknown use."""
+        """Return the view of a manifest head and of its use; None: unknown use.
+
+        :param store_ttl_s: ttl of the store in seconds; None: none.
+        """
         view = cls(
             manifest.id,
             namespace.hex(),
@@ -132,11 +142,13 @@ class RequestView(msgspec.Struct, frozen=True):
             ttl_s=manifest.ttl_s,
             priority=manifest.priority,
         )
-        return view.with_use(use)
+        return view.with_use(use, store_ttl_s)
 
-    def with_use(self, use: RequestUse | None) -> RequestView:
-        """Return a copy with ``stored_bytes`` and the fields of the use set from ``use``; None:
-        return this view."""
+    def with_use(
+        self, use: RequestUse | None, store_ttl_s: float | None
+    ) -> RequestView:
+        """Return a copy with ``stored_bytes``, ``expires`` and the fields of the use set from
+        ``use``; None: return this view."""
         if use is None:
             return self
         packed = use.packs_raw_bytes
@@ -147,7 +159,10 @@ class RequestView(msgspec.Struct, frozen=True):
             name: getattr(use, name)
             for name in ("last_used", "reused", "shared_by", "pinned", "hits")
         }
-        return msgspec.structs.replace(self, **known, stored_bytes=stored)
+        expires = use.expires(self.ttl_s, store_ttl_s)
+        return msgspec.structs.replace(
+            self, **known, stored_bytes=stored, expires=expires
+        )
 
 
 class FoundRequest(NamedTuple):
@@ -172,7 +187,8 @@ class FoundRequest(NamedTuple):
     def view(self, backend: Backend) -> RequestView:
         """Return the view of the request, with its use."""
         uses = backend.catalogue(self.namespace.id).uses([self.manifest.id])
-        view = RequestView.of(self.namespace.id, self.manifest, uses[0])
+        ttl_s = backend.policy().ttl_s
+        view = RequestView.of(self.namespace.id, self.manifest, uses[0], ttl_s)
         return msgspec.structs.replace(view, short_id=self.short_id or view.id)
 
 
@@ -234,7 +250,7 @@ def chosen_requests(
     """Return the requests with these ids, each once; without ids, all requests that fulfil
     ``selection``.
 
-    The use of requests is not read: a selection with ``never_hit`` selects none.
+    The use of requests is not read: a selection that needs it selects none.
 
     :raises NotFoundError: an id matches no request, or more than one.
     """

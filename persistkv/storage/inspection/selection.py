@@ -29,6 +29,13 @@ class Selection(msgspec.Struct, frozen=True):
     """Upper bound on the raw bytes of a request, exclusive; None: no bound."""
     never_hit: bool = False
     """Only requests that were never used after they were stored."""
+    expired: bool = False
+    """Only requests whose ttl has passed, and that no commit has deleted yet."""
+
+    @property
+    def needs_use(self) -> bool:
+        """Whether ``takes`` depends on the use of a request."""
+        return self.never_hit or self.expired
 
     @classmethod
     def parse(
@@ -40,6 +47,7 @@ class Selection(msgspec.Struct, frozen=True):
         smaller_than: str | None = None,
         *,
         never_hit: bool = False,
+        expired: bool = False,
     ) -> Selection:
         """Return the selection that options of a command line describe.
 
@@ -52,15 +60,24 @@ class Selection(msgspec.Struct, frozen=True):
             _size(larger_than, "--larger-than"),
             _size(smaller_than, "--smaller-than"),
             never_hit,
+            expired,
         )
 
-    def takes(self, manifest: RequestManifest, use: RequestUse | None = None) -> bool:
+    def takes(
+        self,
+        manifest: RequestManifest,
+        use: RequestUse | None = None,
+        store_ttl_s: float | None = None,
+    ) -> bool:
         """Return whether a request fulfils all conditions.
 
-        :param use: use of the request, for ``never_hit``. None: unknown, ``never_hit`` is not
-            fulfilled.
+        :param use: use of the request, for ``never_hit`` and ``expired``. None: unknown, these are
+            not fulfilled.
+        :param store_ttl_s: ttl of the store in seconds; None: none.
         """
         if self.never_hit and (use is None or use.reused):
+            return False
+        if self.expired and not _has_expired(manifest, use, store_ttl_s):
             return False
         return self._takes_time_and_size(manifest) and self._takes_labels(manifest)
 
@@ -81,6 +98,15 @@ class Selection(msgspec.Struct, frozen=True):
             if value is not None and value != manifest.labels[name]:
                 return False
         return True
+
+
+def _has_expired(
+    manifest: RequestManifest, use: RequestUse | None, store_ttl_s: float | None
+) -> bool:
+    if use is None:
+        return False
+    expires = use.expires(manifest.ttl_s, store_ttl_s)
+    return expires is not None and expires <= time.time()
 
 
 def _time_before(age: str | None, name: str) -> float | None:

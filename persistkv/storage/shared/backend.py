@@ -431,7 +431,8 @@ class SharedBackend(Backend):
         check_batch(namespace, batch)
         self._identities.write_new()
         opened = self._open(namespace)
-        if batch.deletions or batch.bad or not self._options.refresh_s:
+        deletes = batch.deletions or batch.bad or batch.manifest_deletions
+        if deletes or not self._options.refresh_s:
             # requests of other engines may name the deleted packs
             opened = self._refreshed(namespace)
         result = opened.commit(batch)

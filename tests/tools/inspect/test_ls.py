@@ -58,6 +58,7 @@ def test_ls_json_has_exact_values(run, filled):
         "copies": 1,
         "ttl_s": None,
         "priority": "normal",
+        "expires": None,
     }
 
 
@@ -467,3 +468,81 @@ def test_list_requests_page_is_usable_after_store_closes(three):
     with closing(open_backend(url, read_only=True)) as backend:
         page = list_requests(url, backend, Selection(), limit=2)
     assert [request.id for request in page.requests] == ["b", "a"]
+
+
+class TestExpiry:
+    @pytest.fixture
+    def store(self, tmp_path, monkeypatch):
+        """URL of a store with a ttl of 7 days: of its requests, ``old`` and ``own`` have expired
+        since, the pinned one cannot."""
+        url = f"lmdb://{tmp_path}/store?ttl=7d"
+        now = time.time()
+        with closing(open_backend(url)) as backend:
+            writer = Contexts(backend)
+            writer.add("old", "a b", labels={"user": "anna"})
+            writer.add("pinned", "c d")
+            writer.add("own", "e f", ttl_s=60.0)
+            backend.commit(writer.namespace, CommitBatch(pins=[("pinned", True)]))
+        return url, now, monkeypatch
+
+    def at(self, store, days):
+        """Let commands run this many days after the requests were stored."""
+        url, now, monkeypatch = store
+        monkeypatch.setattr(time, "time", lambda: now + 86_400.0 * days)
+        return url
+
+    def expiries(self, run, url):
+        found = {}
+        for row in json.loads(run("ls", url, "--json").stdout)["requests"]:
+            found[row["id"]] = row["expires"]
+        return found
+
+    def test_ls_and_show_print_expiry(self, run, store):
+        now = store[1]
+        url = self.at(store, 1)
+        found = self.expiries(run, url)
+        assert found["old"] == pytest.approx(now + 7 * 86_400.0, abs=60.0)
+        assert found["own"] == pytest.approx(now + 60.0, abs=60.0)
+        assert found["pinned"] is None
+        listed = {}
+        for line in run("ls", url).stdout.splitlines():
+            for name in found:
+                if line.strip().startswith(name):
+                    listed[name] = line
+        assert "in 6d" in listed["old"]
+        assert "expired" in listed["own"]
+        assert "expired" not in listed["pinned"]
+        assert "in 6d" in run("show", url, "old").stdout
+        assert "expired" in run("show", url, "own").stdout
+
+    def test_ls_store_without_ttl_has_no_column_of_expiry(self, run, contexts):
+        url, writer = contexts
+        writer.add("one", "a b")
+        assert "expires" not in run("ls", url).stdout
+        assert self.expiries(run, url) == {"one": None}
+
+    @pytest.mark.parametrize(
+        ("days", "expected"), [(0, set()), (1, {"own"}), (8, {"old", "own"})]
+    )
+    def test_expired_option_selects_expired_requests(self, run, store, days, expected):
+        url = self.at(store, days)
+        listed = run("ls", url, "--expired", "--ids")
+        assert set(listed.stdout.split()) == expected
+        done = run("prune", url, "--expired", "--yes", "--json")
+        assert done.returncode == 0, done.stderr
+        plan = json.loads(done.stdout)["plan"]
+        assert {row["id"] for row in plan["requests"]} == expected
+        assert self.expiries(run, url).keys() == {"old", "own", "pinned"} - expected
+        assert run("verify", url).returncode == 0
+
+    def test_own_ttl_counts_from_last_use(self, run, store):
+        url = self.at(store, 0)
+        with closing(open_backend(url)) as backend:
+            writer = Contexts(backend)
+            before = self.expiries(run, url)["own"]
+            time_of_use = store[1] + 30.0
+            store[2].setattr(time, "time", lambda: time_of_use)
+            (space,) = backend.namespaces()
+            (pack,) = backend.catalogue(space.id).chain("own")
+            backend.commit(writer.namespace, CommitBatch(touches=[pack]))
+            assert self.expiries(run, url)["own"] > before

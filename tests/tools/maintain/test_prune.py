@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import closing
 
 import pytest
@@ -14,7 +15,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend
-from persistkv_tools.maintain.prune import Prune
+from persistkv_tools.maintain.deletion import Prune, PruneRules
 from tests.tools.contexts import Contexts
 
 
@@ -48,6 +49,12 @@ def pruned(run, url, *options, code=0):
     done = run("prune", url, "--json", *options)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
+
+
+def plan(backend, selection, **rules):
+    """Plan a prune of all namespaces of an open store."""
+    wanted = PruneRules(selection, **rules)
+    return Prune(backend, lambda: backend, backend.namespaces(), wanted)
 
 
 def ids(views):
@@ -95,20 +102,34 @@ def test_prune_orphan_pack_is_deleted_only_with_orphans_option(run, family):
     )
 
 
-def test_prune_request_with_shared_packs_stays_and_exits_1(run, family):
-    url, _ = family
-    plan = pruned(run, url, "--request", "anna-1", "--yes", code=1)
-    assert ids(plan["plan"]["staying"]) == ["anna-1"]
-    assert plan["plan"]["goes"]["packs"] == 0
-    assert plan["done"]["staying"] == ["anna-1"]
-    assert len(requests(run, url)) == 4
-    assert (
-        "others use all their packs"
-        in run("prune", url, "--request", "anna-1", "--dry-run").stdout
-    )
+def test_prune_request_with_shared_packs_is_deleted_and_packs_stay(run, family):
+    """Others use the packs of anna-1, and all of its blocks."""
+    url, writer = family
+    held = packs(run, url)
+    found = pruned(run, url, "--request", "anna-1", "--yes")
+    assert ids(found["plan"]["requests"]) == ["anna-1"]
+    assert found["plan"]["goes"]["packs"] == found["done"]["goes"]["packs"] == 0
+    assert found["done"]["requests"] == 1
+    assert requests(run, url) == ["anna-2", "bert-1", "lone-1"]
+    assert packs(run, url) == held
+    assert run("verify", url).returncode == 0
+    keys = writer.backend.manifest_keys(writer.namespace, ["anna-1", "bert-1"])
+    assert keys[0] is None
+    assert keys[1] is not None
 
 
-def test_prune_request_whose_packs_are_gone_says_so_and_exits_1(run, tmp_path):
+def test_prune_label_deletes_rows_whose_packs_another_request_uses(run, contexts):
+    url, writer = contexts
+    writer.add("anna", "a b", labels={"user": "anna"})
+    writer.add("bert", "a b", labels={"user": "bert"})
+    done = run("prune", url, "--label", "user=anna", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "deleted: 1 request, 0 packs" in done.stdout
+    assert requests(run, url) == ["bert"]
+    assert packs(run, url) == 1
+
+
+def test_prune_request_whose_packs_are_gone_deletes_it(run, tmp_path):
     """An operator has deleted the file of its pack, and an engine has noticed it."""
     url = f"file://{tmp_path}/shared?cache=no"
     with closing(open_backend(url)) as backend:
@@ -120,22 +141,8 @@ def test_prune_request_whose_packs_are_gone_says_so_and_exits_1(run, tmp_path):
         assert backend.read(
             writer.namespace, [ReadSpan(writer.packs["lost"], 0, [buffer])]
         ) == [False]
-    for option in ("--dry-run", "--yes"):
-        done = run("prune", url, "--request", "lost", option)
-        assert done.returncode == 1
-        assert "the store holds none of their packs" in done.stdout
-        assert "others use" not in done.stdout
-    assert (
-        "not deleted: 1 request, because the store holds none of its packs"
-        in done.stdout
-    )
-    found = pruned(run, url, "--request", "lost", "--yes", code=1)
-    assert (
-        ids(found["plan"]["staying"])
-        == found["plan"]["without_packs"]
-        == found["done"]["staying"]
-        == ["lost"]
-    )
+    assert pruned(run, url, "--request", "lost", "--yes")["done"]["requests"] == 1
+    assert requests(run, url) == []
 
 
 def test_prune_request_with_copies_deletes_all_copies(run, family):
@@ -143,18 +150,12 @@ def test_prune_request_with_copies_deletes_all_copies(run, family):
     for number in range(3):
         writer.add(f"copy-{number}", "c1 c2", age_s=float(number))
     writer.add("copy-labelled", "c1 c2", labels={"user": "anna"})
-    found = pruned(run, url, "--request", "copy-1", "--yes", code=1)
-    assert ids(found["plan"]["staying"]) == ["copy-2", "copy-1", "copy-0"], (
-        "another row uses the same packs"
-    )
-    assert run("label", url, "copy-labelled", "--remove", "user").returncode == 0
     found = pruned(run, url, "--request", "copy-1", "--yes")
-    assert sorted(ids(found["plan"]["requests"])) == [
-        "copy-0",
-        "copy-1",
-        "copy-2",
-        "copy-labelled",
-    ]
+    assert ids(found["plan"]["requests"]) == ["copy-2", "copy-1", "copy-0"]
+    assert found["plan"]["goes"]["packs"] == 0, "another row uses the same packs"
+    found = pruned(run, url, "--request", "copy-labelled", "--yes")
+    assert ids(found["plan"]["requests"]) == ["copy-labelled"]
+    assert found["done"]["goes"]["packs"] == 1
     assert len(requests(run, url)) == 4
 
 
@@ -175,44 +176,59 @@ def test_prune_shared_packs_deletes_every_request_of_pack(run, family):
     assert held == {writer.packs["lone-1"], writer.packs["orphan"]}
 
 
-def test_prune_older_than_request_with_shared_packs_exits_0(run, family):
-    """Scheduled run on a healthy store: younger requests use all packs of anna-1."""
-    url, _ = family
-    for dry in (("--dry-run",), ("--yes",)):
-        done = run("prune", url, "--older-than", "30d", *dry)
-        assert done.returncode == 0, done.stdout
-        assert "anna-1" in done.stdout
-        assert "others use all their packs" in done.stdout
-    assert "not deleted: 1 request, because others use all its packs" in done.stdout
-    assert requests(run, url) == ["anna-1", "anna-2", "bert-1"]
-    again = pruned(run, url, "--older-than", "30d", "--yes")
-    assert (ids(again["plan"]["staying"]), again["done"]["staying"]) == (
-        ["anna-1"],
-        ["anna-1"],
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        (("--request", "anna-1"), 1),
-        (("--request", "anna-1", "--older-than", "30d"), 1),
-        (("--label", "who=first"), 1),
-        (("--label", "who=first", "--older-than", "30d"), 0),
-        (("--label", "who=first", "--keep-size", "1KiB"), 0),
-        (("--older-than", "30d"), 0),
+        (("--request", "anna-1", "--request", "anna-2"), 1),
+        (("--request", "anna-1", "--request", "anna-2", "--older-than", "1m"), 1),
+        (("--label", "user=anna"), 1),
+        (("--label", "user=anna", "--older-than", "1m"), 0),
+        (("--label", "user=anna", "--keep-size", "1KiB"), 0),
+        (("--label", "user=anna", "--keep-last", "0"), 0),
+        (("--older-than", "50m"), 0),
     ],
 )
-def test_prune_remaining_request_exits_1_if_selected_by_id_or_label(
+def test_prune_remaining_block_exits_1_if_selected_by_id_or_label(
     run, family, options, code
 ):
-    """Exit code 1 is for requests selected by id, or by labels alone; other selections are
-    housekeeping."""
+    """A block that only anna's requests use stays in a pack that bert's request uses. Exit code 1
+    is for requests selected by id, or by labels alone; other selections are housekeeping."""
     url, _ = family
-    assert run("label", url, "anna-1", "who=first").returncode == 0
-    done = run("prune", url, *options, "--yes")
-    assert done.returncode == code
-    assert "anna-1" in requests(run, url)
+    for way in ("--dry-run", "--yes"):
+        done = run("prune", url, *options, way)
+        assert done.returncode == code
+        assert "to keep: 1 block that only these requests use" in done.stdout
+    assert "bert-1" in requests(run, url)
+    assert "anna-1" not in requests(run, url)
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"),
+    [
+        (("--keep-last", "2"), ["r0", "r1"]),
+        (("--keep-last", "0"), []),
+        (("--keep-last", "99"), ["r0", "r1", "r2", "r3", "r4"]),
+        (("--keep-daily", "2"), ["r0", "r2"]),
+        (("--keep-daily", "9"), ["r0", "r2", "r4"]),
+        (("--keep-last", "2", "--keep-daily", "3"), ["r0", "r1", "r2", "r4"]),
+        (("--keep-daily", "1", "--label", "user"), ["r0", "r1", "r2", "r4"]),
+    ],
+    ids=" ".join,
+)
+def test_prune_keep_last_and_daily_keep_newest_requests(
+    run, contexts, monkeypatch, options, stays
+):
+    """Two requests today, two yesterday, one three days ago."""
+    noon = time.mktime((2026, 11, 27, 12, 0, 0, 0, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: noon)
+    url, writer = contexts
+    for number, age_h in enumerate((1, 2, 24, 25, 72)):
+        labels = {"user": "anna"} if number in (2, 3) else {}
+        age_s = age_h * 3600.0
+        writer.add(f"r{number}", f"word{number}", age_s=age_s, labels=labels)
+    found = pruned(run, url, *options, "--yes")
+    assert requests(run, url) == stays
+    assert found["done"]["requests"] == 5 - len(stays)
 
 
 def test_prune_plan_marks_pinned_requests(run, family):
@@ -226,7 +242,8 @@ def test_prune_plan_marks_pinned_requests(run, family):
     assert "of these, 1 request is pinned" in shown
     plan = pruned(run, url, "--older-than", "30d", "--dry-run")["plan"]
     assert [(view["id"], view["pinned"]) for view in plan["requests"]] == [
-        ("lone-1", True)
+        ("lone-1", True),
+        ("anna-1", False),
     ]
 
 
@@ -303,9 +320,8 @@ def test_prune_namespace_keeps_other_namespaces(run, filled):
     first = next(space["id"] for space in found if space["packs"] == 2)
     pruned(run, filled, "--namespace", first[:8], "--orphans", "--yes")
     left = json.loads(run("stat", filled, "--json").stdout)["namespaces"]
-    assert {space["id"]: space["packs"] for space in left} == {
-        space["id"]: int(space["id"] != first) for space in found
-    }
+    assert [space["packs"] for space in left] == [1]
+    assert left[0]["id"] != first, "a namespace ends with its last content"
 
 
 class TestPruneConcurrentChanges:
@@ -319,29 +335,25 @@ class TestPruneConcurrentChanges:
 
     def test_request_added_after_plan_keeps_its_packs(self, store):
         backend, writer = store
-        prune = Prune(backend, lambda: backend, Selection(), backend.namespaces())
+        prune = plan(backend, Selection())
         assert prune.plan.goes.packs == 4
         writer.add("new", "a2 b2 c")
         done = prune.run()
         assert done.goes.packs == 3
-        assert done.staying == ["r2"]
+        assert done.requests == 4
         held = {
             table.pack_id for table in backend.changes(writer.namespace, None).added
         }
         assert held == {writer.packs["r2"], writer.packs["new"]}
-        assert {
-            manifest.id for manifest in backend.catalogue(writer.namespace).manifests()
-        } == {
-            "r2",
-            "new",
-        }
+        left = backend.catalogue(writer.namespace).manifests()
+        assert [manifest.id for manifest in left] == ["new"]
 
     def test_pack_deleted_after_plan_is_skipped(self, store):
         backend, writer = store
-        prune = Prune(backend, lambda: backend, Selection(), backend.namespaces())
+        prune = plan(backend, Selection())
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
         done = prune.run()
-        assert (done.goes.packs, done.staying) == (3, [])
+        assert (done.goes.packs, done.requests) == (3, 4)
 
 
 @pytest.fixture
@@ -427,14 +439,10 @@ def test_prune_empty_plan_reads_no_catalogue(contexts):
     _, writer = contexts
     writer.add("one", "a b")
     backend = FaultyBackend.of(writer.backend)
-    prune = Prune(
-        backend, lambda: backend, Selection(made_before=1.0), backend.namespaces()
-    )
+    prune = plan(backend, Selection(made_before=1.0))
     assert prune.plan.requests == []
     assert prune.run().requests == 0
-    prune = Prune(
-        backend, lambda: backend, Selection(), backend.namespaces(), keep_bytes=1 << 30
-    )
+    prune = plan(backend, Selection(), keep_bytes=1 << 30)
     assert prune.plan.goes.packs == 0
     assert "changes" not in backend.calls
 
@@ -444,12 +452,7 @@ def test_prune_pack_evicted_after_plan_is_not_counted(contexts):
     writer.add("one", "a b")
     writer.add("two", "c d", labels={"user": "anna"})
     backend = writer.backend
-    prune = Prune(
-        backend,
-        lambda: backend,
-        Selection(labels=(("user", "anna"),)),
-        backend.namespaces(),
-    )
+    prune = plan(backend, Selection(labels=(("user", "anna"),)))
     backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["one"]]))
     done = prune.run()
-    assert (done.requests, done.goes.packs, done.staying) == (1, 1, [])
+    assert (done.requests, done.goes.packs) == (1, 1)

@@ -20,6 +20,7 @@ from persistkv_tools import render
 from persistkv_tools.command import (
     URL,
     Command,
+    add_expired,
     add_flag,
     add_labels,
     add_larger_than,
@@ -52,6 +53,7 @@ def ls(
     larger_than: str | None,
     smaller_than: str | None,
     never_hit: bool,
+    expired: bool,
     limit: int | None,
     offset: int,
     ids: bool,
@@ -64,7 +66,13 @@ def ls(
     Example: persistkv ls lmdb:///var/cache/kv --sort size --label user=anna
     """
     selection = Selection.parse(
-        label, older_than, newer_than, larger_than, smaller_than, never_hit=never_hit
+        label,
+        older_than,
+        newer_than,
+        larger_than,
+        smaller_than,
+        never_hit=never_hit,
+        expired=expired,
     )
     if ids + csv + json > 1:
         raise ConfigurationError(
@@ -120,6 +128,7 @@ def _add_options(parser: ArgumentParser) -> None:
         help="Only requests with fewer raw bytes, e.g. 1GiB.",
     )
     add_never_hit(parser)
+    add_expired(parser)
     parser.add_argument("--limit", metavar="N", type=number(0), help=_LIMIT_HELP)
     parser.add_argument(
         "--offset", metavar="N", type=number(0), default=0, help="Requests to skip."
@@ -160,7 +169,7 @@ def _print(page: Page) -> None:
         words += " stored=stored_bytes"
     else:
         words += " tokens size=raw_bytes"
-    words += " copies hits pinned labels"
+    words += " expires copies hits pinned labels"
     if has_models:
         words += " model"
     if render.is_wide() and len(models) > len(set(models.values())):
@@ -177,7 +186,7 @@ def _print(page: Page) -> None:
         columns,
         page.requests,
         left="pinned,labels,model,namespace",
-        optional="by group,stored,copies,hits,pinned,labels",
+        optional="by group,stored,expires,copies,hits,pinned,labels",
     )
     _print_counts(page, "" if has_models else "".join(set(models.values())))
 

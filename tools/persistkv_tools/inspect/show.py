@@ -202,6 +202,8 @@ def _print(context: ContextView) -> None:
     }
     if request.ttl_s is not None:
         rows["ttl"] = f"{request.ttl_s:,.0f} s after its last use"
+    if request.expires is not None:
+        rows["expires"] = render.format_expiry(request.expires)
     if request.priority != "normal":
         rows["priority"] = request.priority
     render.show_pairs(rows)

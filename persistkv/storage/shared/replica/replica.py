@@ -309,9 +309,12 @@ class Replica:
                 rows, None, self.namespace, keep, order=order
             )
             cursor = transaction.cursor
-            if batch.deletions or batch.bad:
-                removed = CommitBatch(deletions=batch.deletions, bad=batch.bad)
-                transaction.remove(removed)
+            removed = CommitBatch(
+                deletions=batch.deletions,
+                bad=batch.bad,
+                manifest_deletions=batch.manifest_deletions,
+            )
+            transaction.remove(removed)
             missing: dict[bytes, NewPack] = {}
             for pack in transaction.missing(batch.packs):
                 missing.setdefault(pack.pack_id, pack)

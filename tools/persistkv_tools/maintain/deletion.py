@@ -1,0 +1,487 @@
+"""Deletion of requests and of the packs that only they use, while others write.
+
+1. A pack is deleted only if no request that stays names a block in it. ``shared_packs`` relaxes
+   this.
+2. A chosen request is always deleted, also if all its packs stay because others use them.
+3. Before each commit, requests that were added since the plan was made are looked for, and their
+   packs are kept.
+4. Pack tables are read only in namespaces where something is to be deleted. A run that finds
+   nothing to delete costs as much as listing the requests.
+5. Commits are short. After each one, the run pauses for as long as the commit took (0.2 s at most).
+6. At the end, the store's free space is returned to the file system.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import date
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from persistkv.config import parse_size
+from persistkv.errors import StoreError, StoreFullError
+from persistkv.storage.backend import Backend, CommitBatch, Namespace
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.inspection.handle import StoreHandle
+from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys, keys_of
+from persistkv.storage.inspection.requests import (
+    FoundRequest,
+    RequestView,
+    chosen_namespaces,
+    copy_group,
+    find_request,
+    short_ids,
+    with_uses,
+)
+from persistkv.storage.inspection.selection import Selection
+from persistkv.storage.stats import RequestUse
+
+T = TypeVar("T")
+
+_AT_ONCE = 64  # packs or requests of one commit
+_MOST_PAUSE_S = 0.2
+
+
+class Quarantine(msgspec.Struct):
+    """Directories of damaged stores that ``--quarantined`` deletes."""
+
+    directories: tuple[str, ...] = ()
+    num_bytes: int = 0
+    """Bytes that these directories take on disk before the deletion."""
+    deleted_bytes: int = 0
+    """Bytes on disk of the directories that were deleted; 0 before the deletion."""
+
+
+class PrunedTotals(msgspec.Struct):
+    """Totals of a set of packs: their number, their blocks, and the bytes of their payloads."""
+
+    packs: int = 0
+    blocks: int = 0
+    stored_bytes: int = 0
+
+    def add(self, table: PackTable) -> None:
+        self.packs += 1
+        self.blocks += len(table.keys)
+        self.stored_bytes += table.payload_length
+
+
+class PrunePlan(msgspec.Struct):
+    """Requests and packs that a prune will delete."""
+
+    requests: list[RequestView]
+    """Requests to delete, oldest first: chosen ones and, with --shared-packs, others that use the
+    same packs."""
+    goes: PrunedTotals
+    """Totals of the packs to delete."""
+    private_blocks_left: int
+    """Blocks that only chosen requests name, and that stay because other requests use their
+    packs."""
+
+
+class Done(msgspec.Struct):
+    """Totals of a prune's deletions. Requests are counted after the last commit of their namespace
+    or an error."""
+
+    goes: PrunedTotals = msgspec.field(default_factory=PrunedTotals)
+    requests: int = 0
+    freed_bytes: int = 0
+    """Bytes of free space that the store returned to its file system."""
+
+
+class PruneRules(NamedTuple):
+    """What a prune deletes; see ``plan_prune``."""
+
+    selection: Selection | None = None
+    requests: Sequence[FoundRequest] = ()
+    keep_bytes: int | None = None
+    keep_last: int | None = None
+    keep_daily: int | None = None
+    orphans: bool = False
+    shared_packs: bool = False
+    quarantined: bool = False
+
+
+class _Usage:
+    """Requests and packs of one namespace, their relations, and the part that a plan deletes."""
+
+    def __init__(self, backend: Backend, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.manifests: dict[str, RequestManifest] = {}
+        for manifest in backend.catalogue(namespace.id).manifests():
+            self.manifests[manifest.id] = manifest
+        self.chosen: set[str] = set()
+        """Ids of the requests that were chosen for deletion."""
+        self.going: set[str] = set()
+        """Ids of the requests that the plan deletes: chosen ones, and others that lose a pack."""
+        self.deleted: set[bytes] = set()
+        """Ids of the packs that the plan deletes."""
+        self._backend = backend
+
+    @cached_property
+    def held(self) -> NamespacePacks:
+        return NamespacePacks(self._backend, self.namespace.id)
+
+    @cached_property
+    def packs(self) -> dict[str, set[bytes]]:
+        """By request id, the ids of the packs that hold a block of the request; no ids if its keys
+        cannot be read."""
+        keys = keys_of(self._backend, self.namespace.id, self.manifests)
+        return {name: self.held.holding(all_keys(found or ())) for name, found in keys}
+
+    def uses(
+        self, names: Iterable[str]
+    ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
+        manifests = (self.manifests[name] for name in names)
+        return with_uses(self._backend, self.namespace.id, manifests)
+
+    def payload_bytes(self) -> int:
+        return sum(table.payload_length for table in self.held.tables.values())
+
+    def users(self) -> Counter[bytes]:
+        """Return the number of requests that use each pack, by pack id."""
+        users: Counter[bytes] = Counter()
+        for packs in self.packs.values():
+            users.update(packs)
+        return users
+
+    def used(self, requests: Iterable[str]) -> set[bytes]:
+        return set().union(*(self.packs[name] for name in requests))
+
+    def choose(
+        self, selection: Selection, named: Collection[tuple[bytes, str]]
+    ) -> None:
+        """Choose the requests that fulfil ``selection`` for deletion.
+
+        :param named: (namespace id, request id): choose only among these and their copies, which
+            have the same content. Empty: choose among all.
+        """
+        names = list(self.manifests)
+        if named:
+            names = self._with_copies(named)
+        if not selection.needs_use:
+            for name in names:
+                if selection.takes(self.manifests[name]):
+                    self.chosen.add(name)
+            return
+        ttl_s = self._backend.policy().ttl_s
+        for manifest, use in self.uses(names):
+            if selection.takes(manifest, use, ttl_s):
+                self.chosen.add(manifest.id)
+
+    def _with_copies(self, named: Collection[tuple[bytes, str]]) -> list[str]:
+        """Return the ids of these requests of the namespace, and of their copies."""
+        groups = set()
+        for space, name in named:
+            if space == self.namespace.id and name in self.manifests:
+                groups.add(copy_group(self.manifests[name]))
+        names = []
+        for name, manifest in self.manifests.items():
+            if copy_group(manifest) in groups:
+                names.append(name)
+        return names
+
+    def plan(self, *, orphans: bool, shared_packs: bool) -> int:
+        """Set what is deleted; return the number of blocks that only chosen requests name, and that
+        stay in packs of others."""
+        of_chosen = self.used(self.chosen)
+        of_others = self.used(self.manifests.keys() - self.chosen)
+        private = self._private_blocks(of_chosen & of_others)
+        self.deleted = of_chosen - of_others
+        if shared_packs:
+            self.deleted |= private.keys()
+        if orphans:
+            self.deleted |= self.held.tables.keys() - of_others - of_chosen
+        self.going = set(self.chosen)
+        for name, packs in self.packs.items():
+            if not packs.isdisjoint(self.deleted):
+                self.going.add(name)
+        return 0 if shared_packs else sum(private.values())
+
+    def _private_blocks(self, shared: set[bytes]) -> dict[bytes, int]:
+        """Return, by pack id, how many blocks of a shared pack only chosen requests name, if there
+        are any."""
+        pack_of: dict[bytes, bytes] = {}
+        for pack in shared:
+            for key in self.held.tables[pack].keys.unpack():
+                pack_of[key] = pack
+        users = []
+        for name, packs in self.packs.items():
+            if not packs.isdisjoint(shared):
+                users.append(name)
+        of_chosen: set[bytes] = set()
+        of_others: set[bytes] = set()
+        for name, keys in keys_of(self._backend, self.namespace.id, users):
+            found = pack_of.keys() & all_keys(keys or ())
+            if name in self.chosen:
+                of_chosen |= found
+            else:
+                of_others |= found
+        return dict(Counter(pack_of[key] for key in of_chosen - of_others))
+
+    def used_since(self, backend: Backend) -> set[bytes]:
+        """Return the ids of packs that are used by requests added after the plan was made."""
+        added = self.present(backend) - self.manifests.keys()
+        used: set[bytes] = set()
+        for _, keys in keys_of(backend, self.namespace.id, added):
+            used |= self.held.holding(all_keys(keys or ()))
+        return used
+
+    def present(self, backend: Backend) -> set[str]:
+        """Return the ids of the requests that the store holds now.
+
+        :param backend: that commits, if any does: others may see its commits later.
+        """
+        manifests = backend.catalogue(self.namespace.id).manifests()
+        return {manifest.id for manifest in manifests}
+
+
+def plan_prune(
+    store: StoreHandle,
+    selection: Selection | None = None,
+    *,
+    requests: Iterable[str] = (),
+    namespace: str | None = None,
+    keep_size: int | str | None = None,
+    keep_last: int | None = None,
+    keep_daily: int | None = None,
+    orphans: bool = False,
+    shared_packs: bool = False,
+    quarantined: bool = False,
+) -> Prune:
+    """Plan the deletion of requests and of the packs that only they use; ``run`` of the result
+    deletes them.
+
+    :param selection: requests to delete; ``Selection()``: all; None: none, or those named in
+        ``requests``.
+    :param requests: ids; delete only these requests and their copies, if they fulfil ``selection``.
+    :param keep_size: delete only as many requests as needed, oldest first, until packs take at most
+        this size.
+    :param keep_last: keep so many of these requests, the newest ones.
+    :param keep_daily: keep the newest of these requests of each day, for so many days on which
+        requests were stored, the newest days. Days begin at midnight of this machine's time zone.
+    :param orphans: also delete packs that no request names.
+    :param shared_packs: also delete packs that other requests use, if only deleted requests name
+        some of their blocks. The other requests that use these packs are deleted, too.
+    :param quarantined: also delete the files of damaged stores that were renamed.
+    :raises ConfigurationError: the size is invalid.
+    """
+    keep_bytes = None if keep_size is None else parse_size(keep_size, name="keep_size")
+    found = [find_request(store.backend, name, namespace) for name in requests]
+    rules = PruneRules(
+        selection,
+        found,
+        keep_bytes,
+        keep_last,
+        keep_daily,
+        orphans,
+        shared_packs,
+        quarantined,
+    )
+    spaces = chosen_namespaces(store.backend, namespace)
+    return Prune(store.backend, store.writable, spaces, rules)
+
+
+class Prune:
+    """A planned prune of some namespaces of a store, made by ``plan_prune``.
+
+    :ivar plan: requests and packs to delete.
+    :ivar quarantined: directories of damaged stores to delete; ``run`` records the bytes that it
+        deleted.
+    :ivar done: totals of what ``run`` has deleted, also if it raised an error.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        writable: Callable[[], Backend],
+        namespaces: Iterable[Namespace],
+        rules: PruneRules,
+    ) -> None:
+        """Make the plan; see ``plan_prune``. ``writable`` returns the same store, open for
+        writing."""
+        self._backend = backend
+        self._writable = writable
+        named = {(found.namespace.id, found.manifest.id) for found in rules.requests}
+        self._usages = _usages(backend, namespaces, named)
+        self._choose(rules, named)
+        self.plan = PrunePlan([], PrunedTotals(), 0)
+        for usage in self._usages:
+            if usage.chosen or rules.orphans:
+                self._plan(usage, rules)
+        self._sort_and_shorten()
+        self.quarantined = Quarantine()
+        if rules.quarantined:
+            stats = backend.stats()
+            self.quarantined = Quarantine(stats.quarantined, stats.quarantined_bytes)
+        self.done = Done()
+
+    @property
+    def deletes(self) -> bool:
+        """Whether the plan deletes requests, packs or files of damaged stores."""
+        plan = self.plan
+        return bool(plan.requests or plan.goes.packs or self.quarantined.directories)
+
+    def run(self) -> Done:
+        """Delete the planned packs, requests and files of damaged stores; keep packs that requests
+        added meanwhile use. Then return the store's free space to the file system.
+
+        :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the
+            commits before it.
+        """
+        backend = self._writable() if self.deletes else self._backend
+        for usage in self._usages:
+            if usage.going or usage.deleted:
+                self._run_namespace(backend, usage)
+        if self.quarantined.directories:
+            self.quarantined.deleted_bytes = backend.delete_quarantined()
+        if self.done.goes.packs:
+            self.done.freed_bytes = backend.release_free()
+        return self.done
+
+    def _choose(self, rules: PruneRules, named: set[tuple[bytes, str]]) -> None:
+        if rules.selection is not None or named:
+            for usage in self._usages:
+                usage.choose(rules.selection or Selection(), named)
+        if rules.keep_last is not None or rules.keep_daily is not None:
+            self._keep_newest(rules.keep_last or 0, rules.keep_daily or 0)
+        if rules.keep_bytes is not None:
+            self._shrink_to(rules.keep_bytes)
+
+    def _oldest_first(self) -> list[tuple[float, str, _Usage]]:
+        """Return (time of creation, id, usage) of the chosen requests of all namespaces."""
+        found = []
+        for usage in self._usages:
+            for name in usage.chosen:
+                found.append((usage.manifests[name].created, name, usage))
+        found.sort(key=lambda candidate: candidate[:2])
+        return found
+
+    def _keep_newest(self, last: int, days: int) -> None:
+        """Take the newest requests, and the newest one of each of the newest days, out of the
+        choice."""
+        days_seen: set[date] = set()
+        for number, (created, name, usage) in enumerate(reversed(self._oldest_first())):
+            day = date.fromtimestamp(created)
+            is_newest_of_day = day not in days_seen and len(days_seen) < days
+            days_seen.add(day)
+            if number < last or is_newest_of_day:
+                usage.chosen.remove(name)
+
+    def _shrink_to(self, stored_bytes: int) -> None:
+        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this
+        size of packs."""
+        if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
+            for usage in self._usages:
+                usage.chosen.clear()
+            return
+        held = sum(usage.payload_bytes() for usage in self._usages)
+        users = {usage.namespace.id: usage.users() for usage in self._usages}
+        for _, name, usage in self._oldest_first():
+            if held <= stored_bytes:
+                usage.chosen.remove(name)
+                continue
+            left = users[usage.namespace.id]
+            left.subtract(usage.packs[name])
+            for pack in usage.packs[name]:
+                if not left[pack]:
+                    held -= usage.held.tables[pack].payload_length
+
+    def _plan(self, usage: _Usage, rules: PruneRules) -> None:
+        left = usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
+        self.plan.private_blocks_left += left
+        for pack in usage.deleted:
+            self.plan.goes.add(usage.held.tables[pack])
+        ttl_s = self._backend.policy().ttl_s
+        for manifest, use in usage.uses(usage.going):
+            view = RequestView.of(usage.namespace.id, manifest, use, ttl_s)
+            self.plan.requests.append(view)
+
+    def _sort_and_shorten(self) -> None:
+        """Sort the requests of the plan by age, and set their short ids."""
+        names: list[str] = []
+        for usage in self._usages:
+            names.extend(usage.manifests)
+        shorts = short_ids(names)
+        views = self.plan.requests
+        views.sort(key=_age_order)
+        for place, view in enumerate(views):
+            views[place] = msgspec.structs.replace(view, short_id=shorts[view.id])
+
+    def _run_namespace(self, backend: Backend, usage: _Usage) -> None:
+        try:
+            for packs in _some_at_once(sorted(usage.deleted)):
+                used = usage.used_since(backend)
+                wanted = [pack for pack in packs if pack not in used]
+                self._commit(backend, usage, CommitBatch(deletions=wanted))
+            # the deletion of a pack has deleted the requests that name it
+            left = usage.chosen & usage.present(backend)
+            for names in _some_at_once(sorted(left)):
+                self._commit(backend, usage, CommitBatch(manifest_deletions=names))
+        except StoreError:
+            with suppress(StoreError):  # the first error tells more
+                self._count_requests(backend, usage)
+            raise
+        self._count_requests(backend, usage)
+
+    def _commit(self, backend: Backend, usage: _Usage, batch: CommitBatch) -> None:
+        begin = time.monotonic()
+        try:
+            result = backend.commit(usage.namespace.id, batch)
+        except StoreFullError:  # deleting takes room too; fewer at once take less
+            halves = _halves(batch)
+            if not halves:
+                raise
+            for half in halves:
+                self._commit(backend, usage, half)
+            return
+        for table in result.evicted:
+            self.done.goes.add(table)
+        time.sleep(min(time.monotonic() - begin, _MOST_PAUSE_S))
+
+    def _count_requests(self, backend: Backend, usage: _Usage) -> None:
+        self.done.requests += len(usage.going - usage.present(backend))
+
+
+def _some_at_once(items: list[T]) -> Iterator[list[T]]:
+    for start in range(0, len(items), _AT_ONCE):
+        yield items[start : start + _AT_ONCE]
+
+
+def _halves(batch: CommitBatch) -> list[CommitBatch]:
+    """Return two batches that together delete what this one deletes; none if it deletes one
+    thing."""
+    packs, names = batch.deletions, batch.manifest_deletions
+    if len(packs) + len(names) < 2:
+        return []
+    middle_pack = len(packs) // 2
+    middle_name = len(names) // 2
+    return [
+        CommitBatch(
+            deletions=packs[:middle_pack], manifest_deletions=names[:middle_name]
+        ),
+        CommitBatch(
+            deletions=packs[middle_pack:], manifest_deletions=names[middle_name:]
+        ),
+    ]
+
+
+def _age_order(view: RequestView) -> tuple[float, str]:
+    return view.created, view.id
+
+
+def _usages(
+    backend: Backend, namespaces: Iterable[Namespace], named: set[tuple[bytes, str]]
+) -> list[_Usage]:
+    """Return the usages of the namespaces; only those of the named requests, if there are any."""
+    named_spaces = {space for space, _ in named}
+    usages = []
+    for space in namespaces:
+        if not named or space.id in named_spaces:
+            usages.append(_Usage(backend, space))
+    return usages

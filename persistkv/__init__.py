@@ -13,6 +13,7 @@ from persistkv.errors import (
     ConfigurationError,
     EngineClosedError,
     IdentityMismatchError,
+    MissingExtraError,
     PersistKVError,
     PromptTooLongError,
     StoreError,
@@ -38,6 +39,7 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "IdentityMismatchError",
+    "MissingExtraError",
     "PersistKVError",
     "PersistentCache",
     "PromptTooLongError",
@@ -65,7 +67,21 @@ _LAZY = {
 """The module of each name that is imported at its first use."""
 
 
+_EXTRAS = {"torch": "transformers", "transformers": "transformers"}
+"""The extra of each package that such a module imports."""
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    try:
+        module = import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        raise MissingExtraError(error.name, _EXTRAS[error.name]) from error
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

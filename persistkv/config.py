@@ -64,7 +64,7 @@ def parse_size(value: int | str, *, name: str) -> int:
         size = int(Decimal(match[1]) * _UNITS[match[2]])
     else:
         size = value
-    if isinstance(size, bool) or size <= 0:
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
         raise ConfigurationError(name, value, expected)
     return size
 

@@ -201,12 +201,12 @@ class HostError(PersistKVError):
     forked this one."""
 
 
-class MissingExtraError(PersistKVError):
+class MissingExtraError(PersistKVError, ImportError):
     """A package that an optional part of persistkv requires is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
-            f"{package} is not installed: pip install 'persistkv[{extra}]'"
+            f'{package} is not installed: pip install "persistkv[{extra}]"'
         )
         self.package = package
         self.extra = extra

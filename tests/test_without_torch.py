@@ -46,3 +46,26 @@ def test_cli_help_without_torch_lists_commands() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "ls" in done.stdout
+
+
+def test_import_of_engine_without_torch_names_the_extra() -> None:
+    for name in ("Engine", "load", "save"):
+        done = run(f"from persistkv import {name}")
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.endswith(
+            'torch is not installed: pip install "persistkv[transformers]"'
+        )
+
+
+def test_import_error_of_engine_without_torch_can_be_caught() -> None:
+    done = run(
+        "\ntry:\n    from persistkv import Engine\n"
+        "except ImportError as error:\n    print(type(error).__name__)"
+    )
+    assert done.stdout == "MissingExtraError\n", done.stderr
+
+
+def test_dir_without_torch_lists_public_names() -> None:
+    done = run("import persistkv; print(dir(persistkv) == sorted(persistkv.__all__))")
+    assert done.stdout == "True\n", done.stderr

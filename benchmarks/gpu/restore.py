@@ -86,12 +86,12 @@ class Restorer:
         scheduler.on_new_request(req_id)
         scheduler.update_keys(req_id, 0, keys, num_tokens)
         scheduler.update_computed_tokens(req_id, num_tokens, [list(range(len(keys)))])
-        self._tiers.begin(req_id, lambda: None)
-        scheduler.request_finished(req_id)
+        self._tiers.begin(req_id, lambda: None, len(keys))
+        self._tiers.end(req_id)
         deadline = time.monotonic() + _TIMEOUT_S
-        if not self._tiers.drain(deadline, req_id) or not self._tiers.persistent[
-            0
-        ].wait_persisted(req_id, _TIMEOUT_S):
+        (tier,) = self._tiers.persistent
+        drained = self._tiers.drain(deadline)
+        if not drained or not tier.wait_persisted(req_id, _TIMEOUT_S):
             raise RuntimeError(f"{len(keys)} blocks did not become durable")
         self._tiers.step()
         scheduler.manager.reset_cache(weights_changed=False)
@@ -107,13 +107,13 @@ class Restorer:
         begin = time.perf_counter()
         scheduler.on_new_request(req_id, store=False)
         scheduler.update_keys(req_id, 0, keys, num_tokens + 1)
-        self._tiers.begin(req_id, lambda: None)
+        self._tiers.begin(req_id, lambda: None, len(keys))
         matched = self._tiers.match(req_id, 0)
         promoted = time.perf_counter()
         loaded = self._tiers.load(req_id, [list(range(len(keys)))], matched)
         end = time.perf_counter()
         num_promoted = scheduler.num_promoted_tokens(req_id)
-        scheduler.request_finished(req_id)
+        self._tiers.end(req_id)
         self._tiers.step()
         scheduler.manager.reset_cache(weights_changed=False)
         if (

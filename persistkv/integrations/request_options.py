@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -48,11 +47,17 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Retention(self.pin, ttl_s, self.priority)
 
     @classmethod
-    def parse(cls, parameters: Mapping[str, Any] | None) -> RequestOptions:
-        """Return the options in ``kv_transfer_params``; the defaults if it has none.
+    def parse(cls, parameters: object) -> RequestOptions:
+        """Return the options in ``kv_transfer_params``, as a caller gave it; the defaults if it is
+        None or has none.
 
         :raises ConfigurationError: they are invalid.
         """
+        if parameters is not None and not isinstance(parameters, Mapping):
+            expected = (
+                f'a mapping such as {{"{REQUEST_PARAMETER}": {{"store": false}}}}'
+            )
+            raise ConfigurationError("kv_transfer_params", parameters, expected)
         given = parameters.get(REQUEST_PARAMETER, True) if parameters else True
         if isinstance(given, bool):
             return cls(given, given)

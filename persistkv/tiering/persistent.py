@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _NAP_S = 0.0005
 _MOST_PREFETCHES = 64
 # ended requests whose persistence ``wait_persisted`` can still report
-_REMEMBERED_ENDS = 4_096
+REMEMBERED_ENDS = 4_096
 
 
 class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -351,7 +351,7 @@ class PersistentTier(SecondaryTierManager):
     def _remember(self, req_id: str, whole: bool) -> None:
         self._ended.pop(req_id, None)
         self._ended[req_id] = whole
-        if len(self._ended) > _REMEMBERED_ENDS:
+        if len(self._ended) > REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
 
     def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:

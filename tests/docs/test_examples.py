@@ -42,9 +42,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
-    words = Tokenizer(WordLevel({str(token): token for token in range(256)}))
+    vocabulary = {str(token): token for token in range(256)}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="0"))
     words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = "{% for part in messages %}{{ part.content }}{% endfor %}"
+    tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -90,7 +93,11 @@ def test_quick_start_example_restores_blocks_and_commands_succeed(
     restored = []
     for _ in range(2):
         exec(compile(adapt(example), page, "exec"), {"token_ids": PROMPT})
-        restored.append(int(capsys.readouterr().out.split()[0]))
+        shown = re.search(
+            r"^(\d+) of 100 tokens restored", capsys.readouterr().out, re.M
+        )
+        assert shown is not None
+        restored.append(int(shown[1]))
     assert restored == [0, 96], (
         "the second process restores all whole blocks before the last token"
     )
@@ -120,6 +127,7 @@ def test_transformers_page_engine_options_generate_tokens(adapt: Any) -> None:
     namespace: dict[str, Any] = {"token_ids": PROMPT}
     exec(compile(adapt(example), "docs/transformers.md", "exec"), namespace)
     assert len(namespace["result"].tokens) == 64
+    assert namespace["token"].text
 
 
 def test_transformers_page_generate_second_run_restores_blocks(

@@ -92,7 +92,7 @@ def test_demo_without_torch_exits_2_and_names_missing_extra(
 ) -> None:
     done = run_demo(environment, tmp_path, python=("-c", WITHOUT_TORCH))
     assert done.returncode == 2
-    assert "pip install 'persistkv[transformers]'" in done.stderr
+    assert 'pip install "persistkv[transformers]"' in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -9,32 +9,35 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError
-from persistkv.integrations.request_options import RequestOptions
+from persistkv.integrations.transformers import arguments
+from persistkv.integrations.transformers.arguments import (
+    GenerateOptions,
+    RequestArguments,
+)
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.integrations.transformers.model import (
+    check_model_object,
     context_length,
     load_model,
     model_identity,
     probe_model,
 )
-from persistkv.integrations.transformers.request import (
-    Request,
-    Sampler,
-    TokenIds,
-    one_row,
-)
+from persistkv.integrations.transformers.prompts import Prompt, Tokenizer
+from persistkv.integrations.transformers.request import Request, Sampler
 from persistkv.integrations.transformers.results import EngineStats, GenerateResult
+from persistkv.integrations.transformers.stream import TokenStream
 from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.storage import BACKENDS
+from persistkv.storage.format.codec import parse_codec
 
 _DEFAULT_DEVICE_TOKENS = 8192
 _CLOSE_S = 60.0
@@ -42,22 +45,33 @@ _POLL_S = 0.001  # far below the time of a commit
 
 
 class Engine:
-    """Runs one request at a time; computed KV is kept on the device, in the primary tier, and in a
-    store.
+    """Answers prompts; computed KV is kept on the device, in the primary tier, and in a store.
 
     Created with ``Engine.open``, not with the constructor. Closed by ``close`` or a ``with``
     statement, else at the end of the program or when nothing refers to it any more. Any thread may
-    call it: requests run one after the other. A process that was forked from the engine's must not
-    use it.
+    call it: requests run one after the other, those of ``stream`` token by token. A process that
+    was forked from the engine's must not use it.
 
     :ivar model: the Hugging Face model.
     :ivar geometry: the model's KV cache groups, and the shape of their KV.
     """
 
-    def __init__(self, model: Any, device: PagedKVCache, tiers: Tiers) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: PagedKVCache,
+        tiers: Tiers,
+        *,
+        tokenizer: Tokenizer,
+        stores: Sequence[str],
+    ) -> None:
+        self.model = model
+        self.geometry = device.geometry
+        self._stores = tuple(stores)
         self._num_requests = 0
-        self.model, self.geometry = model, device.geometry
-        self._device, self._tiers = device, tiers
+        self._device = device
+        self._tiers = tiers
+        self._tokenizer = tokenizer
         self._forward = ModelForward(model)
         self._context_length = context_length(model)
         self._lock = threading.RLock()
@@ -84,6 +98,7 @@ class Engine:
         dtype: torch.dtype | str = "auto",
         attn_implementation: str | None = None,
         device: torch.device | str | None = None,
+        tokenizer: Any = None,
     ) -> Engine:
         """Open a model, and the store for its KV.
 
@@ -110,9 +125,12 @@ class Engine:
             store.
         :param prewarm_share: part of the primary tier, 0 to 1, to fill with the store's most
             recently used contexts before this returns, which takes up to a minute.
-        :param dtype: data type of a model that is loaded by name; ``attn_implementation`` and
-            ``device`` likewise.
-        :raises ConfigurationError: an option is invalid.
+        :param dtype: data type of a model that is loaded here, not a model object;
+            ``attn_implementation`` and ``device`` likewise.
+        :param tokenizer: for prompts and answers as text: a tokenizer of transformers, or a
+            checkpoint's directory or name. By default that of the checkpoint; a model object has
+            none.
+        :raises ConfigurationError: an option is invalid; the error names it.
         :raises UnsupportedModelError: the model uses a kind of cache that this engine does not
             support.
         :raises UnsupportedReleaseError: persistkv does not support the installed release of
@@ -120,24 +138,31 @@ class Engine:
         :raises IdentityMismatchError: see ``strict_identity``.
         :raises StoreError: ``required`` is set and a store cannot be opened.
         """
-        if block_size <= 0:
-            raise ConfigurationError("block_size", block_size, "a positive number")
-        blocks = device_blocks
-        if blocks is None:
-            blocks = _DEFAULT_DEVICE_TOKENS // block_size
-        if blocks <= 0:
-            raise ConfigurationError("device_blocks", blocks, "a positive number")
+        block_size = arguments.integer("block_size", block_size, 1)
+        blocks = _DEFAULT_DEVICE_TOKENS // block_size
+        if device_blocks is not None:
+            blocks = device_blocks
+        blocks = arguments.integer("device_blocks", blocks, 1)
         urls = _store_urls(store)
         num_bytes = parse_size(cpu_bytes, name="cpu_bytes")
-        checkpoint: Path | None = None
-        if isinstance(model, (str, Path)):
-            model, checkpoint = load_model(model, dtype, attn_implementation, device)
-        model.eval()
-        geometry = probe_model(model)
+        # what a tier would refuse is refused before the model is loaded
+        parse_codec(arguments.text("codec", codec))
+        for name, value in (
+            ("strict_identity", strict_identity),
+            ("required", required),
+        ):
+            arguments.flag(name, value)
+        deadline_s = arguments.number("lookup_deadline_s", lookup_deadline_s, 0.0)
+        share = arguments.number("prewarm_share", prewarm_share, 0.0, 1.0)
+        loaded, checkpoint, texts = _open_model(
+            model, dtype, attn_implementation, device, tokenizer
+        )
+        loaded.eval()
+        geometry = probe_model(loaded)
         # the fingerprint of the weights takes seconds, and only a store needs it
         identity: dict[str, Any] = {}
         if urls:
-            identity = model_identity(model, checkpoint, geometry, block_size)
+            identity = model_identity(loaded, checkpoint, geometry, block_size)
         cache = PagedKVCache(geometry, blocks, block_size)
         try:
             tiers = Tiers(
@@ -145,8 +170,8 @@ class Engine:
                 identity,
                 urls,
                 cpu_bytes=num_bytes,
-                lookup_deadline_s=lookup_deadline_s,
-                prewarm_share=prewarm_share,
+                lookup_deadline_s=deadline_s,
+                prewarm_share=share,
                 codec=codec,
                 host=host,
                 strict_identity=strict_identity,
@@ -158,88 +183,95 @@ class Engine:
             raise ConfigurationError(
                 "cpu_bytes", error.value, error.expected
             ) from error
-        if prewarm_share:
+        if share:
             tiers.prewarm()
-        return cls(model, cache, tiers)
+        return cls(loaded, cache, tiers, tokenizer=texts, stores=urls)
 
     def generate(
         self,
-        token_ids: TokenIds,
+        prompt: Prompt,
         max_new_tokens: int = 16,
-        *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
-        stop_token_ids: Collection[int] | None = None,
-        salt: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        load: bool = True,
-        store: bool = True,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
-        """Generate tokens that continue a prompt.
+        """Generate tokens that continue a prompt. Other requests wait meanwhile.
 
         Blocks are stored while the request runs; they are durable some time later
         (``wait_persisted``).
 
-        :param token_ids: the prompt: integers, a tensor of shape (tokens,) or (1, tokens), or a
-            tokenizer's output.
-        :param temperature: 0 chooses the most likely token.
-        :param top_p: draw from the most likely tokens with this total probability.
-        :param top_k: draw from this many most likely tokens; 0: no limit.
-        :param stop_token_ids: tokens that end the generation; by default the model's own.
-        :param salt: contexts of different salts share no blocks.
-        :param labels: stored with the context and shown by tools.
-        :param load: False computes the whole prompt and restores no KV.
-        :param store: False stores no block of this request in the tiers.
-        :param kv_transfer_params: ``RequestOptions`` in the form of vLLM's requests, for an engine
-            behind a server: ``{"persistkv": {"load": False, "ttl": "1h"}}``. ``load`` or ``store``
-            is off if either form sets it to False.
-        :raises ConfigurationError: an option is invalid. Nothing was run.
+        :param prompt: text, or a chat (a list of messages with ``role`` and ``content``), which the
+            tokenizer converts; or token ids: integers, a tensor of shape (tokens,) or (1, tokens),
+            or a tokenizer's output.
+        :param options: ``temperature=0.0``, ``top_p=1.0``, ``top_k=0``, ``seed=0``,
+            ``stop_token_ids``, ``salt``, ``labels``, ``load=True``, ``store=True``,
+            ``kv_transfer_params``; see ``GenerateOptions``.
+        :raises ConfigurationError: the prompt or an option is invalid. Nothing was run.
         :raises PromptTooLongError: prompt and answer exceed the model's context length or the
             device cache. Nothing was run.
         :raises EngineClosedError: the engine is closed; other methods raise it, too.
         """
-        prompt = self._checked_prompt(token_ids, max_new_tokens)
-        stop = (
-            self._stop_tokens() if stop_token_ids is None else frozenset(stop_token_ids)
-        )
-        sampler = Sampler(temperature, top_p, top_k, seed, self.model.device)
-        options = RequestOptions.parse(kv_transfer_params)
-        load, store, labels = (
-            load and options.load,
-            store and options.store,
-            {**(labels or {}), **options.labels},
-        )
-        req_id = uuid.uuid4().hex
+        stream = self.stream(prompt, max_new_tokens, **options)
         with self._lock:
-            self._check_open()
-            self._num_requests += 1
-            # rows of stores that ended since the last step are free for this request
-            self._tiers.step()
-            self._tiers.scheduler.on_new_request(
-                req_id,
-                kv_transfer_params,
-                labels,
-                store=store,
-                retention=options.retention,
-            )
-            request = Request(
-                self._forward,
-                self.model.device,
-                self._device,
-                self._tiers,
-                req_id,
-                salt,
-            )
-            self._tiers.begin(req_id, request.release)
-            try:
-                with torch.no_grad():
-                    return request.run(prompt, max_new_tokens, sampler, stop, load)
-            finally:
-                self._tiers.scheduler.request_finished(req_id)
-                self._tiers.step()
+            return stream.finish()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 16,
+        **options: Unpack[GenerateOptions],
+    ) -> TokenStream:
+        """Return the tokens that continue a prompt as an iterator, which computes each when it is
+        asked for; parameters and errors as for ``generate``.
+
+        The device cache must have room for the whole answers of all streams that have begun.
+        """
+        tokens = self._checked_prompt(prompt, max_new_tokens)
+        checked = RequestArguments.check(options, self._vocabulary)
+        sampler = Sampler(
+            options.get("temperature", 0.0),
+            options.get("top_p", 1.0),
+            options.get("top_k", 0),
+            options.get("seed", 0),
+            self.model.device,
+        )
+        stop = self._stop_tokens() if checked.stop is None else checked.stop
+        self._check_open()
+        request = Request(
+            self._forward,
+            self.model.device,
+            self._device,
+            self._tiers,
+            uuid.uuid4().hex,
+            checked.salt,
+        )
+
+        def start() -> Iterator[int]:
+            self._begin(request, checked, len(tokens) + max_new_tokens)
+            return request.run(tokens, max_new_tokens, sampler, stop, checked.load)
+
+        return TokenStream(request, start, self._tiers, self._lock, self._tokenizer)
+
+    def _begin(
+        self, request: Request, checked: RequestArguments, num_tokens: int
+    ) -> None:
+        """Begin a request in the tiers.
+
+        :param num_tokens: tokens of prompt and answer.
+        :raises ConfigurationError: running requests may need the device blocks; nothing changed.
+        """
+        self._check_open()
+        num_blocks = num_tokens // self._device.block_size
+        self._check_room(num_blocks)
+        self._num_requests += 1
+        # rows of stores that ended since the last step are free for this request
+        self._tiers.step()
+        self._tiers.scheduler.on_new_request(
+            request.req_id,
+            checked.parameters,
+            checked.labels,
+            store=checked.store,
+            retention=checked.retention,
+        )
+        self._tiers.begin(request.req_id, request.release, num_blocks)
 
     def wait_persisted(
         self, request: GenerateResult | str, timeout_s: float = 60.0
@@ -247,9 +279,19 @@ class Engine:
         """Wait until the whole context of a request is durable in every store. Return False if the
         timeout passed first, a store dropped part of the context, or the engine has no store.
         Requests of other threads run meanwhile.
+
+        :param request: a result, or the id of a request; one of the last 4,096 of this engine.
+        :raises ConfigurationError: it is neither.
         """
-        req_id = request if isinstance(request, str) else request.req_id
-        deadline = time.monotonic() + timeout_s
+        seconds = arguments.number("timeout_s", timeout_s, 0.0)
+        req_id = request.req_id if isinstance(request, GenerateResult) else request
+        if not (isinstance(req_id, str) and self._tiers.knows(req_id)):
+            raise ConfigurationError(
+                "request",
+                req_id,
+                "a result of this engine, or its req_id: one of the last 4,096",
+            )
+        deadline = time.monotonic() + seconds
         while True:
             with self._lock:
                 self._check_open()
@@ -265,9 +307,10 @@ class Engine:
         """Wait until all submitted blocks are durable or dropped in every store. Return False if
         the timeout passed first, or a store is not open. Requests of other threads wait meanwhile.
         """
+        seconds = arguments.number("timeout_s", timeout_s, 0.0)
         with self._lock:
             self._check_open()
-            return self._tiers.flush(timeout_s)
+            return self._tiers.flush(seconds)
 
     def stats(self) -> EngineStats:
         """Return totals since the engine was opened. Waits up to 5 s for the answer of each
@@ -306,8 +349,8 @@ class Engine:
         }
 
     def forget_device(self) -> None:
-        """Wait for all transfers, without a time limit. Then drop the blocks of finished requests
-        from the device; the tiers keep their copies.
+        """Wait for all transfers, without a time limit. Then drop the blocks of ended requests from
+        the device; the tiers keep their copies.
         """
         with self._lock:
             self._check_open()
@@ -318,13 +361,16 @@ class Engine:
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Flush all stores, then release all resources. Idempotent.
 
+        Streams that have not ended are ended.
+
         :param timeout_s: timeout of the flush. A store that hangs takes up to two minutes more,
             until its process is killed, because it may use rows until then. Blocks that are not
             durable then may be lost.
         """
+        seconds = arguments.number("timeout_s", timeout_s, 0.0)
         with self._lock:
             if self._closing.detach():
-                _close(self._tiers, timeout_s, os.getpid())
+                _close(self._tiers, seconds, os.getpid())
 
     def __enter__(self) -> Engine:
         return self
@@ -332,21 +378,29 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _checked_prompt(self, token_ids: TokenIds, max_new_tokens: int) -> list[int]:
-        prompt = one_row(token_ids)
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
-            shown = f"{len(prompt)} tokens" if prompt else "no tokens"
+    def __repr__(self) -> str:
+        stores = ", ".join(self._stores) or "no store"
+        state = "open" if self._closing.alive else "closed"
+        return f"<Engine {type(self.model).__name__}, {stores}, {state}>"
+
+    @property
+    def _vocabulary(self) -> int:
+        count: int = self.model.get_input_embeddings().num_embeddings
+        return count
+
+    def _checked_prompt(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+        """Return the token ids of a prompt that, with the answer, fits the model and the device
+        cache."""
+        tokens = self._tokenizer.token_ids(prompt)
+        if not tokens or min(tokens) < 0 or max(tokens) >= self._vocabulary:
             raise ConfigurationError(
-                "token_ids",
-                shown,
-                f"at least one token, each from 0 to {vocabulary - 1}",
+                "prompt",
+                f"{len(tokens)} tokens" if tokens else "no tokens",
+                f"at least one token, each from 0 to {self._vocabulary - 1}",
             )
-        if max_new_tokens <= 0:
-            raise ConfigurationError(
-                "max_new_tokens", max_new_tokens, "a positive number"
-            )
-        num_tokens, block_size = len(prompt) + max_new_tokens, self._device.block_size
+        num_new = arguments.integer("max_new_tokens", max_new_tokens, 1)
+        num_tokens = len(tokens) + num_new
+        block_size = self._device.block_size
         if self._context_length is not None and num_tokens > self._context_length:
             raise PromptTooLongError(num_tokens, self._context_length)
         limit = (self._device.num_blocks + 1) * block_size - 1
@@ -354,7 +408,19 @@ class Engine:
             raise PromptTooLongError(
                 num_tokens, limit, "device_blocks", num_tokens // block_size
             )
-        return prompt
+        return tokens
+
+    def _check_room(self, num_blocks: int) -> None:
+        """Raise ConfigurationError unless a request and all running ones find device blocks, so
+        that no stream ends for lack of them."""
+        running = list(self._tiers.running.values())
+        needed = num_blocks + sum(running)
+        if needed > self._device.num_blocks:
+            raise ConfigurationError(
+                "device_blocks",
+                self._device.num_blocks,
+                f"{needed} or more for this request and {len(running)} streams that have not ended",
+            )
 
     def _stop_tokens(self) -> frozenset[int]:
         found = getattr(
@@ -372,6 +438,7 @@ def _close(tiers: Tiers, timeout_s: float, owner_pid: int) -> None:
     their files."""
     if os.getpid() != owner_pid:
         return
+    tiers.end_all()
     try:
         tiers.flush(timeout_s)
     finally:
@@ -382,8 +449,55 @@ def _store_urls(store: str | Path | Sequence[str | Path] | None) -> list[str]:
     """Return the URLs of the stores; raise ConfigurationError if one is invalid."""
     if store is None:
         return []
-    stores = [store] if isinstance(store, (str, Path)) else store
-    urls = [store_url(entry) for entry in stores]
-    for url in urls:
+    stores: Sequence[object] = [store]
+    if isinstance(store, Sequence) and not isinstance(store, str):
+        stores = store
+    urls = []
+    for entry in stores:
+        if not isinstance(entry, (str, Path)):
+            raise ConfigurationError(
+                "store", entry, "a URL or a path, or a list of them"
+            )
+        url = store_url(entry)
         BACKENDS.get(StoreUrl.parse(url).scheme)
+        urls.append(url)
     return urls
+
+
+def _open_model(
+    model: Any,
+    dtype: torch.dtype | str,
+    attn_implementation: str | None,
+    device: torch.device | str | None,
+    tokenizer: Any,
+) -> tuple[Any, Path | None, Tokenizer]:
+    """Return the model, the directory that it was loaded from (None: identified by its state dict),
+    and its tokenizer; parameters as for ``Engine.open``."""
+    checkpoint: Path | None = None
+    texts = Tokenizer(None, "Engine.open takes one as tokenizer=")
+    if isinstance(model, (str, Path)):
+        checked_device = None if device is None else arguments.device(device)
+        if attn_implementation is not None:
+            arguments.text("attn_implementation", attn_implementation)
+        source = model
+        model, checkpoint = load_model(
+            source, arguments.dtype(dtype), attn_implementation, checked_device
+        )
+        if tokenizer is None:
+            texts = Tokenizer.load(source)
+    else:
+        check_model_object(model)
+        for name, value, default in (
+            ("dtype", dtype, "auto"),
+            ("attn_implementation", attn_implementation, None),
+            ("device", device, None),
+        ):
+            if value != default:
+                raise ConfigurationError(
+                    name, value, "no value: it is for a model that is loaded here"
+                )
+    if isinstance(tokenizer, (str, Path)):
+        texts = Tokenizer.load(tokenizer)
+    elif tokenizer is not None:
+        texts = Tokenizer(tokenizer)
+    return model, checkpoint, texts

@@ -77,6 +77,12 @@ def load_model(
         directory = _checkpoint_directory(source)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
+        if "attn_implementation" in extra and "attn_implementation" in reason:
+            raise ConfigurationError(
+                "attn_implementation",
+                attn_implementation,
+                f"one for {source} ({reason})",
+            ) from error
         raise ConfigurationError(
             "model", str(source), f"a decoder-only checkpoint ({reason})"
         ) from error
@@ -90,6 +96,18 @@ def load_model(
         model = model.to(device)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
+
+
+def check_model_object(model: object) -> None:
+    """Raise ConfigurationError unless this is a model that was loaded already."""
+    shown = None if model is None else type(model).__name__
+    if not isinstance(model, torch.nn.Module):
+        expected = "a checkpoint's directory or name, or a model of transformers"
+        raise ConfigurationError("model", shown, expected)
+    # the wrapper hides which arguments the model takes
+    if hasattr(model, "_orig_mod"):
+        expected = "the model that was compiled: model.compile() compiles it in place"
+        raise ConfigurationError("model", f"torch.compile's {shown}", expected)
 
 
 def _checkpoint_directory(source: str | Path) -> Path:

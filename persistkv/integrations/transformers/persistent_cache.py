@@ -29,11 +29,8 @@ from persistkv.integrations.transformers.model import (
     model_identity,
     probe_model,
 )
-from persistkv.integrations.transformers.request import (
-    BlockHashChain,
-    TokenIds,
-    one_row,
-)
+from persistkv.integrations.transformers.prompts import TokenIds, one_row
+from persistkv.integrations.transformers.request import BlockHashChain
 from persistkv.memory.budget import BLOCKS_STAGED
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows

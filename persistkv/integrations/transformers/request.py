@@ -4,17 +4,16 @@ sampling."""
 from __future__ import annotations
 
 import hashlib
-import operator
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from persistkv.base import make_offload_key
 from persistkv.connector.matching import GroupBlocks, longest_match
-from persistkv.errors import ConfigurationError, PersistKVError
+from persistkv.errors import PersistKVError
+from persistkv.integrations.transformers import arguments
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import (
     BlockPool,
@@ -27,28 +26,6 @@ from persistkv.integrations.transformers.tiers import Tiers
 
 HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the root"
 _ROOT = b"persistkv block chain 1\n"
-
-TokenIds = Sequence[int] | torch.Tensor | Mapping[str, Any]
-
-
-def one_row(token_ids: TokenIds) -> list[int]:
-    """Convert one prompt to a list of token ids.
-
-    :raises ConfigurationError: there are several prompts, or token ids that are not integers.
-    """
-    rows: Any = token_ids
-    if isinstance(token_ids, Mapping):
-        rows = token_ids["input_ids"]
-    if isinstance(rows, torch.Tensor):
-        rows = rows.tolist()
-    if len(rows) == 1 and isinstance(rows[0], Sequence):
-        rows = rows[0]
-    try:
-        return [operator.index(token) for token in rows]
-    except TypeError:
-        raise ConfigurationError(
-            "token_ids", type(token_ids).__name__, "one prompt: integers in one row"
-        ) from None
 
 
 class BlockHashChain:
@@ -84,7 +61,7 @@ class Sampler:
     """Chooses the tokens of one request; parameters as for ``Engine.generate``. Equal seeds choose
     equal tokens from equal logits.
 
-    :raises ConfigurationError: a parameter is out of range.
+    :raises ConfigurationError: a parameter is of another type, or out of range.
     """
 
     def __init__(
@@ -95,16 +72,11 @@ class Sampler:
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not temperature >= 0:
-            raise ConfigurationError("temperature", temperature, "0 or more")
-        if not 0 < top_p <= 1:
-            raise ConfigurationError("top_p", top_p, "more than 0, at most 1")
-        if top_k < 0:
-            raise ConfigurationError("top_k", top_k, "0, which means no limit, or more")
-        self._temperature = temperature
-        self._top_p = top_p
-        self._top_k = top_k
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._temperature = arguments.number("temperature", temperature, 0.0)
+        self._top_p = arguments.number("top_p", top_p, 0.0, 1.0, above=True)
+        self._top_k = arguments.integer("top_k", top_k, 0)
+        checked_seed = arguments.seed("seed", seed)
+        self._generator = torch.Generator(device).manual_seed(checked_seed)
 
     def choose(self, logits: torch.Tensor) -> int:
         """Return the id of the next token; ``logits`` has shape (vocabulary,)."""
@@ -124,9 +96,11 @@ class Request:
     """Runs one request. Device blocks in its tables stay referenced until ``release``, also after
     an error.
 
+    :ivar req_id: its id in the tiers.
     :ivar tables: for each KV cache group, the device block of each full block of prompt and answer,
         in order. None: the block was outside of the sliding window when the request began, and was
         therefore not restored.
+    :ivar ended: whether the last token was computed.
     :param forward: the model, which runs on ``model_device``.
     """
 
@@ -144,9 +118,14 @@ class Request:
         self._model_device = model_device
         self._device = device
         self._tiers = tiers
-        self._req_id = req_id
+        self.req_id = req_id
         self._chain = BlockHashChain(device.block_size, salt)
         self._stats = RequestStats()
+        self._tokens: list[int] = []
+        self._logits = torch.empty(0)
+        self.ended = False
+        # full blocks of the tokens with KV; the tables are empty once the blocks are released
+        self._num_kept = 0
 
     def run(
         self,
@@ -155,10 +134,10 @@ class Request:
         sampler: Sampler,
         stop: Collection[int],
         load: bool,
-    ) -> GenerateResult:
-        """Run the request to its last token; parameters as for ``Engine.generate``. The caller must
-        call ``on_new_request`` of the connector's scheduler before, and ``request_finished`` after
-        this, even if it raises.
+    ) -> Iterator[int]:
+        """Compute the tokens of the answer, each when it is asked for; parameters as for
+        ``Engine.generate``. The caller must call ``Tiers.begin`` before, and ``Tiers.end`` after
+        the last token that it takes, even if this raises.
 
         :raises PersistKVError: too few blocks of the device cache are free.
         """
@@ -169,20 +148,29 @@ class Request:
         self._stats.lookup_s = time.perf_counter() - begin - self._stats.load_s
         cache = RequestCache(self._device.geometry, len(prompt) + max_new_tokens)
         self._gather(cache)
-        first_logits = logits = self._forward(prompt[restored:], cache)
+        logits = self._forward(prompt[restored:], cache)
+        self._logits = logits.to("cpu", copy=True)
         self._stats.computed_tokens = len(prompt) - restored
-        tokens = [sampler.choose(logits)]
+        self._tokens.append(sampler.choose(logits))
         self._stats.ttft_s = time.perf_counter() - begin
         self._keep(cache, len(prompt))
-        while len(tokens) < max_new_tokens and tokens[-1] not in stop:
-            self._announce(tokens[-1:], len(prompt) + len(tokens))
-            logits = self._forward(tokens[-1:], cache)
-            tokens.append(sampler.choose(logits))
-            self._keep(cache, len(prompt) + len(tokens) - 1)
-        self._stats.total_s = time.perf_counter() - begin
-        kept = tuple(self._chain.hashes[: self._num_blocks])
+        while True:
+            self._stats.total_s = time.perf_counter() - begin
+            token = self._tokens[-1]
+            self.ended = len(self._tokens) == max_new_tokens or token in stop
+            yield token
+            if self.ended:
+                return
+            self._announce([token], len(prompt) + len(self._tokens))
+            logits = self._forward([token], cache)
+            self._tokens.append(sampler.choose(logits))
+            self._keep(cache, len(prompt) + len(self._tokens) - 1)
+
+    def result(self, text: str | None) -> GenerateResult:
+        """Return the result of the tokens computed so far, at least one; ``text`` is theirs."""
+        kept = tuple(self._chain.hashes[: self._num_kept])
         return GenerateResult(
-            self._req_id, tokens, first_logits.to("cpu", copy=True), kept, self._stats
+            self.req_id, list(self._tokens), text, self._logits, kept, self._stats
         )
 
     def release(self) -> None:
@@ -195,28 +183,28 @@ class Request:
         hashes = self._chain.extend(token_ids)
         for group in range(len(self.tables)):
             keys = [make_offload_key(block_hash, group) for block_hash in hashes]
-            self._tiers.scheduler.update_keys(self._req_id, group, keys, num_tokens)
+            self._tiers.scheduler.update_keys(self.req_id, group, keys, num_tokens)
 
     def _restore(self, num_tokens: int) -> int:
         """Restore the longest prefix of ``num_tokens - 1`` tokens from device and tiers; return its
         length."""
         on_device = self._acquire_resident(num_tokens - 1)
         self._stats.device_tokens = on_device
-        matched = self._tiers.match(self._req_id, on_device)
+        matched = self._tiers.match(self.req_id, on_device)
         begin = time.perf_counter()
         # After ``match``, which may wait for promotions: device blocks would be kept meanwhile.
         first = self._num_blocks
-        needed = self._tiers.scheduler.needed_device_blocks(self._req_id, matched)
+        needed = self._tiers.scheduler.needed_device_blocks(self.req_id, matched)
         for (group, table), positions in zip(self._groups(), needed, strict=True):
             table += [None] * (positions.start - len(table))
             table += self._allocate(group.pool, len(positions))
-        progress = self._tiers.load(self._req_id, self.tables, matched)
+        progress = self._tiers.load(self.req_id, self.tables, matched)
         loaded = progress.num_tokens if progress.success else 0
         self._truncate(first + loaded // self._device.block_size)
         self._publish(first)
         self._stats.load_s = time.perf_counter() - begin
         self._stats.persistent_tokens = self._tiers.scheduler.num_promoted_tokens(
-            self._req_id
+            self.req_id
         )
         self._stats.cpu_tokens = loaded - self._stats.persistent_tokens
         self._stats.bytes_loaded = progress.num_bytes
@@ -263,7 +251,8 @@ class Request:
         the same bytes.
         """
         first = self._num_blocks
-        full = range(first, num_tokens // self._device.block_size)
+        self._num_kept = num_tokens // self._device.block_size
+        full = range(first, self._num_kept)
         if full:
             for (group, table), buffer in zip(
                 self._groups(), cache.buffers, strict=True
@@ -271,7 +260,7 @@ class Request:
                 self._write_pages(group, table, buffer, full)
             self._publish(first)
             self._tiers.scheduler.update_computed_tokens(
-                self._req_id, num_tokens, self.tables
+                self.req_id, num_tokens, self.tables
             )
         self._tiers.step()
 

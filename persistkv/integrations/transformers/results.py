@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # the demo's command reads ``RequestStats`` without torch
     import torch
 
     from persistkv.connector.common import ConnectorStats
     from persistkv.storage.host.client import StoreStats
+
+_SHOWN_TEXT = 60  # characters of an answer in its repr
+_SHOWN_ID = 8  # characters of an id, as in ``persistkv ls``
 
 
 @dataclass
@@ -34,9 +38,10 @@ class RequestStats:
     load_s: float = 0.0
     """Seconds of the load from the primary tier to the device."""
     ttft_s: float = 0.0
-    """Seconds from the call to the first token: lookup, promotion, load and prefill."""
+    """Seconds from the call to the first token: lookup, promotion, load and prefill. A stream
+    counts from the moment when its first token is asked for."""
     total_s: float = 0.0
-    """Seconds from the call of ``Engine.generate`` to the last token."""
+    """Seconds from the same moment to the last token."""
 
     @property
     def restored_tokens(self) -> int:
@@ -44,20 +49,42 @@ class RequestStats:
         return self.device_tokens + self.cpu_tokens + self.persistent_tokens
 
 
-@dataclass(frozen=True)
+class Token(NamedTuple):
+    """One token of a ``TokenStream``."""
+
+    id: int
+    text: str
+    """The text that became complete with this token: "" within a character of several tokens, for
+    special tokens, and without a tokenizer."""
+
+
+@dataclass(frozen=True, repr=False)
 class GenerateResult:
-    """Result of one call of ``Engine.generate``."""
+    """Result of one call of ``Engine.generate``, or of a ``TokenStream``."""
 
     req_id: str
     """Id of the request; ``persistkv ls`` lists its context under this id."""
     tokens: Sequence[int]
     """Ids of the generated tokens; a stop token that ended the generation is included."""
-    logits: torch.Tensor = field(repr=False)
+    text: str | None
+    """Text of the generated tokens, without special tokens; None if the engine has no tokenizer."""
+    logits: torch.Tensor
     """Logits from which the first generated token was chosen: shape (vocabulary,), on the CPU."""
-    block_hashes: Sequence[bytes] = field(repr=False)
+    block_hashes: Sequence[bytes]
     """Hashes of the full blocks of prompt and answer whose KV was restored or computed, in
     order."""
     stats: RequestStats
+
+    def __repr__(self) -> str:
+        answer = f"{len(self.tokens)} tokens"
+        if self.text is not None:
+            answer += f" {shorten(repr(self.text), _SHOWN_TEXT, placeholder=' …')}"
+        stats = self.stats
+        return (
+            f"<GenerateResult {self.req_id[:_SHOWN_ID]}: {answer}; {stats.restored_tokens} of "
+            f"{stats.prompt_tokens} prompt tokens restored, first token after "
+            f"{stats.ttft_s:.3f} s>"
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from persistkv.cpu.shared_offload_region import remove_leftover_regions
 from persistkv.cpu.spec import WorkerGeometry
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.tiering.manager import TieringOffloadingManager
-from persistkv.tiering.persistent import PersistentTier
+from persistkv.tiering.persistent import REMEMBERED_ENDS, PersistentTier
 from persistkv.tiering.spec import TieringOffloadingSpec
 
 _PREWARM_S = 60.0
@@ -29,6 +30,8 @@ class Tiers:
 
     :ivar persistent: the persistent tiers, in the order of the stores' URLs.
     :ivar num_blocks: number of rows of the primary tier; a row holds one block.
+    :ivar running: for each request that has begun and not ended, by id, the number of device blocks
+        of each group that it may use.
     """
 
     def __init__(
@@ -90,7 +93,14 @@ class Tiers:
                 if isinstance(tier, PersistentTier):
                     self.persistent.append(tier)
         self._lookup_deadline_s = lookup_deadline_s
+        # Requests that were not released yet: running ones, and ended ones whose device blocks are
+        # still read.
         self._live: dict[str, Callable[[], None]] = {}
+        self.running: dict[str, int] = {}
+        # requests whose persistence can be asked for, oldest first
+        self._known: dict[str, None] = {}
+        # ended requests that the scheduler does not know of yet
+        self._ended: deque[str] = deque()
 
     def prewarm(self) -> None:
         """Wait up to one minute for the promotions that the option ``prewarm_share`` asks for."""
@@ -101,10 +111,26 @@ class Tiers:
             self.step()
             time.sleep(_POLL_S)
 
-    def begin(self, req_id: str, on_released: Callable[[], None]) -> None:
-        """Register a request; ``on_released`` is called when its device blocks are no longer read
-        after its end."""
+    def begin(
+        self, req_id: str, on_released: Callable[[], None], num_blocks: int
+    ) -> None:
+        """Register a request of the scheduler that may use ``num_blocks`` device blocks of each
+        group; ``on_released`` is called when they are no longer read after its end."""
         self._live[req_id] = on_released
+        self.running[req_id] = num_blocks
+        self._known[req_id] = None
+        if len(self._known) > REMEMBERED_ENDS:
+            del self._known[next(iter(self._known))]
+
+    def end(self, req_id: str) -> bool:
+        """End a request; the next ``step`` tells the scheduler. May be called from any thread at
+        any time, also within another method: a stream that nothing refers to any more calls it.
+        Return False if it is not running.
+        """
+        if self.running.pop(req_id, None) is None:
+            return False
+        self._ended.append(req_id)
+        return True
 
     def step(self, *, wait: bool = False) -> dict[str, LoadProgress]:
         """Start planned transfers between device and primary tier, process finished ones, and end
@@ -115,6 +141,8 @@ class Tiers:
         :returns: results of the loads that ended since the last step, failed ones included, by
             request id.
         """
+        while self._ended:
+            self.scheduler.request_finished(self._ended.popleft())
         metadata = self.scheduler.build_connector_meta()
         self._worker.start(metadata)
         if wait:
@@ -159,16 +187,22 @@ class Tiers:
             loads = self.step()
         return loads[req_id]
 
-    def drain(self, deadline: float, req_id: str | None = None) -> bool:
-        """Repeat ``step`` until the transfers of a finished request (None: of all) have ended.
-        Return False if ``deadline``, a ``time.monotonic`` time, passed first.
+    def drain(self, deadline: float) -> bool:
+        """Repeat ``step`` until the transfers of all ended requests, and those of running ones that
+        have begun, have ended. Return False if ``deadline``, a ``time.monotonic`` time, passed
+        first.
         """
-        while self._live if req_id is None else req_id in self._live:
+        self.step(wait=True)
+        while any(req_id not in self.running for req_id in self._live):
             if time.monotonic() >= deadline:
                 return False
-            self.step(wait=True)
             time.sleep(_POLL_S)  # a store may wait for room in the primary tier
+            self.step(wait=True)
         return True
+
+    def knows(self, req_id: str) -> bool:
+        """Return whether ``persisted`` can be called: for the last 4,096 requests."""
+        return req_id in self._known
 
     def persisted(self, req_id: str) -> bool | None:
         """Return whether the whole context of a finished request is durable in every store; None:
@@ -191,6 +225,11 @@ class Tiers:
             left_s = max(deadline - time.monotonic(), 0.0)
             flushed = tier.client.flush(left_s) and flushed
         return flushed
+
+    def end_all(self) -> None:
+        """End all running requests, as ``end`` does."""
+        for req_id in list(self.running):
+            self.end(req_id)
 
     def close(self) -> None:
         """Wait for transfers, then release the worker, then the primary tier, whose rows the worker

@@ -319,8 +319,19 @@ class TestInvalidInput:
         ("options", "field"),
         [
             ({"block_size": 0}, "block_size"),
+            ({"block_size": "16"}, "block_size: '16' is not valid; expected an int"),
             ({"device_blocks": -1}, "device_blocks"),
+            ({"device_blocks": "4"}, "device_blocks: '4' is not valid; expected an"),
             ({"cpu_bytes": "much"}, "cpu_bytes"),
+            ({"cpu_bytes": None}, "cpu_bytes: None is not valid; expected a pos"),
+            ({"store": 5}, "store: 5 is not valid; expected a URL or a path"),
+            ({"store": [5]}, "store: 5 is not valid; expected a URL or a path"),
+            ({"codec": 5}, "codec: 5 is not valid; expected text"),
+            ({"required": "no"}, "required: 'no' is not valid; expected True or False"),
+            ({"strict_identity": 1}, "strict_identity: 1 is not valid; expected True"),
+            ({"lookup_deadline_s": "1"}, "lookup_deadline_s: '1' is not valid"),
+            ({"prewarm_share": 5}, "prewarm_share: 5 is not valid; .* 1 at most"),
+            ({"dtype": "bfloat16"}, "dtype: .* a model that is loaded here"),
             ({"cpu_bytes": 100}, "cpu_bytes: 100 is"),
             ({"cpu_bytes": "1000TiB"}, "cpu_bytes: 1099511627776000 is"),
             ({"store": "nowhere"}, "url"),
@@ -343,15 +354,101 @@ class TestInvalidInput:
             open_engine().generate(token_ids, 1)
 
     @pytest.mark.parametrize(
-        "options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2}]
+        ("name", "value", "expected"),
+        [
+            ("max_new_tokens", 0, "an integer, 1 or more"),
+            ("max_new_tokens", "8", "an integer, 1 or more"),
+            ("max_new_tokens", True, "an integer, 1 or more"),
+            ("temperature", -1, "a number, 0 or more"),
+            ("temperature", "0.7", "a number, 0 or more"),
+            ("temperature", float("nan"), "a number, 0 or more"),
+            ("top_p", 2, "a number above 0, 1 at most"),
+            ("top_p", 0, "a number above 0, 1 at most"),
+            ("top_k", 1.5, "an integer, 0 or more"),
+            ("seed", "a", "an integer from"),
+            ("seed", 1 << 64, "an integer from"),
+            ("stop_token_ids", 5, "token ids from 0 to 255"),
+            ("stop_token_ids", "ab", "token ids from 0 to 255"),
+            ("stop_token_ids", [256], "token ids from 0 to 255"),
+            ("labels", ["a"], "names and values that are text"),
+            ("labels", {"user": 1}, "names and values that are text"),
+            ("salt", 5, "text"),
+            ("load", "no", "True or False"),
+            ("store", 5, "True or False"),
+            ("kv_transfer_params", 5, "a mapping"),
+            ("max_tokens", 5, "one of kv_transfer_params, labels, load"),
+        ],
     )
     def test_generate_invalid_option_raises_before_running(
-        self, open_engine: OpenEngine, prompt: list[int], options: dict[str, Any]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
+        name: str,
+        value: object,
+        expected: str,
     ) -> None:
         engine = open_engine()
-        with pytest.raises(ConfigurationError, match=next(iter(options))):
-            engine.generate(prompt, **options)
+        given: dict[str, Any] = {name: value}
+        with pytest.raises(ConfigurationError) as error:
+            engine.generate(prompt, **given)
+        assert error.value.field == name
+        assert error.value.value is value
+        assert error.value.expected.startswith(expected)
         assert engine.stats().requests == 0
+
+    @pytest.mark.parametrize("request_id", ["typo", 5, None])
+    def test_wait_persisted_unknown_request_raises(
+        self, open_engine: OpenEngine, request_id: Any
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=r"request: .*of this engine"):
+            open_engine().wait_persisted(request_id)
+
+    @pytest.mark.parametrize("method", ["flush", "close"])
+    def test_timeout_that_is_no_number_raises(
+        self, open_engine: OpenEngine, method: str
+    ) -> None:
+        with pytest.raises(ConfigurationError, match="timeout_s: '1' is not valid"):
+            getattr(open_engine(), method)("1")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"dtype": "bf16"}, "dtype: 'bf16' is not valid; .*bfloat16"),
+            ({"dtype": torch.int8}, "dtype: torch.int8 is not valid; .*bfloat16"),
+            ({"device": "gpu"}, "device: 'gpu' is not valid; expected a device of"),
+            ({"attn_implementation": "none"}, "attn_implementation: 'none' is not"),
+            ({"attn_implementation": 5}, "attn_implementation: 5 is not valid"),
+        ],
+    )
+    def test_open_checkpoint_invalid_option_raises_naming_it(
+        self,
+        model: PreTrainedModel,
+        tmp_path: Path,
+        options: dict[str, Any],
+        message: str,
+    ) -> None:
+        model.save_pretrained(tmp_path)
+        with pytest.raises(ConfigurationError, match=message):
+            Engine.open(tmp_path, **options)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_open_cuda_without_gpu_raises_before_loading_model(
+        self, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ConfigurationError, match="device: 'cuda' is not valid"):
+            Engine.open(tmp_path / "no-model", device="cuda")
+
+    @pytest.mark.parametrize("model", [None, 5])
+    def test_open_no_model_raises(self, model: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"model: .* a checkpoint's dir"):
+            Engine.open(model)
+
+    def test_open_compiled_model_raises_naming_compile_in_place(
+        self, model: PreTrainedModel
+    ) -> None:
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(ConfigurationError, match=r"model\.compile\(\) compiles"):
+            Engine.open(compiled)
 
     def test_generate_context_larger_than_device_raises(
         self, open_engine: OpenEngine, prompt: list[int]
@@ -407,13 +504,35 @@ def test_generate_prompt_in_any_form_returns_same_tokens(
 
 
 @pytest.mark.parametrize(
-    "prompts", [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), [1.5], "text"]
+    "prompts", [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), ["one", "two"]]
 )
-def test_generate_several_prompts_or_non_integers_raises(
+def test_generate_batch_raises_that_batches_are_not_supported(
     open_engine: OpenEngine, prompts: Any
 ) -> None:
-    with pytest.raises(ConfigurationError, match="one prompt: integers in one row"):
+    with pytest.raises(
+        ConfigurationError, match=r"a batch of 2 prompts.*batches are not supported"
+    ):
         open_engine().generate(prompts, 4)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, [1.5], [None], {1}, {"text": "a"}, torch.tensor(5)]
+)
+def test_generate_value_that_is_no_prompt_raises(
+    open_engine: OpenEngine, prompt: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"prompt: .* in one row"):
+        open_engine().generate(prompt, 4)
+
+
+def test_generate_model_compiled_in_place_returns_tokens_of_transformers(
+    open_engine: OpenEngine, make_model: Callable[..., LlamaForCausalLM]
+) -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    expected = reference(make_model(), prompt, 4)
+    compiled = make_model()
+    compiled.compile(backend="eager", dynamic=True)
+    assert open_engine(compiled).generate(prompt, 4).tokens == expected
 
 
 def test_open_unknown_store_raises_before_loading_model(tmp_path: Path) -> None:

@@ -1,0 +1,186 @@
+"""Prompts and answers as text: the checkpoint's tokenizer, and the conversion of each form of a
+prompt to token ids."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from persistkv.errors import ConfigurationError, printable
+
+TokenIds = Sequence[int] | torch.Tensor | Mapping[str, Any]
+Chat = Sequence[Mapping[str, Any]]
+Prompt = str | Chat | TokenIds
+
+_FORMS = 'text, a chat ([{"role": "user", "content": "…"}]), or token ids in one row'
+_REPLACEMENT = "\ufffd"  # what tokenizers show for bytes that are no whole character
+
+
+def one_row(token_ids: TokenIds, name: str = "token_ids") -> list[int]:
+    """Convert one prompt to a list of token ids.
+
+    :param name: name of the argument, for errors.
+    :raises ConfigurationError: there are several prompts, or token ids that are not integers.
+    """
+    rows: Any = token_ids
+    if isinstance(rows, Mapping) and "input_ids" in rows:
+        rows = rows["input_ids"]
+    if hasattr(rows, "tolist"):  # a tensor, or an array of NumPy
+        rows = rows.tolist()
+    expected = "one prompt: integers in one row"
+    if not isinstance(rows, Sequence):
+        raise ConfigurationError(name, _shown(token_ids), expected)
+    if rows and _is_row(rows[0]):
+        if len(rows) > 1:
+            raise _batch(name, len(rows))
+        rows = rows[0]
+    try:
+        return [operator.index(token) for token in rows]
+    except TypeError:
+        raise ConfigurationError(name, _shown(token_ids), expected) from None
+
+
+def _is_row(entry: object) -> bool:
+    if isinstance(entry, torch.Tensor):
+        return entry.ndim > 0
+    return isinstance(entry, Sequence)
+
+
+def _batch(name: str, size: int) -> ConfigurationError:
+    return ConfigurationError(
+        name,
+        f"a batch of {size} prompts",
+        "one prompt: batches are not supported, call the engine once for each prompt",
+    )
+
+
+def _shown(value: object) -> str | None:
+    """Return the kind of a prompt, which may be too long to show; None for None."""
+    return None if value is None else type(value).__name__
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error of transformers, without control characters."""
+    text = str(error).strip() or type(error).__name__
+    return printable(text.partition("\n")[0])
+
+
+class Tokenizer:
+    """A tokenizer of transformers, or the reason why there is none.
+
+    :param missing: the reason, in words that follow "a tokenizer"; unused if there is one.
+    """
+
+    def __init__(self, tokenizer: Any | None, missing: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._missing = missing
+
+    @classmethod
+    def load(cls, source: str | Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint's directory or name; without one, or if it cannot be
+        loaded, text is refused with the reason."""
+        try:
+            return cls(AutoTokenizer.from_pretrained(source))
+        # whatever is wrong with it, token ids do without
+        except Exception as error:
+            return cls(None, f"{source} has none that can be loaded ({_reason(error)})")
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt in any form. Text gets the special tokens of the
+        tokenizer, a chat those of its template, with the beginning of an answer.
+
+        :raises ConfigurationError: it is no prompt, several ones, or text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            return self._text_ids(prompt)
+        if isinstance(prompt, Sequence) and prompt:
+            if isinstance(prompt[0], Mapping):
+                return self._chat_ids(prompt)  # type: ignore[arg-type]
+            if isinstance(prompt[0], str):
+                raise _batch("prompt", len(prompt))
+        is_token_ids = hasattr(prompt, "tolist") or isinstance(prompt, Sequence)
+        is_output = isinstance(prompt, Mapping) and "input_ids" in prompt
+        if not (is_token_ids or is_output):
+            raise ConfigurationError("prompt", _shown(prompt), _FORMS)
+        return one_row(prompt, "prompt")  # type: ignore[arg-type]
+
+    def _text_ids(self, prompt: str) -> list[int]:
+        tokenizer = self._required("text")
+        try:
+            ids: list[int] = tokenizer.encode(prompt)
+        # tokenizers raise plain exceptions
+        except Exception as error:
+            raise ConfigurationError(
+                "prompt", "text", f"text that the tokenizer accepts ({_reason(error)})"
+            ) from error
+        return ids
+
+    def _chat_ids(self, chat: Chat) -> list[int]:
+        tokenizer = self._required("a chat")
+        shown = f"a chat of {len(chat)} messages"
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigurationError(
+                "prompt", shown, "text or token ids: the tokenizer has no chat template"
+            )
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(chat), add_generation_prompt=True, tokenize=True
+            )
+        # a template is a program of the checkpoint: it may raise anything
+        except Exception as error:
+            expected = f"messages that the chat template accepts ({_reason(error)})"
+            raise ConfigurationError("prompt", shown, expected) from error
+        return one_row(ids, "prompt")
+
+    def _required(self, form: str) -> Any:
+        if self._tokenizer is None:
+            raise ConfigurationError(
+                "prompt", form, f"token ids, or a tokenizer: {self._missing}"
+            )
+        return self._tokenizer
+
+    def text(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of tokens without special tokens; None if there is no tokenizer."""
+        if self._tokenizer is None:
+            return None
+        decoded: str = self._tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        return decoded
+
+
+class TextPieces:
+    """Splits the text of a growing answer into pieces, one per token. Pieces end at whole
+    characters; together they are the text of all tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        # A tokenizer may drop the space before the first token that it decodes, so a piece is
+        # decoded together with the one before it.
+        self._context = 0
+        self._shown = 0
+        """Number of tokens whose text was returned."""
+
+    def add(self, token: int, *, last: bool) -> str:
+        """Return the text that became complete with a token: "" if a character is still
+        incomplete, or there is no tokenizer.
+
+        :param last: whether no token follows; then an incomplete character is returned as it is.
+        """
+        self._tokens.append(token)
+        context = self._tokens[self._context : self._shown]
+        before = self._tokenizer.text(context) or ""
+        text = self._tokenizer.text(self._tokens[self._context :]) or ""
+        if text.endswith(_REPLACEMENT) and not last:
+            return ""
+        self._context = self._shown
+        self._shown = len(self._tokens)
+        return text[len(before) :]

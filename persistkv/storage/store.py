@@ -26,10 +26,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 from persistkv.base import get_offload_group_idx
 from persistkv.config import parse_durability
-from persistkv.errors import IdentityMismatchError, StoreError
+from persistkv.errors import IdentityMismatchError, StoreError, printable
 from persistkv.memory.budget import MAX_IO_THREADS, MemoryShares
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 # namespaces of a remote store with which a new identity is compared: each costs a request
 _COMPARED_REMOTELY = 16
+_NOTICED_FIELDS = 3  # a notice is one line
 
 
 @dataclass
@@ -392,10 +394,17 @@ def _notice(
     ]
     if not others or identity in others:
         return ""
-    differences = identity.nearest(others)
+    nearest = identity.nearest(others)
+    differences = identity.diff(nearest)
     if options.strict_identity:
         raise IdentityMismatchError(url, differences)
+    fields = [printable(difference.field) for difference in differences]
+    fields.sort(key=lambda field: field.startswith("config"))  # weights and dtype first
+    shown = ", ".join(fields[:_NOTICED_FIELDS])
+    if len(fields) > _NOTICED_FIELDS:
+        shown += f" and {len(fields) - _NOTICED_FIELDS} more"
+    name = printable(Path(nearest.model_name).name) or nearest.digest.hex()[:8]
     return (
-        f"{url} holds nothing of this identity yet; the nearest namespace differs in "
-        + "; ".join(map(str, differences))
+        f"{url} holds nothing for this model yet, only for another model ({name}: other "
+        f"{shown}); see persistkv why"
     )

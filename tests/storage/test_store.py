@@ -346,6 +346,28 @@ def test_put_full_staging_leaves_blocks_in_their_rows(
     assert all(store.contains(key) for job in names for key in job)
 
 
+def test_store_of_another_model_notice_is_one_short_line(
+    open_store: OpenStore, keys: Keys, tmp_path: Any
+) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    config = {f"field{number}": number for number in range(50)}
+    first = {"model_name": "/models/gpt2", "weights": "w", "config": config}
+    store = open_store(url, identity=Identity.of(first))
+    store.put("r", keys(1), [0], None)
+    store.flush()
+    second = {
+        "model_name": "/models/llama",
+        "weights": "x" * 80,
+        "config": {"field0": 1},
+    }
+    notice = open_store(url, identity=Identity.of(second)).store.notice
+    shown = "(gpt2: other weights, config.field0, config.field1 and 48 more)"
+    assert notice == (
+        f"{url} holds nothing for this model yet, only for another model {shown}; "
+        f"see persistkv why"
+    ), notice
+
+
 def test_store_other_identity_misses_and_notice_names_difference(
     open_store: OpenStore, keys: Keys, tmp_path: Any
 ) -> None:
@@ -363,7 +385,7 @@ def test_store_other_identity_misses_and_notice_names_difference(
         "a refusal creates nothing"
     )
     stranger = open_store(url, identity=other)
-    assert "dtype: 'bfloat16' here, 'float32' stored" in stranger.store.notice
+    assert "other dtype); see persistkv why" in stranger.store.notice
     assert not any(map(stranger.contains, names))
     stranger.put("r", names, [0, 1], None)
     stranger.flush()

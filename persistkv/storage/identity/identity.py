@@ -125,10 +125,9 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
             != (name in theirs, _canonical(theirs.get(name)))
         ]
 
-    def nearest(self, others: Iterable[Identity]) -> list[FieldDifference]:
-        """Return the shortest of the ``diff``s to the identities in ``others``; empty if there are
-        none."""
-        return min((self.diff(other) for other in others), key=len, default=[])
+    def nearest(self, others: Sequence[Identity]) -> Identity:
+        """Return the one of ``others``, at least one, that differs in the fewest properties."""
+        return min(others, key=lambda other: len(self.diff(other)))
 
 
 def _canonical(fields: Any) -> bytes:

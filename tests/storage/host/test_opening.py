@@ -242,8 +242,8 @@ def test_open_identity_notice_reaches_engine_once(
     with caplog.at_level(logging.WARNING):
         client.open()
     assert len(client.notices) == 1
-    assert "weights: 'v2' here, 'w' stored" in client.notices[0]
-    assert caplog.text.count("nearest namespace differs") == 1
+    assert "other weights); see persistkv why" in client.notices[0]
+    assert caplog.text.count("see persistkv why") == 1
 
 
 @pytest.mark.parametrize("deaths", [1, 3, 4])

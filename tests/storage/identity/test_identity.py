@@ -147,8 +147,8 @@ def test_identity_diff_reports_type_and_structure_differences(
 def test_identity_nearest_returns_diff_to_most_similar() -> None:
     ours = Identity.of({"a": 1, "b": 2, "c": 3})
     far, near = Identity.of({"a": 1}), Identity.of({"a": 1, "b": 2, "c": 4})
-    assert ours.nearest([far, near]) == [FieldDifference("c", 3, 4)]
-    assert ours.nearest([]) == []
+    assert ours.nearest([far, near]) == near
+    assert ours.diff(near) == [FieldDifference("c", 3, 4)]
 
 
 def test_identity_encode_is_valid_json() -> None:

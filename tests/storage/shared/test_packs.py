@@ -228,7 +228,7 @@ def test_opening_among_many_namespaces_reads_few_identities(town: Town) -> None:
     assert opened("w7") == (1, "")
     count, notice = opened("new")
     assert count <= 21
-    assert "nearest namespace differs in weights" in notice
+    assert "other weights); see persistkv why" in notice
     assert len(list(setup.backend.namespaces())) == 61
 
 

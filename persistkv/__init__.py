@@ -17,6 +17,7 @@ from persistkv.errors import (
     PersistKVError,
     PromptTooLongError,
     StoreError,
+    StoreTimeoutError,
     StoreUnavailableError,
     UnsupportedModelError,
     UnsupportedReleaseError,
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
         load,
         save,
     )
+    from persistkv.storage.blocks import BlockIdentity, BlockStore, CompletionQueue
     from persistkv.storage.inspection.handle import StoreHandle, open_store
     from persistkv.storage.inspection.selection import Selection
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockIdentity",
+    "BlockStore",
+    "CompletionQueue",
     "ConfigurationError",
     "Engine",
     "EngineClosedError",
@@ -46,6 +51,7 @@ __all__ = [
     "Selection",
     "StoreError",
     "StoreHandle",
+    "StoreTimeoutError",
     "StoreUnavailableError",
     "UnsupportedModelError",
     "UnsupportedReleaseError",
@@ -56,6 +62,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "BlockIdentity": "persistkv.storage.blocks",
+    "BlockStore": "persistkv.storage.blocks",
+    "CompletionQueue": "persistkv.storage.blocks",
     "Engine": "persistkv.integrations.transformers.engine",
     "PersistentCache": "persistkv.integrations.transformers.persistent_cache",
     "Selection": "persistkv.storage.inspection.selection",

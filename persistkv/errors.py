@@ -174,6 +174,17 @@ class StoreBusyError(StoreError):
     changed; retry later."""
 
 
+class StoreTimeoutError(StoreError):
+    """A call did not end before its deadline. It continues, and may still take effect.
+
+    :param seconds: the time limit of the call.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the store did not answer within {seconds:g} s")
+        self.seconds = seconds
+
+
 class StoreFullError(StoreError):
     """A write did not fit the capacity or the disk, even after eviction; its transaction was rolled
     back completely."""

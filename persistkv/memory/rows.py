@@ -3,6 +3,7 @@ direct I/O."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,34 @@ from persistkv.config import RowLayout
 ByteArray = npt.NDArray[np.uint8]
 
 
-class Rows:
+class BlockMemory(ABC):
+    """Memory with numbered places for blocks, which a store reads and fills. Any thread may call
+    its methods."""
+
+    layout: RowLayout
+    """Bytes of a block of each KV cache group."""
+
+    @abstractmethod
+    def check(self, block_ids: Sequence[int]) -> None:
+        """:raises ValueError: a place does not exist."""
+
+    @abstractmethod
+    def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return writable views of the bytes of blocks of the group, in the order of ``block_ids``,
+        which must not be empty. Bytes that are adjacent may be returned as one view.
+        """
+
+    @abstractmethod
+    def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
+        """Return a copy of blocks of the group, as an array of shape (len(block_ids),
+        block_bytes)."""
+
+    @abstractmethod
+    def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
+        """Copy ``blocks``, an array as ``gather`` returns it, into the places ``block_ids``."""
+
+
+class Rows(BlockMemory):
     """Memory of the primary tier as a byte array of shape (num_blocks, row_stride); row i holds
     block i.
 
@@ -40,7 +68,6 @@ class Rows:
         return len(self.array)
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """:raises ValueError: a row does not exist."""
         if not block_ids:
             return
         lowest = min(block_ids)
@@ -62,10 +89,8 @@ class Rows:
         return places
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return writable views of the bytes that blocks of the group use in their rows, in the
-        order of ``block_ids``, which must not be empty. If a block uses its whole row, consecutive
-        rows are returned as one view.
-        """
+        """See ``BlockMemory``. If a block uses its whole row, consecutive rows are returned as one
+        view."""
         stride = self.layout.row_stride
         whole_row = ((0, stride),)
         pieces = []
@@ -80,8 +105,6 @@ class Rows:
         return pieces
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
-        """Return a copy of blocks of the group, as an array of shape (len(block_ids),
-        block_bytes)."""
         ids = np.asarray(block_ids)
         parts = []
         for offset, size in self.layout.groups[group].ranges:
@@ -93,7 +116,6 @@ class Rows:
         return np.concatenate(parts, axis=1)
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
-        """Copy ``blocks``, an array as ``gather`` returns it, into the rows ``block_ids``."""
         ids = np.asarray(block_ids)
         start = 0  # within a block of ``blocks``, which has no gaps between its ranges
         for offset, size in self.layout.groups[group].ranges:
@@ -119,9 +141,9 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """``BlockSource`` of blocks in rows of the primary tier."""
+    """``BlockSource`` of blocks in memory of the caller, such as rows of the primary tier."""
 
-    rows: Rows
+    rows: BlockMemory
     group: int
     block_ids: Sequence[int]
 

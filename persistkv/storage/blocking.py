@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
+from persistkv.storage.loop_thread import LoopThread
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store, start_threads
 from persistkv.storage.threads import StoreThreads
@@ -19,8 +19,7 @@ T = TypeVar("T")
 
 
 class BlockingStore:
-    """A store whose calls wait for their results. Its event loop runs in a thread of its own,
-    because the caller's thread may run another loop, as in a notebook.
+    """A store whose calls wait for their results. Its event loop runs in a thread of its own.
 
     Between two calls nothing happens: only ``flush`` and ``work`` commit. Not thread-safe.
     """
@@ -39,7 +38,6 @@ class BlockingStore:
 
         The parameters and errors are those of ``Store``.
         """
-        self._loop = asyncio.new_event_loop()
         self._turn = asyncio.Lock()
         threads = start_threads(backend, options)
         try:
@@ -48,16 +46,12 @@ class BlockingStore:
             )
         except BaseException:
             threads.close()
-            self._loop.close()
             raise
-        thread = threading.Thread(
-            target=self._loop.run_forever, name="persistkv-loop", daemon=True
-        )
-        thread.start()
-        self._end = weakref.finalize(self, _end_threads, self._loop, thread, threads)
+        self._loop = LoopThread("persistkv-loop")
+        self._end = weakref.finalize(self, _end_threads, self._loop, threads)
         # a call that hangs must not delay the interpreter's exit
         self._end.atexit = False
-        self.rows = self.store.rows
+        self.rows = rows
         self.counters = self.store.counters
         self.catalogue = self.store.catalogue
         self.namespace = self.store.namespace
@@ -66,8 +60,7 @@ class BlockingStore:
         self.take_news = self.store.take_news
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        in_turn = self._in_turn(coroutine)
-        return asyncio.run_coroutine_threadsafe(in_turn, self._loop).result()
+        return self._loop.wait(self._in_turn(coroutine))
 
     async def _in_turn(self, coroutine: Coroutine[Any, Any, T]) -> T:
         # Ctrl-C ends the wait for a call, not the call: the next one begins after it
@@ -137,10 +130,6 @@ class BlockingStore:
             self.store.close()
 
 
-def _end_threads(
-    loop: asyncio.AbstractEventLoop, thread: threading.Thread, threads: StoreThreads
-) -> None:
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+def _end_threads(loop: LoopThread, threads: StoreThreads) -> None:
     loop.close()
     threads.close()

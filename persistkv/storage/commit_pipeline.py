@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from persistkv.config import MAX_PACK_BYTES
-from persistkv.memory.rows import RowBlocks, Rows, StagedBlocks
+from persistkv.memory.rows import BlockMemory, RowBlocks, StagedBlocks
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.records import RequestEnd
@@ -246,7 +246,7 @@ class Blocks(NamedTuple):
         )
 
 
-def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
+def blocks_per_pack(rows: BlockMemory, max_bytes: int = TARGET_PACK_BYTES) -> int:
     """Return the maximum number of blocks of each group in a pack that is cut at fixed depths: the
     largest power of two with which a pack of all groups has at most 32 MiB and at most
     ``max_bytes``; at least 1.
@@ -258,7 +258,7 @@ def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
 
 
 def plan_packs(
-    rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES
+    rows: BlockMemory, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES
 ) -> list[list[Segment]]:
     """Cut blocks into packs, at depths that are multiples of ``blocks_per_pack``; return the
     segments of each pack.
@@ -291,7 +291,9 @@ def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
         start = stop
 
 
-def _segments(rows: Rows, blocks: Blocks, places: Iterable[int]) -> list[Segment]:
+def _segments(
+    rows: BlockMemory, blocks: Blocks, places: Iterable[int]
+) -> list[Segment]:
     """Return the blocks at these places as segments: runs of one group with consecutive depths, as
     frames require."""
     in_order = sorted(places, key=lambda at: (blocks.groups[at], blocks.depths[at], at))
@@ -307,7 +309,7 @@ def _segments(rows: Rows, blocks: Blocks, places: Iterable[int]) -> list[Segment
     return [_segment(rows, blocks.at(run)) for run in runs]
 
 
-def _segment(rows: Rows, run: Blocks) -> Segment:
+def _segment(rows: BlockMemory, run: Blocks) -> Segment:
     group = run.groups[0]
     source = RowBlocks(rows, group, run.rows)
     return Segment(

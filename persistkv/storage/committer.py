@@ -67,6 +67,8 @@ class Committer:
         self._committed_at = self._refreshed_at = time.monotonic()
         self._flushes: list[asyncio.Future[None]] = []
         self._has_work = asyncio.Event()
+        self.turn = asyncio.Lock()
+        """Held during ``work``. Another task that changes the catalogue acquires it, too."""
         self.changed = asyncio.Event()
         """Set when the index or the news may have changed; the owner clears it."""
 
@@ -121,6 +123,10 @@ class Committer:
     async def work(self) -> None:
         """Do what is due: a slice of the index's replacement, the removal of damaged packs, a
         commit, a refresh."""
+        async with self.turn:
+            await self._work()
+
+    async def _work(self) -> None:
         catalogue = self._catalogue
         # one slice per round, so that a large table delays no commit by more than some ms
         if catalogue.index.replacing:

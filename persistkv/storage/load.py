@@ -27,7 +27,7 @@ import numpy as np
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.memory.pages import huge_memory
-from persistkv.memory.rows import Rows
+from persistkv.memory.rows import BlockMemory
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
@@ -155,7 +155,7 @@ class FrameRead:
 
 def plan_reads(
     holders: Sequence[HeldPack | None],
-    rows: Rows,
+    rows: BlockMemory,
     keys: Sequence[bytes],
     block_ids: Sequence[int],
     part_bytes: int,
@@ -277,7 +277,7 @@ def _parts(
 def read_part(
     backend: Backend,
     namespace: bytes,
-    rows: Rows,
+    rows: BlockMemory,
     scratch: Scratch,
     part: Sequence[FrameRead],
 ) -> ReadOutcome:
@@ -307,7 +307,11 @@ class _PartRead:
     """The read of one part: which of its frames are not read and verified yet."""
 
     def __init__(
-        self, backend: Backend, namespace: bytes, rows: Rows, part: Sequence[FrameRead]
+        self,
+        backend: Backend,
+        namespace: bytes,
+        rows: BlockMemory,
+        part: Sequence[FrameRead],
     ) -> None:
         self._backend = backend
         self._namespace = namespace
@@ -398,7 +402,7 @@ class _PartRead:
         del self._unread[number]
 
 
-def _buffers(read: FrameRead, rows: Rows, take: Take) -> list[memoryview]:
+def _buffers(read: FrameRead, rows: BlockMemory, take: Take) -> list[memoryview]:
     """Return the memory into which the frame's stored bytes are read, in their order."""
     if read.direct:
         return rows.pieces(read.frame.group, read.rows)
@@ -426,7 +430,9 @@ def _span(
     return ReadSpan(run[0].pack.pack_id, run[0].frame.offset, buffers)
 
 
-def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:
+def _decode(
+    read: FrameRead, stored: memoryview, rows: BlockMemory, raw: memoryview
+) -> None:
     frame, codec = read.frame, read.pack.table.codec
     places = rows.pieces(frame.group, read.rows) if read.whole else []
     if len(places) == 1:

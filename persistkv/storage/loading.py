@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from persistkv.errors import StoreError
 from persistkv.memory.budget import MemoryShares
-from persistkv.memory.rows import Rows
+from persistkv.memory.rows import BlockMemory
 from persistkv.storage.commit_queue import CommitQueue
 from persistkv.storage.committer import describe_shortage
 from persistkv.storage.identity.canary import Canary
@@ -43,7 +43,7 @@ class Loader:
     def __init__(
         self,
         catalogue: NamespaceView,
-        rows: Rows,
+        rows: BlockMemory,
         queue: CommitQueue,
         counters: StoreCounters,
         options: StoreOptions,

@@ -368,6 +368,21 @@ class NamespaceView:
                 found[table.pack_id] = pack
         return found
 
+    async def packs_with(self, keys: Iterable[bytes]) -> list[HeldPack]:
+        """Return every pack that holds one of these keys.
+
+        :raises StoreError: the key tables could not be read.
+        """
+        keys = list(keys)
+        candidates: dict[bytes, None] = {}
+        for key in keys:
+            candidates.update(dict.fromkeys(self.index.candidates(key)))
+        packs = await self._packs(candidates)
+        # candidates share a fingerprint with a key, and may lack the key itself
+        return [
+            pack for pack in packs.values() if not pack.places.keys().isdisjoint(keys)
+        ]
+
     @property
     def needs_repair(self) -> bool:
         """Whether ``repair`` has work to do."""

@@ -32,11 +32,12 @@ from persistkv.base import get_offload_group_idx
 from persistkv.config import parse_durability
 from persistkv.errors import IdentityMismatchError, StoreError, printable
 from persistkv.memory.budget import MAX_IO_THREADS, MemoryShares
-from persistkv.memory.rows import Rows
+from persistkv.memory.rows import BlockMemory, Rows
 from persistkv.storage.backend import Backend
 from persistkv.storage.commit_pipeline import Blocks, plan_packs
 from persistkv.storage.commit_queue import CommitQueue
 from persistkv.storage.committer import Committer, describe_shortage
+from persistkv.storage.deletion import Deleter
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
@@ -83,7 +84,7 @@ class Store:
         self,
         backend: Backend,
         identity: Identity,
-        rows: Rows,
+        rows: BlockMemory,
         options: StoreOptions,
         *,
         url: str,
@@ -117,7 +118,9 @@ class Store:
         self.canary: Canary | None = None
         """Compares and serves another engine release's namespace; None if blocks cannot or must not
         be compared."""
-        if rows.layout.numbers is not None and options.adopt == "canary":
+        is_compared = rows.layout.numbers is not None and options.adopt == "canary"
+        # comparisons need the arrangement of numbers in rows
+        if is_compared and isinstance(rows, Rows):
             self.canary = Canary(self.catalogue, identity, rows, options)
         self._is_writable = backend.capabilities.writable
         self._is_ending = False
@@ -135,6 +138,9 @@ class Store:
         )
         self._loader = Loader(
             self.catalogue, rows, self.queue, self.counters, options, self.canary
+        )
+        self._deleter = Deleter(
+            self.catalogue, self.committer, self.queue, options, make_writer
         )
 
     # Index
@@ -308,6 +314,15 @@ class Store:
         else:
             self.catalogue.news.persisted.append((end.request, False))
         self._announce()
+
+    async def delete(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Delete durable blocks of this namespace; return the keys that were held. Blocks that are
+        stored meanwhile may be kept. Pins do not protect single blocks.
+
+        :raises StoreError: the medium failed, a pack with other blocks could not be read, or the
+            store is read-only. Some blocks may have been deleted; no other block is lost.
+        """
+        return await self._deleter.delete(keys)
 
     def refuse_rows(self) -> None:
         """Drop the packs that wait to be written from rows and that no commit has taken yet. Later

@@ -308,7 +308,7 @@ def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
     )
     for row, (group, key, block) in enumerate(wanted):
         if exact and key not in failed:
-            served = b"".join(map(bytes, store.rows.places(group, row)))
+            served = b"".join(map(bytes, store.rows.pieces(group, [row])))
             require(
                 served == block.tobytes(), "served other bytes than the stored ones"
             )

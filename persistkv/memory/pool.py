@@ -1,0 +1,49 @@
+"""Pool of buffers for copies of blocks."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+from persistkv.memory.pages import HUGE_PAGE_BYTES, huge_memory
+
+_KEPT_BYTES = 128 << 20  # 128 MiB of free buffers at most
+_MOST_WASTE = 4  # a buffer is not lent for less than a quarter of its size
+
+
+class BufferPool:
+    """Reuses buffers: the first access to new memory takes longer than a copy. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> mmap.mmap:
+        """Return a buffer of at least ``num_bytes``, with undefined content.
+
+        :raises OSError: no memory is left.
+        """
+        most = _MOST_WASTE * max(num_bytes, HUGE_PAGE_BYTES)
+        with self._lock:
+            for place, buffer in enumerate(self._free):
+                if num_bytes <= len(buffer) <= most:
+                    return self._free.pop(place)
+        return huge_memory(num_bytes)
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        """Return a buffer that nothing uses any more."""
+        with self._lock:
+            if sum(map(len, self._free)) + len(buffer) <= _KEPT_BYTES:
+                self._free.append(buffer)
+
+
+def split(buffer: mmap.mmap, lengths: Sequence[int]) -> list[memoryview]:
+    """Return consecutive views of these lengths, from the start of a buffer on."""
+    view = memoryview(buffer)
+    views = []
+    start = 0
+    for length in lengths:
+        views.append(view[start : start + length])
+        start += length
+    return views

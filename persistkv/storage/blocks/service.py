@@ -1,0 +1,303 @@
+"""The coroutines behind ``BlockStore``: one store, its commit task, and its news."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from persistkv.base import GROUP_INDEX_BYTES, Retention, get_offload_group_idx
+from persistkv.memory.scattered import Regions, ScatteredBlocks
+from persistkv.storage.backend import Backend, Changes, CommitBatch
+from persistkv.storage.blocks.usage import (
+    StoredBlock,
+    TenantOf,
+    Usage,
+    UsageLedger,
+    stored_blocks,
+)
+from persistkv.storage.records import News, RequestEnd
+from persistkv.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class StoreEvents(msgspec.Struct):
+    """Keys that were stored or removed, by any process."""
+
+    stored: list[tuple[bytes, int]] = []
+    """(key, KV cache group) of each block that became durable."""
+    removed: list[tuple[bytes, int]] = []
+    """(key, KV cache group) of each block that cannot be read any more."""
+    lost: bool = False
+    """Whether further events were lost: more than 65,536 were waiting, or another process removed
+    packs whose keys are not known."""
+
+
+class PutJob(msgspec.Struct, frozen=True):
+    """Blocks to store, and how their context is recorded."""
+
+    keys: Sequence[bytes]
+    """Keys with their KV cache group, all of one group."""
+    group: int
+    blocks: Sequence[Regions]
+    depth: int | None
+    """Number of blocks of the context before the first one; None: unknown."""
+    labels: Mapping[str, str]
+    retention: Retention
+
+
+class BlockService:
+    """Stores and loads blocks of callers' memory. For the tasks of one event loop; ``run`` is one
+    of them."""
+
+    def __init__(
+        self,
+        store: Store,
+        memory: ScatteredBlocks,
+        *,
+        tokens_per_block: int,
+        tenant_of: TenantOf | None,
+    ) -> None:
+        self.store = store
+        self._memory = memory
+        self._tokens_per_block = tokens_per_block
+        self._ledger = UsageLedger(tenant_of)
+        self._events = News()
+        self._ended: dict[str, asyncio.Future[bool]] = {}
+        """Requests whose end is not committed yet."""
+        # one more than can be read at once: its packs are looked up meanwhile
+        self._load_slots = asyncio.Semaphore(store.catalogue.threads.readers + 1)
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._has_ended = asyncio.Event()
+        self._running: asyncio.Task[Any] | None = None
+        self.has_failed = False
+        """Whether an internal error has ended ``run``: no call would end any more."""
+
+    async def run(self) -> None:
+        """Commit what is due and apply the changes of other processes, until ``stop``."""
+        self._running = asyncio.current_task()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.store.committer.run())
+                tasks.create_task(self._follow_news())
+        except Exception:
+            logger.exception("internal error: the store answers no more calls")
+            self.has_failed = True
+            for call in self._calls:
+                call.cancel()
+
+    async def stop(self) -> None:
+        """End ``run``."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    async def _follow_news(self) -> None:
+        changed = self.store.committer.changed
+        while True:
+            await changed.wait()
+            changed.clear()
+            self._take_news()
+
+    def _take_news(self) -> None:
+        news = self.store.take_news()
+        for request, is_whole in news.persisted:
+            ended = self._ended.pop(request, None)
+            if ended is not None and not ended.done():
+                ended.set_result(is_whole)
+        self._events.lost |= news.lost
+        self._events.add(stored=news.stored, removed=news.removed)
+
+    # Blocks
+
+    async def put(self, job: PutJob) -> list[bool]:
+        """Store blocks; return for each key whether it is durable. The blocks' memory is not in use
+        after the return."""
+        store = self.store
+        if not store.index.absent(job.keys):
+            store.touch(job.keys)
+            return [True] * len(job.keys)
+        places: list[int] = []
+        with self._call():
+            await store.queue.wait_for_room()
+            places = self._memory.add(job.blocks)
+            try:
+                is_whole = await self._put(job, places)
+            finally:
+                self._memory.remove(places)
+        if is_whole:
+            return [True] * len(job.keys)
+        return await self.contains(job.keys)
+
+    async def _put(self, job: PutJob, places: Sequence[int]) -> bool:
+        depths = None
+        if job.depth is not None:
+            depths = range(job.depth, job.depth + len(job.keys))
+        request = secrets.token_hex(16)
+        accepted = await self.store.put(request, job.keys, places, depths)
+        # without a pause before: blocks and manifest become one transaction
+        ended = self._end(request, {job.group: job.keys}, job.labels, job.retention)
+        await self.store.finish(accepted)
+        return await ended
+
+    def _end(
+        self,
+        request: str,
+        keys: Mapping[int, Sequence[bytes]],
+        labels: Mapping[str, str],
+        retention: Retention,
+    ) -> asyncio.Future[bool]:
+        """End a request; return the future of whether all of its keys are durable.
+
+        :param keys: keys of the context by KV cache group.
+        """
+        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._ended[request] = ended
+        num_groups = len(self._memory.layout.groups)
+        group_keys = tuple(list(keys.get(group, ())) for group in range(num_groups))
+        num_blocks = max(map(len, group_keys))
+        end = RequestEnd(
+            request,
+            request,
+            group_keys,
+            num_blocks * self._tokens_per_block,
+            self._tokens_per_block,
+            labels=dict(labels),
+            retention=retention,
+        )
+        self.store.end_request(end)
+        return ended
+
+    async def get(self, keys: Sequence[bytes], blocks: Sequence[Regions]) -> list[bool]:
+        """Read blocks; return for each key whether its memory holds the verified block. The memory
+        of other keys has undefined content. No memory is in use after the return."""
+        absent = set(self.store.index.absent(keys))
+        if len(absent) == len(keys):
+            return [False] * len(keys)
+        wanted = [place for place, key in enumerate(keys) if key not in absent]
+        wanted_keys = [keys[place] for place in wanted]
+        with self._call():
+            async with self._load_slots:
+                places = self._memory.add(blocks[place] for place in wanted)
+                try:
+                    outcome = await self.store.read(wanted_keys, places)
+                finally:
+                    self._memory.remove(places)
+        absent.update(outcome.failed)
+        return [key not in absent for key in keys]
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is durable."""
+        absent = set(self.store.index.absent(keys))
+        return [key not in absent for key in keys]
+
+    async def touch(self, keys: Sequence[bytes]) -> None:
+        """Record a use of blocks."""
+        self.store.touch(keys)
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Delete blocks; return for each key whether it was held."""
+        with self._call():
+            # what is on its way would be stored after the deletion
+            await self.store.flush()
+            held = await self.store.delete(keys)
+        return [key in held for key in keys]
+
+    async def flush(self) -> None:
+        """Commit all accepted work."""
+        with self._call():
+            await self.store.flush()
+
+    # Pins
+
+    async def pin(
+        self,
+        keys: Mapping[int, Sequence[bytes]],
+        labels: Mapping[str, str],
+        ttl_s: float | None,
+    ) -> tuple[str, bool]:
+        """Pin blocks; return the id of the pin, and whether all of them are held."""
+        request = secrets.token_hex(16)
+        retention = Retention(pin=True, ttl_s=ttl_s)
+        with self._call():
+            is_whole = await self._end(request, keys, labels, retention)
+        return request, is_whole
+
+    async def unpin(self, pin: str) -> None:
+        """Remove a pin."""
+        catalogue = self.store.catalogue
+        with self._call():
+            async with self.store.committer.turn:
+                batch = CommitBatch(pins=[(pin, False)])
+                result = await catalogue.commit(batch)
+                await catalogue.committed([], result, followed=False)
+
+    # What is held
+
+    async def usage(self) -> Usage:
+        """Return the bytes of each tenant, and those of the store."""
+        backend = self.store.catalogue.backend
+        with self._call():
+            self._ledger.apply(await self._changes(self._ledger.cursor))
+            stats = await self.store.catalogue.call(backend.stats)
+        tenants = {tenant: size for tenant, size in self._ledger.totals.items() if size}
+        return Usage(tenants, sum(tenants.values()), stats.disk_bytes, stats.capacity)
+
+    async def stored_blocks(self) -> list[StoredBlock]:
+        """Return all durable blocks."""
+        with self._call():
+            changes = await self._changes(None)
+        return list(stored_blocks(changes.added))
+
+    async def _changes(self, cursor: bytes | None) -> Changes:
+        catalogue = self.store.catalogue
+        return await catalogue.call(
+            partial(_read_changes, catalogue.backend, catalogue.namespace, cursor)
+        )
+
+    async def take_events(self) -> StoreEvents:
+        """Return the events since the last call."""
+        self._take_news()
+        news, self._events = self._events, News()
+        return StoreEvents(_split(news.stored), _split(news.removed), news.lost)
+
+    # The end
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Know a running call, until it has ended."""
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+            self._has_ended.set()
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no call is running, then commit what is left."""
+        while self._calls:
+            self._has_ended.clear()
+            await self._has_ended.wait()
+        if not self.has_failed:
+            await self.store.flush()
+
+
+def _read_changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
+    changes = backend.changes(namespace, cursor)
+    # read here, on the thread of the call
+    return replace(changes, added=list(changes.added))
+
+
+def _split(keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+    """Divide keys into the caller's keys and their KV cache groups."""
+    return [(key[:-GROUP_INDEX_BYTES], get_offload_group_idx(key)) for key in keys]

@@ -1,0 +1,556 @@
+"""``BlockStore``: blocks of bytes in durable storage, for engines with memory of their own.
+
+Invariants of this file:
+
+1. A key that ``put`` or a completion reports as durable is found by every later opening, until it
+   is evicted or deleted.
+2. ``get`` reports a key only if its memory holds the bytes that were stored under this key and
+   identity.
+3. The caller's memory is not in use after a call has returned, or after its completion. A call with
+   a deadline therefore copies: a hung disk may use the copy for as long as it likes.
+4. The bytes of stores that wait are bounded. What exceeds the bound is refused and counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+
+from persistkv.base import GROUP_INDEX_BYTES, Retention
+from persistkv.config import parse_size, store_url
+from persistkv.errors import HostError, StoreError, StoreTimeoutError
+from persistkv.memory.pool import BufferPool
+from persistkv.memory.scattered import ScatteredBlocks
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend
+from persistkv.storage.blocks.buffers import Block, ByteCount, Copies, regions_of
+from persistkv.storage.blocks.completions import Completion, CompletionQueue
+from persistkv.storage.blocks.identity import BlockIdentity
+from persistkv.storage.blocks.service import BlockService, PutJob, StoreEvents
+from persistkv.storage.blocks.usage import StoredBlock, TenantOf, Usage
+from persistkv.storage.loop_thread import LoopThread
+from persistkv.storage.records import StoreCounters, StoreOptions
+from persistkv.storage.store import Store, start_threads
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+_NOT_PINNED = Retention()
+
+
+class BlockCounters(msgspec.Struct):
+    """Counters of one ``BlockStore`` since it was opened."""
+
+    store: StoreCounters
+    """Counters of the store below."""
+    refused_blocks: int = 0
+    """Blocks to store that were refused, because too many bytes were waiting."""
+    expired_calls: int = 0
+    """Calls that did not end before their deadline."""
+
+
+class BlockStore:
+    """Blocks of bytes by key, in the namespace of one identity in one store.
+
+    Any thread may call any method. To be closed, or used in a ``with`` statement. All keys of a
+    call are of one KV cache group, and all blocks of a group have the same size. Methods raise
+    ``HostError`` in a forked child, and ``StoreError`` after ``close``.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        identity: BlockIdentity,
+        block_bytes: Sequence[int],
+        options: StoreOptions,
+        *,
+        url: str,
+        max_queue_bytes: int = 1 << 30,  # 1 GiB
+        tokens_per_block: int = 1,
+        tenant_of: TenantOf | None = None,
+    ) -> None:
+        """Open a namespace of a store that is open already; ``open`` opens both. This object then
+        owns and closes the backend; if this raises, the caller still owns it."""
+        self._memory = ScatteredBlocks(block_bytes)
+        threads = start_threads(backend, options)
+        try:
+            fields = identity.encode(block_bytes)
+            self._store = Store(
+                backend, fields, self._memory, options, url=url, threads=threads
+            )
+        except BaseException:
+            threads.close()
+            raise
+        if self._store.notice:
+            logger.warning("%s", self._store.notice)
+        self._service = BlockService(
+            self._store,
+            self._memory,
+            tokens_per_block=tokens_per_block,
+            tenant_of=tenant_of,
+        )
+        self._loop = LoopThread("persistkv-blocks")
+        self._loop.start(self._service.run())
+        self._pool = BufferPool()
+        self._numbers = itertools.count(1)
+        self._queued = ByteCount(max_queue_bytes)
+        self._pid = os.getpid()
+        self._is_closed = False
+        self.counters = BlockCounters(self._store.counters)
+        """Counters since the opening. They change while calls run."""
+        self.namespace = self._store.namespace.hex()
+        """Id of the namespace, as ``persistkv stat`` lists it: 32 hexadecimal digits."""
+
+    @classmethod
+    def open(
+        cls,
+        url: str | Path,
+        identity: BlockIdentity,
+        block_bytes: Sequence[int],
+        *,
+        codec: str = "raw",
+        io_threads: int = 2,
+        staging_bytes: int | str = "256MiB",
+        strict_identity: bool = False,
+        events: bool = False,
+        max_queue_bytes: int | str = "1GiB",
+        tokens_per_block: int = 1,
+        tenant_of: TenantOf | None = None,
+    ) -> BlockStore:
+        """Open a store for the blocks of an identity; create it if it is absent.
+
+        :param url: URL such as ``lmdb:///var/cache/kv?capacity=100GiB``, or the path of an LMDB
+            store.
+        :param block_bytes: for each KV cache group, the bytes of one block, at most 256 MiB.
+        :param codec: codec of new packs, such as ``planes`` or ``zstd:1``.
+        :param io_threads: threads that read and decode.
+        :param staging_bytes: bound on the store's memory beyond its index, at least 64 MiB.
+        :param strict_identity: raise IdentityMismatchError if the store holds only other
+            identities.
+        :param events: whether ``take_events`` reports keys.
+        :param max_queue_bytes: bound on the bytes of stores that wait or run.
+        :param tokens_per_block: tokens of one block, for the lists of stored contexts.
+        :param tenant_of: returns the tenant of a key, for ``usage``.
+        :raises ConfigurationError: the URL or an option is invalid, or the sizes do not fit the
+            identity.
+        :raises StoreError: the store cannot be opened.
+        """
+        name = store_url(url)
+        options = StoreOptions(
+            codec=codec,
+            io_threads=io_threads,
+            staging_bytes=parse_size(staging_bytes, name="staging_bytes"),
+            strict_identity=strict_identity,
+            adopt="never",
+            events=events,
+        )
+        queue_bytes = parse_size(max_queue_bytes, name="max_queue_bytes")
+        backend = open_backend(name)
+        try:
+            return cls(
+                backend,
+                identity,
+                block_bytes,
+                options,
+                url=name.partition("?")[0],
+                max_queue_bytes=queue_bytes,
+                tokens_per_block=tokens_per_block,
+                tenant_of=tenant_of,
+            )
+        except BaseException:
+            backend.close()
+            raise
+
+    # Lookups
+
+    def contains(self, keys: Sequence[bytes], group: int = 0) -> list[bool]:
+        """Return for each key whether its block is durable. Needs no I/O."""
+        return self._wait(self._service.contains(self._full_keys(keys, group)), None)
+
+    def prefix(self, keys: Sequence[bytes], group: int = 0) -> int:
+        """Return how many keys from the first one on are durable. Needs no I/O."""
+        held = self.contains(keys, group)
+        return held.index(False) if False in held else len(held)
+
+    def touch(self, keys: Sequence[bytes], group: int = 0) -> None:
+        """Record a use of blocks, so that others are evicted first. The next commit stores it."""
+        self._wait(self._service.touch(self._full_keys(keys, group)), None)
+
+    # Blocks
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Block],
+        group: int = 0,
+        *,
+        depth: int | None = None,
+        labels: Mapping[str, str] = _NO_LABELS,
+        retention: Retention = _NOT_PINNED,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Store blocks durably; return for each key whether its block is durable now. Blocks that
+        are held are not written again.
+
+        If the store is full, fails, or is read-only, a warning is logged, and keys are False. The
+        keys are listed as one context.
+
+        :param blocks: for each key, its memory, which must not change during the call.
+        :param depth: number of blocks of the group that precede the first one in its context; None
+            if unknown.
+        :param labels: names and values that are stored with the context.
+        :param retention: how long the context is kept.
+        :param timeout_s: seconds until the call returns with all keys False; the blocks may become
+            durable later. The bytes are copied first. None: no deadline, and no copy.
+        :raises ValueError: there is not one block for each key, a block has another size, or a key
+            occurs twice.
+        """
+        job = self._put_job(keys, blocks, group, depth, labels, retention)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        num_bytes = self._num_bytes(job)
+        if not self._queued.add(num_bytes):
+            return self._refuse(len(keys))
+        copies = None
+        if deadline is not None:
+            try:
+                copies = Copies(self._pool, job.blocks)
+            except OSError:  # no memory is left
+                self._queued.subtract(num_bytes)
+                return self._refuse(len(keys))
+            copies.fill()
+            job = msgspec.structs.replace(job, blocks=copies.blocks)
+
+        def end() -> None:
+            self._queued.subtract(num_bytes)
+            if copies is not None:
+                copies.release()
+
+        call = self._start(self._service.put(job), end)
+        return self._result(call, len(keys), deadline)
+
+    def get(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[Block],
+        group: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Read blocks into memory, and verify them; return for each key whether its memory holds
+        the block. The memory of other keys has undefined content.
+
+        If the store fails, keys are False. Damaged blocks are deleted.
+
+        :param into: for each key, writable memory.
+        :param timeout_s: seconds until the call returns with all keys False and no memory changed.
+            The blocks are read into other memory and copied. None: no deadline, and no copy.
+        :raises ValueError: there is not one block for each key, a block has another size or is
+            read-only, or a key occurs twice.
+        """
+        full = self._full_keys(keys, group)
+        regions = self._regions(full, into, group, writable=True)
+        if timeout_s is None:
+            return self._result(
+                self._start(self._service.get(full, regions)), len(keys), None
+            )
+        deadline = time.monotonic() + timeout_s
+        try:
+            copies = Copies(self._pool, regions)
+        except OSError:  # no memory is left
+            return [False] * len(keys)
+        call = self._start(self._service.get(full, copies.blocks))
+        found = self._result(call, len(keys), deadline)
+        copies.copy_back(found)
+        # after the copy, because the next call may overwrite the memory
+        call.add_done_callback(lambda _: copies.release())
+        return found
+
+    def submit_put(
+        self,
+        completions: CompletionQueue,
+        keys: Sequence[bytes],
+        blocks: Sequence[Block],
+        group: int = 0,
+        *,
+        depth: int | None = None,
+        labels: Mapping[str, str] = _NO_LABELS,
+        retention: Retention = _NOT_PINNED,
+    ) -> int:
+        """Start a ``put`` without a deadline, and return its number without waiting. Its completion
+        has the results; the memory must not change before that. Raises as ``put``."""
+        job = self._put_job(keys, blocks, group, depth, labels, retention)
+        number = next(self._numbers)
+        num_bytes = self._num_bytes(job)
+        if not self._queued.add(num_bytes):
+            completions.add(Completion(number, self._refuse(len(keys))))
+            return number
+        call = self._start(
+            self._service.put(job), lambda: self._queued.subtract(num_bytes)
+        )
+        _complete(call, number, len(keys), completions)
+        return number
+
+    def submit_get(
+        self,
+        completions: CompletionQueue,
+        keys: Sequence[bytes],
+        into: Sequence[Block],
+        group: int = 0,
+    ) -> int:
+        """Start a ``get`` without a deadline, and return its number without waiting. Its completion
+        has the results; the memory is in use before that. Raises as ``get``."""
+        full = self._full_keys(keys, group)
+        regions = self._regions(full, into, group, writable=True)
+        number = next(self._numbers)
+        call = self._start(self._service.get(full, regions))
+        _complete(call, number, len(keys), completions)
+        return number
+
+    def submit_contains(
+        self, completions: CompletionQueue, keys: Sequence[bytes], group: int = 0
+    ) -> int:
+        """Start a ``contains``, and return its number without waiting. Its completion has the
+        results."""
+        full = self._full_keys(keys, group)
+        number = next(self._numbers)
+        call = self._start(self._service.contains(full))
+        _complete(call, number, len(keys), completions)
+        return number
+
+    def delete(
+        self,
+        keys: Sequence[bytes],
+        group: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Delete blocks; return for each key whether it was held. A pack with other blocks is
+        written again without these, so delete many keys with one call.
+
+        :param timeout_s: seconds until the call raises; the deletion then continues.
+        :raises StoreTimeoutError: the deadline has passed.
+        :raises StoreError: the medium failed, or the store is read-only. Some blocks may have been
+            deleted; no other block is lost.
+        """
+        full = self._full_keys(keys, group)
+        return self._wait(self._service.delete(full), timeout_s)
+
+    def flush(self, *, timeout_s: float | None = None) -> None:
+        """Wait until recorded uses and the blocks of calls that run are durable, or dropped.
+
+        :raises StoreTimeoutError: the deadline has passed; the commit continues.
+        """
+        self._wait(self._service.flush(), timeout_s)
+
+    # Pins
+
+    def pin(
+        self,
+        keys: Sequence[bytes],
+        group: int = 0,
+        *,
+        labels: Mapping[str, str] = _NO_LABELS,
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> str | None:
+        """Keep durable blocks from being evicted, also after restarts; return the id of the pin,
+        which ``persistkv ls`` lists. None: not all keys are held, and nothing is pinned.
+
+        :param ttl_s: seconds from the last use on after which the pin expires.
+        :raises StoreTimeoutError: the deadline has passed; the blocks may be pinned later.
+        :raises StoreError: the medium failed, or the store is read-only.
+        """
+        full = {group: self._full_keys(keys, group)}
+        pin, is_whole = self._wait(self._service.pin(full, labels, ttl_s), timeout_s)
+        if is_whole:
+            return pin
+        self.unpin(pin, timeout_s=timeout_s)
+        return None
+
+    def unpin(self, pin: str, *, timeout_s: float | None = None) -> None:
+        """Remove a pin; ignored if there is none with this id.
+
+        :raises StoreTimeoutError: the deadline has passed.
+        :raises StoreError: the medium failed, or the store is read-only.
+        """
+        self._wait(self._service.unpin(pin), timeout_s)
+
+    # What is held
+
+    def usage(self, *, timeout_s: float | None = None) -> Usage:
+        """Return the bytes of each tenant in the namespace, exact as of the last commit, and those
+        of the whole store. The first call reads the tables of all packs, later ones the changes.
+
+        :raises StoreTimeoutError: the deadline has passed.
+        :raises StoreError: the medium failed.
+        """
+        return self._wait(self._service.usage(), timeout_s)
+
+    def stored_blocks(self, *, timeout_s: float | None = None) -> list[StoredBlock]:
+        """Return all durable blocks of the namespace. Reads the tables of all packs.
+
+        :raises StoreTimeoutError: the deadline has passed.
+        :raises StoreError: the medium failed.
+        """
+        return self._wait(self._service.stored_blocks(), timeout_s)
+
+    def take_events(self) -> StoreEvents:
+        """Return the blocks that any process stored or removed since the last call. Those that the
+        store held when it was opened are not included. Changes by other processes are known within
+        seconds. Empty unless the option ``events`` is set."""
+        return self._wait(self._service.take_events(), None)
+
+    # The end
+
+    def close(self, timeout_s: float = 60.0) -> bool:
+        """Wait for calls that run, commit, and close the store. Idempotent.
+
+        :returns: False: a call hung for ``timeout_s`` seconds. The store then stays open until the
+            process ends; what is acknowledged is durable.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return True
+        self._is_closed = True
+        try:
+            self._loop.start(self._service.wait_until_idle()).result(timeout_s)
+        except TimeoutError:
+            logger.warning(
+                "the store did not become idle within %g s: it stays open", timeout_s
+            )
+            return False
+        self._loop.wait(self._service.stop())
+        self._loop.close()
+        self._store.catalogue.threads.close()
+        self._store.close()
+        return True
+
+    def __enter__(self) -> BlockStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # Calls
+
+    def _start(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        end: Callable[[], None] = lambda: None,
+    ) -> Future[T]:
+        """Start a call.
+
+        :param end: called when it has ended, or when this method raises.
+        """
+        problem: Exception | None = None
+        if os.getpid() != self._pid:
+            problem = HostError(
+                "this store was opened before a fork; open it again in the child"
+            )
+        elif self._is_closed or self._service.has_failed:
+            state = "closed" if self._is_closed else "out of order: see the log"
+            problem = StoreError(f"the store is {state}")
+        if problem is not None:
+            coroutine.close()
+            end()
+            raise problem
+        call = self._loop.start(coroutine)
+        call.add_done_callback(lambda _: end())
+        return call
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        call = self._start(coroutine)
+        try:
+            return call.result(timeout_s)
+        except TimeoutError:
+            self.counters.expired_calls += 1
+            raise StoreTimeoutError(timeout_s or 0.0) from None
+        except CancelledError:
+            raise StoreError("the store has failed: see the log") from None
+
+    def _result(
+        self, call: Future[list[bool]], num_keys: int, deadline: float | None
+    ) -> list[bool]:
+        """Wait for the results of a call; all keys are False after the deadline."""
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            return call.result(left_s)
+        except TimeoutError:
+            self.counters.expired_calls += 1
+            return [False] * num_keys
+        except CancelledError:
+            return [False] * num_keys  # the store has failed, which is logged
+
+    def _refuse(self, num_keys: int) -> list[bool]:
+        """Count blocks that are refused; return the results of their call."""
+        self.counters.refused_blocks += num_keys
+        return [False] * num_keys
+
+    # Keys and memory
+
+    def _full_keys(self, keys: Sequence[bytes], group: int) -> list[bytes]:
+        """Return the keys with their KV cache group."""
+        num_groups = len(self._memory.layout.groups)
+        if not 0 <= group < num_groups:
+            raise ValueError(f"group {group}; there are {num_groups}")
+        suffix = group.to_bytes(GROUP_INDEX_BYTES, "big")
+        return [key + suffix for key in keys]
+
+    def _regions(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Block],
+        group: int,
+        *,
+        writable: bool = False,
+    ) -> list[list[memoryview]]:
+        if len(keys) != len(blocks):
+            raise ValueError(f"{len(blocks)} blocks for {len(keys)} keys")
+        if len(set(keys)) != len(keys):
+            raise ValueError("a key occurs twice")
+        block_bytes = self._memory.layout.groups[group].block_bytes
+        return regions_of(blocks, block_bytes, writable=writable)
+
+    def _put_job(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Block],
+        group: int,
+        depth: int | None,
+        labels: Mapping[str, str],
+        retention: Retention,
+    ) -> PutJob:
+        full = self._full_keys(keys, group)
+        regions = self._regions(full, blocks, group)
+        return PutJob(full, group, regions, depth, labels, retention)
+
+    def _num_bytes(self, job: PutJob) -> int:
+        return len(job.keys) * self._memory.layout.groups[job.group].block_bytes
+
+
+def _complete(
+    call: Future[list[bool]], number: int, num_keys: int, completions: CompletionQueue
+) -> None:
+    """Add a completion when a call has ended."""
+
+    def end(ended: Future[list[bool]]) -> None:
+        results = [False] * num_keys
+        if ended.cancelled():
+            logger.error("call %d was cancelled", number)
+        elif (error := ended.exception()) is not None:
+            logger.error("call %d failed: %r", number, error)
+        else:
+            results = ended.result()
+        completions.add(Completion(number, results))
+
+    call.add_done_callback(end)

@@ -1,0 +1,101 @@
+"""What a namespace holds, per tenant and per key, from the tables of its packs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv.base import get_offload_block_hash
+from persistkv.storage.backend import Changes
+from persistkv.storage.format.pack import PackTable, align
+
+TenantOf = Callable[[bytes], str]
+"""Returns the tenant of a key."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Bytes of a namespace, and of the store that it is in."""
+
+    tenants: Mapping[str, int]
+    """For each tenant with content in the namespace, the bytes of its blocks on the medium,
+    encoded and with padding."""
+    namespace_bytes: int
+    """Sum of ``tenants``."""
+    disk_bytes: int
+    """Bytes that the whole store takes on its medium."""
+    capacity: int | None
+    """Bound on ``disk_bytes``; None: the store is unbounded."""
+
+
+class StoredBlock(NamedTuple):
+    """A durable block."""
+
+    key: bytes
+    group: int
+    num_bytes: int
+    """Raw bytes of the block."""
+
+
+class UsageLedger:
+    """Bytes per tenant, kept up to date by the changes of the catalogue. Not thread-safe."""
+
+    def __init__(self, tenant_of: TenantOf | None) -> None:
+        """:param tenant_of: None: all keys are of one tenant, the empty string."""
+        self.cursor: bytes | None = None
+        """Position up to which the changes are applied."""
+        self.totals: Counter[str] = Counter()
+        self._tenant_of = tenant_of
+        self._packs: dict[bytes, Mapping[str, int]] = {}
+
+    def apply(self, changes: Changes) -> None:
+        """Apply changes after ``cursor``."""
+        if changes.reset:
+            self._packs.clear()
+            self.totals.clear()
+        for pack_id in changes.removed:
+            self._remove(pack_id)
+        for table in changes.added:
+            self._remove(table.pack_id)
+            shares = self._shares(table)
+            self._packs[table.pack_id] = shares
+            self.totals.update(shares)
+        self.cursor = changes.cursor
+
+    def _remove(self, pack_id: bytes) -> None:
+        self.totals.subtract(self._packs.pop(pack_id, {}))
+
+    def _shares(self, table: PackTable) -> Mapping[str, int]:
+        """Divide the payload of a pack among tenants."""
+        if self._tenant_of is None:
+            return {"": table.payload_length}
+        shares: Counter[str] = Counter()
+        keys = iter(block_keys(table))
+        for frame in table.frames:
+            stored = align(frame.stored_length)
+            share, rest = divmod(stored, frame.block_count)
+            for _ in range(frame.block_count):
+                # the first block of a frame has what cannot be divided
+                shares[self._tenant_of(next(keys))] += share + rest
+                rest = 0
+        return shares
+
+
+def block_keys(table: PackTable) -> list[bytes]:
+    """Return the keys of a pack's blocks without their KV cache group."""
+    return [get_offload_block_hash(key) for key in table.keys.unpack()]
+
+
+def stored_blocks(tables: Iterable[PackTable]) -> Iterator[StoredBlock]:
+    """Yield the blocks of packs, each key once."""
+    seen: set[tuple[bytes, int]] = set()
+    for table in tables:
+        keys = iter(block_keys(table))
+        for frame in table.frames:
+            for _ in range(frame.block_count):
+                key = next(keys)
+                if (key, frame.group) not in seen:
+                    seen.add((key, frame.group))
+                    yield StoredBlock(key, frame.group, frame.block_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -104,9 +105,9 @@ def plant_before(patch: pytest.MonkeyPatch) -> None:
     """Check the age of a commit before its last request, not after it."""
     put_sealed = Medium.put_sealed
 
-    def planted(self: Medium, name: str, body: bytes, namespace: bytes) -> BlobInfo:
+    def planted(self: Medium, name: str, *args: Any) -> BlobInfo:
         before = self.time.now()
-        written = put_sealed(self, name, body, namespace)
+        written = put_sealed(self, name, *args)
         return written._replace(time=before) if "/inbox/" in name else written
 
     patch.setattr(Medium, "put_sealed", planted)

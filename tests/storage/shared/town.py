@@ -51,7 +51,11 @@ class Engine:
         self, town: Town, options: SharedOptions, *, read_only: bool = False
     ) -> None:
         self.clock = TownClock(town)
-        self.blobs = FaultyBlobs(town.server.handle())
+        medium = town.server.handle()
+        medium.connections = (
+            1  # calls run in the test's thread, in the same order each time
+        )
+        self.blobs = FaultyBlobs(medium)
         self.backend = SharedBackend(
             self.blobs, options, read_only=read_only, clock=self.clock, background=False
         )

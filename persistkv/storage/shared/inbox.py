@@ -6,15 +6,16 @@
 3. The writer applies it to its replica at once. A merge shows it to other engines.
 
 A commit is acknowledged only if, after its last request, less than 12 hours have passed since its
-first, on the medium's clock: a sweep deletes blobs that nothing names after 24 hours. If the
-outcome of a request stays unknown, the commit is not acknowledged; it may appear all the same,
-under names that no other commit has.
+first, on the medium's clock and on the machine's: a sweep deletes blobs that nothing names after 24
+hours. If the outcome of a request stays unknown, the commit is not acknowledged; it may appear all
+the same, under names that no other commit has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
@@ -44,6 +45,15 @@ from persistkv.storage.shared.replica import CommitPlan, KeysPlace, Replica
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours
 # of a commit: a merge writes several into one object
 _MOST_BODY_BYTES = MAX_OBJECT_BYTES // 4
+
+
+class _Start(NamedTuple):
+    """The beginning of a commit, on each clock, in seconds."""
+
+    medium: float
+    """Time of the first request; later than any while the medium's time is unknown."""
+    monotonic: float
+    wall: float
 
 
 class Inbox:
@@ -82,25 +92,47 @@ class Inbox:
         plan = self._replica.plan(batch)
         if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
-        missing = {pack.pack_id for pack in plan.missing}
-        used = list(batch.touches)
-        used += [pack.pack_id for pack in batch.packs if pack.pack_id not in missing]
+        used = _used_packs(batch, plan)
         removals = plan.removals
-        adds = plan.missing or batch.manifests or plan.pins
-        if not adds and not removals.packs and not removals.manifests:
+        changes = (
+            plan.missing,
+            batch.manifests,
+            plan.pins,
+            removals.packs,
+            removals.manifests,
+        )
+        if not any(changes):
             self._touch(used)
             return CommitResult(plan.cursor)
 
-        began = self._medium.time.now() or LATEST_TIME
-        started = self._clock.monotonic()
+        start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
         # the packs may be gone: it does not even name them
-        self._check_age(self._clock.monotonic() - started)
+        self._check_age(start, start.medium)
+        start = start._replace(medium=min(start.medium, upload.first))
         delta = self._delta(batch, plan, upload, used)
-        before, after = self._publish(delta, min(began, upload.first))
+        before, after = self._publish(delta, start)
         self._merger.deletions.add_packs(removals.packs)
         cursor = after if before == plan.cursor else plan.cursor
         return CommitResult(cursor, removals.tables)
+
+    def _start(self) -> _Start:
+        medium = self._medium.time.now() or LATEST_TIME
+        return _Start(medium, self._clock.monotonic(), self._clock.wall())
+
+    def _check_age(self, start: _Start, written: float) -> None:
+        """Raise a StoreError if any clock shows that a commit takes too long. The medium's may be
+        wrong in some replies, and the monotonic one stands still while the machine is suspended.
+
+        :param written: time of a request of the commit, on the medium's clock.
+        """
+        seconds = max(
+            written - start.medium,
+            self._clock.monotonic() - start.monotonic,
+            self._clock.wall() - start.wall,
+        )
+        if seconds > _MOST_COMMIT_S:
+            raise StoreError("the commit took more than 12 hours and does not count")
 
     def _delta(
         self,
@@ -142,12 +174,10 @@ class Inbox:
     def _digest(self, write: ManifestWrite) -> bytes:
         return manifest_row(self._replica.namespace, write.manifest.id)[ID_BYTES:]
 
-    def _publish(self, delta: Delta, first: float) -> tuple[bytes, bytes]:
+    def _publish(self, delta: Delta, start: _Start) -> tuple[bytes, bytes]:
         """Write a commit to the inbox, with the waiting uses, and apply it; return the cursors
         before and after.
 
-        :param first: time of the first request, on the medium's clock, or later than any if there
-            was none.
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
         uses = dict(self._uses)
@@ -162,7 +192,7 @@ class Inbox:
         publishing.add(name)
         try:
             written = self._medium.put_sealed(name, body, self._replica.namespace).time
-            self._check_age(written - first)
+            self._check_age(start, written)
             latest = max(written, self._medium.time.time_of_use())
             delta = delta.clamped(latest + ROUNDING_S)
             cursors = self._replica.apply([(name, delta)])
@@ -185,10 +215,6 @@ class Inbox:
         for name in lost:
             self._lost.pop(name, None)
 
-    def _check_age(self, seconds: float) -> None:
-        if seconds > _MOST_COMMIT_S:
-            raise StoreError("the commit took more than 12 hours and does not count")
-
     # Uses
 
     def _touch(self, pack_ids: Sequence[bytes]) -> None:
@@ -204,7 +230,7 @@ class Inbox:
         """Publish waiting uses and tombstones in a commit of their own. If it fails, they keep
         waiting."""
         if self._uses or self._lost:
-            self._publish(Delta(), LATEST_TIME)
+            self._publish(Delta(), self._start())
 
     def lose(self, name: bytes) -> None:
         """Remove a pack whose blob is missing: now from the replica, with the next commit from the
@@ -213,6 +239,14 @@ class Inbox:
         now = self._medium.time.time_of_use() or LATEST_TIME
         self._lost[name] = now
         self._replica.apply([("", Delta(removed=[Tombstone(name, now)]))])
+
+
+def _used_packs(batch: CommitBatch, plan: CommitPlan) -> list[bytes]:
+    """Return the ids of the packs that a batch uses and does not add. To store a pack that is held
+    is a use."""
+    missing = {pack.pack_id for pack in plan.missing}
+    held = [pack.pack_id for pack in batch.packs if pack.pack_id not in missing]
+    return [*batch.touches, *held]
 
 
 def _manifest_entry(

@@ -744,6 +744,60 @@ def test_sweep_of_an_engine_that_has_seen_no_commit_deletes_old_blobs(
     assert town.names("/packs/") == []
 
 
+def sweep_during_a_commit(town: Town, sweeper: Engine) -> None:
+    """Let an engine sweep when another one has uploaded a pack and not committed it."""
+    writer = town.engine()
+
+    def sweep(name: str) -> None:
+        if NAMES.is_commit(name):
+            sweeper.backend._open(NAMESPACE).sweep()
+            town.server_ahead_s = 0.0
+
+    writer.blobs.before("put", sweep)
+    writer.store(pack(1))
+    writer.blobs.clear_faults()
+    town.run(10)
+    table = table_of(writer, pack(1).pack_id)
+    assert read_pack(writer.backend, NAMESPACE, table) == payload_of(pack(1))
+
+
+@pytest.mark.parametrize("ahead_s", [-365 * DAY_S, 365 * DAY_S])
+def test_sweep_with_replies_of_a_wrong_date_deletes_no_young_blob(
+    town: Town, ahead_s: float
+) -> None:
+    sweeper = town.engine()
+    sweeper.date_replies(ahead_s)
+    sweep_during_a_commit(town, sweeper)
+
+
+def test_sweep_while_the_clock_of_the_medium_is_wrong_deletes_no_young_blob(
+    town: Town,
+) -> None:
+    sweeper = town.engine()
+
+    def jump(name: str) -> None:
+        town.server_ahead_s = 365 * DAY_S
+
+    sweeper.blobs.before("put", jump)
+    sweep_during_a_commit(town, sweeper)
+
+
+def test_commit_that_was_suspended_for_a_day_is_refused_despite_a_wrong_date(
+    town: Town,
+) -> None:
+    writer = town.engine()
+    town.run(5)
+
+    def suspend(name: str) -> None:
+        if NAMES.is_commit(name):
+            town.now += DAY_S
+            town.server_ahead_s = -DAY_S
+
+    writer.blobs.before("put", suspend)
+    with pytest.raises(StoreError, match="12 hours"):
+        writer.store(pack(1))
+
+
 def test_sweep_spares_packs_that_only_others_name(town: Town) -> None:
     first = town.engine()
     first.store(pack(1))

@@ -187,5 +187,7 @@ def pack(
 @contextmanager
 def town_of(directory: Path, seed: int = 0) -> Iterator[Town]:
     town = Town(directory, seed)
-    yield town
-    town.close()
+    try:
+        yield town
+    finally:
+        town.close()

@@ -405,7 +405,8 @@ class Merger:
         listed = self._to_include()
         if len(listed) < 2:
             return
-        self._replica.purge(self._medium.time.now() - _TOMBSTONES_KEPT_S)
+        # a clock that is ahead must not end tombstones early: what they removed could return
+        self._replica.purge(self._expiry_time() - _TOMBSTONES_KEPT_S)
         level = max(BASE_LEVEL, 1 + max(self._level(name) for name in listed))
         parts: list[str] = []
         waiting: Delta | None = None

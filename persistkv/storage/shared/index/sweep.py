@@ -3,7 +3,8 @@ failed.
 
 1. A blob is deleted only if it is older than 24 hours on the medium's clock, and two readings of
    the whole index, begun after it was listed, do not name it. Each reading lists the inbox before
-   the index, and begins from nothing: the replica is not trusted.
+   the index, and begins from nothing: the replica is not trusted. The machine's clock must confirm
+   the medium's, which may jump ahead, or the packs of a running commit count as old.
 2. If any object of the index is missing, unreadable or of a newer release, nothing is deleted: it
    may name the blob. An object that was damaged for seven days counts as junk.
 3. One sweep a day is enough for all engines: a blob records when one began.
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
 from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.clock import AGREEING_S
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,
     Delta,
@@ -92,6 +94,10 @@ class Sweeper:
         now = self._medium.put_sealed(
             self._names.swept, body, self._replica.namespace
         ).time
+        if abs(now - self._medium.clock.wall()) >= AGREEING_S:
+            text = "%s: no sweep, because the clocks of the medium and of this machine differ"
+            logger.warning(text, self._names.base)
+            return 0
         old = self._old_blobs(now)
         if not old:
             return 0

@@ -127,7 +127,9 @@ class NamespaceView:
         the next refresh reads the whole catalogue."""
         self.news = News()
         self._counters = counters
-        self._events = options.events
+        self._announced: dict[bytes, PackedKeys] | None = {} if options.events else None
+        """Keys of the packs that were reported as stored, by pack id: other processes that remove
+        a pack do not name its keys. None: no events."""
         self.block_bytes = [group.block_bytes for group in layout.groups]
         """Raw bytes of one block of each KV cache group."""
         self._recent = _RecentTables()
@@ -247,9 +249,10 @@ class NamespaceView:
 
     def _learn(self, changes: Changes) -> None:
         if changes.reset:
-            self.news.lost |= self._events and len(self.index) > 0
+            self.news.lost |= self._announced is not None and len(self.index) > 0
             self._doubts.suspects.clear()
             self.index.reload(changes.added, changes.blocks)
+            self._announce_gone()
         else:
             self._forget(changes.removed)
             self._add(list(changes.added))
@@ -258,14 +261,32 @@ class NamespaceView:
     def _add(self, tables: Sequence[PackTable]) -> None:
         for table in tables:
             self._doubts.suspects.pop(table.pack_id, None)
-            if self._collided or self._events:
+            if self._collided or self._announced is not None:
                 keys = table.keys.unpack()
                 self._set_collided(
                     [key for key in keys if key in self._collided], collided=False
                 )
-                if self._events and not self.index.number_of(table.pack_id):
-                    self.news.add(stored=self.index.absent(keys))
+                self._announce(table, keys)
         self.index.add(tables)
+
+    def _announce(self, table: PackTable, keys: Sequence[bytes]) -> None:
+        """Report the keys of a pack that the index lacks as stored, if events are enabled."""
+        if self._announced is None or self.index.number_of(table.pack_id):
+            return
+        self._announced[table.pack_id] = table.keys
+        self.news.add(stored=self.index.absent(keys))
+
+    def _announce_gone(self) -> None:
+        """Report the packs as removed that were reported as stored and that the reloaded index
+        lacks."""
+        if self._announced is None:
+            return
+        gone = [
+            pack_id for pack_id in self._announced if not self.index.number_of(pack_id)
+        ]
+        for pack_id in gone:
+            keys = self._announced.pop(pack_id)
+            self.news.add(removed=self.index.absent(keys.unpack()))
 
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
         """Remove packs from the index, and record their keys in ``news``, or that keys are lost.
@@ -274,23 +295,36 @@ class NamespaceView:
             not have it.
         """
         fingerprints: dict[bytes, bytes] = {}
-        tables: list[PackTable | None] = []
+        removed: list[PackedKeys | None] = []
         for pack_id, known in packs.items():
             self._doubts.suspects.pop(pack_id, None)
-            if number := self.index.number_of(pack_id):
-                recent = self._recent.get(number)
-                if isinstance(known, PackTable):
-                    tables.append(known)
-                    fingerprints[pack_id] = known.keys.fingerprints
-                else:
-                    tables.append(None if recent is None else recent.table)
-                    fingerprints[pack_id] = known
+            number = self.index.number_of(pack_id)
+            if not number:
+                continue
+            if isinstance(known, PackTable):
+                removed.append(known.keys)
+                fingerprints[pack_id] = known.keys.fingerprints
+            else:
+                removed.append(self._keys_of(pack_id, number))
+                fingerprints[pack_id] = known
         self.index.remove(fingerprints)
-        for table in tables if self._events else ():
-            if table is None:
+        if self._announced is None:
+            return
+        # after the removal: keys that other packs hold can still be loaded
+        for keys in removed:
+            if keys is None:
                 self.news.lost = True
             else:
-                self.news.add(removed=self.index.absent(table.keys.unpack()))
+                self.news.add(removed=self.index.absent(keys.unpack()))
+        for pack_id in fingerprints:
+            self._announced.pop(pack_id, None)
+
+    def _keys_of(self, pack_id: bytes, number: int) -> PackedKeys | None:
+        """Return the keys of a pack if they are in memory."""
+        if self._announced is not None and pack_id in self._announced:
+            return self._announced[pack_id]
+        recent = self._recent.get(number)
+        return None if recent is None else recent.table.keys
 
     # Full keys
 

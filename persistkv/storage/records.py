@@ -94,8 +94,8 @@ class News(msgspec.Struct, array_like=True, tag=True):
     removed: list[bytes] = []
     """Keys that can no longer be loaded: their packs were removed, or are damaged."""
     lost: bool = False
-    """Whether ``stored`` or ``removed`` is incomplete: more than 65,536 keys changed, or the keys
-    of removed packs are not known (mostly of packs that another process removed)."""
+    """Whether ``stored`` or ``removed`` is incomplete: more than 65,536 keys changed, or another
+    process removed packs that this one held when it was opened, whose keys are not known."""
     persisted: list[tuple[str, bool]] = []
     """(request id, whether its whole context is durable), for each request whose end was
     processed."""

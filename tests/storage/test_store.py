@@ -244,20 +244,30 @@ def test_tick_applies_stores_and_deletions_of_other_handles(
     open_store: OpenStore, keys: Keys, tmp_path: Any
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
-    writer, reader = open_store(url), open_store(url, refresh_s=0.0)
-    names = keys(64)
-    writer.put("r", names, range(64), None)
+    writer = open_store(url)
+    old, names, kept = keys(8), keys(64), keys(8)
+    writer.put("old", old, range(8), None)
     writer.flush()
+    reader = open_store(url, refresh_s=0.0)
+    for number, some in enumerate((names, kept)):
+        writer.put(f"r{number}", some, range(len(some)), None)
+        writer.flush()
     reader.work()
-    assert sorted(reader.take_news().stored) == sorted(names)
-    tables = writer.catalogue.backend.changes(writer.namespace, None).added
-    writer.catalogue.backend.commit(
-        writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables])
-    )
-    reader.work()
-    assert reader.take_news().lost, "its keys are not known here"
+    assert sorted(reader.take_news().stored) == sorted(names + kept)
+
+    def delete(some: list[bytes]) -> None:
+        packs = writer.index.candidates(some[0])
+        batch = CommitBatch(deletions=packs)
+        writer.catalogue.backend.commit(writer.namespace, batch)
+        reader.work()
+
+    delete(names)
+    news = reader.take_news()
+    assert (sorted(news.removed), news.lost) == (sorted(names), False)
     assert not any(map(reader.contains, names))
     assert reader.read(names, range(64)) == names
+    delete(old)
+    assert reader.take_news().lost, "its keys, held at the opening, are not known here"
 
 
 def test_commit_to_namespace_ended_by_other_handle_begins_it_again(

@@ -202,7 +202,7 @@ class _Engine:
         """Record the blocks and disk bytes that the store holds now; return the statistics of its
         host."""
         host = self.client.stats().host
-        if host is None:
+        if host is None or host.disk_bytes is None:
             raise StoreError("the store did not answer")
         self._run.disk_bytes = max(self._run.disk_bytes, host.disk_bytes)
         self.held.append(len(self.client))

@@ -239,11 +239,11 @@ class HostStats(_Message):
     held_blocks: int
     """``EngineStatus.indexed_blocks``."""
     staged_bytes: int
-    disk_bytes: int
-    """Bytes that the store, with all its namespaces, takes on the medium; 0 if the medium failed or
-    keeps no totals."""
+    disk_bytes: int | None
+    """Bytes that the store, with all its namespaces, takes on the medium; None: the medium
+    failed."""
     capacity: int | None
-    """Bound on ``disk_bytes``; None: unbounded or unknown."""
+    """Bound on ``disk_bytes``; None: unbounded, or the medium failed."""
     cpu_seconds: float
     """CPU time, since its start, of the process in which the store runs."""
     requests: dict[str, int] = {}

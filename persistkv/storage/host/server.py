@@ -121,7 +121,7 @@ class _Server:
             return
         finally:
             opener.close()
-        self._session = Session(store, self._channel, tasks, hello.engine_pid)
+        self._session = Session(store, self._channel, tasks, hello)
         self._lifecycle.opened()
 
     def _open_store(self, hello: protocol.Hello) -> Store:

@@ -21,9 +21,13 @@ from persistkv.storage.host.publishing import NewsPublisher
 from persistkv.storage.host.status_publisher import StatusPublisher
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd
+from persistkv.storage.stats import BackendStats
 from persistkv.storage.store import Store, start_threads
 
 logger = logging.getLogger(__name__)
+
+_SHORT_ID = 8  # hexadecimal digits of a namespace's id in log lines
+_GIB = 1 << 30
 
 
 def open_store(buffer: memoryview | None, hello: protocol.Hello) -> Store:
@@ -78,11 +82,12 @@ class Session:
         store: Store,
         channel: Channel,
         tasks: asyncio.TaskGroup,
-        engine_pid: int,
+        hello: protocol.Hello,
     ) -> None:
         """Start the tasks of the store, and tell the engine that it is open.
 
         :param tasks: the group to which tasks are added.
+        :param hello: the message for which the store was opened.
         :raises OSError: there is no descriptor for the lookup table.
         """
         self.store = store
@@ -90,7 +95,8 @@ class Session:
         self._tasks = tasks
         self._publisher = NewsPublisher(store, channel)
         self._jobs = Jobs(store, channel, self._publisher, tasks)
-        self._status = StatusPublisher(store, self._jobs, engine_pid)
+        self._status = StatusPublisher(store, self._jobs, hello.engine_pid)
+        self._totals_fail = False
         canary = store.canary
         opened = protocol.Opened(
             self._publisher.share_table(),
@@ -105,6 +111,7 @@ class Session:
             self._status.run(),
         )
         self._running = [tasks.create_task(task) for task in endless]
+        tasks.create_task(self._log_opening(hello))
 
     def handle(self, message: Any) -> None:
         """Process one message from the engine, other than the first and the last one."""
@@ -141,23 +148,46 @@ class Session:
     def _ask_recent(self, message: protocol.AskRecent) -> None:
         self._tasks.create_task(self._answer_recent(message))
 
+    async def _log_opening(self, hello: protocol.Hello) -> None:
+        """Log what the store holds: one line for operators after each start."""
+        totals = await self._read_totals()
+        filled = "size unknown"
+        if totals is not None:
+            filled = _fill_level(totals)
+        logger.info(
+            "%s open, namespace %s (%s), %d blocks held, %s",
+            hello.url.partition("?")[0],
+            self.store.namespace.hex()[:_SHORT_ID],
+            Identity.decode(hello.identity).model_name or "unnamed model",
+            len(self.store.index),
+            filled,
+        )
+
+    async def _read_totals(self) -> BackendStats | None:
+        """Return the store's totals; None: the medium failed. The first of several failures in a
+        row is logged."""
+        try:
+            totals = await self.store.catalogue.call(self.store.catalogue.backend.stats)
+        except StoreError as error:
+            if not self._totals_fail:
+                # str: the exception references rows
+                logger.warning("totals cannot be read: %s", str(error))
+            self._totals_fail = True
+            return None
+        self._totals_fail = False
+        return totals
+
     async def _answer_stats(self, ask: protocol.AskStats) -> None:
         store = self.store
         backend = store.catalogue.backend
-        disk_bytes, capacity = 0, None
-        try:
-            totals = await store.catalogue.call(backend.stats)
-            disk_bytes, capacity = totals.disk_bytes, totals.capacity
-        except StoreError as error:
-            # the exception references rows
-            logger.warning("totals cannot be read: %s", str(error))
+        totals = await self._read_totals()
         stats = protocol.HostStats(
             ask.token,
             store.counters,
             held_blocks=len(store.index),
             staged_bytes=store.queue.staging.num_bytes,
-            disk_bytes=disk_bytes,
-            capacity=capacity,
+            disk_bytes=None if totals is None else totals.disk_bytes,
+            capacity=None if totals is None else totals.capacity,
             cpu_seconds=time.process_time(),
             requests=dict(backend.requests),
             breaker=backend.breaker_state,
@@ -212,3 +242,10 @@ class Session:
         protocol.AskStats: _ask_stats,
         protocol.AskRecent: _ask_recent,
     }
+
+
+def _fill_level(totals: BackendStats) -> str:
+    used = f"{totals.disk_bytes / _GIB:.1f}"
+    if totals.capacity is None:
+        return f"{used} GiB"
+    return f"{used} of {totals.capacity / _GIB:.1f} GiB"

@@ -67,6 +67,13 @@ def find_executor() -> Any:
     return _on_stack(Executor, "model_executor")
 
 
+def find_engine_core() -> Any:
+    """Return the ``EngineCore`` that is being built; None if no caller on the stack is one."""
+    from vllm.v1.engine.core import EngineCore
+
+    return _on_stack(EngineCore)
+
+
 def find_scheduler() -> Any:
     """Return the ``Scheduler`` that calls; None if no caller on the stack is one."""
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -18,7 +18,8 @@ COUNTERS: Mapping[str, str] = {
     "load_bytes": "Bytes read from the store into the primary tier",
     "load_seconds": "Seconds from the submission of loads to their end, added up",
     "load_failed_chunks": "Chunks that were to be loaded and could not be",
-    "store_bytes": "Bytes taken from the primary tier to be stored",
+    "store_bytes": "Bytes written to the store, before the codec; blocks that it held are "
+    "not counted",
     "store_seconds": "Seconds from the submission of stores to their end, added up",
     "changed_weights_chunks": "Chunks in flight that were not stored or not served because "
     "weights changed",
@@ -55,7 +56,6 @@ class Observed:
     load_bytes: int = 0
     load_seconds: float = 0.0
     load_failed_chunks: int = 0
-    store_bytes: int = 0
     store_seconds: float = 0.0
     changed_weights_chunks: int = 0
 
@@ -79,23 +79,26 @@ class MetricsReader:
     and gauges."""
 
     def __init__(self, store: str) -> None:
+        self.observed = Observed()
+        """Counters that the tier increments."""
         self._labels = (store,)
         self._last: dict[str, float] = {}
-        self._observed: tuple[float, ...] = ()
+        self._levels: dict[str, float] = {}
+        self._counted: tuple[float, ...] = ()
         self._next_s = 0.0
 
-    def is_due(self, observed: Observed, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Return whether to read the metrics now: the tier's own totals changed, or the last
         reading is 1 s old. If so, ``read`` must follow. Cheap, because it is called in every step.
         """
-        counted = tuple(vars(observed).values())
-        if counted == self._observed and now < self._next_s:
+        counted = tuple(vars(self.observed).values())
+        if counted == self._counted and now < self._next_s:
             return False
-        self._observed = counted
+        self._counted = counted
         self._next_s = now + _LONGEST_S
         return True
 
-    def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
+    def read(self, stats: StoreStats, held_chunks: int) -> Any:
         """Return vLLM's ``OffloadingConnectorStats`` with the counters' increments and the gauges'
         present values."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -103,35 +106,48 @@ class MetricsReader:
         )
 
         reading = OffloadingConnectorStats()
-        for name, growth in self.growth(totals(observed, stats)).items():
+        for name, growth in self.growth(totals(self.observed, stats)).items():
             reading.increase_counter(PREFIX + name, growth, self._labels)
-        for name, value in levels(stats, held_chunks).items():
+        self._levels = levels(stats, held_chunks)
+        for name, value in self._levels.items():
             reading.set_gauge(PREFIX + name, value, self._labels)
         return reading
 
+    def is_outdated(self, stats: StoreStats, held_chunks: int) -> bool:
+        """Return whether ``read`` would change what Prometheus shows. May be called in any
+        thread."""
+        if levels(stats, held_chunks) != self._levels:
+            return True
+        return totals(self.observed, stats) != self._last
+
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the growth of each total since the last call, if any. A smaller total was reset
-        and grows from 0."""
+        """Return the growth of each total since the last call, if any; in the first call, all
+        totals. A smaller total was reset and grows from 0.
+
+        A counter that appears with its first event has no earlier value, and ``increase`` of
+        Prometheus does not see the event.
+        """
         growth: dict[str, float] = {}
         for name, value in now.items():
             last = self._last.get(name, 0)
             # a new process of the store counts from 0
             grown = value - last if value >= last else value
-            if grown:
+            if grown or name not in self._last:
                 growth[name] = grown
             self._last[name] = value
         return growth
 
 
 def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
-    """Return the tier's counters since its construction and, if known, the store process's counters
-    since its start."""
-    found: dict[str, float] = {**vars(observed)}
+    """Return the value of each counter: the tier's since its construction, and the store process's
+    since its start, 0 until its first report."""
+    found: dict[str, float] = {**dict.fromkeys(COUNTERS, 0), **vars(observed)}
     found["stores_refused"] = stats.client.refused_jobs
     found["restarts"] = stats.client.restarts
     if stats.host is not None:
         counters = stats.host.counters
         found["dropped_chunks"] = counters.dropped_blocks
+        found["store_bytes"] = counters.stored_raw_bytes
         found["written_bytes"] = counters.stored_bytes
         found["verification_failures"] = counters.verification_failures
         found["evicted_chunks"] = counters.evicted_blocks
@@ -139,17 +155,20 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
 
 
 def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
-    """Return the gauges' values by name. Gauges of the host process are missing until its first
-    report."""
+    """Return the gauges' values by name. A gauge whose value is not known is missing, and keeps its
+    last value in Prometheus: those of the host process until its first report, and the fill level
+    while the medium fails."""
     found: dict[str, float] = {
         "queued_bytes": stats.queued_bytes,
         "held_chunks": held_chunks,
         "open": float(stats.state == "open"),
     }
-    if stats.host is not None:
-        capacity = stats.host.capacity or 0
-        found["breaker"] = _BREAKER.get(stats.host.breaker or "", 0.0)
-        found["disk_bytes"] = stats.host.disk_bytes
+    if stats.host is None:
+        return found
+    found["breaker"] = _BREAKER.get(stats.host.breaker or "", 0.0)
+    disk_bytes, capacity = stats.host.disk_bytes, stats.host.capacity or 0
+    if disk_bytes is not None:
+        found["disk_bytes"] = disk_bytes
         found["capacity_bytes"] = capacity
-        found["fill_perc"] = stats.host.disk_bytes / capacity if capacity else 0.0
+        found["fill_perc"] = disk_bytes / capacity if capacity else 0.0
     return found

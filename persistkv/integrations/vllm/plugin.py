@@ -6,14 +6,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from persistkv.integrations.vllm.logs import use_vllm_logging
 from persistkv.integrations.vllm.regions import remove_leftovers
 
 _PACKAGE = "persistkv.integrations.vllm"
 
 
 def register() -> None:
-    """Register the tiers by short names and the spec, let workers watch their weights, and remove
-    the files that killed engines left in shared memory.
+    """Register the tiers by short names and the spec, let workers watch their weights, log as vLLM
+    does, and remove the files that killed engines left in shared memory.
     """
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -25,6 +26,7 @@ def register() -> None:
     with suppress(ValueError):
         OffloadingSpecFactory.register_spec("PersistKVSpec", _PACKAGE, "PersistKVSpec")
     _watch_workers()
+    use_vllm_logging("persistkv")
     remove_leftovers()
 
 

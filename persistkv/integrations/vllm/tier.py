@@ -53,19 +53,18 @@ from persistkv.integrations.vllm.identity import (
     has_random_hashes,
     shared_layout,
 )
-from persistkv.integrations.vllm.metrics import (
-    MetricsReader,
-    Observed,
-    metric_definitions,
-)
+from persistkv.integrations.vllm.logs import use_vllm_logging
+from persistkv.integrations.vllm.metrics import MetricsReader, metric_definitions
 from persistkv.integrations.vllm.numbers import by_group_index, number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
+from persistkv.integrations.vllm.wake import StepRequests, find_wake
 from persistkv.integrations.vllm.weights.guarded_tier import GuardedTier
 from persistkv.integrations.vllm.weights.watch import attach_watch
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
+from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.base import JobResult as TierResult
@@ -108,12 +107,16 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         )
         self.options = vllm_options(options)
         scheme = self.options.scheme
-        is_remote = BACKENDS.get(scheme).capabilities.remote
+        backend = BACKENDS.get(scheme)
+        use_vllm_logging("persistkv", backend.__module__.partition(".")[0])
+        is_remote = backend.capabilities.remote
         default = "REMOTE" if is_remote else "LOCAL"
         self.locality = Locality(self.options.locality or default)
         self._tiers = persistent_tiers(offloading_spec)
         self._made: PersistentTier | None = None  # last, in ``_tiers``
         self._isolation = Isolation("tier persistkv")
+        self._metrics = MetricsReader(scheme)
+        self._steps = StepRequests(find_wake())
         offloading = offloading_spec.config
         chunk_tokens = {}
         for group in offloading.groups:
@@ -146,8 +149,6 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._requests: dict[str, LiveRequest] = {}
         self._loads: dict[int, tuple[LiveRequest, Sequence[OffloadKey]]] = {}
         self._passed_over: list[JobResult] = []  # store jobs that were not submitted
-        self._observed = Observed()
-        self._metrics = MetricsReader(scheme)
 
     def _make_tier(
         self, config: OffloadingConfig, rows: memoryview, weights: str | None
@@ -161,6 +162,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             # the store need not know the new weights
             options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
+        tier.client.idle.callback = partial(self._request_step, tier.client)
         if self._made is not None and self._made in self._tiers:
             self._tiers[self._tiers.index(self._made)] = tier
         else:
@@ -176,6 +178,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self, engine: Any, spec: Any, rows: memoryview
     ) -> OffloadingConfig:
         offloading = spec.config
+        if not self._tiers:  # the first of several stores
+            self._check_primary_size(engine.model_config.max_model_len, rows)
         algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm):
             logger.warning(
@@ -221,6 +225,26 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             identity, tokens, layout, len(rows), self._region_fds, events
         )
 
+    def _check_primary_size(self, max_tokens: int, rows: memoryview) -> None:
+        """Warn if the longest request does not fit the primary tier, through which all transfers
+        pass."""
+        # of all groups the one with the most chunks; sliding windows need fewer
+        chunk_tokens = min(self._group_tokens)
+        needed = max_tokens // chunk_tokens
+        if len(rows) >= needed:
+            return
+        row_bytes = rows.nbytes // max(1, len(rows))
+        logger.warning(
+            "cpu_bytes_to_use is too small: %d chunks, %d tokens. A request of max_model_len, %d "
+            "tokens, needs %d chunks: set it to %d bytes or more. Contexts that do not fit are "
+            "stored and loaded in part, or not at all",
+            len(rows),
+            len(rows) * chunk_tokens,
+            max_tokens,
+            needed,
+            needed * row_bytes,
+        )
+
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -230,9 +254,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         epoch = 0 if request is None else request.epoch
         has_failed = request is not None and key in request.failed
         if self._guard.lookup(key, req_context, epoch) and not has_failed:
-            self._observed.lookup_hits += 1
+            self._metrics.observed.lookup_hits += 1
             return LookupResult.HIT
-        self._observed.lookup_misses += 1
+        self._metrics.observed.lookup_misses += 1
         return LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -274,19 +298,20 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             request.failed |= failed
             if not success:
                 good = [key for key in keys if key not in failed]
-            self._observed.load_bytes += result.num_bytes
-            self._observed.load_seconds += result.seconds
-            self._observed.load_failed_chunks += len(failed)
+            self._metrics.observed.load_bytes += result.num_bytes
+            self._metrics.observed.load_seconds += result.seconds
+            self._metrics.observed.load_failed_chunks += len(failed)
         else:
-            self._observed.store_bytes += result.num_bytes
-            self._observed.store_seconds += result.seconds
+            self._metrics.observed.store_seconds += result.seconds
         return JobResult(result.job_id, success, good, result.seconds, result.num_bytes)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._tier.touch(list(keys), req_context)
 
     def has_pending_work(self) -> bool:
-        return bool(self._passed_over) or self._guard.has_pending_work()
+        if self._passed_over or self._steps.is_waiting:
+            return True
+        return self._guard.has_pending_work()
 
     def drain_jobs(self) -> None:
         """End all jobs. vLLM calls it to reset its caches, which often belongs to a change of the
@@ -357,21 +382,30 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     # The rest
 
+    def _request_step(self, client: StoreClient) -> None:
+        """Have an idle engine export what changed: events, or metrics. Called in another thread."""
+        stats = client.glance()
+        if client.has_events or self._metrics.is_outdated(stats, len(client)):
+            self._steps.request()
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._guard.is_opening:
             return []
         events = []
         for event in self._tier.take_events():
-            if event.keys:  # vLLM has no event for lost ones
-                events.append(
-                    OffloadingEvent(
-                        event.keys,
-                        Medium.STORAGE,
-                        event.removed,
-                        self.locality,
-                        self.tier_type,
-                    )
+            if not event.keys:  # vLLM has no event for lost ones
+                continue
+            events.append(
+                OffloadingEvent(
+                    event.keys,
+                    Medium.STORAGE,
+                    event.removed,
+                    self.locality,
+                    self.tier_type,
+                    # vLLM keeps what it knows of a chunk; a removal would name its last block only
+                    removal_expected=not event.removed,
                 )
+            )
         return events
 
     @classmethod
@@ -399,13 +433,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     def get_stats(self) -> Any:
         """Return vLLM's metrics object with the growth of the counters; None: too early, see
         ``MetricsReader``."""
-        self._observed.changed_weights_chunks = self._guard.dropped_blocks
-        if self._guard.is_opening:
-            return None
-        if not self._metrics.is_due(self._observed, time.monotonic()):
+        self._steps.note_step()
+        self._metrics.observed.changed_weights_chunks = self._guard.dropped_blocks
+        if self._guard.is_opening or not self._metrics.is_due(time.monotonic()):
             return None
         client = self._tier.client
-        return self._metrics.read(self._observed, client.glance(), len(client))
+        return self._metrics.read(client.glance(), len(client))
 
     def shutdown(self) -> None:
         """End unfinished requests, and wait until the store's process has committed all blocks and

@@ -502,6 +502,11 @@ class StoreClient:
         events, self._events = self._events, News()
         return events
 
+    @property
+    def has_events(self) -> bool:
+        """Whether ``take_events`` has something to return."""
+        return self._events != News()
+
     @_exclusive
     def take_persisted(self) -> dict[str, bool]:
         """Return ids of requests whose end was processed since the last call. True: all their

@@ -8,6 +8,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from persistkv.isolation import Isolation
+
 _IDLE_S = 1.0  # seconds without a poll of the engine after which it counts as idle
 _RESTART_LOOK_S = 0.05  # seconds between looks at a host that is not open
 
@@ -29,6 +31,8 @@ class IdleSupervision:
         self._polled = 0.0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        # a host without supervision would stay down for ever
+        self._isolation = Isolation("the idle supervision of a store's host")
 
     def start(self) -> None:
         """Start the thread, unless it has been started."""
@@ -56,13 +60,14 @@ class IdleSupervision:
             if time.monotonic() - self._polled < _IDLE_S:
                 seconds = _IDLE_S
                 continue
-            # the reference is dropped before the next wait
             look = self._look()
             if look is None:
                 return
-            with self.lock:
-                is_open = look()
+            seconds = _RESTART_LOOK_S
+            with self._isolation.guard("look", "it is repeated"), self.lock:
+                seconds = _IDLE_S if look() else _RESTART_LOOK_S
+            # the wait must not keep the object
             del look
-            seconds = _IDLE_S if is_open else _RESTART_LOOK_S
             if self.callback is not None:
-                self.callback()
+                with self._isolation.guard("callback", "it is repeated"):
+                    self.callback()

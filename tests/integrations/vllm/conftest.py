@@ -4,6 +4,7 @@ installed."""
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import time
 import uuid
@@ -39,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(
                     pytest.mark.skip(reason="vLLM is not installed: make test-vllm")
                 )
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Give persistkv a log handler, so that tiers leave its configuration to pytest."""
+    handler = logging.NullHandler()
+    logger = logging.getLogger("persistkv")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
 
 
 def prompt(number: int, length: int = 400) -> list[int]:

@@ -71,7 +71,10 @@ def start(url, monkeypatch):
         )
         cache = SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto")
         engine = SimpleNamespace(
-            cache_config=cache, kv_transfer_config=transfer, speculative_config=None
+            cache_config=cache,
+            model_config=SimpleNamespace(max_model_len=1),
+            kv_transfer_config=transfer,
+            speculative_config=None,
         )
         monkeypatch.setattr(tier, "find_vllm_config", lambda: engine)
         monkeypatch.setattr(

@@ -166,7 +166,8 @@ def start(url, monkeypatch):
     from persistkv.integrations.vllm import tier
 
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256")
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+        model_config=SimpleNamespace(max_model_len=1),
     )
     monkeypatch.setattr(tier, "find_vllm_config", lambda: config)
     monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"test": 1})

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import msgspec
+
 from persistkv.integrations.vllm.metrics import (
     COUNTERS,
     GAUGES,
@@ -13,13 +15,13 @@ from persistkv.storage.host.protocol import HostStats
 from persistkv.storage.records import StoreCounters
 
 
-def host_stats(stored_bytes=0, capacity=100, breaker=None):
+def host_stats(stored_bytes=0, capacity=100, breaker=None, disk=25):
     return HostStats(
         0,
         StoreCounters(stored_bytes=stored_bytes),
         3,
         0,
-        25,
+        disk,
         capacity,
         0.0,
         breaker=breaker,
@@ -32,10 +34,42 @@ def test_totals_and_levels_return_exactly_defined_metrics():
     assert levels(stats, 3).keys() == GAUGES.keys()
 
 
-def test_totals_and_levels_before_host_stats_omit_host_metrics():
+def test_totals_before_host_stats_are_all_0():
     stats = StoreStats("opening", ClientCounters(), None)
-    assert totals(Observed(), stats).keys() < COUNTERS.keys()
+    assert totals(Observed(), stats) == dict.fromkeys(COUNTERS, 0)
+
+
+def test_levels_before_host_stats_omit_host_metrics():
+    stats = StoreStats("opening", ClientCounters(), None)
     assert levels(stats, 0) == {"queued_bytes": 0, "held_chunks": 0, "open": 0.0}
+
+
+def test_levels_while_medium_fails_omit_fill_level():
+    stats = StoreStats("open", ClientCounters(), host_stats(disk=None, breaker="open"))
+    assert levels(stats, 3) == {
+        "queued_bytes": 0,
+        "held_chunks": 3,
+        "open": 1.0,
+        "breaker": 2.0,
+    }
+
+
+def test_totals_store_bytes_are_those_written_before_codec():
+    counters = StoreCounters(
+        stored_raw_bytes=88, stored_bytes=60, held_blocks=7, dropped_bytes=9
+    )
+    host = msgspec.structs.replace(host_stats(), counters=counters)
+    found = totals(Observed(), StoreStats("open", ClientCounters(), host))
+    assert (found["store_bytes"], found["written_bytes"]) == (88, 60)
+
+
+def test_metrics_reader_first_growth_contains_every_counter():
+    reader, observed = MetricsReader("lmdb"), Observed()
+    stats = StoreStats("opening", ClientCounters(), None)
+    assert reader.growth(totals(observed, stats)) == dict.fromkeys(COUNTERS, 0)
+    assert reader.growth(totals(observed, stats)) == {}
+    observed.lookup_hits += 2
+    assert reader.growth(totals(observed, stats)) == {"lookup_hits": 2}
 
 
 def test_levels_fill_perc_is_used_share_of_capacity():
@@ -65,13 +99,13 @@ def test_metrics_reader_growth_after_host_restart_counts_from_zero():
 
 
 def test_metrics_reader_is_due_after_new_count_and_every_second():
-    reader, observed = MetricsReader("lmdb"), Observed()
-    assert reader.is_due(observed, 10.0)
-    assert not reader.is_due(observed, 10.9)
-    observed.lookup_misses += 1
-    assert reader.is_due(observed, 10.9)
-    assert not reader.is_due(observed, 11.8)
-    assert reader.is_due(observed, 11.9)
+    reader = MetricsReader("lmdb")
+    assert reader.is_due(10.0)
+    assert not reader.is_due(10.9)
+    reader.observed.lookup_misses += 1
+    assert reader.is_due(10.9)
+    assert not reader.is_due(11.8)
+    assert reader.is_due(11.9)
 
 
 def test_levels_breaker_state_is_number_from_0_to_2():

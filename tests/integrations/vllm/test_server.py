@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
+
 import pytest
 
+from tests.host_processes import host_processes
 from tests.integrations.vllm.conftest import (
     PREWARM,
     prompt,
@@ -49,3 +55,30 @@ def test_server_restart_hits_stored_and_misses_opted_out_request(
     assert stored_contexts(url) == 1
     second = start_server(tier(url), PREWARM, new=True)
     assert second.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 384]}
+
+
+def await_true(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never comes to that"
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_server_idle_host_killed_is_restarted_counted_and_logged(start_server, url):
+    """Without a request after the kill."""
+    prefix = "vllm:kv_offload_persistkv_"
+    server = start_server(tier(url), new=True)
+    await_true(lambda: f"{prefix}restarts_total{{" in server.metrics())
+    assert server.metric(f"{prefix}restarts_total") == 0, "before the first request"
+    assert server.metric(f"{prefix}open") == 1
+    server.generate(*PROMPTS)
+    wait_stored(url, 2)
+    await_true(lambda: server.metric(f"{prefix}store_bytes_total") > 0)
+    (host,) = host_processes()
+    os.kill(host, signal.SIGKILL)
+    await_true(lambda: server.metric(f"{prefix}restarts_total") == 1)
+    await_true(lambda: server.metric(f"{prefix}open") == 1)
+    log = server.log
+    assert log.count("persistkv: the host process ended") == 1
+    assert log.count(f"persistkv: {url.partition('?')[0]} open, namespace") == 2

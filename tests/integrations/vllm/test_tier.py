@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,13 +42,16 @@ def make_tier(rows, url, monkeypatch):
     from persistkv.integrations.vllm import tier as module
 
     engine = SimpleNamespace(
-        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256")
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+        model_config=SimpleNamespace(max_model_len=ROWS * CHUNK),
     )
     monkeypatch.setattr(module, "find_vllm_config", lambda: engine)
     monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
     built = []
 
-    def make(*, url=url, view=None, workers=1, spec=None, **options):
+    def make(*, url=url, view=None, workers=1, spec=None, max_tokens=None, **options):
+        if max_tokens is not None:
+            engine.model_config.max_model_len = max_tokens
         spec = spec or make_spec(workers)
         built.append(
             module.PersistKVTier(
@@ -118,7 +124,12 @@ def test_tier_invalid_store_option_raises_naming_it(make_tier, tmp_path, option,
 
 
 def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows):
-    from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingEvent,
+    )
 
     tier, keys = make_tier(), keys_of(4)
     context = context_of(keys)
@@ -132,16 +143,38 @@ def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows):
     assert [tier.lookup(key, context) for key in keys] == [LookupResult.HIT] * 4
     (event,) = tier.take_events()
     assert sorted(event.keys) == keys
-    assert (event.medium, event.removed, event.locality, event.ownership) == (
+    assert event == OffloadingEvent(
+        event.keys,
         Medium.STORAGE,
-        False,
-        Locality.LOCAL,
-        "persistkv",
+        removed=False,
+        locality=Locality.LOCAL,
+        ownership="persistkv",
+        removal_expected=True,
     )
     tier.submit_load(job_of(2, keys, 8, context, is_promotion=True))
     (result,) = results_of(tier)
     assert (result.success, result.successful_keys) == (True, None)
     assert np.array_equal(rows[8:12], rows[:4])
+
+
+def test_tier_chunks_deleted_by_prune_emit_removal_of_all_keys(make_tier, url):
+    tier, keys = make_tier(), keys_of(4)
+    store(tier, keys, context_of(keys))
+    list(tier.take_events())
+    command = Path(sys.executable).with_name("persistkv")
+    prune = [command, "prune", url.partition("?")[0]]
+    subprocess.run(
+        [*prune, "--label", "model", "--yes"], check=True, capture_output=True
+    )
+    events = []
+    deadline = time.monotonic() + 60
+    while not events:
+        assert time.monotonic() < deadline
+        list(tier.get_finished_jobs())
+        events = list(tier.take_events())
+        time.sleep(0.05)
+    (event,) = events
+    assert (sorted(event.keys), event.removed) == (keys, True)
 
 
 def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(make_tier, rows):
@@ -251,6 +284,49 @@ def test_tier_get_stats_reports_only_defined_metrics(make_tier):
         for values in reading.data["data"].values()
         for labels in values
     )
+
+
+def test_tier_primary_tier_below_longest_request_warns_once_with_sizes(
+    make_tier, caplog, tmp_path
+):
+    spec = make_spec()
+    make_tier(spec=spec, max_tokens=ROWS * CHUNK + CHUNK - 1)
+    assert "cpu_bytes_to_use" not in caplog.text
+    spec = make_spec()
+    for number in range(2):
+        url = f"lmdb://{tmp_path}/store{number}"
+        make_tier(spec=spec, max_tokens=100 * CHUNK, url=url)
+    (line,) = [text for text in caplog.messages if "cpu_bytes_to_use" in text]
+    assert f"{ROWS} chunks, {ROWS * CHUNK} tokens" in line
+    assert f"{100 * CHUNK} tokens, needs 100 chunks" in line
+    assert f"{100 * STRIDE} bytes" in line
+
+
+def test_tier_first_stats_contain_every_counter(make_tier):
+    tier = make_tier()
+    counters = {
+        name: values
+        for name, values in tier.get_stats().data["data"].items()
+        if values == {("lmdb",): 0}
+    }
+    from persistkv.integrations.vllm.metrics import COUNTERS, PREFIX
+
+    assert {PREFIX + name for name in COUNTERS} <= set(counters)
+
+
+def test_tier_idle_has_pending_work_until_its_news_are_exported(make_tier):
+    tier, keys = make_tier(), keys_of(2)
+    store(tier, keys, context_of(keys))
+    tier.get_stats()
+    deadline = time.monotonic() + 60
+    while not tier.has_pending_work():  # without a step
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    list(tier.get_finished_jobs())
+    (event,) = tier.take_events()
+    assert sorted(event.keys) == keys
+    assert tier.get_stats() is not None
+    assert not tier.has_pending_work()
 
 
 def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(

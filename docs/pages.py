@@ -7,7 +7,8 @@
    --strict`` makes an error.
 3. A link to a source file on a line of its own becomes the file's text.
 4. A page that would fetch anything over the network causes a warning, too.
-5. Names in table cells may break after a separator or before a capital letter: narrow columns stay
+5. Blocks with a table, as commands print it, are marked: on small screens they scroll, others wrap.
+6. Names in table cells may break after a separator or before a capital letter: narrow columns stay
    readable.
 """
 
@@ -46,6 +47,9 @@ _FETCH = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)",
     re.IGNORECASE,
 )
+_RULE = "───"
+_TABLE = '<pre class="table">'
+_BLOCK = re.compile(r"<pre>(?=(.*?)</pre>)", re.DOTALL)
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _NAME = re.compile(r"<code>[^<]*</code>")
 _BREAK = re.compile(
@@ -81,8 +85,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Warn about content that a browser would fetch over the network; mark where names in tables
-    may break, and where options, and numbers with their units, must not.
+    """Warn about content that a browser would fetch over the network; mark blocks with tables,
+    where names in tables may break, and where options, and numbers with their units, must not.
     """
     for url in _FETCH.findall(output):
         logger.warning(
@@ -90,6 +94,7 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
             page.file.src_uri,
             url,
         )
+    output = _BLOCK.sub(lambda block: _TABLE if _RULE in block[1] else block[0], output)
     output = _CELL.sub(
         lambda cell: _NAME.sub(lambda name: _BREAK.sub("<wbr>", name[0]), cell[0]),
         output,

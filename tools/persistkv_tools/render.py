@@ -70,7 +70,9 @@ def format_expiry(at: float, now: float | None = None) -> str:
 
 
 def format_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    """Return a time in this machine's time zone, which is named: ``2026-11-27 14:05:09 CET``."""
+    local = datetime.fromtimestamp(seconds).astimezone()
+    return local.strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
 def format_ratio(raw: int, stored: int) -> str:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from contextlib import closing
 from html.parser import HTMLParser
 
@@ -12,6 +13,7 @@ import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.format.codec import ZstdCodec
+from persistkv.storage.identity import Identity
 from persistkv_tools import render
 from persistkv_tools.inspect.report import report_data
 from tests.tools.contexts import Contexts
@@ -119,6 +121,26 @@ class TestReportPage:
         for figure in figures(run, store):
             assert figure in text
 
+    def test_page_names_models_and_the_time_zone(self, run, url, tmp_path, monkeypatch):
+        monkeypatch.setenv("TZ", "CET-1")
+        time.tzset()
+        try:
+            with closing(open_backend(url)) as backend:
+                for name in ("/models/llama", "/models/<gemma>"):
+                    identity = Identity.of({"model_name": name, "weights": name})
+                    Contexts(backend, identity).add(f"of {name}", "a b")
+            assert run("report", url, "-o", "report.html").returncode == 0
+            shown = run("show", url, "of /models/llama").stdout
+        finally:
+            monkeypatch.undo()
+            time.tzset()
+        page = (tmp_path / "report.html").read_text()
+        table = page.partition("<h2>Namespaces</h2>")[2].partition("</table>")[0]
+        assert "<td>/models/llama</td>" in table
+        assert "<td>/models/&lt;gemma&gt;</td>" in table
+        assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d CET</p>", page)
+        assert re.search(r"created .*:\d\d CET \(", shown)
+
     def test_label_with_markup_is_escaped(self, page):
         assert "<b>anna" not in page.read_text()
         assert "&lt;b&gt;anna" in page.read_text()
@@ -177,6 +199,27 @@ class TestInChromium:
         assert (
             "CONSOLE" in chromium("--dump-dom", (tmp_path / "bad.html").as_uri()).stderr
         )
+
+    def test_page_fits_a_window_of_390_pixels(self, page, chromium, tmp_path):
+        """Neither the page nor a table with bars is wider; tables of records scroll in their own
+        boxes. The window is a frame: Chromium has no windows below 500 pixels."""
+        script = """<script>
+            const tables = [...document.querySelectorAll(".scroll:has(.track)")];
+            const over = [document.documentElement, ...tables].map(
+                (box) => box.scrollWidth - box.clientWidth);
+            parent.document.body.dataset.over = over.join(" ");
+        </script>"""
+        framed = html.escape(page.read_text().replace("</body>", f"{script}</body>"))
+        probe = tmp_path / "probe.html"
+        probe.write_text(
+            f'<body><iframe srcdoc="{framed}" width="390"></iframe></body>'
+        )
+        done = chromium("--dump-dom", probe.as_uri())
+        found = re.search(r'data-over="([^"]+)"', done.stdout)
+        assert found is not None, done.stderr
+        over = list(map(int, found[1].split()))
+        assert len(over) == 5  # page, ages, sizes, prefix tree, codecs
+        assert over == [0] * 5
 
     @pytest.mark.parametrize(("dark", "light"), [(False, True), (True, False)])
     def test_page_follows_preferred_colour_scheme(

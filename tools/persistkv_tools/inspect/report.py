@@ -56,7 +56,6 @@ p { margin: 4px 0 12px; color: var(--dim); }
   span { color: var(--dim); }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr));
   gap: 0 28px; }
-@media (max-width: 520px) { .columns { grid-template-columns: 1fr; } }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--line);
@@ -76,6 +75,18 @@ td.tree .track { min-width: 260px; background: var(--panel); }
 td.tree i { min-width: 2px; }
 .track.chosen i { background: var(--hot); }
 footer { margin-top: 36px; color: var(--dim); }
+@media (max-width: 520px) {
+  body { padding: 14px; }
+  h1 { font-size: 18px; }
+  .card b { font-size: 16px; white-space: nowrap; }
+  .columns { grid-template-columns: minmax(0, 1fr); }
+  .cards { grid-template-columns: repeat(auto-fit, minmax(104px, 1fr)); }
+  th, td { padding: 4px 6px; }
+  th, tr:has(.track) td { white-space: normal; }
+  tr:has(.track) td:nth-child(2) { min-width: 92px; }
+  td.tree { width: 45%; }
+  td.tree .track { min-width: 90px; }
+}
 """
 
 
@@ -86,7 +97,9 @@ _CARDS = render.columns(
     part=lambda totals: "no limit" if totals.fill is None else f"{totals.fill:.1%}",
 )
 _NAMESPACES = render.columns(
-    "namespace=short created_at=since requests packs blocks raw=raw_bytes stored=stored_bytes",
+    "model=name namespace=short created_at=since requests packs blocks raw=raw_bytes "
+    "stored=stored_bytes",
+    name=lambda space: space.model or "-",
     short=lambda space: space.id[:8],
     since=lambda space: render.format_time(space.created),
 )

@@ -96,7 +96,6 @@ class Session:
         self._publisher = NewsPublisher(store, channel)
         self._jobs = Jobs(store, channel, self._publisher, tasks)
         self._status = StatusPublisher(store, self._jobs, hello.engine_pid)
-        self._totals_fail = False
         canary = store.canary
         opened = protocol.Opened(
             self._publisher.share_table(),
@@ -150,9 +149,11 @@ class Session:
 
     async def _log_opening(self, hello: protocol.Hello) -> None:
         """Log what the store holds: one line for operators after each start."""
+        backend = self.store.catalogue.backend
         totals = await self._read_totals()
-        filled = "size unknown"
-        if totals is not None:
+        filled = "the medium fails"
+        # a shared store opens without its medium, and finds its content later
+        if totals is not None and backend.breaker_state in (None, "closed"):
             filled = _fill_level(totals)
         logger.info(
             "%s open, namespace %s (%s), %d blocks held, %s",
@@ -164,18 +165,13 @@ class Session:
         )
 
     async def _read_totals(self) -> BackendStats | None:
-        """Return the store's totals; None: the medium failed. The first of several failures in a
-        row is logged."""
+        """Return the store's totals; None: the medium failed."""
         try:
-            totals = await self.store.catalogue.call(self.store.catalogue.backend.stats)
+            return await self.store.catalogue.call(self.store.catalogue.backend.stats)
         except StoreError as error:
-            if not self._totals_fail:
-                # str: the exception references rows
-                logger.warning("totals cannot be read: %s", str(error))
-            self._totals_fail = True
+            # str: the exception references rows. Commits and lookups log the failure.
+            logger.debug("totals cannot be read: %s", str(error))
             return None
-        self._totals_fail = False
-        return totals
 
     async def _answer_stats(self, ask: protocol.AskStats) -> None:
         store = self.store

@@ -39,7 +39,7 @@ def test_open_store_logs_one_line_with_content_and_fill_level(
     assert re.fullmatch(re.escape(url) + pattern, line)
 
 
-def test_stats_while_medium_fails_have_no_size_and_warn_once(
+def test_stats_while_medium_fails_have_no_size_and_log_no_line(
     hosted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = FaultyBackend.of(MemoryBackend())
@@ -58,6 +58,5 @@ def test_stats_while_medium_fails_have_no_size_and_warn_once(
         assert disk_bytes() is not None
         backend.fail("stats", StoreError("no answer"))
         assert [disk_bytes(), disk_bytes()] == [None, None]
-        assert caplog.text.count("totals cannot be read: no answer") == 1
-        caplog.clear()
+        assert "no answer" not in caplog.text, "an outage has other lines"
         backend.clear_faults()

@@ -1,9 +1,22 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.vllm.options import vllm_options
+from persistkv.integrations.vllm.options import VllmTierOptions, vllm_options
+
+PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
+
+
+def test_options_table_of_docs_names_every_option_and_no_other():
+    section = PAGE.read_text().partition("## Options of the tier")[2]
+    table = section.partition("\n\n")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == set(VllmTierOptions.__struct_fields__)
 
 
 @pytest.mark.parametrize(

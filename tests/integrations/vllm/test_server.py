@@ -82,3 +82,22 @@ def test_server_idle_host_killed_is_restarted_counted_and_logged(start_server, u
     log = server.log
     assert log.count("persistkv: the host process ended") == 1
     assert log.count(f"persistkv: {url.partition('?')[0]} open, namespace") == 2
+
+
+@pytest.mark.slow
+def test_server_outage_of_bucket_is_logged_once_and_shown_by_gauges(
+    start_server, bucket_url, s3_server
+):
+    prefix = "vllm:kv_offload_persistkv_"
+    server = start_server(tier(bucket_url, deadline="2s"), new=True)
+    server.generate(PROMPTS[0])
+    await_true(lambda: server.metric(f"{prefix}disk_bytes") > 1 << 18)
+    s3_server.kill()
+    filled = server.metric(f"{prefix}disk_bytes")
+    server.generate(PROMPTS[1])
+    await_true(lambda: server.metric(f"{prefix}breaker") > 0, 120)
+    await_true(lambda: server.metric(f"{prefix}dropped_chunks_total") > 0, 120)
+    assert server.metric(f"{prefix}disk_bytes") == filled
+    assert server.metric(f"{prefix}open") == 1
+    where = bucket_url.partition("?")[0]
+    assert server.log.count(f"persistkv: {where} fails or is slow") == 1

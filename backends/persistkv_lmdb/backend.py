@@ -304,9 +304,19 @@ class LmdbBackend(Backend):
             found = rows.get(META, note_row(namespace, name))
             return None if found is None else bytes(found)
 
-    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
+    def note_names(self, namespace: bytes) -> list[str]:
+        prefix = note_row(namespace, "")
+        with self.rows() as rows:
+            found = rows.starting_with(META, prefix)
+            return [bytes(key[len(prefix) :]).decode() for key, _ in found]
+
+    def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
+        row = note_row(namespace, name)
         with self.rows(write=True) as rows:
-            rows.put(META, note_row(namespace, name), content)
+            if content is None:
+                rows.delete(META, row)
+            else:
+                rows.put(META, row, content)
 
     # Content
 

@@ -274,10 +274,21 @@ class Backend(ABC):
         be deleted with the namespace's last content.
         """
 
-    @abstractmethod
-    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
-        """Write a note, replacing the one with the same name. It is durable on return.
+    def notes(self, namespace: bytes, names: Sequence[str]) -> list[bytes | None]:
+        """Return the content of several notes, in order; see ``note``."""
+        return [self.note(namespace, name) for name in names]
 
+    @abstractmethod
+    def note_names(self, namespace: bytes) -> list[str]:
+        """Return the names of the notes about a namespace, in any order."""
+
+    @abstractmethod
+    def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
+        """Write a note, replacing the one with the same name; None deletes it. It is durable on
+        return.
+
+        :param namespace: id of a namespace; sixteen zero bytes for a note about the store itself,
+            which is not deleted with a namespace.
         :param name: 1 to 32 letters and digits.
         :param content: at most 64 KiB, which the store does not interpret.
         :raises StoreError: the store is open read-only, or the medium failed; the previous note is

@@ -48,6 +48,7 @@ from persistkv.storage.load import ReadOutcome
 from persistkv.storage.loading import Loader
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.savings import SavingsRecorder
 from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ class Store:
         Otherwise empty."""
         backend.open_namespace(identity)
         self.namespace = identity.digest
+        self.savings = SavingsRecorder(backend, identity)
+        """Adds up what requests restored; its caller writes it into the store."""
         self.catalogue = NamespaceView(
             backend, self.namespace, threads, self.counters, rows.layout, options
         )

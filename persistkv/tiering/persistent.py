@@ -41,7 +41,8 @@ from persistkv.memory.budget import (
 )
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import Hello
+from persistkv.storage.host.in_flight import JobOutcome
+from persistkv.storage.host.protocol import Hello, Saved
 from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import Choice, RequestEnd, StoreOptions
@@ -162,6 +163,10 @@ class PersistentTier(SecondaryTierManager):
         self._undescribed: dict[str, list[OffloadKey]] = {}
         # whether all blocks of an ended request are durable, oldest request first
         self._ended: dict[str, bool] = {}
+        # blocks of each group that load jobs have brought to a request, by request id
+        self._restored: dict[str, list[int]] = {}
+        # request and keys of load jobs in flight
+        self._loads: dict[int, tuple[str, Sequence[OffloadKey]]] = {}
         self._detached = False
         self._prefetches: deque[Choice | list[OffloadKey]] = deque(
             maxlen=_MOST_PREFETCHES
@@ -248,6 +253,12 @@ class PersistentTier(SecondaryTierManager):
         if self._detached:
             self._finished.append(JobResult(job_metadata.job_id, False))
             return
+        context = job_metadata.req_context
+        if context.description is not None:
+            self._loads[job_metadata.job_id] = (context.req_id, job_metadata.keys)
+            self._restored.setdefault(
+                context.req_id, [0] * len(self.config.layout.groups)
+            )
         self.client.submit_load(
             job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist()
         )
@@ -279,10 +290,46 @@ class PersistentTier(SecondaryTierManager):
                     seconds=outcome.seconds,
                 )
             )
+            self._count_restored(outcome)
         for req_id, whole in self.client.take_persisted().items():
             self._remember(req_id, whole)
         finished, self._finished = self._finished, []
         return finished
+
+    def _count_restored(self, outcome: JobOutcome) -> None:
+        """Add the blocks that a load job has brought to those of its request, if that still
+        runs."""
+        req_id, keys = self._loads.pop(outcome.job_id, ("", ()))
+        counts = self._restored.get(req_id)
+        if counts is None or outcome.refused:
+            return
+        if len(counts) == 1:
+            counts[0] += len(keys) - len(outcome.failed)
+            return
+        failed = set(outcome.failed)
+        for key in keys:
+            if key not in failed:
+                counts[get_offload_group_idx(key)] += 1
+
+    def _report_restored(self, req_context: ReqContext) -> None:
+        """Report the tokens that the store has brought to a request that ends.
+
+        They are those of the group with the most blocks: a sliding window needs only its last
+        ones.
+        """
+        counts = self._restored.pop(req_context.req_id, [0])
+        num_tokens = max(counts) * self.config.block_size
+        if num_tokens and req_context.description is not None:
+            labels = req_context.description.labels
+            self.client.report_saved(Saved(num_tokens, labels))
+
+    def record_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Record how long a prefill took without the waits before it, in an engine that measures
+        it. From that speed, tools tell the seconds that restored tokens have saved."""
+        if not self._detached:
+            self.client.report_saved(
+                Saved(prefill_tokens=num_tokens, prefill_s=seconds)
+            )
 
     def has_pending_work(self) -> bool:
         return bool(self._finished) or self.client.has_pending_work
@@ -306,6 +353,7 @@ class PersistentTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         req_id = req_context.req_id
         arrived = self._undescribed.pop(req_id, [])
+        self._report_restored(req_context)
         if self._detached:
             self._remember(req_id, False)
             return

@@ -148,11 +148,16 @@ class Request:
         self._stats.lookup_s = time.perf_counter() - begin - self._stats.load_s
         cache = RequestCache(self._device.geometry, len(prompt) + max_new_tokens)
         self._gather(cache)
+        prefill_begin = time.perf_counter()
         logits = self._forward(prompt[restored:], cache)
         self._logits = logits.to("cpu", copy=True)
         self._stats.computed_tokens = len(prompt) - restored
         self._tokens.append(sampler.choose(logits))
-        self._stats.ttft_s = time.perf_counter() - begin
+        now = time.perf_counter()
+        self._stats.prefill_s = now - prefill_begin
+        self._stats.ttft_s = now - begin
+        self._tiers.record_prefill(self._stats.computed_tokens, now - prefill_begin)
+        self._stats.saved_s = self._tiers.prefill_s(self._stats.persistent_tokens)
         self._keep(cache, len(prompt))
         while True:
             self._stats.total_s = time.perf_counter() - begin

@@ -37,6 +37,11 @@ class RequestStats:
     promotions."""
     load_s: float = 0.0
     """Seconds of the load from the primary tier to the device."""
+    prefill_s: float = 0.0
+    """Seconds in which the model computed ``computed_tokens`` and the first token."""
+    saved_s: float | None = None
+    """Seconds that a prefill of ``persistent_tokens`` would have taken, from the measured speed of
+    this model's prefills; None: no prefill of 64 tokens or more was measured yet."""
     ttft_s: float = 0.0
     """Seconds from the call to the first token: lookup, promotion, load and prefill. A stream
     counts from the moment when its first token is asked for."""

@@ -21,6 +21,7 @@ from persistkv.tiering.persistent import REMEMBERED_ENDS, PersistentTier
 from persistkv.tiering.spec import TieringOffloadingSpec
 
 _PREWARM_S = 60.0
+_MEASURED_TOKENS = 64
 _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
 
 
@@ -99,6 +100,8 @@ class Tiers:
         self.running: dict[str, int] = {}
         # requests whose persistence can be asked for, oldest first
         self._known: dict[str, None] = {}
+        self._prefill_tokens = 0
+        self._prefill_s = 0.0
         # ended requests that the scheduler does not know of yet
         self._ended: deque[str] = deque()
 
@@ -186,6 +189,26 @@ class Tiers:
             time.sleep(_POLL_S)
             loads = self.step()
         return loads[req_id]
+
+    def record_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Record how long a prefill took, for ``prefill_s`` and for the stores' savings. Prefills
+        of less than 64 tokens are ignored: they do not show the speed of long ones."""
+        if num_tokens < _MEASURED_TOKENS:
+            return
+        self._prefill_tokens += num_tokens
+        self._prefill_s += seconds
+        for tier in self.persistent:
+            tier.record_prefill(num_tokens, seconds)
+
+    def prefill_s(self, num_tokens: int) -> float | None:
+        """Return the seconds that a prefill of so many tokens would take, from those that were
+        measured here, or else by earlier engines on the stores; None: there were none."""
+        tokens, seconds = self._prefill_tokens, self._prefill_s
+        if not tokens:
+            for tier in self.persistent:
+                tokens += tier.client.prefill[0]
+                seconds += tier.client.prefill[1]
+        return num_tokens * seconds / tokens if tokens else None
 
     def drain(self, deadline: float) -> bool:
         """Repeat ``step`` until the transfers of all ended requests, and those of running ones that

@@ -207,6 +207,8 @@ class StoreClient:
         self.notices: list[str] = []
         """Messages for the user from opening, such as the differences from the nearest
         namespace."""
+        self.prefill = (0, 0.0)
+        """Tokens and seconds of this model's measured prefills, as recorded in the store."""
         self.supervisor = Supervisor(
             host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s
         )
@@ -421,6 +423,14 @@ class StoreClient:
             self.supervisor.connection.send(protocol.Loaded(PackedKeys.of(keys)))
 
     @_exclusive
+    def report_saved(self, saved: protocol.Saved) -> None:
+        """Report what a request restored, or a measured prefill, to the host, which adds them up
+        and records them with a delay. Ignored if the store is not open."""
+        texts = (*saved.labels, *saved.labels.values())
+        if self.state is State.OPEN and are_encodable(texts):
+            self.supervisor.connection.send(saved)
+
+    @_exclusive
     def end_request(self, end: RequestEnd) -> None:
         """Report the end of a request to the host, which writes its remaining blocks and its
         manifest.
@@ -593,6 +603,7 @@ class StoreClient:
         self.wants_all = opened.wants_all
         if self.wants_all and self._others_load:  # while the store was not open
             self.supervisor.connection.send(protocol.Loaded(PackedKeys()))
+        self.prefill = opened.prefill
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)

@@ -91,6 +91,20 @@ class Touch(_Message):
     keys: PackedKeys
 
 
+class Saved(_Message):
+    """What a request restored from the store, and a measured prefill; ``storage.savings`` adds them
+    up. Statistics: no answer is sent."""
+
+    restored_tokens: int = 0
+    """Prompt tokens whose KV the store loaded for the request."""
+    labels: dict[str, str] = {}
+    """Labels of the request."""
+    prefill_tokens: int = 0
+    """Tokens of a prefill whose time was measured; 0: none was."""
+    prefill_s: float = 0.0
+    """Seconds of that prefill."""
+
+
 class Mapped(_Message):
     """Answer to ``Table`` or ``Opened``: the engine uses the new lookup table and no longer the
     previous one. The host sends the next table only after it."""
@@ -151,6 +165,8 @@ class Opened(_Message):
     table: Table
     notice: str
     """Message for the user if the namespace is new, see ``Store.notice``; may be empty."""
+    prefill: tuple[int, float] = (0, 0.0)
+    """``SavingsRecorder.prefill``."""
     wants_all: bool = False
     """Whether the engine must also send store jobs whose keys the lookup table contains: blocks are
     compared with those of another release, and adopted blocks are stored again."""
@@ -286,6 +302,7 @@ ToStore = (
     | RequestEnd
     | Loaded
     | Touch
+    | Saved
     | Mapped
     | Flush
     | AskStats

@@ -100,7 +100,8 @@ class Session:
         opened = protocol.Opened(
             self._publisher.share_table(),
             store.notice,
-            canary is not None and canary.active,
+            prefill=store.savings.prefill,
+            wants_all=canary is not None and canary.active,
         )
         channel.send(opened)
         endless = (
@@ -108,6 +109,7 @@ class Session:
             self._jobs.run(),
             self._publisher.run(),
             self._status.run(),
+            self._record_savings(),
         )
         self._running = [tasks.create_task(task) for task in endless]
         tasks.create_task(self._log_opening(hello))
@@ -137,6 +139,20 @@ class Session:
 
     def _touch(self, message: protocol.Touch) -> None:
         self.store.touch(_keys_of(message))
+
+    def _saved(self, message: protocol.Saved) -> None:
+        self.store.savings.add(
+            message.restored_tokens,
+            message.labels,
+            message.prefill_tokens,
+            message.prefill_s,
+        )
+
+    async def _record_savings(self) -> None:
+        savings = self.store.savings
+        while True:
+            await asyncio.sleep(savings.interval_s)
+            await self.store.catalogue.call(savings.write)
 
     def _mapped(self, message: protocol.Mapped) -> None:
         self._publisher.note_mapped()
@@ -224,6 +240,7 @@ class Session:
         # they wait; a refresh may still run on the writer's thread, but its result is not needed
         for task in self._running:
             task.cancel()
+        await self.store.catalogue.call(self.store.savings.write)
         # after the last row, which may still be on its way to the writer's thread
         await self._status.withdraw()
 
@@ -234,6 +251,7 @@ class Session:
         protocol.Flush: _flush,
         protocol.Loaded: _loaded,
         protocol.Touch: _touch,
+        protocol.Saved: _saved,
         protocol.Mapped: _mapped,
         protocol.AskStats: _ask_stats,
         protocol.AskRecent: _ask_recent,

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -411,10 +412,25 @@ class SharedBackend(Backend):
         except (BlobMissingError, CorruptPackError):
             return None
 
-    def put_note(self, namespace: bytes, name: str, content: bytes) -> None:
+    def notes(self, namespace: bytes, names: Sequence[str]) -> list[bytes | None]:
+        read = partial(self.note, namespace)
+        return self._medium.maintenance.all(read, names)
+
+    def note_names(self, namespace: bytes) -> list[str]:
+        self._check_open()
+        if not self._policy.has_answered():
+            return []
+        prefix = self._medium.names.note(namespace, "")
+        found = self._medium.listed(prefix)
+        return [info.name.removeprefix(prefix) for info in found]
+
+    def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
         self._check_open(writes=True)
         blob = self._medium.names.note(namespace, name)
-        self._medium.put_sealed(blob, content, namespace, MAX_SMALL_BYTES)
+        if content is None:
+            self._medium.blobs.delete([blob])
+        else:
+            self._medium.put_sealed(blob, content, namespace, MAX_SMALL_BYTES)
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         self._check_open(writes=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.integrations.transformers.results import GenerateResult
+from persistkv.storage import open_backend
+from persistkv.storage.savings import read_savings
 from tests.host_processes import host_processes
 
 
@@ -364,3 +367,27 @@ def test_generate_lookup_deadline_exceeded_recomputes_prompt(
         assert result.stats.computed_tokens == 100
         assert result.tokens == answer_without_store(model, prompt).tokens
         assert second.stats().connector.late_lookups == 1
+
+
+def test_savings_of_restored_requests_are_recorded(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
+    with open_engine(model, url) as first:
+        cold = first.generate(prompt, 4)
+        assert first.wait_persisted(cold)
+        again = first.generate(prompt, 4)
+    assert (cold.stats.saved_s, again.stats.saved_s) == (0.0, 0.0), (
+        "nothing was restored from the store"
+    )
+    with open_engine(model, url) as second:
+        warm = second.generate(prompt, 4, labels={"user": "anna"})
+        second.generate(prompt, 4, labels={"user": "ben"})
+    assert warm.stats.persistent_tokens == 96
+    with closing(open_backend(url, read_only=True)) as backend:
+        (total,) = read_savings(backend)
+    assert (total.requests, total.tokens) == (1, 96)
+    assert list(total.labels) == ["user=anna"], "the second one hit the device"
+    assert total.prefill_tokens == 100
+    assert total.prefill_s == pytest.approx(cold.stats.prefill_s)
+    assert warm.stats.saved_s == pytest.approx(96 * total.prefill_s / 100)
+    assert warm.stats.saved_s == pytest.approx(total.seconds(96))

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from persistkv.storage import open_backend
+from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreCounters
+from persistkv.storage.savings import SavingsRecorder
 from tests.storage.statuses import make_status
 from tests.tools.signals import obey_ctrl_c
 
@@ -166,3 +168,17 @@ def test_serve_metrics_bad_listen_address_exits_2(run, filled, listen):
 
 def test_serve_metrics_once_absent_store_exits_3(run, tmp_path):
     assert run("serve-metrics", f"lmdb://{tmp_path}/absent", "--once").returncode == 3
+
+
+def test_serve_metrics_exports_savings(run, shown):
+    with closing(open_backend(shown)) as backend:
+        recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
+        recorder.add(4000, {"user": "anna"}, 1000, 2.0)
+        recorder.write()
+    text = run("serve-metrics", shown, "--once").stdout
+    found = parsed(text)
+    assert found["persistkv_saved_requests_total", None] == 1
+    assert found["persistkv_saved_tokens_total", None] == 4000
+    assert found["persistkv_saved_seconds_total", None] == 8.0
+    assert 'model="m"' in text
+    assert "anna" not in text

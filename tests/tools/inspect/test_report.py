@@ -14,6 +14,7 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
+from persistkv.storage.savings import SavingsRecorder
 from persistkv_tools import render
 from persistkv_tools.inspect.report import report_data
 from tests.tools.contexts import Contexts
@@ -238,3 +239,14 @@ class TestInChromium:
         pixels = pytest.importorskip("PIL.Image").open(image).convert("L")
         corner = pixels.getpixel((2, 2))
         assert (corner > 200, corner < 60) == (light, dark)
+
+
+def test_report_shows_savings(run, filled, tmp_path):
+    with closing(open_backend(filled)) as backend:
+        recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
+        recorder.add(4000, {"user": "<anna>"}, 1000, 2.0)
+        recorder.write()
+    assert run("report", filled, "-o", str(tmp_path / "page.html")).returncode == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "4,000 tokens in 1 request, about 8.0 s of prefill" in page
+    assert "user=&lt;anna&gt;" in page

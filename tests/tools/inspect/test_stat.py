@@ -9,6 +9,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
+from persistkv.storage.savings import SavingsRecorder
 from tests.tools.contexts import Contexts
 
 
@@ -122,3 +123,24 @@ def test_stat_deleted_packs_count_as_free_space(run, tmp_path):
     shown = run("stat", url).stdout
     assert "fragmentation" in shown
     assert f"{after['pieces']} pieces" in shown
+
+
+def test_stat_shows_savings_by_model_and_label(run, known):
+    assert "nothing yet: no request has restored" in run("stat", known).stdout
+    with closing(open_backend(known)) as backend:
+        recorder = SavingsRecorder(backend, Identity.of({"model_name": "/m/gpt2"}))
+        recorder.add(4000, {"user": "anna"}, 1000, 2.0)
+        recorder.add(1000, {"user": "ben"}, 1000, 2.0)
+        recorder.write()
+    shown = run("stat", known).stdout
+    assert "5,000 tokens in 2 requests, about 10.0 s of prefill" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    (anna,) = [row for row in rows if "user=anna" in row]
+    assert "gpt2" in anna[0]
+    assert anna[2:] == ["user=anna", "1", "4,000", "tokens", "8.0", "s"]
+    found = json.loads(run("stat", known, "--json").stdout)["savings"]
+    assert [(row["label"], row["tokens"], row["seconds"]) for row in found] == [
+        (None, 5000, 10.0),
+        ("user=anna", 4000, 8.0),
+        ("user=ben", 1000, 2.0),
+    ]

@@ -17,6 +17,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreCounters
+from persistkv.storage.savings import SavingsRecorder
 from persistkv.testing import FaultyBackend
 from persistkv_tools.inspect.top import Watch, engine_name, hit_rate
 from tests.storage.statuses import make_status
@@ -178,3 +179,12 @@ class TestWatch:
         assert hit_rate(StoreCounters()) is None
         assert hit_rate(StoreCounters(loaded_blocks=3, stored_blocks=1)) == 0.75
         assert hit_rate(StoreCounters(held_blocks=3, dropped_blocks=1)) == 0.0
+
+
+def test_top_shows_savings(run, filled):
+    with closing(open_backend(filled)) as backend:
+        recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
+        recorder.add(4000, {}, 0, 0.0)
+        recorder.write()
+    shown = run("top", filled, "--interval", "0.01s").stdout
+    assert "saved: 4,000 tokens in 1 request\n" in shown

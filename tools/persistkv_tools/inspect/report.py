@@ -25,7 +25,7 @@ from persistkv.storage.inspection.requests import (
 )
 from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.inspection.store_totals import Bin, StoreTotals, store_totals
-from persistkv_tools import options, render
+from persistkv_tools import options, render, savings
 from persistkv_tools.command import URL, Command
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
@@ -274,6 +274,10 @@ def _parts(data: ReportData) -> Iterator[str]:
     yield _section(
         "Namespaces", "One for each identity (model, dtype, layout).", namespaces
     )
+    if data.totals.savings:
+        note = f"Restored instead of computed: {savings.summary(data.totals.savings)}."
+        shown = _records(savings.COLUMNS, data.totals.savings)
+        yield _section("Savings", note, shown)
     if data.largest:
         yield _section(
             "Largest requests", "By raw size.", _records(_LARGEST, data.largest)

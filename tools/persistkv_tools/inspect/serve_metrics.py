@@ -25,8 +25,10 @@ from persistkv.errors import (
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.host.status import EngineStatus, read_statuses
+from persistkv.storage.inspection.savings import SavedTotals
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command, add_flag
+from persistkv_tools.savings import RecentSavings, by_model
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -65,6 +67,11 @@ _GAUGES: dict[str, str] = {
     "writing_jobs": "Store jobs whose rows are in use.",
     "loading_jobs": "Load jobs that wait or are in progress.",
     "breaker": "0: closed, 1: half-open, 2: open.",
+}
+_SAVED: dict[str, str] = {
+    "requests": "Requests that restored tokens from the store.",
+    "tokens": "Prompt tokens that requests restored from the store.",
+    "seconds": "Seconds that prefills of these tokens would have taken, as measured.",
 }
 _UP = "Whether the store could be read."
 _BREAKER = ("closed", "half-open", "open")
@@ -160,6 +167,7 @@ class StoreCollector:
         self._store = url.partition("?")[0]
         self._lock = threading.RLock()
         self._backend: Backend | None = None
+        self._savings = RecentSavings()
 
     def collect(self) -> list[Metric]:
         """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot
@@ -177,6 +185,7 @@ class StoreCollector:
                 if self._backend is None:
                     self._backend = open_backend(self._url, read_only=True)
                 stats, statuses = self._backend.stats(), read_statuses(self._backend)
+                saved = by_model(self._savings.rows(self._backend))
             except StoreError as error:
                 logger.warning("%s cannot be read: %s", self._store, error)
                 self.close()
@@ -192,7 +201,24 @@ class StoreCollector:
             add(name, "Limit of disk_bytes.", stats.capacity)
         running = "Running engines that publish their status."
         add("persistkv_engines", running, len(live))
+        metrics += self._saved(saved)
         return metrics + self._counters(live) + self._gauges(live)
+
+    def _saved(self, rows: list[SavedTotals]) -> list[Metric]:
+        from prometheus_client.core import CounterMetricFamily
+
+        metrics: list[Metric] = []
+        for name, text in _SAVED.items():
+            labels = ("store", "namespace", "model")
+            counter = CounterMetricFamily(
+                f"persistkv_saved_{name}", text, labels=labels
+            )
+            for row in rows:
+                value = getattr(row, name)
+                if value is not None:
+                    counter.add_metric([self._store, row.namespace, row.model], value)
+            metrics.append(counter)
+        return metrics
 
     def _counters(self, engines: list[EngineStatus]) -> list[Metric]:
         from prometheus_client.core import CounterMetricFamily

@@ -14,9 +14,11 @@ from persistkv.storage.inspection.store_totals import (
     NamespaceTotals,
     StoreTotals,
 )
-from persistkv_tools import render
+from persistkv_tools import render, savings
 from persistkv_tools.command import Command
 from persistkv_tools.options import show_adoptions
+
+_MOST_SAVINGS = 20  # rows of a table; --json has all
 
 
 def _number(ratio: float | None) -> str:
@@ -92,6 +94,7 @@ def _print(store: StoreTotals) -> None:
     rows["capacity"] = "none"
     if store.capacity is not None:
         rows["capacity"] = render.format_size(store.capacity)
+    rows["saved"] = savings.summary(store.savings)
     if store.quarantined:
         size = render.format_size(store.quarantined_bytes)
         names = " ".join(store.quarantined)
@@ -108,6 +111,8 @@ def _print(store: StoreTotals) -> None:
     )
     if len(store.models) < len(store.namespaces):
         render.show_table(_MODELS, store.models)
+    if store.savings:
+        render.show_table(savings.COLUMNS, store.savings[:_MOST_SAVINGS], left="label")
     groups = [
         SimpleNamespace(namespace=space.id, **msgspec.structs.asdict(group))
         for space in store.namespaces

@@ -16,9 +16,10 @@ from rich.live import Live
 from persistkv.config import parse_duration
 from persistkv.storage.backend import Backend
 from persistkv.storage.host.status import EngineStatus, read_statuses
+from persistkv.storage.inspection.savings import SavedTotals
 from persistkv.storage.records import StoreCounters
 from persistkv.storage.stats import BackendStats
-from persistkv_tools import options, render
+from persistkv_tools import options, render, savings
 from persistkv_tools.command import URL, Command, number
 
 
@@ -53,6 +54,7 @@ class Snapshot(BackendStats):
     time: float
     fill: float | None
     engines: list[EngineView]
+    savings: list[SavedTotals]
 
 
 def engine_name(view: EngineView) -> str:
@@ -150,6 +152,7 @@ def _screen(look: Snapshot) -> Group:
     lines = [
         f"{look.url} at {render.format_time(look.time)}",
         f"{held}, {render.format_size(look.disk_bytes)}{full}",
+        f"saved: {savings.summary(look.savings)}",
     ]
     if not look.engines:
         return Group(*map(render.plain, [*lines, "no engine has published a status"]))
@@ -175,6 +178,7 @@ class Watch:
         self._backend = backend
         self._before: dict[str, EngineStatus] = {}
         self._rates: dict[str, Rates] = {}
+        self._savings = savings.RecentSavings()
 
     def look(self) -> Snapshot:
         """Return the present state of the store and its engines.
@@ -208,7 +212,12 @@ class Watch:
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
         engines.sort(key=lambda view: not view.live)
         return Snapshot(
-            **asdict(stats), url=self._url, time=now, fill=fill, engines=engines
+            **asdict(stats),
+            url=self._url,
+            time=now,
+            fill=fill,
+            engines=engines,
+            savings=self._savings.rows(self._backend),
         )
 
 

@@ -1,0 +1,48 @@
+"""Savings of a store in rows: for each model, and for each label of its requests."""
+
+from __future__ import annotations
+
+import msgspec
+
+from persistkv.storage.backend import Backend
+from persistkv.storage.savings import Savings, read_savings
+
+
+class SavedTotals(msgspec.Struct, frozen=True):
+    """What requests of one namespace, or those of them with one label, restored from the store."""
+
+    namespace: str
+    """Id of the namespace, hexadecimal. It may hold nothing any more."""
+    model: str
+    """Name or path of the model; may be empty."""
+    label: str | None
+    """``name=value``; None: all requests of the namespace, with labels or without."""
+    requests: int
+    """Requests that restored tokens from the store."""
+    tokens: int
+    """Prompt tokens that they restored instead of computing them."""
+    seconds: float | None
+    """Seconds that prefills of these tokens would have taken at the measured speed of this model;
+    None: it was not measured."""
+
+
+def saved_totals(backend: Backend) -> list[SavedTotals]:
+    """Return the savings of a store: for each namespace, the one with the most restored tokens
+    first, its total and then its labels in the same order.
+
+    :raises StoreError: the medium failed.
+    """
+    rows = []
+    for total in read_savings(backend):
+        rows.append(_row(total, None, total.requests, total.tokens))
+        labels = [
+            _row(total, label, restored.requests, restored.tokens)
+            for label, restored in total.labels.items()
+        ]
+        rows += sorted(labels, key=lambda row: row.tokens, reverse=True)
+    return rows
+
+
+def _row(total: Savings, label: str | None, requests: int, tokens: int) -> SavedTotals:
+    seconds = total.seconds(tokens)
+    return SavedTotals(total.namespace, total.model, label, requests, tokens, seconds)

@@ -1,0 +1,248 @@
+"""Savings: the prompt tokens that requests restored from a store instead of computing them.
+
+1. The host of each engine adds up its restored tokens, and writes the sums at an interval into a
+   note of the store that no other process writes: its *source*. There is nothing to read before the
+   write, nothing to lock, and no request per load. A killed host loses at most one interval.
+2. Notes belong to the store, not to a namespace: they outlive evicted content.
+3. An engine begins a new source each day, so a source is final two days later. Then the first
+   engine that begins a source folds all of that day into one note, and deletes them. A source whose
+   day is folded does not count, so a fold that was killed, repeated or done twice counts nothing
+   twice. (A fold lists the sources, then looks for the folded note, and only if there is none,
+   writes it before it deletes: a list that lacks a source was made after the note was written.)
+4. Seconds are not recorded, but the measured speed of prefills, as tokens and seconds: the seconds
+   that restored tokens would have taken follow from all measurements of the model.
+
+A clock that is wrong by more than a day can lose counts of that day; it counts nothing twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import Backend
+from persistkv.storage.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+STORE = bytes(16)
+"""Namespace of notes about the store itself."""
+MOST_LABELS = 256  # of a note, which may have 64 KiB
+_MOST_LABEL_BYTES = 128  # of name and value together
+_DAY_S = 86_400
+_FINAL_DAYS = 2
+_FOLDED = "all"
+_NAME = re.compile(
+    r"s(?P<day>\d{5})(?P<namespace>[0-9a-f]{8})(?P<source>[0-9a-f]{16}|all)"
+)
+_LOCAL_S = 60.0
+_REMOTE_S = 300.0  # each write is a request that costs money
+
+
+class Restored(msgspec.Struct):
+    """Requests that restored tokens, and how many."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def add(self, other: Restored) -> None:
+        self.requests += other.requests
+        self.tokens += other.tokens
+
+
+class Savings(msgspec.Struct):
+    """What requests of one namespace restored, and the speed of its prefills."""
+
+    namespace: str
+    """Id of the namespace, hexadecimal."""
+    model: str
+    """Name or path of the model; may be empty."""
+    requests: int = 0
+    """Requests that restored tokens from the store."""
+    tokens: int = 0
+    """Prompt tokens whose KV was restored from the store."""
+    prefill_tokens: int = 0
+    """Tokens of the prefills whose time was measured."""
+    prefill_s: float = 0.0
+    """Seconds that they took."""
+    labels: dict[str, Restored] = {}
+    """The same for requests with a label ``name=value``; a request with several labels counts for
+    each. Long labels, and those beyond 256 a day and engine, are left out."""
+
+    def add(self, other: Savings) -> None:
+        """Add the numbers of another object of the same namespace."""
+        self.requests += other.requests
+        self.tokens += other.tokens
+        self.prefill_tokens += other.prefill_tokens
+        self.prefill_s += other.prefill_s
+        for label, restored in other.labels.items():
+            self.add_label(label, restored)
+
+    def add_label(self, label: str, restored: Restored) -> None:
+        if label in self.labels:
+            self.labels[label].add(restored)
+        elif len(self.labels) < MOST_LABELS:
+            self.labels[label] = Restored(restored.requests, restored.tokens)
+
+    def seconds(self, tokens: int) -> float | None:
+        """Return the seconds that a prefill of so many tokens would take; None: no prefill was
+        measured."""
+        if not self.prefill_tokens:
+            return None
+        return tokens * self.prefill_s / self.prefill_tokens
+
+
+# made at import: two threads may be the first to use it
+_DECODE = msgspec.msgpack.Decoder(Savings).decode
+
+
+class SavingsRecorder:
+    """Adds up the savings of one engine, and writes them into the store.
+
+    :ivar interval_s: seconds between two calls of ``write``.
+    :ivar prefill: tokens and seconds of the measured prefills of this model, as recorded when the
+        store was opened; 0 if none is known, and in a remote store, whose answer would take time.
+    :param backend: the store; a read-only one records nothing.
+    """
+
+    def __init__(self, backend: Backend, identity: Identity) -> None:
+        self._backend = backend
+        self._namespace = identity.digest
+        self._model = identity.model_name
+        self._folded_day = 0
+        self._begin(today())
+        self.interval_s = _LOCAL_S
+        self.prefill = (0, 0.0)
+        if backend.capabilities.remote:
+            self.interval_s = _REMOTE_S
+        else:
+            self._read_prefill()
+
+    def _read_prefill(self) -> None:
+        try:
+            totals = read_savings(self._backend)
+        except StoreError as error:
+            logger.info("savings cannot be read: %s", str(error))
+            return
+        for total in totals:
+            if total.namespace == self._namespace.hex():
+                self.prefill = (total.prefill_tokens, total.prefill_s)
+
+    def _begin(self, day: int) -> None:
+        self._day = day
+        self._name = f"s{day:05}{self._namespace.hex()[:8]}{secrets.token_hex(8)}"
+        self._total = Savings(self._namespace.hex(), self._model)
+        self._changed = False
+
+    def add(
+        self,
+        restored_tokens: int,
+        labels: Mapping[str, str],
+        prefill_tokens: int,
+        prefill_s: float,
+    ) -> None:
+        """Add what a request restored, and a measured prefill; either may be 0."""
+        day = today()
+        if day != self._day and not self._changed:
+            self._begin(day)
+        self._changed = True
+        self._total.prefill_tokens += prefill_tokens
+        self._total.prefill_s += prefill_s
+        if not restored_tokens:
+            return
+        restored = Restored(1, restored_tokens)
+        self._total.requests += 1
+        self._total.tokens += restored_tokens
+        for name, value in labels.items():
+            label = f"{name}={value}"
+            if len(label.encode()) <= _MOST_LABEL_BYTES:
+                self._total.add_label(label, restored)
+
+    def write(self) -> None:
+        """Write what was added since the last call; a failure is logged, and the next call writes
+        it. Blocks; ``add`` may run in another thread meanwhile."""
+        if not self._changed or not self._backend.capabilities.writable:
+            return
+        self._changed = False
+        day = today()
+        try:
+            self._backend.put_note(
+                STORE, self._name, msgspec.msgpack.encode(self._total)
+            )
+            if day != self._folded_day:
+                fold(self._backend, day - _FINAL_DAYS)
+                self._folded_day = day
+        except StoreError as error:
+            self._changed = True
+            logger.info("savings are written later: %s", str(error))
+
+
+def today() -> int:
+    """Return the number of the present day (UTC) since the epoch."""
+    return int(time.time() // _DAY_S)
+
+
+def fold(backend: Backend, last_day: int) -> None:
+    """Replace the sources of each day up to ``last_day`` by one note for each namespace.
+
+    :raises StoreError: the medium failed; nothing is lost, and it can be repeated.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in backend.note_names(STORE):
+        found = _NAME.fullmatch(name)
+        if found and found["source"] != _FOLDED and int(found["day"]) <= last_day:
+            groups.setdefault(name.removesuffix(found["source"]), []).append(name)
+    for prefix, sources in groups.items():
+        folded = prefix + _FOLDED
+        if backend.note(STORE, folded) is None:
+            totals = _sum(backend, sources)
+            # namespaces with the same first digits, or damage: they are left as they are
+            if len(totals) != 1:
+                continue
+            (total,) = totals.values()
+            backend.put_note(STORE, folded, msgspec.msgpack.encode(total))
+        for name in sources:
+            backend.put_note(STORE, name, None)
+
+
+def read_savings(backend: Backend) -> list[Savings]:
+    """Return the savings of a store for each namespace that has any, most restored tokens first.
+
+    :raises StoreError: the medium failed.
+    """
+    sources: list[tuple[str, str]] = []
+    counted: list[str] = []
+    for name in backend.note_names(STORE):
+        found = _NAME.fullmatch(name)
+        if found is None:
+            continue
+        if found["source"] == _FOLDED:
+            counted.append(name)
+        else:
+            sources.append((name, name.removesuffix(found["source"]) + _FOLDED))
+    folded = set(counted)
+    counted += [name for name, sum_name in sources if sum_name not in folded]
+    totals = _sum(backend, counted)
+    return sorted(totals.values(), key=lambda total: total.tokens, reverse=True)
+
+
+def _sum(backend: Backend, names: Sequence[str]) -> dict[str, Savings]:
+    """Return the sum of the notes with these names, by namespace; damaged and missing ones do not
+    count."""
+    totals: dict[str, Savings] = {}
+    for content in backend.notes(STORE, names):
+        if content is None:
+            continue
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            part = _DECODE(content)
+            if part.namespace not in totals:
+                totals[part.namespace] = Savings(part.namespace, part.model)
+            totals[part.namespace].add(part)
+    return totals

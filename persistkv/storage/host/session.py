@@ -20,7 +20,9 @@ from persistkv.storage.host.prewarm import recent_contexts
 from persistkv.storage.host.publishing import NewsPublisher
 from persistkv.storage.host.status_publisher import StatusPublisher
 from persistkv.storage.identity import Identity
+from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import RequestEnd
+from persistkv.storage.savings import SavingsRecorder
 from persistkv.storage.stats import BackendStats
 from persistkv.storage.store import Store, start_threads
 
@@ -74,6 +76,12 @@ def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
         return []
 
 
+async def _record_savings(savings: SavingsRecorder, catalogue: NamespaceView) -> None:
+    while True:
+        await asyncio.sleep(savings.interval_s)
+        await catalogue.call(savings.write)
+
+
 class Session:
     """Serves an engine from the opening of its store on."""
 
@@ -109,7 +117,8 @@ class Session:
             self._jobs.run(),
             self._publisher.run(),
             self._status.run(),
-            self._record_savings(),
+            # not a method: in a reference cycle, a closed session would keep the rows mapped
+            _record_savings(store.savings, store.catalogue),
         )
         self._running = [tasks.create_task(task) for task in endless]
         tasks.create_task(self._log_opening(hello))
@@ -147,12 +156,6 @@ class Session:
             message.prefill_tokens,
             message.prefill_s,
         )
-
-    async def _record_savings(self) -> None:
-        savings = self.store.savings
-        while True:
-            await asyncio.sleep(savings.interval_s)
-            await self.store.catalogue.call(savings.write)
 
     def _mapped(self, message: protocol.Mapped) -> None:
         self._publisher.note_mapped()

@@ -420,9 +420,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def config_info(self) -> dict[str, str]:
         options = self.options
+        namespace = "none"
+        if self._guard.is_in_use:
+            namespace = Identity.of(self._tier.config.identity).digest.hex()
         values = (
             options.scheme,
-            Identity.of(self._tier.config.identity).digest.hex(),
+            namespace,
             options.codec,
             options.durability,
             options.policy,

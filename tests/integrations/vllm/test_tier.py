@@ -350,6 +350,20 @@ def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
     assert counted == {("lmdb",): 2}
 
 
+def test_tier_config_info_shows_no_namespace_after_weights_change(
+    make_tier, monkeypatch
+):
+    from persistkv.integrations.vllm import tier as module
+
+    executor = SimpleNamespace(collective_rpc=lambda *_: None)
+    monkeypatch.setattr(module, "find_executor", lambda: executor)
+    tier = make_tier()
+    assert len(tier.config_info()["namespace"]) == 32
+    executor.collective_rpc("update_weights")
+    list(tier.get_finished_jobs())
+    assert tier.config_info()["namespace"] == "none"
+
+
 def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
     tier, keys = make_tier(), keys_of(2)
     context = context_of(keys)

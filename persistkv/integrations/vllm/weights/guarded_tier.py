@@ -98,6 +98,11 @@ class GuardedTier:
         """Whether a thread uses ``tier``, to open that of new weights."""
         return self._opening is not None
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether ``tier`` is that of the present weights, as far as the last call knows."""
+        return not self._is_detached and not self.is_opening
+
     def _follow(self) -> None:
         """Open the tier of the present epoch, and use it once it is open."""
         if self._opening is not None:

@@ -29,9 +29,10 @@ PAGE_BYTES = 4 << 10
 MAX_BLOCK_BYTES = 256 << 20
 MAX_PACK_BYTES = 64 << 20  # 64 MiB: maximum raw bytes of a pack
 
-_UNITS = {"": 1, "B": 1}
+_UNITS = {"": 1, "B": 1}  # as in coreutils: 5G is 5GiB, and 5GB is less
 for _power, _letter in enumerate("KMGTP", start=1):
-    _UNITS[f"{_letter}iB"] = 1 << (10 * _power)
+    for _unit in (f"{_letter}iB", f"{_letter}i", _letter):
+        _UNITS[_unit] = 1 << (10 * _power)
     _UNITS[f"{_letter}B"] = 1000**_power
 _TYPE_NAMES = MappingProxyType(
     {
@@ -50,8 +51,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)\s*", re.ASCII)
 
 
 def parse_size(value: int | str, *, name: str) -> int:
-    """Return the bytes of a size such as ``100GiB``, ``512 MiB`` or ``4096``. 1 KiB is 1024 bytes,
-    1 KB is 1000.
+    """Return the bytes of a size such as ``100GiB``, ``512 MiB``, ``5G`` or ``4096``. 1 KiB, 1 Ki
+    and 1 K are 1024 bytes, 1 KB is 1000.
 
     :param name: name of the setting, for the error.
     :raises ConfigurationError: if the value is no size, or not positive.

@@ -39,6 +39,9 @@ from persistkv.errors import ConfigurationError
         ("1PiB", 1 << 50),
         ("1kB".replace("k", "K"), 1000),
         ("3GB", 3_000_000_000),
+        ("5G", 5 << 30),
+        ("5Gi", 5 << 30),
+        ("64K", 64 << 10),
         ("1.5GiB", 3 << 29),
         ("0.5KiB", 512),
         ("9007199254740993", 9007199254740993),
@@ -51,7 +54,7 @@ def test_parse_size_valid_value_returns_bytes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", " ", "0", "0GiB", "-1", "-5GiB", "GiB", "1 000", "1e9", "1,5GiB", "1gib", "1Gi", "1XiB", "nan", "inf", "0x10",
+    ["", " ", "0", "0GiB", "-1", "-5GiB", "GiB", "1 000", "1e9", "1,5GiB", "1gib", "1g", "1i", "1iB", "1XiB", "nan", "inf", "0x10",
      "٣", "0.1", 0, -1, True, False],
 )  # fmt: skip
 def test_parse_size_invalid_value_raises_and_names_field(value: str) -> None:

@@ -90,9 +90,8 @@ def test_inspection_commands_s3_store_match_its_content(run, store, tmp_path):
 
 def test_pin_label_and_prune_s3_store_change_requests(run, store, tmp_path):
     assert shown(run, "pin", store, "three")["pinned"]
-    assert shown(run, "label", store, "three", "user=bert")["labels"] == {
-        "user": "bert"
-    }
+    (changed,) = shown(run, "label", store, "three", "user=bert")["requests"]
+    assert changed["labels"] == {"user": "bert"}
     found = {request["id"]: request for request in shown(run, "ls", store)["requests"]}
     assert (found["three"]["pinned"], found["three"]["labels"]) == (
         True,

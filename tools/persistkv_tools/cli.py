@@ -16,6 +16,7 @@ import textwrap
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +30,7 @@ from persistkv.errors import (
 )
 from persistkv_tools import completion, render
 from persistkv_tools.command import Command, summary
+from persistkv_tools.manual import manual
 
 _BAD_INPUT = 2
 _STORE_FAILED = 3
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
         PID, so that the caller can run the command in another process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if sys.stdout is None:  # closed by the caller (>&-)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     debug = _DEBUG in given  # accepted before and after the command
     given = [argument for argument in given if argument != _DEBUG]
     handler = logging.StreamHandler()
@@ -77,6 +81,7 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
     )
     try:
         _run(given)
+        render.OUTPUT.flush()
     except KeyboardInterrupt:
         # without this, the code would be 1, which means a finding
         sys.stderr.write("persistkv: interrupted\n")
@@ -134,8 +139,16 @@ def _general(arguments: list[str]) -> None:
         action="store_true",
         help='Print completions for your shell: eval "$(persistkv --completion)".',
     )
+    parser.add_argument(
+        "--man",
+        action="store_true",
+        help="Print the manual page: persistkv --man | man -l -",
+    )
     if arguments == ["--completion"]:
         render.print_exact(completion.SCRIPT)
+    elif arguments == ["--man"]:
+        commands = {name: partial(_load, name) for name in COMMANDS}
+        render.print_exact(manual(commands, parser))
     elif not arguments:
         parser.print_help()
         sys.exit(_BAD_INPUT)

@@ -18,6 +18,7 @@ from inspect import getdoc
 from typing import Any, NamedTuple
 
 from persistkv.errors import ConfigurationError, MissingOptionError
+from persistkv_tools.names import config_file, named_stores
 
 STORE_VARIABLE = "PERSISTKV_STORE"
 """Environment variable with the URL of the store for commands that are given no URL."""
@@ -38,7 +39,10 @@ class Positional(NamedTuple):
 
 
 URL = Positional(
-    "url", "URL", "URL, e.g. lmdb:///var/cache/kv, or path of an LMDB store.", True
+    "url",
+    "URL",
+    "URL, e.g. lmdb:///var/cache/kv, path of an LMDB store, or name of a store.",
+    True,
 )
 REQUEST = Positional(
     "request", "REQUEST", "Id of the request, or its first characters."
@@ -67,10 +71,9 @@ class Command(NamedTuple):
 
     def parser(self, name: str) -> ArgumentParser:
         """Return the parser of the command's arguments."""
-        words = [_usage(positional) for positional in self.positionals]
         parser = ArgumentParser(
             prog=f"persistkv {name}",
-            usage=" ".join([f"persistkv {name}", *words, "[options]"]),
+            usage=usage_of(name, self),
             description=_description(self.function, self.positionals),
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -83,24 +86,31 @@ class Command(NamedTuple):
         return parser
 
 
+def usage_of(name: str, command: Command) -> str:
+    """Return the usage of a command on one line."""
+    words = [_usage(positional) for positional in command.positionals]
+    return " ".join([f"persistkv {name}", *words, "[options]"])
+
+
 def summary(function: Callable[..., None]) -> str:
     """Return the first sentence of a command's help."""
     return re.split(r"(?<=\.)\s", getdoc(function) or "", maxsplit=1)[0]
 
 
 def looks_like_store(word: str) -> bool:
-    """Return whether an argument is the URL or the path of a store, and no id of a request."""
-    return (
-        "://" in word or word in (".", "..") or word.startswith(("/", "~", "./", "../"))
-    )
+    """Return whether an argument is the URL, the path or the name of a store, and no id of a
+    request."""
+    is_path = word in (".", "..") or word.startswith(("/", "~", "./", "../"))
+    return "://" in word or is_path or word in named_stores()
 
 
 def store_of(words: Sequence[str]) -> str | None:
     """Return the first store among arguments, or that of the environment; None: there is none."""
     for word in words:
         if looks_like_store(word):
-            return absolute(word)
-    return os.environ.get(STORE_VARIABLE)
+            return resolved(word)
+    default = os.environ.get(STORE_VARIABLE)
+    return None if default is None else resolved(default)
 
 
 def number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -248,25 +258,24 @@ def _assigned(
 def _with_default_store(
     positionals: Sequence[Positional], words: list[str]
 ) -> list[str]:
-    """Return the words, with absolute paths of stores, and with the store of the environment in
-    front if fewer stores are given than the command takes."""
+    """Return the words, with URLs or absolute paths of stores, and with the store of the
+    environment in front if fewer stores are given than the command takes."""
     stores = sum(positional.is_store for positional in positionals)
     given: list[str] = []
     for word in words[:stores]:
         if not looks_like_store(word):
             break
-        given.append(absolute(word))
+        given.append(resolved(word))
     others = words[len(given) :]
     default = os.environ.get(STORE_VARIABLE)
     if default and len(given) < stores:
-        given.insert(0, default)
+        given.insert(0, resolved(default))
     return [*given, *others]
 
 
 def _checked(positional: Positional, word: str) -> str:
     if positional.is_store and not looks_like_store(word):
-        expected = "scheme://location, or a path that begins with /, ~ or ./"
-        raise ConfigurationError("store", word, expected)
+        raise ConfigurationError("store", word, _expected_store(word))
     return word
 
 
@@ -276,8 +285,23 @@ def _needed(positional: Positional) -> str:
     return positional.metavar
 
 
-def absolute(word: str) -> str:
-    """Return a store given by a relative path as an absolute path; others unchanged."""
+def _expected_store(word: str) -> str:
+    """Return what is expected instead of a word that is no store, for an error."""
+    if word == "-":
+        return (
+            "a store: a file:// directory is the form to pack and send, e.g. with tar"
+        )
+    names = ", ".join(sorted(named_stores())) or "none"
+    return (
+        "scheme://location, a path that begins with /, ~ or ./, or a name from "
+        f"{config_file()} (known: {names})"
+    )
+
+
+def resolved(word: str) -> str:
+    """Return the URL of a store given by its name, or an absolute path instead of a relative one;
+    others unchanged."""
+    word = named_stores().get(word, word)
     if not word.startswith("."):
         return word
     path, mark, query = word.partition("?")

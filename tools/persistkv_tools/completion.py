@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 from persistkv.errors import PersistKVError
-from persistkv_tools.command import REQUEST, REQUESTS, Command, store_of
+from persistkv_tools.command import Command, store_of
+from persistkv_tools.names import named_stores
 from persistkv_tools.options import opened
 
 VARIABLE = "PERSISTKV_COMPLETE"
@@ -38,16 +39,18 @@ def completions(
         shown = command.parser(words[0]).format_help()
         names = sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
         return [name for name in names if name.startswith(begin)]
-    if {REQUEST, REQUESTS}.isdisjoint(command.positionals):
-        return []
-    return _requests(store_of(words[1:-1]), begin)
+    named = [name for name in sorted(named_stores()) if name.startswith(begin)]
+    if not any(
+        positional.metavar.startswith("REQUEST") for positional in command.positionals
+    ):
+        return named
+    store = store_of(words[1:-1])
+    return named if store is None else _requests(store, begin)
 
 
-def _requests(url: str | None, begin: str) -> list[str]:
+def _requests(url: str, begin: str) -> list[str]:
     """Return the ids of requests that begin with the text."""
     found: list[str] = []
-    if url is None:
-        return found
     try:
         with opened(url) as backend:
             for space in backend.namespaces():

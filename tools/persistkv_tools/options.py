@@ -29,9 +29,12 @@ def show_adoptions(found: Iterable[AdoptionView]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file, which is replaced atomically."""
+    """Write a file, which is replaced atomically. A device or pipe is written as it is."""
     part = path.with_name(path.name + ".part")
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
         part.write_bytes(content)
         part.replace(path)
     except OSError as error:

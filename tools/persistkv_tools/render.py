@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 import msgspec
 from rich import box
@@ -20,15 +20,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from persistkv.errors import printable
+from persistkv.errors import StoreError, printable
 
 PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
 _WIDE = 120  # columns
 _UNBROKEN = 12  # characters
 _BAR = 24
+_LONGEST_CELL = 200  # characters
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+class OutputError(StoreError):
+    """Standard output cannot be written."""
+
+    def __init__(self, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        super().__init__(f"the output cannot be written: {reason}")
 
 
 def format_size(num_bytes: int) -> str:
@@ -137,11 +146,8 @@ def print_exact(text: str) -> None:
 
 
 def _write(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _exit_on_closed_pipe()
+    OUTPUT.write(text)
+    OUTPUT.flush()
 
 
 def say(text: str, *, stderr: bool = False) -> None:
@@ -204,8 +210,13 @@ def _text(column: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1%}" if column.endswith("_rate") else f"{value:.2f}"
     if isinstance(value, dict):
-        return format_labels(value)
+        return _cut(format_labels(value))
     return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def _cut(text: str) -> str:
+    """Return a text for a cell of a table: a longer one would hide the other rows."""
+    return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}…"
 
 
 def _format_id(value: object) -> str:
@@ -280,12 +291,17 @@ def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
     """Print a table of two columns: the names and the values of ``rows``."""
     if title is not None:
         say(title)
+    console().print(pair_table(rows))
+
+
+def pair_table(rows: dict[str, str]) -> Table:
+    """Return a table of two columns: the names and the values of ``rows``."""
     made = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in rows.items():
         made.add_row(plain(name), plain(value))
-    console().print(made)
+    return made
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -294,20 +310,44 @@ def plain(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        _exit_on_closed_pipe()
+class _Output:
+    """Standard output, with errors of commands instead of ``OSError``s; its other attributes are
+    those of the stream."""
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stdout.write(text)
+        except OSError as error:
+            raise_output_error(error)
+
+    def flush(self) -> None:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            raise_output_error(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
+OUTPUT = cast("TextIO", _Output())
+
+
+def raise_output_error(error: OSError) -> NoReturn:
+    """Discard the output that could not be written. If its reader closed it, as ``head`` does, exit
+    with code 141; code 1 would mean a finding.
+
+    :raises OutputError: it could not be written for another reason.
+    """
+    # else the interpreter writes the rest of the buffer at its end, and fails again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        raise SystemExit(PIPE_CLOSED) from None
+    raise OutputError(error) from None
 
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal; for pipes and files, 1000 columns wide."""
-    made = _Console(stderr=stderr)
-    return made if made.is_terminal else _Console(stderr=stderr, width=_PLAIN_WIDTH)
-
-
-def _exit_on_closed_pipe() -> NoReturn:
-    """Exit with code 141 after the reader of the output closed it, as ``head`` does; code 1 would
-    mean a finding."""
-    # the rest of the buffer is discarded
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(PIPE_CLOSED)
+    file = sys.stderr if stderr else OUTPUT
+    made = Console(file=file)
+    return made if made.is_terminal else Console(file=file, width=_PLAIN_WIDTH)

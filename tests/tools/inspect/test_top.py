@@ -23,6 +23,7 @@ from persistkv_tools.inspect.top import Watch, engine_name, hit_rate
 from tests.storage.statuses import make_status
 from tests.tools.contexts import begin_namespace
 from tests.tools.signals import obey_ctrl_c
+from tests.tools.terminals import ESCAPES, on_terminal
 
 BLOCKS = 8
 JOB_BYTES = 4 << 20  # large enough to be written at once; smaller jobs are staged
@@ -188,3 +189,20 @@ def test_top_shows_savings(run, filled):
         recorder.write()
     shown = run("top", filled, "--interval", "0.01s").stdout
     assert "saved: 4,000 tokens in 1 request\n" in shown
+
+
+@pytest.mark.parametrize("width", [40, 59])
+def test_top_narrow_terminal_shows_each_engine_in_lines_that_fit(url, tmp_path, width):
+    with closing(open_backend(url)) as backend:
+        begin_namespace(backend, Identity.of({"model_name": "/models/llama"}))
+        for name, host in (("e1", "gpu-node-017.cluster"), ("e2", "b")):
+            row = make_status(name, time=time.time(), interval_s=600.0, host=host)
+            backend.publish_status(name, row.encode())
+        arguments = ("top", url.partition("?")[0], "--count", "1", "--interval", "0.1s")
+        text, code = on_terminal(width, *arguments, cwd=tmp_path)
+    lines = [ESCAPES.sub("", line).rstrip() for line in text.split("\n")]
+    assert code == 0
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    for name in ("gpu-node-017.cluster:1", "breaker", "loaded/s", "dropped"):
+        assert any(name in line for line in lines), name

@@ -48,7 +48,8 @@ def test_label_adds_changes_and_removes_labels(run, store):
         "two": {},
     }
     found = json.loads(run("label", store, "one", "--remove", "user", "--json").stdout)
-    assert (found["request"], found["labels"]) == (
+    (changed,) = found["requests"]
+    assert (changed["id"], changed["labels"]) == (
         "one",
         {"project": "moon shot", "empty": ""},
     )
@@ -149,3 +150,64 @@ class TestRelabelConcurrentCommits:
         with pytest.raises(NotFoundError):
             relabel(memory, found, {"a": "b"}, [])
         assert list(memory.catalogue(found.namespace.id).manifests()) == []
+
+
+def pinned(run, url):
+    rows = json.loads(run("ls", url, "--json").stdout)["requests"]
+    return {row["id"] for row in rows if row["pinned"]}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (("one",), {"one"}),
+        (("one", "two"), {"one", "two"}),
+        (("--label", "user=anna"), {"one"}),
+        (("--label", "team"), {"one", "two"}),
+    ],
+    ids=" ".join,
+)
+def test_pin_unpin_and_label_accept_several_ids_or_a_label(run, store, chosen, names):
+    assert run("label", store, "one", "two", "team=a").returncode == 0
+    found = json.loads(run("pin", store, *chosen, "--json").stdout)
+    assert {row["id"] for row in found["requests"]} == names
+    assert pinned(run, store) == names
+    done = run("label", store, *chosen, "kept=yes", "--remove", "draft")
+    assert done.returncode == 0, done.stderr
+    marked = {name for name, of in labels(run, store).items() if "kept" in of}
+    assert marked == names
+    done = run("unpin", store, *chosen)
+    assert done.stdout.count("unpinned") == len(names)
+    assert pinned(run, store) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("pin", "{store}"), "pin requires either REQUEST ... or --label"),
+        (("unpin", "{store}", "one", "--label", "user"), "unpin requires either"),
+        (("pin", "{store}", "--label", "user=nobody"), "no request has the labels"),
+        (("pin", "{store}", "one", "absent"), "'absent'"),
+        (("label", "{store}", "team=a"), "label requires either"),
+        (("label", "{store}", "one", "a=" + 100_000 * "x"), "at most 4,096 characters"),
+        (("label", "{store}", "one", "=x"), "NAME=VALUE"),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_pin_and_label_wrong_choice_exits_2_and_changes_nothing(
+    run, store, arguments, part
+):
+    before = labels(run, store)
+    done = run(*(word.format(store=store) for word in arguments))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert part in done.stderr
+    assert len(done.stderr) < 300
+    assert (labels(run, store), pinned(run, store)) == (before, set())
+
+
+def test_ls_cuts_long_labels_that_an_engine_stored(run, contexts):
+    url, writer = contexts
+    writer.add("one", "a b", labels={"note": "x" * 100_000})
+    assert len(run("ls", url).stdout) < 5_000
+    (row,) = json.loads(run("ls", url, "--json").stdout)["requests"]
+    assert len(row["labels"]["note"]) == 100_000

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import resource
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -281,7 +282,7 @@ def _store(url: str) -> Iterator[Check]:
             render.format_size(stats.quarantined_bytes),
             " ".join(stats.quarantined),
         )
-        todo = f"persistkv prune {url} --quarantined deletes them"
+        todo = f"persistkv prune {shlex.quote(url)} --quarantined deletes them"
         yield Check(
             "damaged files",
             Level.WARNING,

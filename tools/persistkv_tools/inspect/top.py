@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 from rich.console import Group
 from rich.live import Live
+from rich.table import Table
 
 from persistkv.config import parse_duration
 from persistkv.storage.backend import Backend
@@ -91,6 +92,7 @@ _CELLS: dict[str, Callable[[EngineView], str]] = {
 }
 _COUNT_HELP = "Number of updates. By default until Ctrl-C on a terminal, otherwise one."
 _WIDE = 150  # columns of a terminal that fit one table
+_NARROW = 80  # columns: below, tables with an engine in each row do not fit
 
 
 def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
@@ -141,33 +143,39 @@ COMMAND = Command(top, (URL,), _add_options)
 
 
 def _screen(look: Snapshot) -> Group:
-    full = (
-        ""
-        if look.fill is None
-        else f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
-    )
-    held = (
-        f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')}"
-    )
+    full = ""
+    if look.fill is not None:
+        full = f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
+    requests = render.count(look.requests, "request")
+    packs = render.count(look.packs, "pack")
     lines = [
         f"{look.url} at {render.format_time(look.time)}",
-        f"{held}, {render.format_size(look.disk_bytes)}{full}",
+        f"{requests}, {packs}, {render.format_size(look.disk_bytes)}{full}",
         f"saved: {savings.summary(look.savings)}",
     ]
     if not look.engines:
-        return Group(*map(render.plain, [*lines, "no engine has published a status"]))
-    is_wide = render.console().width >= _WIDE
-    parts = (
-        [f"{_TRAFFIC} {_HEALTH} model"]
-        if is_wide
-        else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
-    )
-    shown = [render.columns(part, **_CELLS) for part in parts]
-    tables = [
-        render.table(part, render.cells(part, look.engines), left="model,breaker")
-        for part in shown
-    ]
-    return Group(*map(render.plain, lines), *tables)
+        lines.append("no engine has published a status")
+    return Group(*map(render.plain, lines), *_tables(look.engines))
+
+
+def _tables(engines: list[EngineView]) -> list[Table]:
+    """Return the tables of the engines that fit the terminal: one, or three, with an engine in each
+    row; or one for each engine."""
+    if not engines:
+        return []
+    width = render.console().width
+    if width < _NARROW:
+        columns = render.columns(f"{_TRAFFIC} {_HEALTH} model", **_CELLS)
+        return [render.pair_table(render.pairs(columns, engine)) for engine in engines]
+    parts = [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
+    if width >= _WIDE:
+        parts = [f"{_TRAFFIC} {_HEALTH} model"]
+    tables = []
+    for part in parts:
+        columns = render.columns(part, **_CELLS)
+        rows = render.cells(columns, engines)
+        tables.append(render.table(columns, rows, left="model,breaker"))
+    return tables
 
 
 class Watch:

@@ -20,9 +20,9 @@ from persistkv_tools import render
 from persistkv_tools.command import (
     URL,
     Command,
-    absolute,
     add_namespace,
     looks_like_store,
+    resolved,
 )
 from persistkv_tools.options import opened, show_adoptions
 
@@ -138,7 +138,7 @@ def _pairs_against(
 
 def _namespaces_of(url: str) -> list[Namespace]:
     """Return the namespaces of another store; raise NotFoundError if it has none."""
-    with opened(absolute(url)) as other:
+    with opened(resolved(url)) as other:
         named = chosen_namespaces(other, None)
     if not named:
         raise NotFoundError(f"{url} holds no namespace")

@@ -4,64 +4,75 @@ processes write."""
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from persistkv.errors import ConfigurationError, MissingOptionError
-from persistkv.storage.inspection.handle import open_store
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.inspection.handle import StoreHandle, open_store
+from persistkv.storage.inspection.labels import relabel
+from persistkv.storage.inspection.requests import (
+    FoundRequest,
+    NotFoundError,
+    chosen_requests,
+)
+from persistkv.storage.inspection.selection import Selection
 from persistkv_tools import render
-from persistkv_tools.command import REQUEST, URL, Command, Positional, add_namespace
+from persistkv_tools.command import (
+    REQUESTS,
+    URL,
+    Command,
+    Positional,
+    add_labels,
+    add_namespace,
+)
 
-_ATTEMPTS = 100
-
-
-_LABELS = Positional(
-    "labels",
-    "NAME=VALUE",
-    "Labels to set; they replace those of the same name.",
+_LONGEST = 4096  # characters of a label: lists and each commit carry them
+_WORDS = Positional(
+    "words",
+    "REQUEST|NAME=VALUE",
+    "Ids of requests, or their first characters; labels to set.",
     is_many=True,
 )
 
 
 def label(
     url: str,
-    request: str,
-    labels: list[str],
+    words: list[str],
     *,
+    label: list[str] | None,
     remove: list[str] | None,
     namespace: str | None,
     json: bool,
 ) -> None:
-    """Set or remove labels of a request. ls, prune and copy can select by label. Counts as
-    a use.
+    """Set or remove labels of requests, chosen by id or by a label. ls, prune and copy can select
+    by label. Counts as a use.
 
     Example: persistkv label lmdb:///var/cache/kv 0c4de6a0 user=anna project=moon --remove draft
     """
-    if not (labels or remove):
+    requests = [word for word in words if "=" not in word]
+    given = parse_labels(word for word in words if "=" in word)
+    removed = remove or []
+    if not (given or removed):
         raise MissingOptionError("label", "NAME=VALUE or --remove NAME")
-    given = parse_labels(labels)
-    if both := given.keys() & set(remove or []):
+    if both := given.keys() & set(removed):
         raise ConfigurationError(
             "--remove", min(both), "a label that the same command does not set"
         )
+    changed = []
     with open_store(url, read_only=False) as store:
-        now = store.label(request, given, remove=remove or [], namespace=namespace)
+        for found in _chosen(store, "label", requests, label, namespace):
+            labels = relabel(store.writable(), found, given, removed)
+            changed.append((found, labels))
     if json:
-        render.print_json(
-            {
-                "url": url,
-                "request": now.id,
-                "namespace": now.namespace,
-                "labels": now.labels,
-            }
-        )
-    else:
-        render.say(
-            f"{now.id} (namespace {now.namespace[:8]}): "
-            f"{render.format_labels(now.labels) or 'no labels'}"
-        )
+        rows = [{**_name(found), "labels": labels} for found, labels in changed]
+        render.print_json({"url": url, "requests": rows})
+        return
+    for found, labels in changed:
+        render.say(f"{_text(found)}: {render.format_labels(labels) or 'no labels'}")
 
 
 def _add_label_options(parser: ArgumentParser) -> None:
+    add_labels(parser)
     parser.add_argument(
         "--remove",
         metavar="NAME",
@@ -71,60 +82,114 @@ def _add_label_options(parser: ArgumentParser) -> None:
     add_namespace(parser)
 
 
-LABEL = Command(label, (URL, REQUEST, _LABELS), _add_label_options)
+LABEL = Command(label, (URL, _WORDS), _add_label_options)
 
 
-def pin(url: str, request: str, *, namespace: str | None, json: bool) -> None:
-    """Keep a request until it is unpinned: it is not evicted, and expires only if it has a ttl of
-    its own.
+def pin(
+    url: str,
+    requests: list[str],
+    *,
+    label: list[str] | None,
+    namespace: str | None,
+    json: bool,
+) -> None:
+    """Keep requests, chosen by id or by a label, until they are unpinned: they are not evicted, and
+    expire only if they have a ttl of their own.
 
-    Example: persistkv pin lmdb:///var/cache/kv 0c4de6a0
+    Example: persistkv pin lmdb:///var/cache/kv 0c4de6a0 f3a1b2c3
     """
-    _pin(url, request, namespace, json, pinned=True)
+    _pin(url, requests, label, namespace, json, pinned=True)
 
 
-PIN = Command(pin, (URL, REQUEST), add_namespace)
+def unpin(
+    url: str,
+    requests: list[str],
+    *,
+    label: list[str] | None,
+    namespace: str | None,
+    json: bool,
+) -> None:
+    """Allow pinned requests, chosen by id or by a label, to be evicted and to expire again.
 
-
-def unpin(url: str, request: str, *, namespace: str | None, json: bool) -> None:
-    """Allow a pinned request to be evicted and to expire again.
-
-    Example: persistkv unpin lmdb:///var/cache/kv 0c4de6a0
+    Example: persistkv unpin lmdb:///var/cache/kv --label user=anna
     """
-    _pin(url, request, namespace, json, pinned=False)
+    _pin(url, requests, label, namespace, json, pinned=False)
 
 
-UNPIN = Command(unpin, (URL, REQUEST), add_namespace)
+def _add_pin_options(parser: ArgumentParser) -> None:
+    add_labels(parser)
+    add_namespace(parser)
+
+
+PIN = Command(pin, (URL, REQUESTS), _add_pin_options)
+UNPIN = Command(unpin, (URL, REQUESTS), _add_pin_options)
 
 
 def _pin(
-    url: str, request: str, namespace: str | None, json: bool, *, pinned: bool
+    url: str,
+    requests: list[str],
+    label: list[str] | None,
+    namespace: str | None,
+    json: bool,
+    *,
+    pinned: bool,
 ) -> None:
+    what = "pin" if pinned else "unpin"
     with open_store(url, read_only=False) as store:
-        found = store.pin(request, namespace=namespace, pinned=pinned)
+        chosen = _chosen(store, what, requests, label, namespace)
+        pins: dict[bytes, list[tuple[str, bool]]] = {}
+        for found in chosen:
+            pins.setdefault(found.namespace.id, []).append((found.manifest.id, pinned))
+        for space, changes in pins.items():
+            store.writable().commit(space, CommitBatch(pins=changes))
     if json:
-        render.print_json(
-            {
-                "url": url,
-                "request": found.id,
-                "namespace": found.namespace,
-                "pinned": pinned,
-            }
-        )
-    else:
-        render.say(
-            f"{'pinned' if pinned else 'unpinned'} {found.id} (namespace {found.namespace[:8]})"
-        )
+        rows = [_name(found) for found in chosen]
+        render.print_json({"url": url, "pinned": pinned, "requests": rows})
+        return
+    for found in chosen:
+        render.say(f"{what}ned {_text(found)}")
+
+
+def _chosen(
+    store: StoreHandle,
+    what: str,
+    requests: Sequence[str],
+    labels: list[str] | None,
+    namespace: str | None,
+) -> list[FoundRequest]:
+    """Return the requests with these ids, or with these labels.
+
+    :param what: command, for errors.
+    :raises NotFoundError: an id matches no request, or several; or no request has the labels.
+    """
+    if bool(requests) == bool(labels):
+        raise MissingOptionError(what, "either REQUEST ... or --label NAME[=VALUE]")
+    selection = Selection.parse(labels)
+    found = chosen_requests(store.backend, requests, selection, namespace)
+    if not found:
+        raise NotFoundError(f"no request has the labels {' '.join(labels or ())}")
+    return found
+
+
+def _name(found: FoundRequest) -> dict[str, object]:
+    return {"id": found.manifest.id, "namespace": found.namespace.id.hex()}
+
+
+def _text(found: FoundRequest) -> str:
+    return f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})"
 
 
 def parse_labels(texts: Iterable[str]) -> dict[str, str]:
-    """Return the labels of ``NAME=VALUE`` texts; raise ConfigurationError for another form, or a
-    name given twice."""
+    """Return the labels of ``NAME=VALUE`` texts; raise ConfigurationError for another form, a label
+    of more than 4,096 characters, or a name given twice."""
     labels: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise ConfigurationError("label", text, "NAME=VALUE")
+        if len(text) > _LONGEST:
+            expected = f"at most {_LONGEST:,} characters"
+            raise ConfigurationError("label", f"{text[:40]}…", expected)
         if name in labels:
             raise ConfigurationError(
                 "label", text, f"each name once; {name} is given twice"

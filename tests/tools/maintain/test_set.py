@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 from persistkv.storage import open_backend
+from tests.tools.contexts import Contexts
 
 GIB = 1 << 30
 DAY_S = 86_400
@@ -53,6 +54,33 @@ def test_set_lower_capacity_shows_bytes_to_evict(run, store):
     disk = found["consequences"]["disk_bytes"]
     assert found["consequences"]["evicted_bytes"] == max(0, disk - (1 << 20))
     assert policy(run, store)["capacity"] == GIB
+
+
+def test_set_lower_capacity_frees_disk_of_local_store_at_once(run, tmp_path):
+    url, store = f"lmdb://{tmp_path}/local", tmp_path / "local"
+    with closing(open_backend(f"{url}?capacity=1GiB")) as backend:
+        writer = Contexts(backend, block_bytes=1 << 20)
+        for name in range(24):
+            writer.add(str(name), f"{name}")
+    before = sum(file.stat().st_blocks for file in store.rglob("*")) * 512
+    assert before > 24 << 20
+    done = run("set", url, "capacity=16MiB", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "will be evicted at once" in done.stdout
+    assert done.stdout.endswith("changed\n")
+    after = sum(file.stat().st_blocks for file in store.rglob("*")) * 512
+    assert after <= 16 << 20
+
+
+def test_set_lower_capacity_of_shared_store_says_what_evicts(run, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    with closing(open_backend(url)) as backend:
+        Contexts(backend, block_bytes=1 << 20).add("one", "a b c")
+    done = run("set", url, "capacity=1MiB", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "by the next commit of an engine, or by persistkv prune" in done.stdout
+    assert "freed an hour later, or by the daily sweep" in done.stdout
+    assert "engines apply it with their next commit" in done.stdout
 
 
 def test_set_shorter_ttl_counts_expiring_requests(run, store, monkeypatch):

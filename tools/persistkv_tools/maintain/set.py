@@ -67,8 +67,10 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
         before = backend.policy()
         after = _changed(before, values)
         found = _consequences(backend, url, before, after)
+        # a local store evicts in the transaction that changes its policy
+        is_local = not backend.capabilities.remote
     if not json:
-        _print(before, after, found)
+        _print(before, after, found, is_local=is_local)
     done = False
     if after != before and not dry_run:
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
@@ -82,7 +84,9 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
             {"url": url, **policies, "consequences": found, "changed": done}
         )
     elif done:
-        render.say("changed; engines apply it with their next commit")
+        applied = is_local and after.ttl_s == before.ttl_s
+        later = "; engines apply it with their next commit"
+        render.say("changed" if applied else f"changed{later}")
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -143,7 +147,9 @@ def _consequences(
     )
 
 
-def _print(before: Policy, after: Policy, found: Consequences) -> None:
+def _print(
+    before: Policy, after: Policy, found: Consequences, *, is_local: bool
+) -> None:
     sizes = [_size(before.capacity), _size(after.capacity)]
     ttls = [_duration(before.ttl_s), _duration(after.ttl_s)]
     rows = {
@@ -155,7 +161,12 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
     render.show_pairs(rows)
     if found.evicted_bytes:
         size = render.format_size(found.evicted_bytes)
-        render.say(f"about {size} will be evicted at once, least recently used first")
+        when = "at once"
+        if not is_local:
+            when = "by the next commit of an engine, or by persistkv prune --keep-size"
+        render.say(f"about {size} will be evicted {when}, least recently used first")
+        if not is_local:
+            render.say("its bytes are freed an hour later, or by the daily sweep")
     if found.expiring_requests:
         of = render.count(found.requests, "request")
         render.say(

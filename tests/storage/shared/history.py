@@ -3,7 +3,8 @@
 Promises after each history:
 
 1. An acknowledged pack is held, with its bytes, unless a tombstone was written for it, its ttl has
-   passed, or an operator deleted or changed it or an object that named it.
+   passed, or an operator deleted or changed it or an object that named it. Its blob is not deleted
+   before there is a tombstone.
 2. No read returned bytes that no engine stored under these keys.
 3. The store opens from an empty replica, with a bounded number of requests.
 4. Engines that keep running agree with a fresh reader after calm minutes.
@@ -20,6 +21,7 @@ import fcntl
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,19 +31,29 @@ from typing import NamedTuple, TextIO
 import pytest
 
 from persistkv.config import StoreUrl
+from persistkv.errors import StoreError
 from persistkv.storage.blobs import Blobs
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.shared import SharedBackend, SharedOptions, inbox
-from persistkv.storage.shared.index import merge, sweep
+from persistkv.storage.shared.format import Names
+from persistkv.storage.shared.index import follower, merge, sweep
 from persistkv.testing.conformance.suite import read_pack, tables
 from tests.storage.shared.engines import Engine
-from tests.storage.shared.model import IDENTITIES, Model, Span, View, ended_in
+from tests.storage.shared.model import (
+    IDENTITIES,
+    NAMESPACES,
+    Model,
+    Span,
+    View,
+    ended_in,
+)
 from tests.storage.shared.operators import Operator
 from tests.storage.shared.simulation import (
     CALM,
     DAY_S,
     HOUR_S,
     MINUTE_S,
+    MISDATED_S,
     START,
     Faults,
     Hang,
@@ -73,7 +85,8 @@ MIXES = (
     Faults(failed=0.02, lost=0.05, slow=0.05),
     Faults(late=0.05, repeated=0.08, slow=0.1),
     Faults(pause=0.02, freeze=0.01, death=0.004, slow=0.05),
-    Faults(0.01, 0.01, 0.03, 0.03, 0.04, 0.03, 0.01, 0.005, 0.004),
+    Faults(misdated=0.1, slow=0.05),
+    Faults(0.01, 0.01, 0.03, 0.03, 0.04, 0.02, 0.03, 0.01, 0.005, 0.004),
 )
 EVENTS = (
     "FAILED",
@@ -81,6 +94,8 @@ EVENTS = (
     "reply LOST, the effect follows",
     "took effect LATE",
     "REPEATED",
+    "MISDATED",
+    "CLOCK",
     "SUSPENDED",
     "FROZEN",
     "DIES",
@@ -205,6 +220,7 @@ class History:
         """Probability that an engine deletes a pack."""
         self.pool = draw.choice((0, 0, 6))
         """Number of different packs; 0: all are different."""
+        self.world.medium.on_delete = self._note_deletion
         self.views: dict[str, dict[bytes, View]] = {}
         """What engines show after the calm minutes, by process."""
         self._directory = directory
@@ -212,6 +228,7 @@ class History:
         self._writers = draw.randrange(2, 6)
         self._lives = 0
         self._has_copies = draw.random() < 0.2
+        self._clock_jumps = False
         self._copies = 0
         self._locks: list[TextIO] = []
         self._handles: list[SimulatedStore] = []
@@ -240,35 +257,28 @@ class History:
             patch.setattr(sweep, "_LEAST_AGE_S", 400.0)
             patch.setattr(sweep, "INTERVAL_S", 20.0)
             patch.setattr(sweep, "_CHECK_S", 8.0)
+        if self._draw.random() < 0.3 or self._hangs:
+            patch.setattr(follower, "_LIST_S", 8.0)
 
     def _run(self) -> None:
-        draw, world = self._draw, self.world
+        world = self.world
         for number in range(self._writers):
             self._start(f"engine{number}")
-        for _ in range(draw.randrange(3)):
-            world.at(draw.uniform(1, self.time.until), self._cut_off)
-        if draw.random() < 0.3 or self._hangs:
-            for burst, following in self.time.pauses():
-                sleep = partial(self._sleep_machines, following)
-                world.at(burst.end - draw.uniform(0, 2), sleep)
-                for _ in self._hangs:
-                    world.at(following.begin - 1, self._hang)
-        for _ in range(draw.randrange(1, 4) if self._has_copies else 0):
-            world.at(draw.uniform(1, self.time.until), self._copy)
-        if draw.random() < 0.3:
-            for _ in range(draw.randrange(1, 4)):
-                world.at(draw.uniform(5, self.time.until), self._operator.act)
-        if draw.random() < 0.5 or self._hangs:
-            for _ in range(draw.randrange(1, 6)):
-                world.at(draw.uniform(0, self.time.until), self._hang)
+        self._schedule_faults()
+        self._schedule_hangs()
         world.wake_at = self.time.calm.begin + MINUTE_S
         world.run(self.time.until)
         world.faults = CALM
         world.hangs.clear()
         self._check("right after the last fault")
-        if draw.random() < 0.6:
-            # only some of the histories have calm minutes: they take most of the time
-            return
+        # Only some of the histories have calm minutes, which take most of the time. A sweep that
+        # hangs may delete blobs after the check above.
+        if self._draw.random() < 0.4 or self._hangs:
+            self._run_calm()
+
+    def _run_calm(self) -> None:
+        """Let the engines merge what is left, and compare them."""
+        world = self.world
         world.run(self.time.calm.begin)
         world.note("CALM")
         self._process("settler", self._settle)
@@ -277,8 +287,68 @@ class History:
         assert not left, f"commits are not merged: {sorted(left)}"
         shown = self._check("after calm minutes")
         self._check_calm(shown)
-        if draw.random() < 0.1:
+        if self._draw.random() < 0.1:
             self._check_days_later()
+
+    def _schedule_faults(self) -> None:
+        """Choose when machines lose their connection or are copied, the medium's clock jumps, and
+        operators act."""
+        draw, until = self._draw, self.time.until
+        self._schedule(draw.randrange(3), self._cut_off)
+        if self._has_copies:
+            self._schedule(draw.randrange(1, 4), self._copy)
+        if draw.random() < 0.3:
+            self._schedule(draw.randrange(1, 4), self._operator.act)
+        if draw.random() < 0.2:
+            self._clock_jumps = True
+            self._schedule(draw.randrange(1, 5), self._jump)
+            self.world.at(until, self._set_clock_right)
+
+    def _schedule(self, number: int, act: Callable[[], None]) -> None:
+        for _ in range(number):
+            self.world.at(self._draw.uniform(1, self.time.until), act)
+
+    def _schedule_hangs(self) -> None:
+        """Choose which requests hang. A planted bug may need those at the beginning of a burst."""
+        draw, world = self._draw, self.world
+        if draw.random() < 0.3 or self._hangs:
+            for burst, following in self.time.pauses():
+                sleep = partial(self._sleep_machines, following)
+                world.at(burst.end - draw.uniform(0, 2), sleep)
+                for _ in self._hangs:
+                    world.at(following.begin - 1, self._hang)
+                    world.at(following.begin, self._start_sweeper)
+        if draw.random() < 0.5 or self._hangs:
+            self._schedule(draw.randrange(1, 6), self._hang)
+
+    def _note_deletion(self, name: str) -> None:
+        for namespace in NAMESPACES:
+            blob = Names(namespace).pack_name(name)
+            if blob is not None and blob not in ended_in(self.world).blobs:
+                self.model.unmarked.add(blob)
+
+    def _start_sweeper(self) -> None:
+        """Let a process that does nothing else sweep: it does not merge old commits before, as an
+        engine does that wakes up."""
+        self._lives += 1
+        self._process(f"sweeper{self._lives}", self._sweep)
+
+    def _sweep(self, process: Process) -> None:
+        with suppress(StoreError):
+            backend = self.open(process)
+            for identity in IDENTITIES:
+                namespace = backend.open_namespace(identity).id
+                backend._open(namespace).sweep()
+            backend.close()
+
+    def _jump(self) -> None:
+        """Let the medium's clock jump: months ahead, back, or to the right time."""
+        medium = self.world.medium
+        medium.ahead_s = self._draw.choice((0.0, MISDATED_S, -MISDATED_S))
+        self.world.note(f"CLOCK of the medium: {medium.ahead_s:+.0f} s")
+
+    def _set_clock_right(self) -> None:
+        self.world.medium.ahead_s = 0.0
 
     def end(self) -> None:
         """End all processes, and delete their files."""
@@ -332,8 +402,11 @@ class History:
         machine: str = "",
         *,
         is_recorded: bool = False,
+        is_right: bool = False,
     ) -> Process:
         ahead_s = self._draw.choice((0.0, 0.0, 3.0, -40.0, YEAR_S, -YEAR_S))
+        if is_right:
+            ahead_s = 0.0
         return Process(
             self.world,
             name,
@@ -344,7 +417,8 @@ class History:
         )
 
     def _run_process(self, name: str, program: Callable[[Process], None]) -> None:
-        process = self._process(name, program)
+        # a machine whose clock is wrong does not sweep
+        process = self._process(name, program, is_right=True)
         while not process.ended:
             self.world.run(self.world.now + 10.0)
 
@@ -459,8 +533,9 @@ class History:
         inbox, and other engines merge them then.
         """
         alive = [process for process in self.world.processes if process.is_alive]
+        share = self._draw.choice((0.6, 1.0))
         for process in alive:
-            if self._draw.random() < 0.6:
+            if self._draw.random() < share:
                 process.frozen_until = following.begin + self._draw.uniform(0, 20)
                 self.world.note(
                     f"{process.name} is FROZEN for {process.frozen_until - self.world.now:.0f} s"
@@ -524,6 +599,8 @@ class History:
         for name in sorted(expected & found.keys()):
             if found[name] is None:
                 problems.append(f"pack {name.hex()[:8]} has no bytes")
+        for name in sorted(model.wrongly_deleted()):
+            problems.append(f"pack {name.hex()[:8]} was deleted without a tombstone")
         problems += [f"request {name} is lost" for name in sorted(requests - keys)]
         assert not problems, f"{when}: {'; '.join(problems)}"
         return shown
@@ -597,8 +674,8 @@ class History:
 
         self._run_process("janitor", idle)
         shown = self._check("days later")
-        if self._operator.junk:
-            return
+        if self._operator.junk or self._clock_jumps:
+            return  # what was written while the clock was ahead is young for months
         held = set().union(*(view.packs for view in shown.values()))
         blobs = self.world.medium.names("/packs/")
         extra = [

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 from unittest import mock
 
@@ -88,6 +88,9 @@ class Model:
         self.requests: dict[str, Held] = {}
         self.deleted: set[bytes] = set()
         """Packs that an engine has tried to delete."""
+        self.unmarked: set[bytes] = set()
+        """Names (pack id and nonce) of blobs that were deleted when no object had a tombstone for
+        them. An engine that finds such a blob missing writes one later."""
         self.damaged: set[bytes] = set()
         """Packs that were damaged by an operator, or that an object named which was."""
         self.damaged_requests: set[bytes] = set()
@@ -124,6 +127,15 @@ class Model:
         # A commit that wrote no blob trusts one that may have ended meanwhile.
         return any(stored.blobs - tombstones for stored in commits)
 
+    def wrongly_deleted(self) -> set[bytes]:
+        """Return the acknowledged packs of which a blob was deleted without a tombstone."""
+        found: set[bytes] = set()
+        for pack_id, commits in self.stored.items():
+            blobs = frozenset().union(*(stored.blobs for stored in commits))
+            if blobs & self.unmarked:
+                found.add(pack_id)
+        return found - self.damaged
+
     def must_hold_requests(self, now: float, ended: Ended) -> set[str]:
         """Return the requests that the store must hold: nothing has ended them or any blob of their
         packs."""
@@ -157,6 +169,7 @@ def decoded(world: World) -> Iterator[tuple[str, Delta]]:
             yield name, delta
 
 
+@lru_cache(maxsize=2048)
 def decode(name: str, data: bytes) -> Delta | None:
     """Return the content of an index object; None: it is none."""
     for namespace in NAMESPACES:

@@ -78,18 +78,26 @@ class StoredBlob(NamedTuple):
 class Medium:
     """The blobs of one store. Every call is atomic and takes no time.
 
-    :param now: returns the time on the medium's clock, in seconds since the epoch.
+    :param clock: returns the right time, in seconds since the epoch.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.ahead_s = 0.0
+        """By how much the medium's clock is wrong."""
         self.blobs: dict[str, StoredBlob] = {}
         self.replaced: defaultdict[str, list[bytes]] = defaultdict(list)
         """For each name that was written again with other bytes, the earlier bytes, oldest
         first."""
         self.deleted: dict[str, bytes] = {}
         """Last content of each name that was deleted."""
+        self.on_delete: Callable[[str], object] = lambda name: None
+        """Called with each name that is deleted, before."""
         self._names: list[str] = []  # sorted
+
+    def now(self) -> float:
+        """Return the time on the medium's clock, in seconds since the epoch."""
+        return self._clock() + self.ahead_s
 
     def put(self, name: str, data: bytes) -> float:
         """Write a blob; return the time on the medium's clock."""
@@ -115,6 +123,8 @@ class Medium:
     def delete(self, names: Iterable[str]) -> None:
         """Delete blobs; missing ones are ignored."""
         for name in names:
+            if name in self.blobs:
+                self.on_delete(name)
             held = self.blobs.pop(name, None)
             if held is not None:
                 self.deleted[name] = held.data
@@ -151,6 +161,8 @@ class Faults(NamedTuple):
     later."""
     repeated: float = 0.0
     """A write or deletion takes effect at once, and again seconds, minutes or hours later."""
+    misdated: float = 0.0
+    """The reply to a write has a date that is months ahead or back."""
     slow: float = 0.0
     """Request or reply takes up to 20 s."""
     pause: float = 0.0
@@ -163,7 +175,10 @@ class Faults(NamedTuple):
 
 
 CALM = Faults()
-_OF_WRITES = ("late", "repeated")
+_OF_WRITES = ("late", "repeated", "misdated")
+MISDATED_S = 200 * DAY_S
+"""Error of a wrong date. No machine's clock is wrong by as much: a wrong date that the machine's
+clock confirms cannot be noticed."""
 
 
 class Hang(NamedTuple):
@@ -177,7 +192,7 @@ class Hang(NamedTuple):
     before: bool
     """Whether the request takes effect after the suspension."""
     follows: str = ""
-    """Part of the name that the process has written last; empty: any."""
+    """Part of the name that the process has written last, in the same namespace; empty: any."""
 
 
 def draw_late(draw: random.Random) -> float:
@@ -494,6 +509,11 @@ class _Outcome(Generic[T]):
             self._result = error
             self._world.note(f"{self._text}: missing")
 
+    def misdate(self, ahead_s: float) -> None:
+        """Give the reply another date, if it has one."""
+        if isinstance(self._result, float):
+            self._result += ahead_s  # type: ignore[assignment]
+
     def act_late(self) -> None:
         """Let the request take effect when nobody waits for it any more."""
         with suppress(BlobMissingError):
@@ -799,6 +819,9 @@ class Process(Clock):
             world.note(f"{text}: reply LOST")
             self._sleep(draw.uniform(0, _MOST_WAIT_S))
             raise LostReplyError(f"{text}: no reply", outcome.reply())
+        if fault == "misdated":
+            world.note(f"{text}: reply MISDATED")
+            outcome.misdate(draw.choice((-MISDATED_S, MISDATED_S)))
         return outcome.reply()
 
     def _count(self, kind: str, name: str) -> None:
@@ -877,14 +900,18 @@ class Process(Clock):
     def _planned_hang(self, kind: str, name: str) -> Hang | None:
         """Return the planned suspension that this request meets, and remove it from the plan."""
         for hang in self.world.hangs:
-            if (
-                hang.kind == kind
-                and hang.part in name
-                and hang.follows in self._last_written
-            ):
+            is_meant = hang.kind == kind and hang.part in name
+            if is_meant and self._follows(name, hang.follows):
                 self.world.hangs.remove(hang)
                 return hang
         return None
+
+    def _follows(self, name: str, part: str) -> bool:
+        """Return whether the last write had a name with this part, in the same namespace."""
+        if not part:
+            return True
+        base = name.split("/")[0]
+        return part in self._last_written and self._last_written.startswith(base)
 
     def _main(self, program: Callable[[Process], None]) -> None:
         try:

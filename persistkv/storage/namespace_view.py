@@ -694,6 +694,7 @@ def make_manifest(
         context=context_digest(keys),
         ttl_s=end.retention.ttl_s,
         priority=end.retention.priority,
+        restored_tokens=end.restored_tokens,
     )
     by_depth = chain.from_iterable(zip_longest(*kept))
     packs = dict.fromkeys(pack_of[key] for key in by_depth if key is not None)

@@ -169,6 +169,8 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     labels: dict[str, str] = {}
     retention: Retention = Retention()
     """How long the context is kept, from the commit that writes the manifest on."""
+    restored_tokens: int = 0
+    """Prompt tokens that the request restored from the store."""
 
     @property
     def is_encodable(self) -> bool:

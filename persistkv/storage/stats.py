@@ -25,8 +25,8 @@ class RequestUse:
     """Whether the manifest is pinned: its packs are not evicted then, and expire only by its own
     ttl."""
     hits: int = 0
-    """Number of the requests counted by ``shared_by`` that were written later than this one.
-    Requests that are no longer held do not count."""
+    """Number of the requests counted by ``shared_by`` that restored tokens from the store and were
+    written later than this one. Requests that are no longer held do not count."""
     packs_raw_bytes: int = 0
     """Bytes, before the codec, of all blocks in the packs that the manifest names, including other
     requests' blocks."""

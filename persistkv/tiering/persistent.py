@@ -311,8 +311,9 @@ class PersistentTier(SecondaryTierManager):
             if key not in failed:
                 counts[get_offload_group_idx(key)] += 1
 
-    def _report_restored(self, req_context: ReqContext) -> None:
-        """Report the tokens that the store has brought to a request that ends.
+    def _report_restored(self, req_context: ReqContext) -> int:
+        """Report the tokens that the store has brought to a request that ends; return their
+        number.
 
         They are those of the group with the most blocks: a sliding window needs only its last
         ones.
@@ -322,6 +323,7 @@ class PersistentTier(SecondaryTierManager):
         if num_tokens and req_context.description is not None:
             labels = req_context.description.labels
             self.client.report_saved(Saved(num_tokens, labels))
+        return num_tokens
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         """Record how long a prefill took without the waits before it, in an engine that measures
@@ -353,7 +355,7 @@ class PersistentTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         req_id = req_context.req_id
         arrived = self._undescribed.pop(req_id, [])
-        self._report_restored(req_context)
+        num_restored = self._report_restored(req_context)
         if self._detached:
             self._remember(req_id, False)
             return
@@ -382,6 +384,7 @@ class PersistentTier(SecondaryTierManager):
             description is req_context.description,
             description.labels,
             description.retention,
+            num_restored,
         )
         self.client.end_request(end)
 

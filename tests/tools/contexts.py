@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from persistkv.base import make_offload_key
 from persistkv.memory.rows import StagedBlocks
@@ -76,15 +78,20 @@ class Contexts:
         age_s: float = 60.0,
         manifest: bool = True,
         ttl_s: float | None = None,
+        restored: int = 0,
     ) -> None:
-        """Store a request whose context is ``text``, one block per word."""
+        """Store a request whose context is ``text``, one block per word.
+
+        :param restored: tokens that the request restored from the store.
+        """
         chains = [chain(text.split(), group) for group in range(self._groups)]
         packs = list(self._packs(name, chains))
         writes: list[ManifestWrite] = []
         if manifest:
             created = time.time() - age_s
             write = self._manifest(name, chains, labels or {}, created, ttl_s)
-            writes.append(write)
+            manifest_head = structs.replace(write.manifest, restored_tokens=restored)
+            writes.append(replace(write, manifest=manifest_head))
         self.backend.commit(self.namespace, CommitBatch(packs, writes))
 
     def _packs(self, name: str, chains: Sequence[list[bytes]]) -> list[PackWriter]:

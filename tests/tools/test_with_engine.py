@@ -4,6 +4,11 @@ engine writes."""
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
 
 import pytest
 
@@ -77,6 +82,41 @@ def test_engine_copied_context_is_restored_exactly(
             for block_hash in warm.block_hashes[:24]
         )
         assert second.notices == ()
+
+
+KILLED_ENGINE = """
+    import os, signal, sys
+    from persistkv import Engine
+    engine = Engine.open(sys.argv[1], sys.argv[2], block_size=4, device_blocks=64,
+                         cpu_bytes="2MiB", codec="zstd:1")
+    prompt = [(7 * index * index + 3 * index) % 256 for index in range(100)]
+    result = engine.generate(prompt, 8, labels={"user": "anna"})
+    assert result.stats.persistent_tokens == 96
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_restore_of_killed_engine_counts_as_hit_and_as_saved(start, url, checkpoint):
+    with open_engine(checkpoint, url) as first:
+        first.generate(PROMPT, 8)
+        first.generate(PROMPT, 8)  # from the device: stored again, not restored
+    program = textwrap.dedent(KILLED_ENGINE)
+    killed = subprocess.run(
+        [sys.executable, "-c", program, str(checkpoint), url], check=False, timeout=120
+    )
+    assert killed.returncode == -signal.SIGKILL
+    # its host writes the sums when it ends
+    deadline = time.monotonic() + 60
+    saved = []
+    while not saved and time.monotonic() < deadline:
+        time.sleep(0.2)
+        rows = json.loads(start("stat", url, "--json").stdout)["savings"]
+        saved = [(row["label"], row["tokens"]) for row in rows if row["tokens"]]
+    assert saved == [(None, 96), ("user=anna", 96)]
+    requests = json.loads(start("ls", url, "--json").stdout)["requests"]
+    by_age = sorted(requests, key=lambda request: request["created"])
+    assert by_age[0]["hits"] == 1
+    assert len({request["context"] for request in requests}) == 1
 
 
 def test_why_against_checkpoint_matches_store_of_engine(

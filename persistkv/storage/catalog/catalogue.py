@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from persistkv.storage.catalog.rows import (
     MANIFESTS,
     NO_GENERATION,
     PACKS,
+    RESTORED,
     SEQUENCE,
     USES,
     Chain,
@@ -148,7 +150,7 @@ class Catalogue:
     def uses(self, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """Return the use of each request, in order; None for a request that is not held or whose
         use is unknown."""
-        moments: dict[bytes, list[int]] = {}
+        naming: dict[bytes, _Naming] = {}
         with self._read() as rows:
             skew = read_clock(rows)[1].skew
 
@@ -156,7 +158,7 @@ class Catalogue:
             chain = Chain.decode(rows.get(CHAINS, name))
             if chain is None:
                 return None
-            return _use_of(rows, self._namespace, chain, skew, moments)
+            return _use_of(rows, self._namespace, chain, skew, naming)
 
         return self._each(self._names(manifest_ids), read_use)
 
@@ -245,14 +247,13 @@ def _use_of(
     namespace: bytes,
     chain: Chain,
     skew: float,
-    moments: dict[bytes, list[int]],
+    naming: dict[bytes, _Naming],
 ) -> RequestUse | None:
     """Return the last use and the sharing of a stored request; None if the row with the use of its
     last pack is missing or damaged.
 
     :param skew: seconds from the store's clock to the wall clock (``StoreClock.skew``).
-    :param moments: cache: for each last pack, the sorted moments at which the manifests that name
-        it were written.
+    :param naming: cache: for each last pack, the manifests that name it.
     """
     if not chain.packs:
         written = chain.time + skew
@@ -261,31 +262,45 @@ def _use_of(
     use = Use.decode(rows.get(USES, last))
     if use is None:
         return None
-    if last not in moments:
-        moments[last] = _moments_of(rows, last)
-    naming = moments[last]
-    later = len(naming) - bisect_right(naming, chain.moment)
+    if last not in naming:
+        naming[last] = _Naming.read(rows, last)
+    found = naming[last]
     raw, stored = _bytes_of(rows, namespace, chain)
     return RequestUse(
         chain.time + skew,
         use.time + skew,
         use.moment > chain.moment,
-        max(0, len(naming) - 1),
+        max(0, found.count - 1),
         chain.pinned,
-        later,
+        found.restores_after(chain.moment),
         raw,
         stored,
     )
 
 
-def _moments_of(rows: TableRows, pack: bytes) -> list[int]:
-    """Return the moments at which the manifests that name a pack were written, ascending."""
-    moments: list[int] = []
-    for name in manifests_of(rows, pack):
-        chain = Chain.decode(rows.get(CHAINS, name))
-        if chain is not None:
-            moments.append(chain.moment)
-    return sorted(moments)
+@dataclass(frozen=True)
+class _Naming:
+    """The manifests that name one pack."""
+
+    count: int
+    restores: Sequence[int]
+    """Moments at which those of them were written whose requests restored tokens, ascending."""
+
+    @classmethod
+    def read(cls, rows: TableRows, pack: bytes) -> _Naming:
+        count = 0
+        restores: list[int] = []
+        for name in manifests_of(rows, pack):
+            chain = Chain.decode(rows.get(CHAINS, name))
+            if chain is not None:
+                count += 1
+                if chain.flags & RESTORED:
+                    restores.append(chain.moment)
+        return cls(count, sorted(restores))
+
+    def restores_after(self, moment: int) -> int:
+        """Return the number of the requests that restored tokens and ended after a moment."""
+        return len(self.restores) - bisect_right(self.restores, moment)
 
 
 def _bytes_of(rows: TableRows, namespace: bytes, chain: Chain) -> tuple[int, int]:

@@ -167,7 +167,7 @@ NO_GENERATION = bytes(GENERATION_BYTES)
 EMPTY_CURSOR = NO_GENERATION + bytes(8)
 MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
 
-PINNED, ORDERED, LOW = 1, 2, 4
+PINNED, ORDERED, LOW, RESTORED = 1, 2, 4, 8
 NAMED_LOW, NAMED = 1, 2
 PACK, MANIFEST = 0, 1
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
@@ -222,9 +222,9 @@ class Chain(NamedTuple):
     # at which the manifest was written: seconds since the epoch, on the store's clock
     time: float
     flags: int
-    """``PINNED`` (not listed in ``ORDER``), ``LOW`` (priority: evicted before all others), and
-    ``ORDERED``: ``packs`` are in the order of the request's tokens; otherwise their order has no
-    meaning."""
+    """``PINNED`` (not listed in ``ORDER``), ``LOW`` (priority: evicted before all others),
+    ``ORDERED``: ``packs`` are in the order of the request's tokens, otherwise their order has no
+    meaning; and ``RESTORED``: the request restored tokens from the store."""
     # seconds from the last use of the last of ``packs`` to the expiry of the manifest; 0: never
     ttl_s: float
     expires: float

@@ -29,6 +29,7 @@ from persistkv.storage.catalog.rows import (
     PACKS,
     PINNED,
     REMOVED,
+    RESTORED,
     SEQUENCE,
     STATES,
     Chain,
@@ -390,6 +391,8 @@ class CatalogTransaction:
         flags = 0
         if write.manifest.ordered:
             flags |= ORDERED
+        if write.manifest.restored_tokens:
+            flags |= RESTORED
         if pinned:
             flags |= PINNED
         if low:

@@ -51,6 +51,8 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     ttl of its own."""
     priority: Priority = "normal"
     """``low``: evicted before contexts of normal priority."""
+    restored_tokens: int = 0
+    """Prompt tokens that the request restored from the store."""
 
     @property
     def blocks(self) -> int:

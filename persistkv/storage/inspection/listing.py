@@ -133,20 +133,31 @@ def _with_uses_and_copies(
     shorts: Mapping[str, str],
     ttl_s: float | None,
 ) -> list[RequestView]:
-    """Return the first view of each row, with its use, the number of its copies, and its short
-    id."""
-    names: dict[str, list[str]] = {}
-    for first, *_ in rows:
-        names.setdefault(first.namespace, []).append(first.id)
+    """Return the first view of each row, with its use, the hits of the oldest copy, which are those
+    of all, the number of its copies, and its short id."""
+    names: dict[str, set[str]] = {}
+    for row in rows:
+        ids = names.setdefault(row[0].namespace, set())
+        ids.update((row[0].id, _oldest(row).id))
     uses: dict[tuple[str, str], RequestUse | None] = {}
-    for namespace, ids in names.items():
-        found = backend.catalogue(bytes.fromhex(namespace)).uses(ids)
-        for name, use in zip(ids, found, strict=True):
+    for namespace, wanted in names.items():
+        ordered = sorted(wanted)
+        found = backend.catalogue(bytes.fromhex(namespace)).uses(ordered)
+        for name, use in zip(ordered, found, strict=True):
             uses[namespace, name] = use
 
     shown = []
     for row in rows:
-        view = row[0].with_use(uses[row[0].namespace, row[0].id], ttl_s)
-        short = shorts[view.id]
-        shown.append(msgspec.structs.replace(view, copies=len(row), short_id=short))
+        namespace = row[0].namespace
+        view = row[0].with_use(uses[namespace, row[0].id], ttl_s)
+        oldest = uses[namespace, _oldest(row).id]
+        hits = view.hits if oldest is None else oldest.hits
+        changed = msgspec.structs.replace(
+            view, copies=len(row), short_id=shorts[view.id], hits=hits
+        )
+        shown.append(changed)
     return shown
+
+
+def _oldest(row: list[RequestView]) -> RequestView:
+    return min(row, key=lambda view: view.created)

@@ -94,7 +94,7 @@ class RequestView(msgspec.Struct, frozen=True):
     pinned: bool | None = None
     """Whether the request is pinned; None: unknown."""
     hits: int | None = None
-    """Number of the ``shared_by`` requests that were stored later than this one; None: unknown."""
+    """Number of the ``shared_by`` requests that restored tokens later; None: unknown."""
     stored_bytes: int | None = None
     """Estimated size of the request's blocks in the store: ``raw_bytes`` divided by the codec ratio
     of its packs. None: unknown."""

@@ -245,7 +245,7 @@ class TestUse:
         url, writer = contexts
         writer.add("short", "a b")
         writer.add("lone", "x y")
-        writer.add("long", "a b c")
+        writer.add("long", "a b c", restored=32)
         writer.backend.commit(writer.namespace, CommitBatch(pins=[("lone", True)]))
         return url
 
@@ -284,15 +284,16 @@ class TestUse:
         ]
         assert by_hits[0]["id"] == "short"
 
-    def test_ls_hits_count_later_requests_with_same_prefix(self, run, contexts):
+    def test_ls_hits_count_later_restores_and_no_copies(self, run, contexts):
         url, writer = contexts
-        for name, text in (
-            ("short", "a b"),
-            ("same", "a b"),
-            ("long", "a b c"),
-            ("longer", "a b c d"),
+        for name, text, restored in (
+            ("short", "a b", 0),
+            ("same", "a b", 32),
+            ("again", "a b", 0),
+            ("long", "a b c", 32),
+            ("longer", "a b c d", 48),
         ):
-            writer.add(name, text)
+            writer.add(name, text, restored=restored)
         found = {
             request["id"]: request
             for request in json.loads(run("ls", url, "--json").stdout)["requests"]
@@ -300,15 +301,26 @@ class TestUse:
         assert {name: view["hits"] for name, view in found.items()} == {
             "short": 3,
             "same": 2,
+            "again": 2,
             "long": 1,
             "longer": 0,
         }
         assert {name: view["shared_by"] for name, view in found.items()} == {
-            "short": 3,
-            "same": 3,
+            "short": 4,
+            "same": 4,
+            "again": 4,
             "long": 1,
             "longer": 0,
         }
+
+    def test_ls_row_of_copies_shows_restores_of_its_oldest(self, run, contexts):
+        url, writer = contexts
+        for number, restored in enumerate((0, 0, 32, 32, 0)):
+            writer.add(f"r{number}", "a b", restored=restored, age_s=60.0 - number)
+        lines = [line.split() for line in run("ls", url).stdout.splitlines()]
+        header, row = [line for line in lines if line and line[0][0] in "r"][:2]
+        shown = dict(zip(reversed(header), reversed(row), strict=False))
+        assert (shown["copies"], shown["hits"]) == ("5", "2")
 
     def test_ls_never_hit_lists_requests_without_hits(self, run, used):
         found = json.loads(run("ls", used, "--never-hit", "--json").stdout)

@@ -179,7 +179,7 @@ def _print(page: Page) -> None:
         words,
         by_group=_blocks_by_group,
         copies=lambda request: f"{request.copies:,}" * (request.copies > 1),
-        hits=_hits,
+        hits=lambda request: "-" if request.hits is None else f"{request.hits:,}",
         model=lambda request: models[request.namespace],
     )
     render.show_table(
@@ -215,14 +215,3 @@ def _print_counts(page: Page, model: str) -> None:
     if page.requests and (page.offset or has_more):
         following = f"; next page: --offset {end}" if has_more else ""
         render.say(f"rows {page.offset + 1:,} to {end:,} of {page.rows:,}{following}")
-
-
-def _hits(request: RequestView) -> str:
-    """Return the number of requests that reused a row's context, its further copies included; ``-``
-    if unknown.
-
-    It is at least 1 if the context was ever reused, even by a deleted request.
-    """
-    if request.hits is None:
-        return "-"
-    return f"{max(request.hits + request.copies - 1, int(request.reused or False)):,}"

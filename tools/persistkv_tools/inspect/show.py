@@ -230,7 +230,7 @@ def _ago(time: float) -> str:
 
 
 def _hits(number: int) -> str:
-    return f"{number:,} (later requests that contain the whole context)"
+    return f"{number:,} (later requests with the whole context that restored tokens)"
 
 
 def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:

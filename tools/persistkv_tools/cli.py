@@ -18,7 +18,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from persistkv import __version__
 from persistkv.errors import (
@@ -74,11 +74,7 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     debug = _DEBUG in given  # accepted before and after the command
     given = [argument for argument in given if argument != _DEBUG]
-    handler = logging.StreamHandler()
-    handler.setFormatter(_PrintableFormatter())
-    logging.basicConfig(
-        handlers=[handler], level=logging.DEBUG if debug else logging.WARNING
-    )
+    _log_to_stderr(logging.DEBUG if debug else logging.WARNING)
     try:
         _run(given)
         render.OUTPUT.flush()
@@ -91,11 +87,22 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
             _print_causes(error)
         if may_retry and isinstance(error, ProcessIdInUseError):
             sys.exit(RETRY)
-        message = printable(" ".join(str(error).split()))
-        sys.stderr.write(f"persistkv: {message}\n")
-        is_store = isinstance(error, (StoreError, HostError))
-        sys.exit(_STORE_FAILED if is_store else _BAD_INPUT)
+        _exit_with(error)
     sys.exit(0)
+
+
+def _log_to_stderr(level: int) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter())
+    logging.basicConfig(handlers=[handler], level=level)
+
+
+def _exit_with(error: PersistKVError) -> NoReturn:
+    # one line: scripts and logs quote it
+    message = printable(" ".join(str(error).split()))
+    sys.stderr.write(f"persistkv: {message}\n")
+    is_store = isinstance(error, (StoreError, HostError))
+    sys.exit(_STORE_FAILED if is_store else _BAD_INPUT)
 
 
 def _run(arguments: list[str]) -> None:

@@ -88,6 +88,24 @@ def _free_rows(free: FreeTotals) -> dict[str, str]:
 
 
 def _print(store: StoreTotals) -> None:
+    render.show_pairs(_rows(store), title=store.url)
+    shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES
+    columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)
+    render.show_table(columns, store.namespaces, left="namespace")
+    _print_merging(store.namespaces)
+    if len(store.models) < len(store.namespaces):
+        render.show_table(_MODELS, store.models)
+    if store.savings:
+        render.show_table(savings.COLUMNS, store.savings[:_MOST_SAVINGS], left="label")
+    _print_groups(store.namespaces)
+    show_adoptions(store.adoptions)
+    if store.requests:
+        _print_histogram("age of requests", "younger_than", store.ages)
+        _print_histogram("raw size of requests", "smaller_than", store.sizes)
+
+
+def _rows(store: StoreTotals) -> dict[str, str]:
+    """Return the totals of the whole store by name."""
     rows = render.pairs(_TOTALS, store)
     if store.free is not None:
         rows |= _free_rows(store.free)
@@ -102,31 +120,22 @@ def _print(store: StoreTotals) -> None:
             f"{size}, not counted in the capacity: {names};"
             " persistkv prune --quarantined deletes them"
         )
-    render.show_pairs(rows, title=store.url)
-    shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES
-    columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)
-    render.show_table(columns, store.namespaces, left="namespace")
-    _print_merging(
-        [space for space in store.namespaces if space.waiting_commits is not None]
-    )
-    if len(store.models) < len(store.namespaces):
-        render.show_table(_MODELS, store.models)
-    if store.savings:
-        render.show_table(savings.COLUMNS, store.savings[:_MOST_SAVINGS], left="label")
-    groups = [
-        SimpleNamespace(namespace=space.id, **msgspec.structs.asdict(group))
-        for space in store.namespaces
-        for group in space.groups
-    ]
+    return rows
+
+
+def _print_groups(namespaces: list[NamespaceTotals]) -> None:
+    groups = []
+    for space in namespaces:
+        for group in space.groups:
+            fields = msgspec.structs.asdict(group)
+            groups.append(SimpleNamespace(namespace=space.id, **fields))
     render.show_table(_GROUPS, groups, left="codecs")
-    show_adoptions(store.adoptions)
-    if store.requests:
-        _print_histogram("age of requests", "younger_than", store.ages)
-        _print_histogram("raw size of requests", "smaller_than", store.sizes)
 
 
 def _print_merging(namespaces: list[NamespaceTotals]) -> None:
     """Show the commits of a shared store that are not in its index yet, and who merged last."""
+    # a local store has no inbox
+    shared = [space for space in namespaces if space.waiting_commits is not None]
     columns = render.columns(
         "namespace=short waiting=waiting_commits oldest merged by",
         short=lambda space: space.id[:8],
@@ -134,7 +143,7 @@ def _print_merging(namespaces: list[NamespaceTotals]) -> None:
         merged=lambda space: _age(space.merged_at),
         by=lambda space: (space.merged_by or "-")[:8],
     )
-    render.show_table(columns, namespaces, left="namespace")
+    render.show_table(columns, shared, left="namespace")
 
 
 def _age(time: float | None) -> str:

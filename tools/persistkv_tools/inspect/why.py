@@ -71,23 +71,29 @@ def why(url: str, *, against: str | None, namespace: str | None, json: bool) -> 
             pairs = _pairs_within(chosen, spaces, older)
         else:
             pairs = _pairs_against(against, chosen, backend)
-        if against is not None and not pairs:
-            raise NotFoundError(f"{url} holds no other namespace to compare with")
+    # the nearest one tells most: all others differ in more fields
     comparisons = [min(found, key=_difference_count) for found in pairs]
     if json:
         report = {"url": url, "against": against}
         render.print_json({**report, "comparisons": comparisons, "adoptions": adopted})
     else:
-        for comparison in comparisons:
-            _print(comparison)
-        if not comparisons:
-            held = render.count(len(spaces), "namespace")
-            advice = "Name a model or another store with --against"
-            render.say(f"{url} has {held}: nothing to compare. {advice}")
+        _print_all(comparisons, f"{url} has {render.count(len(spaces), 'namespace')}")
         show_adoptions(adopted)
     matches = any(comparison.matches for comparison in comparisons)
     if against is not None and not matches:
         raise SystemExit(1)
+
+
+def _print_all(comparisons: Sequence[ComparisonView], otherwise: str) -> None:
+    """Print the comparisons.
+
+    :param otherwise: beginning of what is said if there are none.
+    """
+    for comparison in comparisons:
+        _print(comparison)
+    if not comparisons:
+        advice = "Name a model or another store with --against"
+        render.say(f"{otherwise}: nothing to compare. {advice}")
 
 
 def _difference_count(comparison: ComparisonView) -> int:
@@ -116,13 +122,26 @@ def _pairs_against(
     against: str, chosen: Sequence[Namespace], backend: Backend
 ) -> list[list[ComparisonView]]:
     """Return the comparisons of a model, or of each namespace that ``against`` names, with the
-    chosen namespaces."""
+    chosen namespaces.
+
+    :raises NotFoundError: there is nothing to compare with.
+    """
     path = Path(against)
     # a store may be a path, too
-    if path.is_dir() and not (path / "data.mdb").exists():
-        compared = [compare_model(path, space) for space in chosen]
-        return [compared] if compared else []
+    is_model = path.is_dir() and not (path / "data.mdb").exists()
+    if is_model:
+        pairs = [[compare_model(path, space) for space in chosen]]
+    else:
+        pairs = _pairs_of_namespaces(against, chosen, backend)
+    if not any(pairs):
+        raise NotFoundError("the store holds no other namespace to compare with")
+    return pairs
 
+
+def _pairs_of_namespaces(
+    against: str, chosen: Sequence[Namespace], backend: Backend
+) -> list[list[ComparisonView]]:
+    """Return the comparisons of each namespace of another store, or of one of this store."""
     theirs = list(chosen)
     if looks_like_store(against):
         named = _namespaces_of(against)

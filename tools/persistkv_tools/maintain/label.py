@@ -4,7 +4,7 @@ processes write."""
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.storage.backend import CommitBatch
@@ -52,12 +52,7 @@ def label(
     requests = [word for word in words if "=" not in word]
     given = parse_labels(word for word in words if "=" in word)
     removed = remove or []
-    if not (given or removed):
-        raise MissingOptionError("label", "NAME=VALUE or --remove NAME")
-    if both := given.keys() & set(removed):
-        raise ConfigurationError(
-            "--remove", min(both), "a label that the same command does not set"
-        )
+    _check_changes(given, removed)
     changed = []
     with open_store(url, read_only=False) as store:
         for found in _chosen(store, "label", requests, label, namespace):
@@ -69,6 +64,15 @@ def label(
         return
     for found, labels in changed:
         render.say(f"{_text(found)}: {render.format_labels(labels) or 'no labels'}")
+
+
+def _check_changes(given: Mapping[str, str], removed: Sequence[str]) -> None:
+    if not (given or removed):
+        raise MissingOptionError("label", "NAME=VALUE or --remove NAME")
+    both = given.keys() & set(removed)
+    if both:
+        expected = "a label that the same command does not set"
+        raise ConfigurationError("--remove", min(both), expected)
 
 
 def _add_label_options(parser: ArgumentParser) -> None:

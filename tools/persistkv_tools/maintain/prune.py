@@ -81,9 +81,9 @@ def prune(
         expired=expired,
     )
     keep_bytes = _keep_bytes(keep_size)
-    keeps = any(limit is not None for limit in (keep_size, keep_last, keep_daily))
-    is_chosen = selection != Selection() or namespace is not None
-    names_requests = any([request, is_chosen, keeps])
+    keeps = (keep_size, keep_last, keep_daily) != (None, None, None)
+    selects = selection != Selection() or namespace is not None
+    names_requests = any([request, selects, keeps])
     if not any([names_requests, orphans, quarantined]):
         raise MissingOptionError("prune", _ONE_OF)
     ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
@@ -101,6 +101,7 @@ def prune(
             shared_packs=shared_packs,
             quarantined=quarantined,
         )
+        # before the question: the user consents to this plan
         if not json:
             _print_plan(pruning.plan, pruning.quarantined)
         outcome = _Outcome()
@@ -112,10 +113,18 @@ def prune(
         render.print_json(report)
     else:
         _print_outcome(pruning, outcome, keep_bytes)
+    is_housekeeping = not request and (keeps or not _is_by_labels(selection))
+    _exit(pruning, outcome, is_housekeeping=is_housekeeping)
+
+
+def _exit(pruning: Prune, outcome: _Outcome, *, is_housekeeping: bool) -> None:
+    """Raise the failure of the run, or exit with 1 if blocks stay that the user wanted to go.
+
+    :param is_housekeeping: whether the user named no requests to be deleted completely.
+    """
     if outcome.failure is not None:
         raise outcome.failure
-    must_all_go = bool(request) or (_is_by_labels(selection) and not keeps)
-    if must_all_go and pruning.plan.private_blocks_left:
+    if pruning.plan.private_blocks_left and not is_housekeeping:
         raise SystemExit(1)
 
 

@@ -193,30 +193,31 @@ class CopyPlan:
     def _compare(
         self, source: Source, target: Backend | None, *, everything: bool
     ) -> None:
-        namespace = source.namespace.id
-        tables = source.packs.tables
-        held_requests: set[str] = set()
-        lacking = set(tables)
-        if target is not None and target.holds(namespace):
-            held_requests = {one.id for one in target.catalogue(namespace).manifests()}
-            lacking = _lacking(source.packs, NamespacePacks(target, namespace))
-        orphans = set(lacking) if everything else set()
-        needed = set(tables) if everything else set()
-
+        held_requests, lacking = _held(source, target)
+        # without packs to copy, there are no orphans among them
+        finds_orphans = everything and bool(lacking)
+        needed: set[bytes] = set()
+        named: set[bytes] = set()
         for manifest in source.requests:
             is_held = manifest.id in held_requests
             self.known.requests_held += is_held
-            if is_held and not orphans:  # its keys are not needed
+            if is_held and not finds_orphans:  # its keys are not needed
                 continue
             keys = source.keys(manifest.id)
-            orphans -= source.packs.holding(all_keys(keys or ()))
+            named |= source.packs.holding(all_keys(keys or ()))
             if not is_held:
                 needed |= self._add(source, manifest, keys, lacking)
 
+        if everything:
+            needed = set(source.packs.tables)
+            self._add_orphans(source, lacking - named)
         self.known.packs_held += len(needed - lacking)
+
+    def _add_orphans(self, source: Source, orphans: set[bytes]) -> None:
+        """Add packs that no request names."""
         for pack in sorted(orphans):
             self.orphans.append((source, pack))
-            self.tables[namespace, pack] = tables[pack]
+            self.tables[source.namespace.id, pack] = source.packs.tables[pack]
 
     def _add(
         self,
@@ -263,6 +264,16 @@ class CopyPlan:
 def counts(requests: int, packs: int) -> str:
     """Return the numbers with their nouns: ``2 requests and 1 pack``."""
     return f"{render.count(requests, 'request')} and {render.count(packs, 'pack')}"
+
+
+def _held(source: Source, target: Backend | None) -> tuple[set[str], set[bytes]]:
+    """Return the ids of the requests of the namespace that the target holds, and of the source's
+    packs that it lacks."""
+    namespace = source.namespace.id
+    if target is None or not target.holds(namespace):
+        return set(), set(source.packs.tables)
+    held = {manifest.id for manifest in target.catalogue(namespace).manifests()}
+    return held, _lacking(source.packs, NamespacePacks(target, namespace))
 
 
 def _lacking(packs: Packs, held: Packs) -> set[bytes]:

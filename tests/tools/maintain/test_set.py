@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 from persistkv.storage import open_backend
+from persistkv.storage.backend import CommitBatch
 from tests.tools.contexts import Contexts
 
 GIB = 1 << 30
@@ -93,6 +94,27 @@ def test_set_shorter_ttl_counts_expiring_requests(run, store, monkeypatch):
     done = run("set", store, "ttl=1d", "--dry-run")
     assert "1 of 2 requests will expire" in done.stdout
     assert "will expire" not in run("set", store, "ttl=3d", "--dry-run").stdout
+
+
+def test_set_ttl_counts_requests_that_the_next_commit_deletes(
+    run, contexts, monkeypatch
+):
+    """The use of a block delays its own expiry, and not that of a request."""
+    url, writer = contexts
+    writer.add("old", "a b")
+    now, since_boot = time.time, time.clock_gettime
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * DAY_S)
+    monkeypatch.setattr(
+        time, "clock_gettime", lambda clock: since_boot(clock) + 2 * DAY_S
+    )
+    touch = CommitBatch(touches=[writer.packs["old"]])
+    writer.backend.commit(writer.namespace, touch)
+    done = run("set", url, "ttl=1d", "--yes")
+    assert "1 of 1 request will expire" in done.stdout
+    writer.add("new", "c d")
+    listed = json.loads(run("ls", url, "--json").stdout)["requests"]
+    assert [request["id"] for request in listed] == ["new"]
+    assert json.loads(run("stat", url, "--json").stdout)["packs"] == 2
 
 
 def test_set_capacity_beyond_disk_prints_missing_space(run, store):

@@ -40,8 +40,7 @@ class Consequences(msgspec.Struct, frozen=True):
     evicted_bytes: int
     """Part of ``disk_bytes`` that the next commits evict to fit a new capacity."""
     expiring_requests: int
-    """Requests that the next commits delete, because their last use is too long ago for a new
-    ttl."""
+    """Requests that the next commits delete, because they are older than a new ttl."""
     requests: int
     missing_disk_bytes: int
     """Bytes that a local disk lacks for the store to grow to the new capacity."""
@@ -129,22 +128,31 @@ def _consequences(
 ) -> Consequences:
     stats = backend.stats()
     grows = 0 if after.capacity is None else after.capacity - stats.disk_bytes
-    location, missing, expiring = Path(StoreUrl.parse(url).location), 0, 0
+    location = Path(StoreUrl.parse(url).location)
+    missing = 0
+    # only a local disk is this machine's to measure
     if after.capacity != before.capacity and location.is_dir():
         status = os.statvfs(location)
         missing = max(0, grows - status.f_bavail * status.f_frsize)
-    if after.ttl_s is not None and after.ttl_s != before.ttl_s:
-        oldest = time.time() - after.ttl_s
-        for namespace in backend.namespaces():
-            for _, use in with_uses(
-                backend, namespace.id, backend.catalogue(namespace.id).manifests()
-            ):
-                expiring += (
-                    use is not None and not use.pinned and use.last_used < oldest
-                )
+    expiring = 0
+    if after.ttl_s not in (None, before.ttl_s):
+        expiring = _expiring(backend, after)
     return Consequences(
         stats.disk_bytes, max(0, -grows), expiring, stats.requests, missing
     )
+
+
+def _expiring(backend: Backend, policy: Policy) -> int:
+    """Return the number of requests that are older than the ttl of a policy."""
+    now = time.time()
+    expiring = 0
+    for namespace in backend.namespaces():
+        manifests = backend.catalogue(namespace.id).manifests()
+        for _, use in with_uses(backend, namespace.id, manifests):
+            # requests with a ttl of their own expire by it, whatever the store's is
+            expires = None if use is None else use.expires(None, policy.ttl_s)
+            expiring += expires is not None and expires < now
+    return expiring
 
 
 def _print(
@@ -170,8 +178,8 @@ def _print(
     if found.expiring_requests:
         of = render.count(found.requests, "request")
         render.say(
-            f"{found.expiring_requests:,} of {of} will expire: their last use is longer ago "
-            f"than the new ttl"
+            f"{found.expiring_requests:,} of {of} will expire: they were stored longer ago "
+            "than the new ttl"
         )
     if found.missing_disk_bytes:
         render.say(

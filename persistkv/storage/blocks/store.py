@@ -13,7 +13,6 @@ Invariants of this file:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
@@ -103,7 +102,6 @@ class BlockStore:
         self._loop = LoopThread("persistkv-blocks")
         self._loop.start(self._service.run())
         self._pool = BufferPool()
-        self._numbers = itertools.count(1)
         self._queued = ByteCount(max_queue_bytes)
         self._pid = os.getpid()
         self._is_closed = False
@@ -174,13 +172,33 @@ class BlockStore:
 
     # Lookups
 
-    def contains(self, keys: Sequence[bytes], group: int = 0) -> list[bool]:
-        """Return for each key whether its block is durable. Needs no I/O."""
-        return self._wait(self._service.contains(self._full_keys(keys, group)), None)
+    def contains(
+        self,
+        keys: Sequence[bytes],
+        group: int = 0,
+        *,
+        touch: bool = False,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Return for each key whether its block is durable. Needs no I/O, but may wait for a call
+        that plans a large job.
 
-    def prefix(self, keys: Sequence[bytes], group: int = 0) -> int:
-        """Return how many keys from the first one on are durable. Needs no I/O."""
-        held = self.contains(keys, group)
+        :param touch: record a use of the blocks.
+        :param timeout_s: seconds until the call returns with all keys False.
+        """
+        full = self._full_keys(keys, group)
+        call = self._start(self._service.contains(full, touch=touch))
+        return self._result(call, len(keys), _deadline(timeout_s))
+
+    def prefix(
+        self,
+        keys: Sequence[bytes],
+        group: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Return how many keys from the first one on are durable; see ``contains``."""
+        held = self.contains(keys, group, timeout_s=timeout_s)
         return held.index(False) if False in held else len(held)
 
     def touch(self, keys: Sequence[bytes], group: int = 0) -> None:
@@ -217,7 +235,7 @@ class BlockStore:
             occurs twice.
         """
         job = self._put_job(keys, blocks, group, depth, labels, retention)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = _deadline(timeout_s)
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
             return self._refuse(len(keys))
@@ -264,7 +282,7 @@ class BlockStore:
             return self._result(
                 self._start(self._service.get(full, regions)), len(keys), None
             )
-        deadline = time.monotonic() + timeout_s
+        deadline = _deadline(timeout_s)
         try:
             copies = Copies(self._pool, regions)
         except OSError:  # no memory is left
@@ -290,7 +308,7 @@ class BlockStore:
         """Start a ``put`` without a deadline, and return its number without waiting. Its completion
         has the results; the memory must not change before that. Raises as ``put``."""
         job = self._put_job(keys, blocks, group, depth, labels, retention)
-        number = next(self._numbers)
+        number = completions.new_number()
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
             completions.add(Completion(number, self._refuse(len(keys))))
@@ -312,19 +330,24 @@ class BlockStore:
         has the results; the memory is in use before that. Raises as ``get``."""
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
-        number = next(self._numbers)
+        number = completions.new_number()
         call = self._start(self._service.get(full, regions))
         _complete(call, number, len(keys), completions)
         return number
 
     def submit_contains(
-        self, completions: CompletionQueue, keys: Sequence[bytes], group: int = 0
+        self,
+        completions: CompletionQueue,
+        keys: Sequence[bytes],
+        group: int = 0,
+        *,
+        touch: bool = False,
     ) -> int:
         """Start a ``contains``, and return its number without waiting. Its completion has the
         results."""
         full = self._full_keys(keys, group)
-        number = next(self._numbers)
-        call = self._start(self._service.contains(full))
+        number = completions.new_number()
+        call = self._start(self._service.contains(full, touch=touch))
         _complete(call, number, len(keys), completions)
         return number
 
@@ -536,6 +559,10 @@ class BlockStore:
 
     def _num_bytes(self, job: PutJob) -> int:
         return len(job.keys) * self._memory.layout.groups[job.group].block_bytes
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 def _complete(

@@ -1,0 +1,61 @@
+"""Locks of looked-up keys: leases, which expire if the process that took them is gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass
+class _Lease:
+    count: int
+    expires_at: float
+
+
+class Leases:
+    """Keys that must not be deleted. Thread-safe."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._leases: dict[Hashable, _Lease] = {}
+        self._lock = threading.Lock()
+
+    def acquire(self, keys: Iterable[Hashable]) -> None:
+        """Lock keys, once more if they are locked. All locks of a key expire with the last one."""
+        expires_at = time.monotonic() + self._lease_s
+        with self._lock:
+            for key in keys:
+                lease = self._leases.setdefault(key, _Lease(0, expires_at))
+                lease.count += 1
+                lease.expires_at = expires_at
+
+    def release(self, keys: Iterable[Hashable]) -> None:
+        """Unlock keys, once; keys that are not locked are ignored."""
+        with self._lock:
+            for key in keys:
+                lease = self._leases.get(key)
+                if lease is None:
+                    continue
+                lease.count -= 1
+                if lease.count <= 0:
+                    del self._leases[key]
+
+    def is_locked(self, key: Hashable) -> bool:
+        """Return whether a key is locked, and its lease has not expired."""
+        with self._lock:
+            lease = self._leases.get(key)
+            return lease is not None and lease.expires_at > time.monotonic()
+
+    def expire(self) -> None:
+        """Forget what has expired."""
+        now = time.monotonic()
+        with self._lock:
+            for key in [
+                key for key, lease in self._leases.items() if lease.expires_at <= now
+            ]:
+                del self._leases[key]
+
+    def __len__(self) -> int:
+        return len(self._leases)

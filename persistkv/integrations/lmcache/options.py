@@ -1,0 +1,55 @@
+"""Options of the adapter, from ``adapter_params``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from persistkv.config import convert_options
+from persistkv.errors import MissingOptionError
+
+WHERE = "LMCache adapter persistkv"
+NAME_OF_WEIGHTS = "name:"
+"""Start of a value of ``models`` that is a name of the weights, not a directory."""
+
+
+class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the adapter ``persistkv`` for LMCache."""
+
+    url: str
+    """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
+    models: dict[str, str]
+    """Name of each model, as the engine sends it → directory of its checkpoint, whose weights are
+    fingerprinted; or ``name:`` and a name that changes whenever the weights change. Other models
+    are neither stored nor found."""
+    engine: str
+    """The engine, its release and its attention backend, e.g. ``vllm 0.32 FLASH_ATTN``: their KV
+    may differ without notice."""
+    codec: str = "raw"
+    """Codec of new packs."""
+    io_threads: int = 2
+    """Threads of each open layout that read and decode; a remote store has always 8."""
+    staging_bytes: int | str = "256MiB"
+    """Bound on the memory of the store beyond its index and LMCache's own."""
+    max_queue_bytes: int | str = "1GiB"
+    """Bound on the bytes of store tasks that wait or run; further ones fail."""
+    lease_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """Seconds after which the lock of a lookup expires if nobody unlocks it."""
+    delete_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """Time limit of a deletion."""
+
+    def __post_init__(self) -> None:
+        needed = {
+            "models": "the directory of each model's checkpoint",
+            "engine": "the engine, its release and its attention backend",
+        }
+        for name, meaning in needed.items():
+            if not getattr(self, name):
+                raise MissingOptionError(f"{WHERE} option {name}", meaning)
+
+
+def lmcache_options(params: Mapping[str, Any]) -> LMCacheOptions:
+    """Convert ``adapter_params``; raise ConfigurationError if an option is invalid or missing."""
+    return convert_options(LMCacheOptions, params, where=WHERE)

@@ -1,0 +1,183 @@
+"""The open block stores of an adapter: one for each model and layout of objects."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+from persistkv.errors import PersistKVError, StoreError
+from persistkv.integrations.lmcache.keys import ObjectLayout, salt_of
+from persistkv.integrations.lmcache.options import LMCacheOptions
+from persistkv.storage import open_backend
+from persistkv.storage.blocks import BlockIdentity, BlockStore
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 30.0
+"""Seconds until a store that did not open is tried again."""
+_MOST_LAYOUTS = 64
+"""Open layouts: each has threads of its own. Compressed objects, each of another size, reach it."""
+_ENGINE = "lmcache"
+_RANK = "in keys"
+
+
+class Place(NamedTuple):
+    """What has a block store of its own."""
+
+    model_name: str
+    layout: ObjectLayout
+
+
+class LayoutStores:
+    """Opens block stores when they are needed. Thread-safe; ``open`` blocks."""
+
+    def __init__(
+        self, options: LMCacheOptions, weights: Mapping[str, str], release: str
+    ) -> None:
+        """:param weights: for each model name, the fingerprint or name of its weights.
+        :param release: release of LMCache.
+        """
+        self._options = options
+        self._weights = weights
+        self._release = release
+        self._open: dict[Place, BlockStore] = {}
+        self._failed_at: dict[Place, float] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def get(self, place: Place) -> BlockStore | None:
+        """Return an open store; None if it is not open."""
+        return self._open.get(place)
+
+    def of_model(self, model_name: str) -> list[BlockStore]:
+        """Return the open stores of a model."""
+        return [
+            store for place, store in self.items() if place.model_name == model_name
+        ]
+
+    def places_of(self, model_name: str) -> list[Place]:
+        """Return the places of the open stores of a model."""
+        return [place for place in self._open.copy() if place.model_name == model_name]
+
+    def items(self) -> list[tuple[Place, BlockStore]]:
+        """Return all open stores."""
+        return list(self._open.copy().items())
+
+    def may_open(self, place: Place) -> bool:
+        """Return whether a store may be opened now: its model is known, and it has not just
+        failed."""
+        if place.model_name not in self._weights:
+            return False
+        failed_at = self._failed_at.get(place)
+        return failed_at is None or time.monotonic() - failed_at > _RETRY_S
+
+    def open(self, place: Place) -> BlockStore | None:
+        """Return the store, and open it first if it is not open; None if it does not open, which is
+        logged."""
+        with self._lock:
+            found = self._open.get(place)
+            if found is not None or self._is_closed or not self.may_open(place):
+                return found
+            try:
+                if len(self._open) >= _MOST_LAYOUTS:
+                    raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
+                store = self._open_store(place)
+            except PersistKVError as error:
+                self._failed_at[place] = time.monotonic()
+                logger.error(
+                    "the store of %s does not open (%s): its objects are not stored, and not "
+                    "found; it is tried again after %g s",
+                    place.model_name,
+                    error,
+                    _RETRY_S,
+                )
+                return None
+            self._open[place] = store
+            return store
+
+    def _open_store(self, place: Place) -> BlockStore:
+        options = self._options
+        return BlockStore.open(
+            options.url,
+            self._identity(place),
+            [place.layout.num_bytes],
+            codec=options.codec,
+            io_threads=options.io_threads,
+            staging_bytes=options.staging_bytes,
+            max_queue_bytes=options.max_queue_bytes,
+            events=True,
+            tenant_of=salt_of,
+        )
+
+    def _identity(self, place: Place) -> BlockIdentity:
+        layout = place.layout
+        return BlockIdentity(
+            model_name=place.model_name,
+            weights=self._weights[place.model_name],
+            engine=_ENGINE,
+            release=self._release,
+            dtype=" ".join(layout.dtypes),
+            shapes=(_joined(layout.shapes),),
+            layout="object",
+            rank=_RANK,
+            more={
+                "model": place.model_name,
+                "engine": self._options.engine,
+                "object_shapes": [list(shape) for shape in layout.shapes],
+                "dtypes": list(layout.dtypes),
+            },
+        )
+
+    def open_stored(self) -> None:
+        """Open what the store holds of the adapter's models, so that usage and lists are complete
+        after a restart. Failures of the store are logged.
+
+        :raises ConfigurationError: the URL is invalid.
+        """
+        try:
+            with closing(open_backend(self._options.url)) as backend:
+                identities = [found.identity for found in backend.namespaces()]
+        except StoreError as error:
+            logger.error("the store cannot be read yet: %s", error)
+            return
+        for identity in identities:
+            place = self._place_of(BlockIdentity.decode(identity))
+            if place is not None:
+                self.open(place)
+
+    def _place_of(
+        self, decoded: tuple[BlockIdentity, list[int]] | None
+    ) -> Place | None:
+        """Return the place of a namespace; None if it is not this adapter's."""
+        if decoded is None:
+            return None
+        identity, (num_bytes, *_) = decoded
+        more = identity.more
+        if identity.engine != _ENGINE or more.get("model") not in self._weights:
+            return None
+        shapes = tuple(tuple(shape) for shape in more.get("object_shapes", []))
+        layout = ObjectLayout(shapes, tuple(more.get("dtypes", [])), num_bytes)
+        place = Place(more["model"], layout)
+        # other weights, releases and engines have other identities
+        return place if self._identity(place) == identity else None
+
+    def close(self) -> bool:
+        """Close all stores; return whether none of them hung."""
+        with self._lock:
+            self._is_closed = True
+            closed = [store.close() for store in self._open.values()]
+            self._open.clear()
+        return all(closed)
+
+
+def _joined(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the shapes of an object's arrays as one: each with its length before it."""
+    joined: list[int] = []
+    for shape in shapes:
+        joined.append(len(shape))
+        joined += shape
+    return tuple(joined)

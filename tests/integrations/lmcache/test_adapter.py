@@ -1,0 +1,315 @@
+"""The adapter keeps LMCache's contract, and serves no wrong KV."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from persistkv import ConfigurationError
+from tests.integrations.lmcache.conftest import (
+    MODEL,
+    OTHER_MODEL,
+    Listener,
+    Open,
+    descriptions,
+    memories,
+    object_keys,
+)
+
+OBJECT_BYTES = 2 * 4 * 16 * 64 * 2
+
+
+def test_store_lookup_load(open_adapter: Open) -> None:
+    driver, keys, objects = open_adapter(), object_keys(range(8)), memories(8, seed=1)
+    assert driver.store(keys, objects)
+    more = [*keys, *object_keys([100])]
+    assert driver.lookup(more) == [True] * 8 + [False]
+    targets = memories(9)
+    assert driver.load(more, targets) == [True] * 8 + [False]
+    for stored, loaded in zip(objects, targets, strict=False):
+        assert np.array_equal(stored.bytes, loaded.bytes)
+    driver.adapter.submit_unlock(more)
+    assert driver.adapter.report_status()["is_healthy"]
+
+
+def test_descriptors_are_distinct_and_tasks_empty(open_adapter: Open) -> None:
+    driver = open_adapter()
+    adapter = driver.adapter
+    fds = {
+        adapter.get_store_event_fd(),
+        adapter.get_lookup_and_lock_event_fd(),
+        adapter.get_load_event_fd(),
+    }
+    assert len(fds) == 3
+    assert driver.store([], [])
+    assert driver.lookup([]) == []
+    assert driver.load([], []) == []
+    assert adapter.pop_completed_store_tasks() == {}
+    assert adapter.query_load_result(12345) is None
+
+
+def test_restarted_adapter_serves_and_announces(open_adapter: Open) -> None:
+    driver, keys, objects = open_adapter(), object_keys(range(6)), memories(6, seed=2)
+    assert driver.store(keys, objects)
+    driver.adapter.close()
+    again, listener = open_adapter(), Listener()
+    again.adapter.register_listener(listener)
+    assert listener.stored == dict.fromkeys(keys, OBJECT_BYTES)
+    usage = again.adapter.get_usage()
+    assert usage.total_bytes_used == 6 * OBJECT_BYTES
+    # without a layout, as LMCache's benchmark looks keys up
+    assert again.lookup(keys, {}) == [True] * 6
+    targets = memories(6)
+    assert again.load(keys, targets) == [True] * 6
+    assert all(
+        np.array_equal(stored.bytes, loaded.bytes)
+        for stored, loaded in zip(objects, targets, strict=True)
+    )
+
+
+def test_other_dtype_of_the_same_size_is_a_miss(open_adapter: Open) -> None:
+    """LMCache's own adapters give a float16 engine the bfloat16 chunks of the same model name."""
+    driver, keys = open_adapter(), object_keys(range(4))
+    assert driver.store(keys, memories(4, seed=3, dtype=torch.bfloat16))
+    for adapter in (driver, open_adapter()):
+        halves = descriptions(dtype=torch.float16)
+        assert adapter.lookup(keys, halves) == [False] * 4
+        targets = memories(4, dtype=torch.float16)
+        assert adapter.load(keys, targets) == [False] * 4
+    # both can be held
+    stored = memories(4, seed=4, dtype=torch.float16)
+    assert driver.store(keys, stored)
+    assert driver.load(keys, targets) == [True] * 4
+    assert np.array_equal(stored[0].bytes, targets[0].bytes)
+    assert driver.load(keys, memories(4)) == [True] * 4
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 4, 64), (2, 4, 16, 32), (2, 4, 64, 16)])
+def test_other_shape_is_a_miss(open_adapter: Open, shape: tuple[int, ...]) -> None:
+    driver, keys = open_adapter(), object_keys(range(4))
+    assert driver.store(keys, memories(4, seed=5))
+    assert driver.lookup(keys, descriptions(shape)) == [False] * 4
+    assert driver.load(keys, memories(4, shape=shape)) == [False] * 4
+
+
+def test_models_ranks_groups_and_salts_are_apart(open_adapter: Open) -> None:
+    driver, keys = open_adapter(), object_keys([7])
+    variants = {
+        "model": object_keys([7], model=OTHER_MODEL),
+        "rank": object_keys([7], rank=0x02010201),
+        "salt": object_keys([7], salt="tenant"),
+        "group": object_keys([7], group=1),
+    }
+    layouts = descriptions()
+    layouts[1] = layouts[0]
+    assert driver.store(keys, memories(1, seed=6))
+    for name, other in variants.items():
+        assert driver.lookup(other, layouts) == [False], name
+        assert driver.load(other, memories(1)) == [False], name
+    for seed, other in enumerate(variants.values(), 10):
+        assert driver.store(other, memories(1, seed=seed))
+    for seed, other in enumerate(variants.values(), 10):
+        target = memories(1)
+        assert driver.load(other, target) == [True]
+        assert np.array_equal(target[0].bytes, memories(1, seed=seed)[0].bytes)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"engine": "vllm 0.33 FLASH_ATTN"},
+        {"models": {MODEL: "name:weights-of-tomorrow"}},
+    ],
+)
+def test_other_engine_or_weights_miss(
+    open_adapter: Open, changed: dict[str, Any]
+) -> None:
+    driver, keys = open_adapter(), object_keys(range(3))
+    assert driver.store(keys, memories(3, seed=7))
+    other = open_adapter(**changed)
+    assert other.adapter.get_usage().total_bytes_used == 0
+    assert other.lookup(keys) == [False] * 3
+    assert other.load(keys, memories(3)) == [False] * 3
+    assert other.adapter.list_l2_keys().entries == ()
+
+
+def test_unknown_model_is_neither_stored_nor_found(
+    open_adapter: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, keys = open_adapter(), object_keys(range(2), model="unknown")
+    assert not driver.store(keys, memories(2, seed=8))
+    assert driver.lookup(keys) == [False, False]
+    assert driver.load(keys, memories(2)) == [False, False]
+    assert caplog.text.count("model unknown is not in") == 1
+
+
+@pytest.mark.parametrize("missing", ["url", "models", "engine"])
+def test_missing_option_is_refused(params: dict[str, Any], missing: str) -> None:
+    from persistkv.integrations.lmcache.adapter import PersistKVL2Adapter
+
+    del params[missing]
+    with pytest.raises(ConfigurationError, match=missing):
+        PersistKVL2Adapter(params)
+    params[missing] = {} if missing == "models" else ""
+    with pytest.raises(ConfigurationError, match=missing):
+        PersistKVL2Adapter(params)
+
+
+def test_weights_are_fingerprinted(open_adapter: Open, tmp_path: Path) -> None:
+    weights = tmp_path / "checkpoint" / "model.bin"
+    weights.parent.mkdir()
+    weights.write_bytes(b"one")
+    models = {"models": {MODEL: str(weights.parent)}}
+    keys = object_keys(range(2))
+    assert open_adapter(**models).store(keys, memories(2, seed=9))
+    assert open_adapter(**models).lookup(keys) == [True, True]
+    weights.write_bytes(b"two")
+    assert open_adapter(**models).lookup(keys) == [False, False]
+    with pytest.raises(ConfigurationError, match="checkpoint"):
+        open_adapter(models={MODEL: str(tmp_path / "nothing")})
+
+
+def test_locked_keys_are_not_deleted(open_adapter: Open) -> None:
+    driver, keys = open_adapter(lease_s=1.0), object_keys(range(3))
+    listener = Listener()
+    driver.adapter.register_listener(listener)
+    assert driver.store(keys, memories(3, seed=10))
+    assert driver.lookup(keys[:2]) == [True, True]
+    assert driver.lookup(keys[:1]) == [True]
+    driver.adapter.delete(keys)
+    assert driver.lookup(keys, descriptions()) == [True, True, False]
+    assert listener.deleted == [keys[2]]
+    driver.adapter.submit_unlock(keys[:2])
+    driver.adapter.submit_unlock(keys[:2])
+    driver.adapter.delete(keys[1:2])
+    assert driver.lookup(keys[:2]) == [True, False]
+    # nobody unlocks the other one: its lease expires
+    time.sleep(1.1)
+    driver.adapter.delete(keys[:1])
+    assert driver.lookup(keys[:1]) == [False]
+    driver.adapter.submit_unlock(object_keys([500]))
+
+
+def test_usage_and_lists_are_exact(open_adapter: Open) -> None:
+    driver = open_adapter()
+    for salt, count in (("", 3), ("a", 4), ("b", 5)):
+        keys = object_keys(range(count), salt=salt)
+        assert driver.store(keys, memories(count, seed=count))
+    keys = object_keys(range(2), model=OTHER_MODEL)
+    assert driver.store(keys, memories(2, seed=1))
+    usage = driver.adapter.get_usage()
+    assert dict(usage.bytes_by_cache_salt) == {
+        "": 5 * OBJECT_BYTES,
+        "a": 4 * OBJECT_BYTES,
+        "b": 5 * OBJECT_BYTES,
+    }
+    assert usage.total_bytes_used == 14 * OBJECT_BYTES
+    # its own eviction is off: the store has the only bound
+    assert usage.total_capacity_bytes == 0
+    assert not driver.adapter.supports_global_eviction
+
+    listed: list[Any] = []
+    cursor = None
+    while True:
+        page = driver.adapter.list_l2_keys(page_size=4, cursor=cursor)
+        assert len(page.entries) <= 4
+        listed += page.entries
+        cursor = page.next_page_token
+        if cursor is None:
+            break
+    assert len({entry.key for entry in listed}) == len(listed) == 14
+    assert all(entry.size_bytes == OBJECT_BYTES for entry in listed)
+    of_model = driver.adapter.list_l2_keys(OTHER_MODEL)
+    assert {entry.key for entry in of_model.entries} == {
+        key.to_encoded_object_key() for key in keys
+    }
+    with pytest.raises(ValueError, match="page_size"):
+        driver.adapter.list_l2_keys(page_size=0)
+
+
+def test_capacity_is_kept_and_evictions_are_announced(open_adapter: Open) -> None:
+    driver, listener = open_adapter(), Listener()
+    driver.adapter.register_listener(listener)
+    count, shape = 4, (2, 16, 64, 512)  # 2 MiB
+    layouts = descriptions(shape)
+    for number in range(0, 60, count):
+        keys = object_keys(range(number, number + count))
+        assert driver.store(keys, memories(count, seed=number, shape=shape))
+        assert driver.adapter.get_usage().total_bytes_used <= 64 << 20
+    driver.adapter.delete([])  # announces what has happened
+    held = driver.lookup(object_keys(range(60)), layouts)
+    assert 20 <= sum(held) < 32
+    assert held[-count:] == [True] * count
+    evicted = set(listener.stored).difference(listener.deleted)
+    assert evicted == {
+        key
+        for key, is_held in zip(object_keys(range(60)), held, strict=True)
+        if is_held
+    }
+
+
+def test_other_process_stores_are_announced(open_adapter: Open) -> None:
+    driver, other, listener = open_adapter(), open_adapter(), Listener()
+    keys = object_keys(range(2))
+    assert driver.store(keys, memories(2, seed=1))
+    other.adapter.register_listener(listener)
+    assert other.lookup(object_keys([50])) == [False]  # opens the layout
+    more = object_keys(range(10, 12))
+    assert driver.store(more, memories(2, seed=2))
+    deadline = time.monotonic() + 30
+    while not set(more) <= set(listener.stored) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert set(more) <= set(listener.stored)
+    assert other.load(more, memories(2)) == [True, True]
+
+
+def test_store_that_does_not_open_costs_misses(
+    open_adapter: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    driver = open_adapter(url=f"lmdb://{tmp_path}/file/store")
+    keys = object_keys(range(2))
+    assert not driver.store(keys, memories(2, seed=1))
+    assert driver.lookup(keys) == [False, False]
+    assert driver.load(keys, memories(2)) == [False, False]
+    assert "does not open" in caplog.text
+
+
+def test_flipped_bits_serve_no_wrong_bytes(open_adapter: Open, tmp_path: Path) -> None:
+    """LMCache's ``fs`` adapter serves every damaged object."""
+    count, shape = 100, (2, 4, 64, 256)  # 256 KiB
+    keys, objects = object_keys(range(count)), memories(count, seed=1, shape=shape)
+    driver = open_adapter(url=f"lmdb://{tmp_path}/damaged?capacity=256MiB")
+    assert driver.store(keys, objects)
+    driver.adapter.close()
+    damaged = _flip_bits(tmp_path / "damaged" / "segments", objects[::25])
+    assert damaged == 4
+    again = open_adapter(url=f"lmdb://{tmp_path}/damaged?capacity=256MiB")
+    assert sum(again.lookup(keys, descriptions(shape))) == count
+    targets = memories(count, shape=shape)
+    loaded = again.load(keys, targets)
+    # a frame of 1 MiB has four objects: they fall with the damaged one
+    assert count - 4 * damaged <= sum(loaded) <= count - damaged
+    wrong = 0
+    for is_loaded, stored, target in zip(loaded, objects, targets, strict=True):
+        wrong += is_loaded and not np.array_equal(stored.bytes, target.bytes)
+    assert wrong == 0
+
+
+def _flip_bits(segments: Path, objects: Any) -> int:
+    """Flip a bit of each object in the payload files; return how many were found."""
+    flipped = 0
+    for file in segments.iterdir():
+        data = bytearray(file.read_bytes())
+        for memory in objects:
+            at = data.find(memory.bytes.tobytes())
+            if at >= 0:
+                data[at + 1000] ^= 16
+                flipped += 1
+        file.write_bytes(data)
+    return flipped

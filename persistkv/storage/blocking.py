@@ -116,8 +116,7 @@ class BlockingStore:
 
     async def _refresh(self) -> None:
         await self.catalogue.refresh()
-        if self.store.canary is not None:
-            await self.store.canary.refresh()
+        await self.store.sources.refresh()
 
     def close(self) -> None:
         """Flush, then close the backend, also if the flush raises. Idempotent."""

@@ -7,7 +7,6 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from persistkv.config import parse_durability
@@ -55,12 +54,12 @@ class Committer:
         queue: CommitQueue,
         counters: StoreCounters,
         options: StoreOptions,
-        canary: Canary | None,
+        sources: Canary,
     ) -> None:
         self._catalogue = catalogue
         self._queue = queue
         self._counters = counters
-        self._canary = canary
+        self._sources = sources
         self._memory = MemoryShares.of(options.staging_bytes).transaction
         self._touch_s = max(_TOUCH_S, parse_durability(options.durability) or 0.0)
         self._refresh_s = options.refresh_s
@@ -78,24 +77,25 @@ class Committer:
 
     async def run(self) -> None:
         """Do the work as it becomes due, until the task is cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
             # cleared first: what becomes due from here on sets it again
             self._has_work.clear()
             seconds = self.seconds_to_work()
             if seconds > 0:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await self._has_work.wait()
+                # several times cheaper than ``asyncio.timeout``
+                timer = loop.call_later(seconds, self.wake)
+                await self._has_work.wait()
+                timer.cancel()
             else:
-                await asyncio.sleep(0)  # other tasks run between two slices of work
-            await self.work()
+                await self.work()
 
     def seconds_to_work(self) -> float:
         """Return the seconds until ``work`` has something to do."""
         catalogue = self._catalogue
         if self._flushes or catalogue.needs_repair or catalogue.index.replacing:
             return 0.0
-        if self._canary is not None and self._canary.needs_update:
+        if self._sources.needs_update:
             return 0.0
         seconds = min(self._seconds_to_refresh(), self._seconds_to_upkeep())
         due = self._queue.seconds_to_due()
@@ -131,11 +131,12 @@ class Committer:
         # one slice per round, so that a large table delays no commit by more than some ms
         if catalogue.index.replacing:
             catalogue.index.replace_some()
+            await asyncio.sleep(0)  # other tasks run between two slices
         # before the commit: a block that was damaged must not count as held
         if catalogue.needs_repair:
             await catalogue.repair()
-        if self._canary is not None and self._canary.needs_update:
-            await self._canary.update()
+        if self._sources.needs_update:
+            await self._sources.update()
         if (
             self._flushes
             or self._queue.seconds_to_due() == 0.0
@@ -145,8 +146,7 @@ class Committer:
         if not self._seconds_to_refresh():
             self._refreshed_at = time.monotonic()
             await catalogue.refresh_or_log()
-            if self._canary is not None:
-                await self._canary.refresh()
+            await self._sources.refresh()
         self.changed.set()
 
     # Commits

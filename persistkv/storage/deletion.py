@@ -50,7 +50,12 @@ class Deleter:
         self._memory = ScatteredBlocks(catalogue.block_bytes)
         # counters of its own: what it reads is not loaded by the engine
         self._loader = Loader(
-            catalogue, self._memory, queue, StoreCounters(), options, None
+            catalogue,
+            self._memory,
+            queue,
+            StoreCounters(),
+            options,
+            lambda: [catalogue],
         )
 
     async def delete(self, keys: Sequence[bytes]) -> set[bytes]:

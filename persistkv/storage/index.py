@@ -150,12 +150,11 @@ class LookupTable:
         if not self._retired:
             return False
         memory = self._retired[0]
-        left = len(memory) - self._released
-        if left > 0:
-            num_bytes = min(_SLICE_BYTES, left)
-            memory.madvise(mmap.MADV_DONTNEED, self._released, num_bytes)
-            self._released += _SLICE_BYTES
-        else:
+        num_bytes = min(_SLICE_BYTES, len(memory) - self._released)
+        memory.madvise(mmap.MADV_DONTNEED, self._released, num_bytes)
+        self._released += num_bytes
+        # at once: an idle engine may map a table in each call before this one
+        if self._released == len(memory):
             self._released = 0
             del self._retired[0]
         return True
@@ -747,7 +746,12 @@ class Index:
         elif old is self._shared:
             self._retired.append(old)
         else:
-            self._unmapped.append(old)
+            self._release(old)
+
+    def _release(self, table: _FingerprintTable) -> None:
+        """Release a table that no reader maps; a large one in slices."""
+        if table.release_some():
+            self._unmapped.append(table)
 
     def share(self) -> tuple[int, int]:
         """Return a new descriptor of the table, which the caller must close, and the number of
@@ -759,12 +763,14 @@ class Index:
         return fd, self._table.slots
 
     def release_retired(self) -> None:
-        """Let ``replace_some`` release replaced tables: the reader has mapped the one that was
-        shared last."""
+        """Release replaced tables, large ones in calls of ``replace_some``: the reader has mapped
+        the one that was shared last."""
         retired, self._retired = self._retired, []
         for table in retired:
-            kept = self._retired if table is self._shared else self._unmapped
-            kept.append(table)
+            if table is self._shared:
+                self._retired.append(table)
+            else:
+                self._release(table)
 
     def close(self) -> None:
         """Close all descriptors; idempotent. Mappings of readers stay valid."""

@@ -32,7 +32,7 @@ from persistkv.base import get_offload_group_idx
 from persistkv.config import parse_durability
 from persistkv.errors import IdentityMismatchError, StoreError, printable
 from persistkv.memory.budget import MAX_IO_THREADS, MemoryShares
-from persistkv.memory.rows import BlockMemory, Rows
+from persistkv.memory.rows import BlockMemory
 from persistkv.storage.backend import Backend
 from persistkv.storage.commit_pipeline import Blocks, plan_packs
 from persistkv.storage.commit_queue import CommitQueue
@@ -118,13 +118,8 @@ class Store:
         self.catalogue = NamespaceView(
             backend, self.namespace, threads, self.counters, rows.layout, options
         )
-        self.canary: Canary | None = None
-        """Compares and serves another engine release's namespace; None if blocks cannot or must not
-        be compared."""
-        is_compared = rows.layout.numbers is not None and options.adopt == "canary"
-        # comparisons need the arrangement of numbers in rows
-        if is_compared and isinstance(rows, Rows):
-            self.canary = Canary(self.catalogue, identity, rows, options)
+        self.sources = Canary(self.catalogue, identity, rows, options)
+        """The namespaces that serve loads: the own one, and one of another engine release."""
         self._is_writable = backend.capabilities.writable
         self._is_ending = False
         self._max_pack_bytes = MemoryShares.of(options.staging_bytes).transaction
@@ -137,10 +132,15 @@ class Store:
             make_writer, options, remote=backend.capabilities.remote
         )
         self.committer = Committer(
-            self.catalogue, self.queue, self.counters, options, self.canary
+            self.catalogue, self.queue, self.counters, options, self.sources
         )
         self._loader = Loader(
-            self.catalogue, rows, self.queue, self.counters, options, self.canary
+            self.catalogue,
+            rows,
+            self.queue,
+            self.counters,
+            options,
+            self.sources.readable,
         )
         self._deleter = Deleter(
             self.catalogue, self.committer, self.queue, options, make_writer
@@ -240,8 +240,7 @@ class Store:
         borrowed: set[bytes] = set()
         lost: list[bytes] = []
         try:
-            if self.canary is not None:
-                await self.canary.examine(request, blocks)
+            await self.sources.examine(request, blocks)
             held = await self._held(blocks.keys)
             # no other task runs from here on, so the states of the keys stay as they are
             borrowed = self.queue.in_flight(blocks.keys)
@@ -310,8 +309,7 @@ class Store:
             raise ValueError(
                 f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}"
             )
-        if self.canary is not None:
-            self.canary.ended(end.request)
+        self.sources.ended(end.request)
         if self._is_writable:
             self.queue.ends.add(end)
         else:
@@ -390,8 +388,7 @@ class Store:
         :param is_sound: False: after an internal error, the index is not saved for the next
             opening.
         """
-        if self.canary is not None:
-            self.canary.close()
+        self.sources.close()
         self.catalogue.close(saves=is_sound)
 
 

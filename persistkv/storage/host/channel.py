@@ -28,17 +28,20 @@ class Channel:
         self._connection = connection
         self._engine_pidfd = engine_pidfd
         self._loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
+        self._arrived: list[Any] = []
+        self._error: Exception | None = None
+        self._has_arrived = asyncio.Event()
         self._posted: deque[ToEngine] = deque(maxlen=_MOST_POSTED)
         self._engine_died = False
-        self._loop.add_reader(connection.fileno(), self._arrived.set)
+        self._loop.add_reader(connection.fileno(), self._receive)
         if engine_pidfd is not None:
             self._loop.add_reader(engine_pidfd, self._note_death)
 
     @property
     def ended(self) -> bool:
-        """Whether no further message arrives."""
-        return self._engine_died or self._connection.ended
+        """Whether ``receive`` has returned all messages, and no further one arrives."""
+        is_at_end = self._engine_died or self._connection.ended
+        return is_at_end and not self._has_arrived.is_set()
 
     @property
     def is_congested(self) -> bool:
@@ -65,12 +68,23 @@ class Channel:
 
         :raises HostError: the input is malformed; the connection has ended.
         """
-        await self._arrived.wait()
-        self._arrived.clear()
+        await self._has_arrived.wait()
+        self._has_arrived.clear()
+        if self._error is not None:
+            raise self._error
+        arrived, self._arrived = self._arrived, []
         # jobs that it sent before its death are accepted work
         if self._engine_died:
-            return self._connection.receive_rest()
-        return self._connection.receive()
+            arrived += self._connection.receive_rest()
+        return arrived
+
+    def _receive(self) -> None:
+        # read here: the event loop would call this again while the bytes wait for a task
+        try:
+            self._arrived += self._connection.receive()
+        except Exception as error:  # ``receive`` raises it
+            self._error = error
+        self._has_arrived.set()
 
     def stop_receiving(self) -> None:
         """Receive no further messages; they can still be sent. Idempotent.
@@ -92,7 +106,7 @@ class Channel:
 
     def _note_death(self) -> None:
         self._engine_died = True
-        self._arrived.set()
+        self._has_arrived.set()
 
     def _push(self) -> None:
         self._connection.push()

@@ -104,12 +104,12 @@ class Session:
         self._publisher = NewsPublisher(store, channel)
         self._jobs = Jobs(store, channel, self._publisher, tasks)
         self._status = StatusPublisher(store, self._jobs, hello.engine_pid)
-        canary = store.canary
+        table = self._publisher.share_table()
         opened = protocol.Opened(
-            self._publisher.share_table(),
+            table,
             store.notice,
             prefill=store.savings.prefill,
-            wants_all=canary is not None and canary.active,
+            wants_all=store.sources.active,
         )
         channel.send(opened)
         endless = (
@@ -142,9 +142,8 @@ class Session:
         self._jobs.add_flush(message)
 
     def _loaded(self, message: protocol.Loaded) -> None:
-        if self.store.canary is not None:
-            # unreadable keys: as if the engine did not know them
-            self.store.canary.loaded_elsewhere(_keys_of(message))
+        # unreadable keys: as if the engine did not know them
+        self.store.sources.loaded_elsewhere(_keys_of(message))
 
     def _touch(self, message: protocol.Touch) -> None:
         self.store.touch(_keys_of(message))

@@ -32,7 +32,7 @@ import msgspec
 
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError
-from persistkv.memory.rows import ByteArray, Rows
+from persistkv.memory.rows import BlockMemory, ByteArray, Rows
 from persistkv.storage.backend import Changes, Namespace
 from persistkv.storage.commit_pipeline import Blocks
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
@@ -203,10 +203,10 @@ class OtherNamespace(NamespaceView):
             start += frame.block_count
         return found
 
-    async def usable_holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
+    async def holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
         """Return, for each key, a pack in which its block is usable; None if there is none.
         Compares full keys."""
-        holders = await self.holders(keys)
+        holders = await self.all_holders(keys)
         packs = {pack.pack_id: pack.table for pack in holders if pack is not None}
         usable = {pack_id: set(self._usable(table)) for pack_id, table in packs.items()}
         found: list[HeldPack | None] = []
@@ -214,6 +214,10 @@ class OtherNamespace(NamespaceView):
             is_usable = pack is not None and key in usable[pack.pack_id]
             found.append(pack if is_usable else None)
         return found
+
+    async def all_holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
+        """Return, for each key, a pack that holds it, at any depth."""
+        return await super().holders(keys)
 
     def distrust(
         self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
@@ -243,11 +247,16 @@ class Canary:
     """
 
     def __init__(
-        self, own: NamespaceView, identity: Identity, rows: Rows, options: StoreOptions
+        self,
+        own: NamespaceView,
+        identity: Identity,
+        rows: BlockMemory,
+        options: StoreOptions,
     ) -> None:
         """Find candidates, and open the adopted namespace if one is recorded. Runs on the caller's
         thread."""
         self._own = own
+        self._layout = rows.layout
         self._rows = rows
         self._options = options
         self.other: OtherNamespace | None = None
@@ -265,7 +274,7 @@ class Canary:
         self._refused: list[OtherNamespace] = []
         """Refused namespaces that are still open."""
         self._extended_at = time.monotonic()
-        if self._is_described():
+        if self._may_compare():
             try:
                 self._find(identity)
             except StoreError as error:
@@ -279,11 +288,16 @@ class Canary:
 
     @property
     def _groups(self) -> int:
-        return len(self._rows.layout.groups)
+        return len(self._layout.groups)
 
-    def _is_described(self) -> bool:
-        layout = self._rows.layout
-        if layout.numbers is None or len(layout.numbers.groups) != self._groups:
+    def _may_compare(self) -> bool:
+        layout = self._layout
+        # comparisons need the arrangement of numbers in rows
+        if layout.numbers is None or not isinstance(self._rows, Rows):
+            return False
+        if self._options.adopt != "canary":
+            return False
+        if len(layout.numbers.groups) != self._groups:
             return False
         ranges = [group.ranges for group in layout.groups]
         return all(
@@ -318,17 +332,16 @@ class Canary:
                 self._candidates.append(namespace)
 
     def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
-        return OtherNamespace(
-            self._own, namespace, self._rows.layout, self._options, depths
-        )
+        return OtherNamespace(self._own, namespace, self._layout, self._options, depths)
 
     def _nothing(self) -> _Evidence:
         return _Evidence([0] * self._groups, [0] * self._groups)
 
-    @property
-    def adopted(self) -> OtherNamespace | None:
-        """The adopted namespace; None if there is none."""
-        return self.other if self.verdict is not None else None
+    def readable(self) -> list[NamespaceView]:
+        """Return the namespaces that serve loads, in order: the own one, then an adopted one."""
+        if self.other is None or self.verdict is None:
+            return [self._own]
+        return [self._own, self.other]
 
     # Offered blocks
 
@@ -411,13 +424,13 @@ class Canary:
             self.other = await self._own.call(
                 partial(self._open, self._candidates[0].id, (0,) * self._groups)
             )
-        holders = await self.other.holders([block.key for block in computed])
+        holders = await self.other.all_holders([block.key for block in computed])
         both = [
             (block, pack)
             for block, pack in zip(computed, holders, strict=True)
             if pack is not None
         ]
-        count = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
+        count = max(1, _BATCH_BYTES // self._layout.row_stride)
         chosen = _spread(both)
         for start in range(0, len(chosen), count):
             if not await self._compare(
@@ -437,11 +450,13 @@ class Canary:
         final.
         """
         theirs, failed = await self._read_theirs(other, some)
+        rows = self._rows
+        assert isinstance(rows, Rows)  # see ``_may_compare``
         readable: list[Block] = []
         pairs: list[tuple[int, ByteArray, ByteArray]] = []
         for number, (block, _) in enumerate(some):
             if block.key not in failed:
-                ours = self._rows.array[block.row]
+                ours = rows.array[block.row]
                 readable.append(block)
                 pairs.append((block.group, ours, theirs.array[number]))
         compare_all = partial(self._agreements, pairs)
@@ -461,7 +476,7 @@ class Canary:
     ) -> tuple[Rows, set[bytes]]:
         """Read blocks of the other namespace; return rows with them, in order, and the keys that
         failed."""
-        layout, backend = self._rows.layout, self._own.backend
+        layout, backend = self._layout, self._own.backend
         theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
         keys = [block.key for block, _ in some]
         holders = [pack for _, pack in some]
@@ -484,8 +499,8 @@ class Canary:
     def _agreements(
         self, pairs: Iterable[tuple[int, ByteArray, ByteArray]]
     ) -> list[Agreement]:
-        numbers = self._rows.layout.numbers
-        assert numbers is not None  # see ``_is_described``
+        numbers = self._layout.numbers
+        assert numbers is not None  # see ``_may_compare``
         return [compare(numbers, group, ours, theirs) for group, ours, theirs in pairs]
 
     # Verdicts

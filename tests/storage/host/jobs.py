@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from typing import Any
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import (
     Connection,
+    SocketConnection,
     ThreadConnection,
     discard,
 )
-from persistkv.storage.host.protocol import End
+from persistkv.storage.host.protocol import End, Opened, Table, ToEngine, ToStore
 from persistkv.storage.host.server import Lifecycle, serve
-from persistkv.storage.host.supervisor import ProcessHost, State
+from persistkv.storage.host.supervisor import ProcessHost, State, ThreadHost
+from persistkv.storage.index import Index
 from persistkv.storage.records import RequestEnd
 
 KINDS = ["process", "thread"]
@@ -77,6 +80,27 @@ def wait_for(client: StoreClient, state: State, timeout_s: float = 90.0) -> None
         assert time.monotonic() < deadline, f"still {client.state}"
         client.poll()
         time.sleep(0.001)
+
+
+class ScriptedHost(ThreadHost):
+    """Host that answers nothing itself: a test receives and sends its messages."""
+
+    restartable = True
+
+    def __init__(self) -> None:
+        super().__init__(memoryview(b""))
+        ours, theirs = socket.socketpair()
+        self._engine = SocketConnection(ours, ToEngine)
+        self.connection = SocketConnection(theirs, ToStore)
+        """The host's end."""
+
+    def start(self) -> Connection:
+        return self._engine
+
+    def send_opened(self) -> None:
+        """Tell the engine that a store without content is open."""
+        fd, slots = Index().share()
+        self.connection.send(Opened(Table(slots, fd), ""))
 
 
 class Served:

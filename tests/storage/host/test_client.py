@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,23 +19,25 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import (
     Hello,
     JobDone,
-    Opened,
     Ping,
     Pong,
-    Table,
-    ToEngine,
-    ToStore,
 )
 from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.index import Index
 from persistkv.storage.records import News, RequestEnd, StoreOptions
 from tests.host_processes import host_processes
-from tests.storage.host.jobs import BLOCK, KINDS, end, make_keys, pid_of, wait_for
+from tests.storage.host.jobs import (
+    BLOCK,
+    KINDS,
+    ScriptedHost,
+    end,
+    make_keys,
+    pid_of,
+    wait_for,
+)
 
 
 def test_client_idle_receives_keys_of_other_clients(
@@ -180,34 +181,23 @@ def test_close_with_forked_child_still_ends_host(hosted: Any, tmp_path: Path) ->
 
 def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
     """The oldest job exceeds the watchdog's limit, but the host is alive: it answers other jobs."""
-    ours, theirs = socket.socketpair()
-    host = SocketConnection(theirs, ToStore)
-
-    class Slow(ThreadHost):
-        restartable = True
-
-        def start(self) -> SocketConnection:
-            return SocketConnection(ours, ToEngine)
-
+    host = ScriptedHost()
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
     hello = Hello("lmdb:///absent", b"{}", layout, StoreOptions())
-    client = StoreClient(
-        Slow(memoryview(b"")), hello, max_queue_bytes=1 << 30, watchdog_s=0.3
-    )
-    fd, slots = Index().share()
-    host.send(Opened(Table(slots, fd), ""))
+    client = StoreClient(host, hello, max_queue_bytes=1 << 30, watchdog_s=0.3)
+    host.send_opened()
     client.open()
     for job in range(8):
         client.submit_store(job, "a", make_keys(1, job), [0], None, 4096)
     for job in range(1, 8):
         time.sleep(0.1)
-        host.send(JobDone(job, PackedKeys(), 0))
+        host.connection.send(JobDone(job, PackedKeys(), 0))
         assert [outcome.job_id for outcome in client.poll()] == [job]
     time.sleep(0.4)
     client.poll()
     assert client.state is State.OPEN, "asked whether it is alive"
-    assert [type(message) for message in host.receive_rest()][-1] is Ping
-    host.send(Pong(2.0))
+    assert [type(message) for message in host.connection.receive_rest()][-1] is Ping
+    host.connection.send(Pong(2.0))
     client.poll()
     time.sleep(0.4)
     client.poll()
@@ -215,7 +205,7 @@ def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
     time.sleep(0.4)
     client.poll()
     assert client.state is not State.OPEN, "silent for longer than the watchdog waits"
-    host.close()
+    host.connection.close()
     client.close()
 
 

@@ -42,18 +42,17 @@ from persistkv.storage.host.protocol import (
     OpenFailed,
     Ping,
     Pong,
-    Table,
     ToEngine,
     ToStore,
 )
-from persistkv.storage.host.supervisor import State, ThreadHost
+from persistkv.storage.host.supervisor import State
 from persistkv.storage.identity import Identity
-from persistkv.storage.index import Index
 from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import (
     BLOCK,
     ENGINE_AS_INIT,
     KINDS,
+    ScriptedHost,
     Served,
     SignalledHost,
     make_keys,
@@ -329,35 +328,29 @@ def test_open_hanging_host_is_killed_and_restarted(
     assert client.flush(90)
 
 
-def test_open_answering_host_gets_ten_times_watchdog_limit() -> None:
-    ours, theirs = socket.socketpair()
-    host = SocketConnection(theirs, ToStore)
-
-    class Slow(ThreadHost):
-        restartable = True
-
-        def start(self) -> SocketConnection:
-            return SocketConnection(ours, ToEngine)
-
+def open_slowly() -> tuple[StoreClient, ScriptedHost]:
+    """Return a client that waits for its store to open, with a watchdog's limit of 0.2 s."""
+    host = ScriptedHost()
     client = StoreClient(
-        Slow(memoryview(b"")),
-        HELLO,
-        max_queue_bytes=1 << 30,
-        watchdog_s=0.2,
-        least_start_s=0.2,
+        host, HELLO, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2
     )
     client.open(timeout_s=0.0)
+    return client, host
+
+
+def test_open_answering_host_gets_ten_times_watchdog_limit() -> None:
+    client, host = open_slowly()
     for longest_s in (0.5, 1.9):
-        while Ping() not in host.receive():
+        while Ping() not in host.connection.receive():
             client.poll()
         assert client.state is State.OPENING
-        host.send(Pong(longest_s))
+        host.connection.send(Pong(longest_s))
         client.poll()
         assert client.state is State.OPENING, "its loop is alive"
-    host.send(Pong(2.1))
+    host.connection.send(Pong(2.1))
     client.poll()
     assert client.state is not State.OPENING
-    host.close()
+    host.connection.close()
     client.close()
 
 
@@ -443,32 +436,15 @@ def test_open_host_with_pid_in_use_gets_other_pid(tmp_path: Path) -> None:
 
 def test_client_ignores_opened_store_of_host_that_it_has_killed() -> None:
     """Both messages arrive at once if the engine polls late."""
-    ours, theirs = socket.socketpair()
-    host = SocketConnection(theirs, ToStore)
-
-    class Slow(ThreadHost):
-        restartable = True
-
-        def start(self) -> SocketConnection:
-            return SocketConnection(ours, ToEngine)
-
-    client = StoreClient(
-        Slow(memoryview(b"")),
-        HELLO,
-        max_queue_bytes=1 << 30,
-        watchdog_s=0.2,
-        least_start_s=0.2,
-    )
-    client.open(timeout_s=0.0)
-    while Ping() not in host.receive():
+    client, host = open_slowly()
+    while Ping() not in host.connection.receive():
         client.poll()
-    fd, slots = Index().share()
-    host.send(Pong(2.1))
-    host.send(Opened(Table(slots, fd), ""))
+    host.connection.send(Pong(2.1))
+    host.send_opened()
     client.poll()
     assert client.state in (State.DYING, State.DOWN)
     assert len(client) == 0
-    host.close()
+    host.connection.close()
     client.close()
 
 

@@ -78,9 +78,9 @@ def test_idle_engine_host_keeps_few_lookup_tables(
     for _ in range(3):
         already = len(reloads)
         wait_until(lambda: len(reloads) > already + REFRESHES)  # noqa: B023
-        assert lookup_tables() - before <= 5, (
-            "one is built, and one released, meanwhile"
-        )
+        # a listing also finds tables that are opened and closed while it is made
+        most = min(lookup_tables() for _ in range(10))
+        assert most - before <= 5, "one is built, and one released, meanwhile"
     assert all(map(idle.contains, make_keys(2))), "its table is intact"
     wait_until(lambda: idle.poll() == [] and all(map(idle.contains, make_keys(2, 100))))
     assert all(map(idle.contains, make_keys(2)))

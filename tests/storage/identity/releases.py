@@ -167,14 +167,13 @@ class Release:
 
     @property
     def canary(self) -> Canary:
-        """The store's canary, which it must have."""
-        assert self.store.store.canary is not None
-        return self.store.store.canary
+        """The store's sources of loads."""
+        return self.store.store.sources
 
     @property
     def compares(self) -> bool:
         """Whether the store compares blocks, or serves those of another release."""
-        return self.store.store.canary is not None and self.store.store.canary.active
+        return self.canary.active
 
     def run(self, tokens: Sequence[int], kv: KV, first: int = 0) -> None:
         """Store the blocks of a request that an engine has computed, from block ``first`` on, and
@@ -210,6 +209,5 @@ class Release:
     def end(self) -> None:
         """Close the store, but not its backend."""
         self.store.flush()
-        if self.store.store.canary is not None:
-            self.store.store.canary.close()
+        self.canary.close()
         self.store.index.close()

@@ -1,141 +1,98 @@
-"""Persistent tiers of two engine releases, each with its own host, on one store."""
+"""The blocks of another engine release, used through the persistent tier."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from persistkv.base import OffloadKey, ReqContext, RequestDescription
 from persistkv.config import OffloadingConfig
+from persistkv.storage import open_backend
+from persistkv.storage.backend import CommitBatch
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.persistent import PersistentTier
 from tests.storage.identity.releases import (
     BLOCKS,
-    KV,
     TOKENS,
-    compute,
     identity,
     keys_of,
     prompt,
     row_layout,
-    to_blocks,
 )
 
-PROMPTS = [prompt(number) for number in range(4)]
 LAYOUT = row_layout("float32")
-NUM_ROWS = 16
+PROMPTS = [prompt(number) for number in range(3)]
 
 
-class Engine:
-    """Rows and a persistent tier of one engine release."""
+class ReleasedEngine:
+    """Engine of one release, reduced to its persistent tier and the rows of one context."""
 
-    def __init__(self, url: str, release: str, undo: ExitStack, host: str) -> None:
-        fd = os.memfd_create("rows")
-        undo.callback(os.close, fd)
-        os.ftruncate(fd, NUM_ROWS * LAYOUT.row_stride)
-        memory = mmap.mmap(fd, 0)
-        self.rows = np.frombuffer(memory, np.uint8).reshape(NUM_ROWS, -1)
-        fields = identity(release).fields
+    def __init__(self, url: str, release: str) -> None:
+        memory = memoryview(bytearray(BLOCKS * LAYOUT.row_stride))
+        self._rows = np.frombuffer(memory, np.uint8).reshape(BLOCKS, -1)
         config = OffloadingConfig(
-            fields, TOKENS, LAYOUT, NUM_ROWS, (fd,) if host == "process" else ()
+            dict(identity(release).fields), TOKENS, LAYOUT, BLOCKS
         )
-        self.tier = PersistentTier(config, memoryview(memory), url=url, host=host)
-        undo.callback(self.tier.shutdown)
+        self.tier = PersistentTier(
+            config, memory, url=url, host="thread", max_age_s=0.0
+        )
         self._jobs = 0
 
-    def run(self, tokens: list[int], kv: KV) -> None:
-        """Store the blocks of a request that an engine has computed, and wait until they are
-        durable."""
+    def store(self, tokens: list[int]) -> None:
+        """Compute the blocks of a context, and store them as one request."""
+        rng = np.random.default_rng(tokens[0])
+        self._rows[:] = (
+            rng.standard_normal(self._rows.size // 4, np.float32)
+            .view(np.uint8)
+            .reshape(self._rows.shape)
+        )
+        self._jobs += 1
         keys = [OffloadKey(key) for key in keys_of(tokens)]
-        self.rows[: len(keys)] = to_blocks(kv, "float32")
         description = RequestDescription()
         description.extend(0, keys)
+        description.num_tokens = len(tokens)
         context = ReqContext(f"r{self._jobs}", description=description)
-        self._submit(keys, context, is_promotion=False)
-        self.tier.on_request_finished(context)
-        assert self.tier.wait_persisted(context.req_id, 60)
-
-    def load(self, tokens: list[int]) -> int:
-        """Load the prefix of a context that a lookup finds; return its number of blocks."""
-        keys = [OffloadKey(key) for key in keys_of(tokens)]
-        count = self.tier.lookup_prefix(keys, ReqContext("l"))
-        self.rows[:] = 0
-        if count:
-            self._submit(keys[:count], ReqContext("l"), is_promotion=True)
-        return count
-
-    def _submit(
-        self, keys: list[OffloadKey], context: ReqContext, *, is_promotion: bool
-    ) -> None:
-        self._jobs += 1
-        job = JobMetadata(self._jobs, keys, np.arange(len(keys)), is_promotion, context)
-        (self.tier.submit_load if is_promotion else self.tier.submit_store)(job)
+        self.tier.on_new_request(context)
+        job = JobMetadata(self._jobs, keys, np.arange(BLOCKS), False, context)
+        self.tier.submit_store(job)
         deadline = time.monotonic() + 60
-        while not (results := list(self.tier.get_finished_jobs())):
+        while not self.tier.get_finished_jobs():
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert [(result.success, list(result.failed_keys)) for result in results] == [
-            (True, [])
-        ]
+        self.tier.on_request_finished(context)
+        assert self.tier.client.flush(60)
 
-
-StartEngine = Callable[..., Engine]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartEngine]:
-    """Return a function that starts engines of a release on one store; end them after the test."""
-    with ExitStack() as undo:
-        yield lambda release, host="process": Engine(
-            f"lmdb://{tmp_path}/store?capacity=64MiB", release, undo, host
+    def finds(self, tokens: list[int]) -> bool:
+        self.tier.get_finished_jobs()
+        context = ReqContext("lookup")
+        return all(
+            self.tier.lookup(OffloadKey(key), context) for key in keys_of(tokens)
         )
 
 
-@pytest.fixture(scope="module")
-def contexts() -> list[KV]:
-    return [compute(tokens) for tokens in PROMPTS]
+def test_used_blocks_of_another_release_outlive_its_namespace(tmp_path: Path) -> None:
+    """The engine offers blocks although a lookup finds them: only then is the cache of the next
+    release kept when that of the last one is evicted."""
+    url = f"lmdb://{tmp_path}/store"
+    old = ReleasedEngine(url, "0.31")
+    for tokens in PROMPTS:
+        old.store(tokens)
+    old.tier.shutdown()
 
+    new = ReleasedEngine(url, "0.32")
+    for tokens in PROMPTS[:2]:
+        new.store(tokens)
+    assert new.finds(PROMPTS[2]), "adopted"
+    new.store(PROMPTS[2])
+    new.tier.shutdown()
+    with closing(open_backend(url)) as backend:
+        theirs = identity("0.31").digest
+        packs = [table.pack_id for table in backend.changes(theirs, None).added]
+        backend.commit(theirs, CommitBatch(deletions=packs))
 
-@pytest.mark.parametrize("host", ["process", "thread"])
-def test_persistent_tier_newer_release_loads_blocks_of_older_one(
-    start: StartEngine, contexts: list[KV], host: str
-) -> None:
-    older = start("0.31", host)
-    for tokens, kv in zip(PROMPTS, contexts, strict=True):
-        older.run(tokens, kv)
-    older.tier.shutdown()
-    newer = start("0.32", host)
-    for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
-        assert newer.load(tokens) == 0
-        newer.run(tokens, kv)
-    deadline = time.monotonic() + 60
-    while newer.load(PROMPTS[2]) < BLOCKS:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert np.array_equal(newer.rows[:BLOCKS], to_blocks(contexts[2], "float32"))
-    # stored in its own namespace, although a lookup finds the older blocks
-    newer.run(PROMPTS[2], contexts[2])
-    stats = newer.tier.client.stats().host
-    assert stats is not None
-    assert stats.counters.stored_blocks == 3 * BLOCKS
-
-
-def test_persistent_tier_blocks_loaded_elsewhere_prevent_adoption(
-    start: StartEngine, contexts: list[KV]
-) -> None:
-    older = start("0.31")
-    for tokens, kv in zip(PROMPTS, contexts, strict=True):
-        older.run(tokens, kv)
-    older.tier.shutdown()
-    newer = start("0.32")
-    for tokens, kv in zip(PROMPTS[:3], contexts, strict=False):
-        newer.tier.loaded_elsewhere([OffloadKey(key) for key in keys_of(tokens)])
-        newer.run(tokens, kv)
-    assert newer.load(PROMPTS[3]) == 0
+    again = ReleasedEngine(url, "0.32")
+    assert again.finds(PROMPTS[2])
+    again.tier.shutdown()

@@ -128,23 +128,16 @@ class Jobs:
         """Number of store jobs and ends of requests that have not begun."""
         return len(self._queue)
 
-    def add_store(self, message: protocol.StoreJob) -> None:
-        """Queue a store job."""
-        self._enqueue(_Job(message, self.counts))
-
-    def add_end(self, end: RequestEnd) -> None:
-        """Queue the end of a request."""
-        self._enqueue(end)
-
-    def add_flush(self, message: protocol.Flush) -> None:
-        """Queue a flush. What arrives later waits for its end."""
-        self._enqueue(message)
-
-    def _enqueue(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
-        self._queue.append(entry)
+    def enqueue(self, message: protocol.StoreJob | RequestEnd | protocol.Flush) -> None:
+        """Queue a store job, the end of a request, or a flush. What arrives after a flush waits
+        for its end."""
+        if isinstance(message, protocol.StoreJob):
+            self._queue.append(_Job(message, self.counts))
+        else:
+            self._queue.append(message)
         self._has_arrived.set()
 
-    def add_load(self, message: protocol.LoadJob) -> None:
+    def begin_load(self, message: protocol.LoadJob) -> None:
         """Start a load job."""
         self.num_loads += 1
         self._tasks.create_task(self._load(_Job(message, self.counts)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -125,45 +125,29 @@ class Session:
 
     def handle(self, message: Any) -> None:
         """Process one message from the engine, other than the first and the last one."""
-        handler = self._HANDLERS.get(type(message))
-        if handler is not None:
-            handler(self, message)
-
-    def _store_job(self, message: protocol.StoreJob) -> None:
-        self._jobs.add_store(message)
-
-    def _load_job(self, message: protocol.LoadJob) -> None:
-        self._jobs.add_load(message)
-
-    def _end_request(self, message: RequestEnd) -> None:
-        self._jobs.add_end(message)
-
-    def _flush(self, message: protocol.Flush) -> None:
-        self._jobs.add_flush(message)
-
-    def _loaded(self, message: protocol.Loaded) -> None:
-        # unreadable keys: as if the engine did not know them
-        self.store.sources.loaded_elsewhere(_keys_of(message))
-
-    def _touch(self, message: protocol.Touch) -> None:
-        self.store.touch(_keys_of(message))
-
-    def _saved(self, message: protocol.Saved) -> None:
-        self.store.savings.add(
-            message.restored_tokens,
-            message.labels,
-            message.prefill_tokens,
-            message.prefill_s,
-        )
-
-    def _mapped(self, message: protocol.Mapped) -> None:
-        self._publisher.note_mapped()
-
-    def _ask_stats(self, message: protocol.AskStats) -> None:
-        self._tasks.create_task(self._answer_stats(message))
-
-    def _ask_recent(self, message: protocol.AskRecent) -> None:
-        self._tasks.create_task(self._answer_recent(message))
+        match message:
+            case protocol.StoreJob() | RequestEnd() | protocol.Flush():
+                self._jobs.enqueue(message)
+            case protocol.LoadJob():
+                self._jobs.begin_load(message)
+            case protocol.Touch():
+                self.store.touch(_keys_of(message))
+            case protocol.Loaded():
+                # unreadable keys: as if the engine did not know them
+                self.store.sources.loaded_elsewhere(_keys_of(message))
+            case protocol.Saved():
+                self.store.savings.add(
+                    message.restored_tokens,
+                    message.labels,
+                    message.prefill_tokens,
+                    message.prefill_s,
+                )
+            case protocol.Mapped():
+                self._publisher.note_mapped()
+            case protocol.AskStats():
+                self._tasks.create_task(self._answer_stats(message))
+            case protocol.AskRecent():
+                self._tasks.create_task(self._answer_recent(message))
 
     async def _log_opening(self, hello: protocol.Hello) -> None:
         """Log what the store holds: one line for operators after each start."""
@@ -245,19 +229,6 @@ class Session:
         await self.store.catalogue.call(self.store.savings.write)
         # after the last row, which may still be on its way to the writer's thread
         await self._status.withdraw()
-
-    _HANDLERS: Mapping[type, Callable[[Session, Any], None]] = {
-        protocol.StoreJob: _store_job,
-        protocol.LoadJob: _load_job,
-        RequestEnd: _end_request,
-        protocol.Flush: _flush,
-        protocol.Loaded: _loaded,
-        protocol.Touch: _touch,
-        protocol.Saved: _saved,
-        protocol.Mapped: _mapped,
-        protocol.AskStats: _ask_stats,
-        protocol.AskRecent: _ask_recent,
-    }
 
 
 def _fill_level(totals: BackendStats) -> str:

@@ -174,7 +174,8 @@ class _ScheduledRequest:
             if None in table[first * factor : end * factor]:
                 offer = _present_blocks(keys, table, factor, range(first, end))
             else:
-                offer = dict(zip(keys[first:end], range(first, end), strict=True))
+                numbers = range(first, end)
+                offer = dict(zip(keys[first:end], numbers, strict=True))
             offers.append(offer)
         return offers
 
@@ -195,8 +196,11 @@ class _ScheduledRequest:
         for group, refused_end in enumerate(self.refused_ends):
             end = min(refused_end, self.next_store[group])
             num_refused = max(0, end - firsts[group])
-            offered = [at for at in offers[group].values() if at < refused_end]
-            num_lost += num_refused - len(offered)
+            num_offered = 0
+            for at in offers[group].values():
+                if at < refused_end:
+                    num_offered += 1
+            num_lost += num_refused - num_offered
         return num_lost
 
     def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
@@ -212,7 +216,8 @@ class _ScheduledRequest:
             tables.append(blocks)
             # The start tells the worker how many device blocks to skip in the first row; it has no
             # meaning without blocks.
-            starts.append(next(iter(offer.values()), 0) * factor)
+            first = next(iter(offer.values()), 0)
+            starts.append(first * factor)
         return _device_blocks(tables, starts)
 
 
@@ -585,7 +590,7 @@ class OffloadingConnectorScheduler:
         offers = filled
         output = self._prepare_store(request, offers)
         while output is None and any(offers):
-            offers = [dict(islice(offer.items(), len(offer) // 2)) for offer in offers]
+            offers = [_first_half(offer) for offer in offers]
             output = self._prepare_store(request, offers)
         if offers is not filled:
             self._refuse(request, filled, offers)
@@ -612,7 +617,8 @@ class OffloadingConnectorScheduler:
         num_accepted = [len(offer) for offer in accepted]
         needs_all_blocks = request.policy is OffloadPolicy.REQUEST_LEVEL
         if not needs_all_blocks or time.monotonic() >= request.store_until:
-            self.stats.dropped_blocks += sum(map(len, filled)) - sum(num_accepted)
+            num_filled = sum(map(len, filled))
+            self.stats.dropped_blocks += num_filled - sum(num_accepted)
             return
         request.refuse(filled, num_accepted)
         # The block tables of a running request are current only when the engine reports them.
@@ -628,7 +634,8 @@ class OffloadingConnectorScheduler:
         except KeyError:
             return False
         spec = (source, request.load_target())
-        self._loads.append(self._transfer(request, keys, spec, is_load=True))
+        transfer = self._transfer(request, keys, spec, is_load=True)
+        self._loads.append(transfer)
         return True
 
     def _transfer(
@@ -678,6 +685,11 @@ class OffloadingConnectorScheduler:
             del self._requests[req_id]
             self.manager.on_request_finished(request.context)
             self._released.append(req_id)
+
+
+def _first_half(offer: _Offer) -> _Offer:
+    half = len(offer) // 2
+    return dict(islice(offer.items(), half))
 
 
 def _without_held(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -32,6 +33,11 @@ _PATTERNS = ("vllm_offload_*.mmap", f"{WEIGHTS_PREFIX}*")
 _SAFE_AGE_S = 600
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed by the kernel
 
+_MAPS_LINE = re.compile(
+    r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) \S+ (?P<offset>[0-9a-f]+) "
+    r"(?P<major>[0-9a-f]+):(?P<minor>[0-9a-f]+) (?P<inode>\d+) *(?P<path>.*)"
+)
+
 FileId = tuple[int, int]
 """Device and inode of a file."""
 
@@ -47,6 +53,33 @@ class _Mapping(NamedTuple):
     path: str
     """Ends in ``(deleted)`` if the file was unlinked."""
 
+    @classmethod
+    def parse(cls, line: str) -> _Mapping:
+        """Parse a line as the kernel writes it; raise ValueError if it is another kind of line."""
+        fields = _MAPS_LINE.match(line)
+        if fields is None:
+            raise ValueError(f"unknown line of /proc/PID/maps: {line!r}")
+        device = os.makedev(int(fields["major"], 16), int(fields["minor"], 16))
+        return cls(
+            start=int(fields["start"], 16),
+            stop=int(fields["stop"], 16),
+            offset=int(fields["offset"], 16),
+            file=(device, int(fields["inode"])),
+            path=fields["path"],
+        )
+
+
+class _Part(NamedTuple):
+    """A part of the rows that is mapped from one file, from the file's start on."""
+
+    first: _Mapping
+    """The first of the file's mappings: the kernel may split one in several."""
+    num_bytes: int
+
+    def continues_in(self, mapping: _Mapping) -> bool:
+        """Return whether a mapping that follows this part in memory also follows it in the file."""
+        return mapping.file == self.first.file and mapping.offset == self.num_bytes
+
 
 def open_region(rows: memoryview) -> tuple[int, ...]:
     """Open the files from which the rows are mapped, in order; ``close_region`` closes the
@@ -56,10 +89,11 @@ def open_region(rows: memoryview) -> tuple[int, ...]:
         after the other. The last file may be longer than its mapping.
     """
     fds: list[int] = []
-    parts = _sources(address_of(rows), rows.nbytes)
-    for source, size in parts:
-        fd = _open(source, size, is_last=source is parts[-1][0])
+    parts = _parts_of(address_of(rows), rows.nbytes)
+    for part in parts:
+        fd = _open(part, is_last=part is parts[-1])
         if fd is None:
+            # the host process would map other bytes than these rows
             close_region(fds)
             return ()
         fds.append(fd)
@@ -71,13 +105,13 @@ def close_region(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-def _open(source: _Mapping, size: int, *, is_last: bool) -> int | None:
-    """Open the file of the mapping ``source``. None: that is not possible, or the file has another
-    size."""
+def _open(part: _Part, *, is_last: bool) -> int | None:
+    """Open the file of a part. None: that is not possible, or the file has another size."""
+    wanted = part.first.file
     # an unlinked file can only be opened through a descriptor of this process
-    candidates = [source.path]
+    candidates = [part.first.path]
     for path, file in _descriptors("self"):
-        if file == source.file:
+        if file == wanted:
             candidates.append(path)
     for candidate in candidates:
         try:
@@ -85,8 +119,10 @@ def _open(source: _Mapping, size: int, *, is_last: bool) -> int | None:
         except OSError:
             continue
         status = os.fstat(fd)
-        fits = status.st_size == size or (is_last and status.st_size > size)
-        if fits and _file_id(status) == source.file:
+        is_longer = status.st_size > part.num_bytes
+        fits = status.st_size == part.num_bytes or (is_last and is_longer)
+        # another file may have the path by now
+        if fits and _file_id(status) == wanted:
             return fd
         os.close(fd)
     return None
@@ -165,40 +201,35 @@ def _used_files() -> set[FileId]:
     for process in filter(str.isdigit, os.listdir("/proc")):
         # the process has ended, or is another user's, which cannot use a file of this user
         with suppress(OSError):
-            used.update(mapping.file for mapping in _mappings(process))
-            used.update(file for _, file in _descriptors(process))
+            for mapping in _mappings(process):
+                used.add(mapping.file)
+            # an engine that starts has the file open before it maps it
+            for _, file in _descriptors(process):
+                used.add(file)
     return used
 
 
-def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
-    """Return the files that back a range of memory, in order: the first mapping of each, and its
-    bytes in the range. Empty if part of the range is not mapped from a file, or a file is not
-    mapped from its start.
-    """
-    found: list[tuple[_Mapping, int]] = []
+def _parts_of(address: int, num_bytes: int) -> list[_Part]:
+    """Return the files that back a range of memory, in order. Empty if part of the range is not
+    mapped from a file, or a file is not mapped from its start."""
+    parts: list[_Part] = []
     covered = address
     end = address + num_bytes
     for mapping in _mappings("self"):
         if not mapping.start <= covered < mapping.stop:
             continue
         size = min(mapping.stop, end) - covered
-        if found and _continues(mapping, *found[-1]):
-            first, first_size = found[-1]
-            found[-1] = (first, first_size + size)
+        if parts and parts[-1].continues_in(mapping):
+            last = parts.pop()
+            parts.append(_Part(last.first, last.num_bytes + size))
         elif mapping.file[1] and mapping.start == covered and not mapping.offset:
-            found.append((mapping, size))
+            parts.append(_Part(mapping, size))
         else:
             return []
         covered += size
         if covered == end:
-            return found
+            return parts
     return []
-
-
-def _continues(mapping: _Mapping, first: _Mapping, size: int) -> bool:
-    """Return whether a mapping continues that of the same file, of which ``size`` bytes are
-    mapped."""
-    return mapping.file == first.file and mapping.offset == size
 
 
 def _mappings(process: str) -> Iterator[_Mapping]:
@@ -206,12 +237,7 @@ def _mappings(process: str) -> Iterator[_Mapping]:
     or if this user may not read it."""
     with open(f"/proc/{process}/maps") as lines:
         for line in lines:
-            addresses, _, offset, device, inode, *rest = line.split(maxsplit=5)
-            start, stop = (int(part, 16) for part in addresses.split("-"))
-            major, minor = (int(part, 16) for part in device.split(":"))
-            file = (os.makedev(major, minor), int(inode))
-            path = rest[0].rstrip("\n") if rest else ""
-            yield _Mapping(start, stop, int(offset, 16), file, path)
+            yield _Mapping.parse(line.rstrip("\n"))
 
 
 def _descriptors(process: str) -> Iterator[tuple[str, FileId]]:

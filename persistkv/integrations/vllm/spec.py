@@ -131,6 +131,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Release the rows; idempotent."""
+        # the engines refer to the rows, which can be unmapped afterwards
         if self._engines:
             self._engines.clear()
             self._release()
@@ -160,7 +161,8 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         used = np.ones(len(part.blocks), bool)
         if stores:
             # of several workers with the same bytes, one writes them
-            used[:] = [mapping.is_writer(block) for block in part.blocks.tolist()]
+            for at, block in enumerate(part.blocks.tolist()):
+                used[at] = mapping.is_writer(block)
         blocks = torch.from_numpy(part.blocks[used])
         chunk_numbers, places = np.divmod(part.sub_blocks[used], factor)
         chunks = torch.from_numpy(chunk_numbers)
@@ -172,9 +174,11 @@ class _CanonicalCopyEngine(CPUCopyEngine):
                 (pages.stride(0), run.local_stride, 1),
                 pages.storage_offset() + run.local_offset,
             )
+            # a row has ``factor`` pages of this size, one after the other
+            page_bytes = self._sizes[part.tensor_idx]
             canonical = rows.as_strided(
                 (len(rows), factor, *fragments),
-                (rows.stride(0), self._sizes[part.tensor_idx], run.canonical_stride, 1),
+                (rows.stride(0), page_bytes, run.canonical_stride, 1),
                 rows.storage_offset() + run.canonical_offset,
             )
             if stores:

@@ -189,9 +189,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 algorithm,
             )
         shared = shared_layout(spec)
-        # a warning, because vLLM shows no lower level of other packages
         if shared is None and offloading.parallel.world_size > 1:
-            logger.warning(
+            logger.info(
                 "the layout of KV depends on the parallel sizes: engines with other sizes do "
                 "not share this one's "
                 'contexts. If the model allows it, "canonical_layout": true in '

@@ -42,16 +42,20 @@ class WeightsProbe:
         """Compare, and publish the result."""
         begin = self._clock()
         # read before the sample: an answer must not cover what was asked during the comparison
-        asked, epoch = self._word.asked, self._word.epoch
+        asked = self._word.asked
+        epoch = self._word.epoch
         sample = self._sample()
         if epoch != self._epoch:
-            self._epoch, self._known = epoch, sample
+            # a request has named these weights: later samples are compared with this one
+            self._epoch = epoch
+            self._known = sample
         elif sample != self._known:
             self._word.changed = epoch + 1
         # after ``changed``: the engine trusts the weights once it sees the answer
         self._word.answered = asked
         end = self._clock()
-        self._next_due = end + min(_LONGEST_PAUSE_S, _COST_FACTOR * (end - begin))
+        pause_s = _COST_FACTOR * (end - begin)
+        self._next_due = end + min(_LONGEST_PAUSE_S, pause_s)
 
     def check_if_asked(self) -> None:
         if self._word.asked != self._word.answered:
@@ -102,12 +106,15 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
             if not experts and "experts" in name:
                 continue
             picked = _sample_of(parameter.data)
-            if picked is not None:
-                samples.setdefault((picked.device, picked.dtype), []).append(picked)
+            if picked is None:
+                continue
+            place = (picked.device, picked.dtype)
+            samples.setdefault(place, []).append(picked)
     # one copy from each device, not one for each parameter
     digest = hashlib.blake2b(digest_size=16)
     for group in samples.values():
-        digest.update(torch.cat(group).cpu().numpy().tobytes())
+        joined = torch.cat(group).cpu()
+        digest.update(joined.numpy().tobytes())
     return digest.digest()
 
 
@@ -116,6 +123,7 @@ def _sample_of(tensor: Any) -> Any:
     bytes."""
     import torch
 
+    # bits are compared: floats that are NaN differ from themselves
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     kind = integers.get(tensor.element_size())
     if tensor.numel() == 0 or tensor.device.type == "meta" or kind is None:
@@ -148,6 +156,7 @@ def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
     if getattr(offloading_worker, "watches_weights", False):
         return
     parallel = worker.vllm_config.parallel_config
+    # a load balancer of experts swaps them while the engine runs
     moves_experts = bool(getattr(parallel, "enable_eplb", False))
 
     def sample() -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from persistkv.integrations.vllm.weights.word import WeightsWord
 
@@ -194,76 +194,104 @@ class WeightsWatch:
         rpc: Rpc = executor.collective_rpc
 
         def observed(method: Any, *args: Any, **kwargs: Any) -> Any:
-            is_harmless = isinstance(method, str) and method in _HARMLESS
-            if is_harmless and not _loads_in_place(method, args, kwargs):
+            call = _Call(method, args, kwargs)
+            if call.is_harmless:
                 return rpc(method, *args, **kwargs)
-            return self._observe(rpc, method, args, kwargs)
+            return self._observe(rpc, call)
 
         executor.collective_rpc = observed
 
-    def _observe(
-        self, rpc: Rpc, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _observe(self, rpc: Rpc, call: _Call) -> Any:
         """Make a call that may change the weights; note when it has ended."""
+        # before the call: a load that ends meanwhile must not be served
         if self._reason is None:
-            self._reason = self._reason_of(method, args, kwargs)
-        if method in _SLEEP:
+            self._reason = self._reason_of(call)
+        if call.method in _SLEEP:
             self._asleep = True
         self.suspect()
         self._calls += 1
         try:
-            result = rpc(method, *args, **kwargs)
+            result = rpc(call.method, *call.args, **call.kwargs)
         except BaseException:
-            self._ended(method, args, kwargs)
+            self._ended(call)
             raise
         # a call that does not block changes the weights later
-        if kwargs.get("non_block") and hasattr(result, "add_done_callback"):
-            result.add_done_callback(lambda _: self._ended(method, args, kwargs))
+        if call.kwargs.get("non_block") and hasattr(result, "add_done_callback"):
+            result.add_done_callback(lambda _: self._ended(call))
         else:
-            self._ended(method, args, kwargs)
+            self._ended(call)
         return result
 
-    def _reason_of(
-        self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
+    def _reason_of(self, call: _Call) -> str | None:
         """Return why the weights count as changed by a call; None: the comparison decides."""
-        name = method
-        if not isinstance(method, str):
-            name = getattr(method, "__name__", "a function")
-        elif method in _PROOF or _loads_in_place(method, args, kwargs):
-            return f"call of {name}"
-        if not self._words and method not in _SLEEP and method not in _WAKE:
-            return f"call of {name}, with workers that report nothing"
+        if call.changes_weights:
+            return f"call of {call.name}"
+        if not self._words and call.method not in _SLEEP | _WAKE:
+            return f"call of {call.name}, with workers that report nothing"
         return None
 
-    def _ended(
-        self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _ended(self, call: _Call) -> None:
         self._calls -= 1
-        tags = _arguments(args, kwargs)[1].get("tags")
-        if method in _WAKE and (not tags or "weights" in tags):
+        if call.wakes_weights:
             self._asleep = False
+        # the comparison that was asked for before the call may have come too early
         self.suspect()
 
 
-def _loads_in_place(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the call replaces the weights of an adapter that is loaded."""
-    if method != "add_lora":
+class _Call(NamedTuple):
+    """A call of ``collective_rpc``."""
+
+    method: Any
+    """Name of a method of the workers, or a function."""
+    args: tuple[Any, ...]
+    """Arguments of ``collective_rpc`` after ``method``."""
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        if isinstance(self.method, str):
+            return self.method
+        return str(getattr(self.method, "__name__", "a function"))
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the call changes no weights, whatever a sample says."""
+        is_known = isinstance(self.method, str) and self.method in _HARMLESS
+        return is_known and not self._loads_in_place
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the call changes weights, whatever a sample says."""
+        is_known = isinstance(self.method, str) and self.method in _PROOF
+        return is_known or self._loads_in_place
+
+    @property
+    def wakes_weights(self) -> bool:
+        """Whether the parameters can be read after the call: vLLM can wake the KV cache alone."""
+        if self.method not in _WAKE:
+            return False
+        tags = self._worker_arguments()[1].get("tags")
+        return not tags or "weights" in tags
+
+    @property
+    def _loads_in_place(self) -> bool:
+        """Whether the call replaces the weights of an adapter that is loaded."""
+        if self.method != "add_lora":
+            return False
+        positional, named = self._worker_arguments()
+        for request in (*positional, *named.values()):
+            if getattr(request, "load_inplace", False):
+                return True
         return False
-    given, named = _arguments(args, kwargs)
-    return any(
-        getattr(request, "load_inplace", False) for request in (*given, *named.values())
-    )
 
-
-def _arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the worker's method, from those of ``collective_rpc`` after
-    ``method``."""
-    positional = dict(zip(("timeout", "args", "kwargs"), args, strict=False))
-    given = positional | kwargs
-    return tuple(given.get("args") or ()), dict(given.get("kwargs") or {})
+    def _worker_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and the named arguments of the worker's method."""
+        # ``collective_rpc(method, timeout, args, kwargs)``, of which callers name some
+        given = dict(zip(("timeout", "args", "kwargs"), self.args, strict=False))
+        given |= self.kwargs
+        positional = tuple(given.get("args") or ())
+        named = dict(given.get("kwargs") or {})
+        return positional, named
 
 
 def attach_watch(

@@ -311,17 +311,18 @@ class PersistentTier(SecondaryTierManager):
             if key not in failed:
                 counts[get_offload_group_idx(key)] += 1
 
-    def _report_restored(self, req_context: ReqContext) -> int:
-        """Report the tokens that the store has brought to a request that ends; return their
-        number.
+    def report_restored(self, req_context: ReqContext) -> int:
+        """Report the tokens that the store has brought to a request that ends; return their number.
+        ``on_request_finished`` calls it; an engine that leaves that out must do so.
 
         They are those of the group with the most blocks: a sliding window needs only its last
         ones.
         """
         counts = self._restored.pop(req_context.req_id, [0])
         num_tokens = max(counts) * self.config.block_size
-        if num_tokens and req_context.description is not None:
-            labels = req_context.description.labels
+        if num_tokens:
+            description = req_context.description
+            labels = {} if description is None else description.labels
             self.client.report_saved(Saved(num_tokens, labels))
         return num_tokens
 
@@ -355,7 +356,7 @@ class PersistentTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         req_id = req_context.req_id
         arrived = self._undescribed.pop(req_id, [])
-        num_restored = self._report_restored(req_context)
+        num_restored = self.report_restored(req_context)
         if self._detached:
             self._remember(req_id, False)
             return

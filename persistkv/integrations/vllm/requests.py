@@ -167,6 +167,13 @@ class LiveRequest(RequestDescription):
     def context(self) -> ReqContext:
         return ReqContext(self._req_id, description=self if self._lists_keys else None)
 
+    def load_context(self, keys: Sequence[OffloadKey]) -> ReqContext:
+        """Return the context for a load of chunks. Without positions it is that of prewarming,
+        which restores nothing for a request: it has no ``description``."""
+        if keys and self._position(keys[0]) is None:
+            return ReqContext(self._req_id)
+        return self.context
+
     def depth(self, key: OffloadKey) -> int | None:
         end = self._ends.get(key)
         if end is None:

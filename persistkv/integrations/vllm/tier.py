@@ -277,7 +277,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         for tier in self._tiers:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
-        job = _job(job_metadata, keys, request.context)
+        job = _job(job_metadata, keys, request.load_context(keys))
         self._guard.submit_load(job, request.epoch)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -376,8 +376,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
-        if request is not None and request.has_stored:
+        if request is None:
+            return
+        if request.has_stored:
             self._guard.on_request_finished(request.end(), request.epoch)
+        elif not self._guard.is_opening:
+            self._tier.report_restored(request.context)
 
     # The rest
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 from persistkv.errors import ConfigurationError
+from persistkv.storage import open_backend
+from persistkv.storage.savings import read_savings
 from tests.integrations.vllm.conftest import stored_contexts
 from tests.integrations.vllm.offloading import offloading_config
 
@@ -175,6 +178,34 @@ def test_tier_chunks_deleted_by_prune_emit_removal_of_all_keys(make_tier, url):
         time.sleep(0.05)
     (event,) = events
     assert (sorted(event.keys), event.removed) == (keys, True)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_tier_loads_of_requests_are_recorded_as_savings(make_tier, url, stores):
+    keys = keys_of(4)
+    first = make_tier(labels={"app": "chat"})
+    store(first, keys, context_of(keys))
+    first.shutdown()
+    second = make_tier(labels={"app": "chat"})
+    warm = context_of(keys, None if stores else {"persistkv": {"store": False}})
+    second.on_new_request(warm)
+    second.submit_load(job_of(1, keys, 0, warm, is_promotion=True))
+    results_of(second)
+    if stores:
+        second.submit_store(job_of(2, keys, 0, warm))
+        results_of(second)
+    second.on_request_finished(warm)
+    prewarmed = context_of([])
+    second.on_new_request(prewarmed)
+    second.submit_load(job_of(3, keys, 4, prewarmed, is_promotion=True))
+    results_of(second)
+    second.on_request_finished(prewarmed)
+    second.shutdown()
+    with closing(open_backend(url, read_only=True)) as backend:
+        (total,) = read_savings(backend)
+    assert (total.requests, total.tokens) == (1, 4 * CHUNK)
+    assert total.labels["app=chat"].tokens == 4 * CHUNK
+    assert total.seconds(total.tokens) is None
 
 
 def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(make_tier, rows):

@@ -42,40 +42,44 @@ class OutputError(StoreError):
 
 def format_size(num_bytes: int) -> str:
     """Return a number of bytes for people, such as ``12.3 GiB``."""
-    size, units = float(num_bytes), ["PiB", "TiB", "GiB", "MiB", "KiB", "B"]
-    while size >= 1023.95 and len(units) > 1:
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    size = num_bytes / 1024
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        # from here on, one digit after the point would show 1024.0
+        if size < 1023.95:
+            return f"{size:.1f} {unit}"
         size /= 1024
-        units.pop()
-    return f"{num_bytes} B" if units[-1] == "B" else f"{size:.1f} {units[-1]}"
+    return f"{size:.1f} PiB"
 
 
 def format_pace(num_bytes: int, seconds: float) -> str:
     """Return duration and rate of a transfer for people, such as ``in 1.5 s (8.0 MiB/s)``."""
-    return (
-        f"in {seconds:.1f} s ({format_size(round(num_bytes / max(seconds, 1e-3)))}/s)"
-    )
+    # a transfer of nothing takes no time
+    rate = num_bytes / max(seconds, 1e-3)
+    return f"in {seconds:.1f} s ({format_size(round(rate))}/s)"
 
 
 def format_age(created: float, now: float | None = None) -> str:
     """Return the time since ``created`` for people: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` if in
     the future."""
-    seconds = (time.time() if now is None else now) - created
-    sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
-    unit, letter = next(
-        (
-            unit
-            for unit in ((86_400, "d"), (3600, "h"), (60, "m"))
-            if seconds >= unit[0]
-        ),
-        (1, "s"),
-    )
-    return f"{sign}{int(seconds // unit)}{letter}"
+    age = _now(now) - created
+    sign = "-" if age < 0 else ""
+    seconds = abs(age)
+    for unit, letter in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= unit:
+            return f"{sign}{int(seconds // unit)}{letter}"
+    return f"{sign}{int(seconds)}s"
 
 
 def format_expiry(at: float, now: float | None = None) -> str:
     """Return the time until ``at`` for people: ``in 3d``; ``expired`` if it has passed."""
-    left_s = at - (time.time() if now is None else now)
+    left_s = at - _now(now)
     return "expired" if left_s <= 0 else f"in {format_age(0, left_s)}"
+
+
+def _now(given: float | None) -> float:
+    return time.time() if given is None else given
 
 
 def format_time(seconds: float) -> str:
@@ -92,7 +96,9 @@ def format_ratio(raw: int, stored: int) -> str:
 def format_model(name: str) -> str:
     """Return the name or path of a model; on a narrow terminal, only its last part; ``-`` if
     empty."""
-    return (name if is_wide() else name.rstrip("/").rpartition("/")[2]) or "-"
+    if not is_wide():
+        name = name.rstrip("/").rpartition("/")[2]
+    return name or "-"
 
 
 def format_labels(labels: dict[str, str]) -> str:
@@ -101,12 +107,16 @@ def format_labels(labels: dict[str, str]) -> str:
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 pack``, ``2 packs``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    ending = "" if number == 1 else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def bar(value: int, largest: int) -> str:
     """Return a bar of text; the largest value has a bar of 24 characters."""
-    return "█" * (-(-value * _BAR // largest) if largest else 0)
+    if not largest:
+        return ""
+    # rounded up: a bar of no length would look like nothing
+    return "█" * -(-value * _BAR // largest)
 
 
 def view_of(kind: type[T], source: object, **more: Any) -> T:
@@ -115,21 +125,22 @@ def view_of(kind: type[T], source: object, **more: Any) -> T:
 
     :param more: values of fields that are not copied.
     """
-    names = [
-        name
-        for name in kind.__struct_fields__
-        if name not in more and hasattr(source, name)
-    ]
-    return kind(**{name: getattr(source, name) for name in names}, **more)
+    copied = {}
+    for name in kind.__struct_fields__:
+        if name not in more and hasattr(source, name):
+            copied[name] = getattr(source, name)
+    return kind(**copied, **more)
 
 
 def print_json(value: Any) -> None:
     """Print one JSON object. Values are exact; unprintable characters are written as ``\\u``
     sequences."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    encoded = msgspec.json.encode(value)
+    text = msgspec.json.format(encoded, indent=2).decode()
     lines = text.split("\n")
     for at, line in enumerate(lines):
-        if not line.isprintable():  # within strings only
+        # unprintable characters are within strings only, where an escape means the same
+        if not line.isprintable():
             lines[at] = "".join(map(_json_escape, line))
     _write("\n".join(lines) + "\n")
 
@@ -141,8 +152,10 @@ def _json_escape(char: str) -> str:
 def print_exact(text: str) -> None:
     """Print a text unchanged, without a newline added; on a terminal, with unprintable characters
     escaped."""
-    lines = text.split("\n")
-    _write("\n".join(map(printable, lines) if sys.stdout.isatty() else lines))
+    # programs that read a pipe or file get the exact bytes; a terminal would obey them
+    if sys.stdout.isatty():
+        text = "\n".join(map(printable, text.split("\n")))
+    _write(text)
 
 
 def _write(text: str) -> None:
@@ -168,11 +181,12 @@ def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
     :param derived: functions that return a cell's text from a record, by the name used in place of
         a field.
     """
-    words = (word.partition("=") for word in spec.split())
-    return {
-        header.replace("_", " "): derived.get(field or header, field or header)
-        for header, _, field in words
-    }
+    made: dict[str, str | Callable[[Any], str]] = {}
+    for word in spec.split():
+        header, _, field = word.partition("=")
+        name = field or header
+        made[header.replace("_", " ")] = derived.get(name, name)
+    return made
 
 
 def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
@@ -193,9 +207,9 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
         return column(record)
     value: Any = record
     for name in column.split("."):
-        value = None if value is None else getattr(value, name)
-    if value is None:
-        return "-"
+        value = getattr(value, name)
+        if value is None:
+            return "-"
     for endings, format_value in _FORMATS_BY_NAME:
         if column.endswith(endings):
             return format_value(value)
@@ -203,6 +217,7 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
 
 
 def _text(column: str, value: Any) -> str:
+    # before numbers: a bool is an int, too
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, int):
@@ -276,11 +291,15 @@ def table(
     """Return a table with right-aligned numbers; see ``show_table``. Only long texts are broken
     over lines."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    on_the_left = left.split(",")
     for position, header in enumerate(headers):
-        if position == 0 or header in left.split(","):
-            is_short = max((len(row[position]) for row in rows), default=0) <= _UNBROKEN
+        if position == 0 or header in on_the_left:
+            longest = max((len(row[position]) for row in rows), default=0)
+            # a short id that is broken over lines cannot be copied
+            is_short = longest <= _UNBROKEN
             made.add_column(header, overflow="fold", no_wrap=is_short)
         else:
+            # a number over two lines reads as two numbers
             made.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         made.add_row(*map(plain, row))

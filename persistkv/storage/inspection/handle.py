@@ -50,6 +50,7 @@ class StoreHandle:
         self.url = url
         self._read_only = read_only
         self._resources = ExitStack()
+        # opened for reading first: an absent store is not created, and most uses never write
         backend = open_backend(url, read_only=True)
         self._reader = self._resources.enter_context(closing(backend))
         self._writer: Backend | None = None
@@ -142,6 +143,7 @@ class StoreHandle:
         found = find_request(self.backend, request, namespace)
         relabel(self.writable(), found, labels or {}, set(remove))
         space = found.namespace.id.hex()
+        # the new row has another use: read it again
         changed = find_request(self.backend, found.manifest.id, space)
         return changed.view(self.backend)
 

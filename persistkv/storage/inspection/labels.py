@@ -11,7 +11,7 @@ from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.inspection.pack_tables import NamespacePacks
 from persistkv.storage.inspection.requests import FoundRequest, find_request
 
-_ATTEMPTS = 100
+_ATTEMPTS = 100  # a commit of an engine takes milliseconds, so a few are enough
 
 
 def relabel(
@@ -31,6 +31,7 @@ def relabel(
     namespace = found.namespace.id
     request = found.manifest.id
     for _ in range(_ATTEMPTS):
+        # the packs before the request: if one of its packs goes in between, the commit is stale
         packs = NamespacePacks(backend, namespace)
         found = find_request(backend, request, namespace.hex())
         keys = found.keys(backend)

@@ -64,6 +64,7 @@ _KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
     Sort.ID: lambda view: (view.id, view.namespace),
     Sort.NAMESPACE: lambda view: (view.namespace, -view.created, view.id),
 }
+# people look for the newest and the largest, but read names from the beginning of the alphabet
 _DESCENDING = frozenset(Sort) - {Sort.ID, Sort.NAMESPACE}
 
 
@@ -84,6 +85,7 @@ def list_requests(
     Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
     """
     namespaces = chosen_namespaces(backend, namespace)
+    # the use of a request costs several reads, its head one
     by_use = sort in (Sort.USED, Sort.HITS) or selection.needs_use
     ttl_s = backend.policy().ttl_s
     total = 0
@@ -101,18 +103,20 @@ def list_requests(
             if selection.takes(manifest, use, ttl_s):
                 views.append(RequestView.of(space.id, manifest, use, ttl_s))
 
-    views.sort(key=_KEYS[sort], reverse=(sort in _DESCENDING) != reverse)
+    is_descending = (sort in _DESCENDING) != reverse
+    views.sort(key=_KEYS[sort], reverse=is_descending)
     rows = _rows(views, merge_copies=merge_copies)
     end = None if limit is None else offset + limit
-    shown = rows[offset:end]
+    # of all requests: a short id that is unique on this page only would be ambiguous elsewhere
+    shorts = short_ids(names)
     return Page(
-        url,
-        total,
-        len(views),
-        len(rows),
-        offset,
-        _with_uses_and_copies(backend, shown, short_ids(names), ttl_s),
-        [NamespaceSummary.of(space) for space in namespaces],
+        url=url,
+        total=total,
+        matched=len(views),
+        rows=len(rows),
+        offset=offset,
+        requests=_with_uses_and_copies(backend, rows[offset:end], shorts, ttl_s),
+        namespaces=[NamespaceSummary.of(space) for space in namespaces],
     )
 
 
@@ -135,6 +139,7 @@ def _with_uses_and_copies(
 ) -> list[RequestView]:
     """Return the first view of each row, with its use, the hits of the oldest copy, which are those
     of all, the number of its copies, and its short id."""
+    # one call for each namespace: it reads the uses of many requests in a transaction
     names: dict[str, set[str]] = {}
     for row in rows:
         ids = names.setdefault(row[0].namespace, set())

@@ -9,7 +9,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackTable
 
-_REQUESTS_PER_CALL = 256
+_REQUESTS_PER_CALL = 256  # their keys are in memory together
 
 
 class Packs:
@@ -28,17 +28,18 @@ class Packs:
 
     def remove(self, pack: bytes) -> None:
         table = self.tables.pop(pack, None)
-        if table is not None and self._holders is not None:
-            for key in table.keys.unpack():
-                left = tuple(
-                    holder for holder in self._holders.pop(key) if holder != pack
-                )
-                if left:
-                    self._holders[key] = left
+        if table is None or self._holders is None:
+            return
+        for key in table.keys.unpack():
+            others = [holder for holder in self._holders.pop(key) if holder != pack]
+            # most keys are in one pack: without an entry, ``hold`` need not look at it
+            if others:
+                self._holders[key] = tuple(others)
 
     @property
     def holders(self) -> dict[bytes, tuple[bytes, ...]]:
         """For each key, the ids of the packs that hold it."""
+        # not before it is needed: lists and totals need tables only
         if self._holders is None:
             self._holders = {}
             for table in self.tables.values():
@@ -49,7 +50,8 @@ class Packs:
     def _note(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
         alone = (table.pack_id,)  # one tuple for all keys that only this pack holds
         for key in table.keys.unpack():
-            holders[key] = holders.get(key, ()) + alone
+            others = holders.get(key)
+            holders[key] = alone if others is None else others + alone
 
     def hold(self, keys: Iterable[bytes]) -> bool:
         return all(map(self.holders.__contains__, keys))
@@ -67,12 +69,14 @@ class Packs:
 
         For a key in several packs, one of them is chosen. Keys that no pack holds are skipped.
         """
-        rows = zip_longest(*(group.unpack() for group in keys))
+        # block by block over all groups: an engine needs all groups of a prefix together
+        groups = [group.unpack() for group in keys]
         chosen: dict[bytes, None] = {}
-        for row in rows:
+        for row in zip_longest(*groups):
             for key in row:
-                if key in self.holders:
-                    chosen[self.holders[key][0]] = None
+                holding = self.holders.get(key)
+                if holding is not None:
+                    chosen[holding[0]] = None
         return list(chosen)
 
 
@@ -89,12 +93,15 @@ class NamespacePacks(Packs):
     def refresh(self) -> bool:
         """Apply the changes of the store since the last refresh; return whether there were any."""
         found = self._backend.changes(self.namespace, self.cursor)
-        moved, self.cursor = found.cursor != self.cursor, found.cursor
-        for pack in list(self.tables) if found.reset else found.removed:
+        has_changed = found.cursor != self.cursor
+        self.cursor = found.cursor
+        # first what was removed: a pack that was removed and written again is in both
+        gone = list(self.tables) if found.reset else list(found.removed)
+        for pack in gone:
             self.remove(pack)
         for table in found.added:
             self.add(table)
-        return moved
+        return has_changed
 
 
 def keys_of(

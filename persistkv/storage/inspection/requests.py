@@ -26,6 +26,7 @@ class NotFoundError(PersistKVError):
 def short_ids(requests: Iterable[str]) -> dict[str, str]:
     """Return, for each of these ids, its shortest beginning that none of the others has, of at
     least 8 characters."""
+    # the id that shares most with another one is its neighbour in this order
     ordered = sorted(set(requests))
     shared = [0]
     for left, right in pairwise(ordered):
@@ -151,17 +152,20 @@ class RequestView(msgspec.Struct, frozen=True):
         ``use``; None: return this view."""
         if use is None:
             return self
-        packed = use.packs_raw_bytes
-        stored = (
-            round(self.raw_bytes * use.packs_stored_bytes / packed) if packed else None
-        )
-        known = {
-            name: getattr(use, name)
-            for name in ("last_used", "reused", "shared_by", "pinned", "hits")
-        }
-        expires = use.expires(self.ttl_s, store_ttl_s)
+        stored = None
+        # no packs: they are gone, and their ratio with them
+        if use.packs_raw_bytes:
+            ratio = use.packs_stored_bytes / use.packs_raw_bytes
+            stored = round(self.raw_bytes * ratio)
         return msgspec.structs.replace(
-            self, **known, stored_bytes=stored, expires=expires
+            self,
+            last_used=use.last_used,
+            reused=use.reused,
+            shared_by=use.shared_by,
+            pinned=use.pinned,
+            hits=use.hits,
+            stored_bytes=stored,
+            expires=use.expires(self.ttl_s, store_ttl_s),
         )
 
 
@@ -204,7 +208,7 @@ def chosen_namespaces(
     found = sorted(backend.namespaces(), key=lambda space: (space.created, space.id))
     if wanted is None:
         return found
-    prefix = wanted.lower()
+    prefix = wanted.lower()  # ids are hexadecimal
     matching = [space for space in found if space.id.hex().startswith(prefix)]
     if wanted and len(matching) == 1:
         return matching
@@ -228,6 +232,7 @@ def find_request(
             names.append(manifest.id)
             if manifest.id.startswith(wanted):
                 similar.append(FoundRequest(space, manifest))
+    # a whole id may begin another one
     equal = [found for found in similar if found.manifest.id == wanted]
     candidates = equal or similar
     if not candidates:
@@ -254,6 +259,7 @@ def chosen_requests(
 
     :raises NotFoundError: an id matches no request, or more than one.
     """
+    # two beginnings of one id are one request
     named = {}
     for name in names:
         found = find_request(backend, name, namespace)

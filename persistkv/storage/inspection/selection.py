@@ -75,6 +75,7 @@ class Selection(msgspec.Struct, frozen=True):
             not fulfilled.
         :param store_ttl_s: ttl of the store in seconds; None: none.
         """
+        # an unknown use selects nothing: prune must not delete what it does not know
         if self.never_hit and (use is None or use.reused):
             return False
         if self.expired and not _has_expired(manifest, use, store_ttl_s):
@@ -82,7 +83,8 @@ class Selection(msgspec.Struct, frozen=True):
         return self._takes_time_and_size(manifest) and self._takes_labels(manifest)
 
     def _takes_time_and_size(self, manifest: RequestManifest) -> bool:
-        created, size = manifest.created, manifest.raw_bytes
+        created = manifest.created
+        size = manifest.raw_bytes
         if self.made_before is not None and created >= self.made_before:
             return False
         if self.made_after is not None and created <= self.made_after:
@@ -118,6 +120,7 @@ def _size(size: str | None, name: str) -> int | None:
 
 
 def _label(text: str) -> tuple[str, str | None]:
+    # ``NAME=`` is a label with an empty value, ``NAME`` any value
     name, equals, value = text.partition("=")
     if not name:
         raise ConfigurationError("--label", text, "NAME or NAME=VALUE")

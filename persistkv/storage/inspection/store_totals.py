@@ -216,11 +216,13 @@ def _namespace_totals(
     totals = NamespaceTotals(
         namespace.id.hex(), namespace.identity.model_name, namespace.created
     )
+    # heads only: totals need no keys, which are most of the bytes
     for manifest in backend.catalogue(namespace.id).manifests():
         totals.requests += 1
         totals.referenced_blocks += manifest.blocks
         histograms.add(manifest)
 
+    # without a cursor, the changes are the whole catalogue
     groups: dict[int, GroupTotals] = {}
     for table in backend.changes(namespace.id, None).added:
         totals.packs += 1
@@ -232,6 +234,7 @@ def _namespace_totals(
         group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
         group.codecs.sort()
 
+    # of a shared store: commits that wait look like content that is missing
     state = backend.merge_state(namespace.id)
     if state is not None:
         totals.waiting_commits = state.waiting
@@ -250,6 +253,7 @@ def _add_frames(groups: dict[int, GroupTotals], table: PackTable) -> None:
         group.blocks += frame.block_count
         group.raw_bytes += frame.block_count * frame.block_bytes
         group.stored_bytes += frame.stored_length
+        # a frame that a codec does not make smaller is stored as it is
         codec = table.codec if frame.encoded else RawCodec.name
         if codec not in group.codecs:
             group.codecs.append(codec)

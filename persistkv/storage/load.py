@@ -117,6 +117,8 @@ class ReadOutcome:
     another pack's: no damage."""
     raw_bytes: int = 0
     """Raw bytes of the blocks that were verified and put into rows."""
+    is_late: bool = False
+    """Whether blocks failed because their reads had not begun at the deadline of the job."""
 
     def add(self, other: ReadOutcome) -> None:
         self.failed += other.failed

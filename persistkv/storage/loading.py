@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from persistkv.errors import StoreError
 from persistkv.memory.budget import MemoryShares
-from persistkv.memory.rows import BlockMemory
+from persistkv.memory.pages import huge_memory
+from persistkv.memory.rows import BlockMemory, Rows
 from persistkv.storage.commit_queue import CommitQueue
 from persistkv.storage.committer import describe_shortage
 from persistkv.storage.index import HeldPack
@@ -24,6 +27,27 @@ from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import StoreCounters, StoreOptions
 
 logger = logging.getLogger(__name__)
+
+# 8 MiB, or one block: enough to show the bandwidth of a medium, little for a slow one
+_PROBE_BYTES = 8 << 20
+
+
+class _Wanted(NamedTuple):
+    """Blocks to load."""
+
+    keys: Sequence[bytes]
+    block_ids: Sequence[int]
+    """For each key, the row to fill."""
+    rows: BlockMemory
+    deadline: float | None
+    """See ``StoreThreads.read_until``."""
+
+
+class _Part(NamedTuple):
+    """Frames of one namespace to read with one call."""
+
+    source: NamespaceView
+    frames: Sequence[FrameRead]
 
 
 class Loader:
@@ -51,16 +75,13 @@ class Loader:
         self._writable = capabilities.writable
 
     async def read(
-        self, keys: Sequence[bytes], block_ids: Sequence[int]
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        deadline: float | None = None,
     ) -> ReadOutcome:
         """See ``Store.read``."""
-        try:
-            outcome = await self._fill(keys, block_ids)
-        except (OSError, MemoryError) as error:
-            # no row is in use: the parts of a read raise nothing
-            why = describe_shortage(error)
-            logger.warning("the blocks of a load job are misses: %s", why)
-            return ReadOutcome(list(keys))
+        outcome = await self._read(_Wanted(keys, block_ids, self._rows, deadline))
         self._counters.missed_blocks += len(outcome.failed)
         self._counters.loaded_blocks += len(keys) - len(outcome.failed)
         self._counters.loaded_bytes += outcome.raw_bytes
@@ -68,18 +89,60 @@ class Loader:
         self._suspect(outcome)
         return outcome
 
-    async def _fill(
-        self, keys: Sequence[bytes], block_ids: Sequence[int]
-    ) -> ReadOutcome:
+    async def probe(self, keys: Sequence[bytes], deadline: float) -> ReadOutcome:
+        """See ``Store.probe``."""
+        layout = self._rows.layout
+        num_rows = max(1, _PROBE_BYTES // layout.row_stride)
+        keys = keys[:num_rows]
+        num_bytes = len(keys) * layout.row_stride
+        rows = Rows(memoryview(huge_memory(num_bytes))[:num_bytes], layout)
+        outcome = await self._read(_Wanted(keys, range(len(keys)), rows, deadline))
+        self._suspect(outcome)
+        return outcome
+
+    async def _read(self, wanted: _Wanted) -> ReadOutcome:
+        try:
+            return await self._fill(wanted)
+        except (OSError, MemoryError) as error:
+            # no row is in use: the parts of a read raise nothing
+            why = describe_shortage(error)
+            logger.warning("the blocks of a load job are misses: %s", why)
+            return ReadOutcome(list(wanted.keys))
+
+    async def _fill(self, wanted: _Wanted) -> ReadOutcome:
+        try:
+            # a search for packs uses no row, so it need not end
+            async with asyncio.timeout_at(wanted.deadline):
+                parts, missing = await self._find(wanted)
+        except TimeoutError:
+            return ReadOutcome(list(wanted.keys), is_late=True)
+        calls = []
+        for part in parts:
+            backend, namespace = part.source.backend, part.source.namespace
+            where = (backend, namespace, wanted.rows, self._scratch)
+            calls.append(partial(read_part, *where, part.frames))
         threads = self._catalogue.threads
+        results = await threads.read_until(calls, wanted.deadline)
+        outcome = ReadOutcome(missing)
+        for part, result in zip(parts, results, strict=True):
+            if result is not None:
+                outcome.add(result)
+                continue
+            outcome.is_late = True
+            for read in part.frames:
+                outcome.failed += read.wanted
+        return outcome
+
+    async def _find(self, wanted: _Wanted) -> tuple[list[_Part], list[bytes]]:
+        """Return the parts to read, and the keys that no namespace holds."""
         size = part_bytes(
-            len(keys) * self._rows.layout.row_stride,
-            threads.readers,
+            len(wanted.keys) * wanted.rows.layout.row_stride,
+            self._catalogue.threads.readers,
             remote=self._remote,
         )
-        row_of = dict(zip(keys, block_ids, strict=True))
-        reads: list[Callable[[], ReadOutcome]] = []
-        missing = list(keys)
+        row_of = dict(zip(wanted.keys, wanted.block_ids, strict=True))
+        found: list[_Part] = []
+        missing = list(wanted.keys)
         for source in self._sources():
             if not missing:
                 break
@@ -92,21 +155,18 @@ class Loader:
             rows = [row_of[key] for key in missing]
             parts, missing = plan_reads(
                 holders,
-                self._rows,
+                wanted.rows,
                 missing,
                 rows,
                 size,
                 self._scratch_bytes,
                 remote=self._remote,
             )
-            self._record_uses(source, parts)
-            where = source.backend, source.namespace, self._rows, self._scratch
+            if wanted.rows is self._rows:  # a probe is no use
+                self._record_uses(source, parts)
             for part in parts:
-                reads.append(partial(read_part, *where, part))
-        outcome = ReadOutcome(missing)
-        for read in await threads.read(reads):
-            outcome.add(read)
-        return outcome
+                found.append(_Part(source, part))
+        return found, missing
 
     def _record_uses(
         self, source: NamespaceView, parts: Iterable[Sequence[FrameRead]]

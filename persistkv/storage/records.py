@@ -150,6 +150,23 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.labels.items() <= head.labels.items()
 
 
+class LoadReport(msgspec.Struct, frozen=True):
+    """What became of the blocks that a store held for a request. The engine sends it to the host
+    process, which shows the last ones in its status."""
+
+    request: str
+    """The engine's request id."""
+    reason: str
+    """``loaded``; or why the engine computed them: ``too_slow``, ``too_short`` or ``deadline``."""
+    load_s: float | None
+    """Seconds that the load took, also one that was abandoned; if it was not begun, those that it
+    was expected to take. None: the store did not answer the load before."""
+    compute_s: float | None
+    """Seconds that the computation was expected to take; None: unknown."""
+    time: float
+    """Time of the decision, or of the end of the load: seconds since the epoch."""
+
+
 class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End of a request. The engine sends it to the host process after the request's last store
     job."""

@@ -340,7 +340,10 @@ class Store:
     # Reading
 
     async def read(
-        self, keys: Sequence[bytes], block_ids: Sequence[int]
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        deadline: float | None = None,
     ) -> ReadOutcome:
         """Load blocks into rows, and verify them.
 
@@ -348,6 +351,8 @@ class Store:
         that no process replaced it meanwhile.
 
         :param block_ids: for each key, the row to fill.
+        :param deadline: ``time.monotonic`` time at which blocks fail whose reads have not begun;
+            None: no deadline. Reads in progress end first.
         :returns: the outcome. An error of the medium is not raised: the outcome lists the keys as
             failed. The content of a failed key's row is undefined.
         :raises ValueError: a row does not exist, a key occurs twice, or there is not one row for
@@ -358,7 +363,18 @@ class Store:
                 f"{len(keys)} keys, {len(set(keys))} of them distinct, for {len(block_ids)} rows"
             )
         self.rows.check(block_ids)
-        outcome = await self._loader.read(keys, block_ids)
+        outcome = await self._loader.read(keys, block_ids, deadline)
+        self._announce()
+        return outcome
+
+    async def probe(self, keys: Sequence[bytes], deadline: float) -> ReadOutcome:
+        """Read and verify the first blocks of these keys, 8 MiB or one block, into memory that is
+        then discarded, to measure the medium.
+
+        :param keys: distinct; at least one.
+        :param deadline: see ``read``.
+        """
+        outcome = await self._loader.probe(keys, deadline)
         self._announce()
         return outcome
 

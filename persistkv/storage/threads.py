@@ -4,8 +4,9 @@
    accesses shared state.
 2. Calls of ``write`` run one at a time, in order. Calls of ``read`` run concurrently with all
    others.
-3. ``read`` returns or raises after all of its calls have ended, even if one raised. From then on,
-   no thread accesses the buffers of these calls. If its task is cancelled, they end with ``close``.
+3. ``read`` and ``read_until`` return or raise after all of their calls have ended, even if one
+   raised. From then on, no thread accesses the buffers of these calls. If the task is cancelled,
+   they end with ``close``.
 """
 
 from __future__ import annotations
@@ -54,6 +55,33 @@ class StoreThreads:
         """
         return await _all_ended(self._submit(self._readers, calls))
 
+    async def read_until(
+        self, calls: Sequence[Callable[[], T]], deadline: float | None
+    ) -> list[T | None]:
+        """Run calls concurrently, as ``read`` does, and drop those that have not begun at the
+        deadline: their result is None.
+
+        :param deadline: time of the event loop, which is ``time.monotonic``; None: no deadline.
+        """
+        loop = asyncio.get_running_loop()
+        if deadline is not None and loop.time() >= deadline:
+            return [None] * len(calls)
+        futures = self._submit(self._readers, calls)
+        if deadline is None:
+            return [*await _all_ended(futures)]
+
+        # a copy: the list is emptied when the calls have ended
+        timer = loop.call_at(deadline, _cancel_queued, list(futures))
+        results: list[T | None] = []
+        try:
+            await _ends(futures)
+            while futures:
+                results.append(_result_or_none(futures.pop(0)))
+        finally:
+            timer.cancel()
+            futures.clear()
+        return results
+
     def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
         """Start a call that may run concurrently with the caller. Return a function that waits for
         it, and returns its result or raises its exception. Thread-safe.
@@ -95,6 +123,18 @@ async def _all_ended(futures: list[Future[T]]) -> list[T]:
         return [futures.pop(0).result() for _ in range(len(futures))]
     finally:
         futures.clear()
+
+
+def _cancel_queued(futures: list[Future[T]]) -> None:
+    """Cancel the calls that no thread has begun."""
+    for future in futures:
+        future.cancel()
+    futures.clear()
+
+
+def _result_or_none(future: Future[T]) -> T | None:
+    """Return the result of a future that is done; None if it was cancelled."""
+    return None if future.cancelled() else future.result()
 
 
 def _ends(futures: Sequence[Future[T]]) -> asyncio.Future[None]:

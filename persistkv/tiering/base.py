@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from persistkv.base import (
     RequestOffloadingContext,
 )
 from persistkv.config import OffloadingConfig
+from persistkv.tiering.load_cost import LoadDecision
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class JobMetadata:
     """True: a load, which fills the rows; False: a store, which reads them."""
     req_context: ReqContext
     """The request to which the job belongs."""
+    deadline: float | None = None
+    """``time.monotonic`` time at which the blocks of a load fail that are not being read yet; None:
+    no deadline."""
+    decision: LoadDecision | None = None
+    """Why the request loads; None: a store, or a load that was not compared with computing."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class JobResult:
     """Raw bytes of the blocks that were stored or loaded; 0 if the tier does not count them."""
     seconds: float = field(default=0.0, compare=False)
     """Seconds from the submission to the end of the job; 0 if the tier does not measure it."""
+    is_late: bool = field(default=False, compare=False)
+    """Whether blocks of a load failed because its deadline had passed."""
 
 
 class SecondaryTierManager(ABC):
@@ -71,6 +80,9 @@ class SecondaryTierManager(ABC):
     - ``reset_cache`` for changed weights: the tier gets no lookups and no jobs until such a reset
       succeeds.
     """
+
+    load_deadline_s: float = math.inf
+    """Most seconds that a load may take; then the engine computes its blocks."""
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
         """Open the tier; may wait. If it raises, all resources are released.
@@ -119,6 +131,25 @@ class SecondaryTierManager(ABC):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
         """Count a use of the blocks; keys that are not held are ignored."""
+
+    def expected_load_s(self, num_bytes: int) -> float | None:
+        """Return the expected seconds of a load of so many bytes that begins now, to compare them
+        with those of computing; 0: not known yet; infinite: no load ends. None: load whatever it
+        takes. Called a few times per request: arithmetic only.
+        """
+        return None
+
+    def on_load_declined(  # noqa: B027
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        decision: LoadDecision,
+    ) -> None:
+        """Learn that the engine computes blocks that the tier holds, because their load is expected
+        to take longer. The tier may find out in the background when it is fast again.
+
+        :param keys: the first of these blocks.
+        """
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -16,6 +17,7 @@ from persistkv.base import (
 )
 from persistkv.isolation import Isolation
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from persistkv.tiering.load_cost import LoadDecision
 from persistkv.tiering.prewarming import RecentContexts
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,31 @@ class IsolatedTier:
         self._attempt(
             "touch", "the use is not counted", None, self.tier.touch, keys, req_context
         )
+
+    # Whether to load
+
+    @property
+    def load_deadline_s(self) -> float:
+        return self.tier.load_deadline_s
+
+    def expected_load_s(self, num_bytes: int) -> float | None:
+        never: float | None = math.inf
+        return self._attempt(
+            "expected_load_s",
+            "its blocks are computed",
+            never,
+            self.tier.expected_load_s,
+            num_bytes,
+        )
+
+    def on_load_declined(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        decision: LoadDecision,
+    ) -> None:
+        with self._isolation.guard("on_load_declined", "the decision is not counted"):
+            self.tier.on_load_declined(keys, req_context, decision)
 
     # Jobs
 

@@ -13,17 +13,21 @@
 5. Request-level tiers receive a promoted block, for each request that waits for it or offered it,
    as soon as it is readable.
 6. Recently used contexts may be promoted before a request looks them up, one context at a time.
-7. A tier that raises affects no other tier, and its failed jobs are misses (``IsolatedTier``).
-8. No call waits, except ``shutdown``.
+7. A request loads a prefix from secondary tiers only if that is expected to be faster than
+   computing it (``load_cost``). A promotion that exceeds its deadline is a miss at once; its rows
+   stay reserved until the tier no longer writes them.
+8. A tier that raises affects no other tier, and its failed jobs are misses (``IsolatedTier``).
+9. No call waits, except ``shutdown``.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from persistkv.base import (
@@ -35,12 +39,15 @@ from persistkv.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.cascades import Cascade, CascadeQueue
 from persistkv.tiering.isolated_tier import IsolatedTier
+from persistkv.tiering.load_cost import LoadChooser, LoadRun, PrefillSpeed, Reason
+from persistkv.tiering.load_runs import TierRun, assign_runs
 from persistkv.tiering.prewarming import Prewarming
 from persistkv.tiering.promotions import Promotion, PromotionQueue
 from persistkv.tiering.requests import TieredRequest
@@ -48,6 +55,9 @@ from persistkv.tiering.requests import TieredRequest
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
+# A tier has a tenth of a load's time, and 20 ms, to report at its deadline what it has loaded.
+_ANSWER_S = 0.02
+_ANSWER_SHARE = 0.1
 # pseudo-request that owns the promotions of recently used contexts
 _PREWARM = ReqContext("prewarm")
 
@@ -85,6 +95,8 @@ class _TierJob:
     is_reset: bool = False
     """Whether the cache was reset after the submission. The job still uses its rows, but nobody
     waits for its blocks."""
+    give_up_at: float = math.inf
+    """``time.monotonic`` time at which requests no longer wait for a promotion."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -109,6 +121,7 @@ class TieringOffloadingManager(OffloadingManager):
         hold_s: float = 30.0,
         room_wait_s: float = 0.5,
         prewarm_share: float = 0.0,
+        prefill_tokens_per_s: float | None = None,
     ) -> None:
         _check_options(cascade_share, hold_s, room_wait_s, prewarm_share)
         self.primary_tier = primary_tier
@@ -118,6 +131,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._enable_events = enable_events
         self._hold_s = hold_s
         self._room_wait_s = room_wait_s
+        self.prefill = PrefillSpeed(prefill_tokens_per_s)
+        """Speed of the engine's computation, which the engine reports."""
+        self._chooser = LoadChooser(self.prefill)
 
         self._requests: dict[str, TieredRequest] = {}
         # ids of requests by the block in TieredRequest.awaited_writes
@@ -173,14 +189,65 @@ class TieringOffloadingManager(OffloadingManager):
     def _holders(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> dict[OffloadKey, IsolatedTier]:
-        """Return, for each key in a prefix that a secondary tier holds, the first such tier."""
+        """Return, for each key in a prefix that secondary tiers hold, the tier to load it from. The
+        first call that finds any decides whether the request loads them.
+        """
         # a tier must know the request before its first lookup
-        self._request(req_context)
-        holders: dict[OffloadKey, IsolatedTier] = {}
-        for tier in reversed(self._tiers):
+        request = self._request(req_context)
+        held: dict[IsolatedTier, int] = {}
+        for tier in self._tiers:
             num_held = tier.num_held(keys, req_context)
-            holders.update(dict.fromkeys(keys[:num_held], tier))
+            if num_held:
+                held[tier] = num_held
+        if not held:
+            return {}
+        group = get_offload_group_idx(keys[0])
+        config = self.secondary_tiers[0].config
+        block_bytes = config.layout.groups[group].block_bytes
+        runs = assign_runs(held, block_bytes)
+        if request.decision is None:
+            self._decide_load(request, keys, runs, block_bytes)
+        holders: dict[OffloadKey, IsolatedTier] = {}
+        for run in runs:
+            holders.update(dict.fromkeys(keys[run.start : run.stop], run.tier))
         return holders
+
+    def _decide_load(
+        self,
+        request: TieredRequest,
+        keys: Sequence[OffloadKey],
+        runs: Sequence[TierRun],
+        block_bytes: int,
+    ) -> None:
+        """Decide which runs of keys the request loads: the first key of the others is a miss."""
+        waiters = self._promotions.waiters
+        # blocks that are being loaded for another request cost nothing more
+        if waiters and not waiters.keys().isdisjoint(keys):
+            return
+        block_size = self.secondary_tiers[0].config.block_size
+        description = request.context.description
+        first = None if description is None else description.depth(keys[0])
+        start = (first or 0) * block_size
+        loads = []
+        for run in runs:
+            stop = start + run.stop * block_size
+            num_bytes = (run.stop - run.start) * block_bytes
+            loads.append(LoadRun(run.tier, stop, num_bytes))
+        decision = self._chooser.choose(loads, start)
+        request.decision = decision
+        if decision.num_runs < len(runs):
+            declined = runs[decision.num_runs]
+            request.missed.add(keys[declined.start])
+            declined_keys = keys[declined.start : declined.stop]
+            declined.tier.on_load_declined(declined_keys, request.context, decision)
+        if not decision.num_runs:
+            request.load_reason = decision.reason
+
+    def load_reason(self, req_id: str) -> Reason | None:
+        """Return what became of the blocks that secondary tiers held for an unfinished request;
+        None: they held none, or their load has not ended."""
+        request = self._requests.get(req_id)
+        return None if request is None else request.load_reason
 
     def _lookup(
         self,
@@ -215,12 +282,15 @@ class TieringOffloadingManager(OffloadingManager):
     def _lookup_secondary(
         self, key: OffloadKey, req_context: ReqContext, holder: IsolatedTier | None
     ) -> bool | None:
-        """Queue the promotion of the block from the first tier that holds it.
+        """Queue the promotion of the block from ``holder``, or the first tier that holds it.
 
         :returns: None: the block is promoted, or a tier asks to retry; False: no tier holds it.
         """
+        if holder is not None:
+            self._promotions.add(holder, key, req_context)
+            return None
         for tier in self._tiers:
-            is_held = tier is holder or tier.lookup(key, req_context)
+            is_held = tier.lookup(key, req_context)
             if is_held:
                 self._promotions.add(tier, key, req_context)
                 return None
@@ -252,7 +322,8 @@ class TieringOffloadingManager(OffloadingManager):
         # A limit of its own, far below ``hold_s``: the engine must not wait longer for the blocks
         # than it needs to compute them.
         waited_s = time.monotonic() - promotion.created_at
-        if not num_rows and waited_s < self._room_wait_s:
+        most_s = min(self._room_wait_s, self._load_limit_s(promotion.tier, context))
+        if not num_rows and waited_s < most_s:
             return False
 
         output = None
@@ -500,11 +571,53 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """Submit a job to a tier. If the tier raises, end the job as failed."""
         block_ids = cast(CPULoadStoreSpec, rows).block_ids
-        data = JobMetadata(next(self._job_ids), keys, block_ids, is_promotion, context)
+        job_id = next(self._job_ids)
+        data = JobMetadata(job_id, keys, block_ids, is_promotion, context)
+        job = _TierJob(tier, data)
+        if is_promotion:
+            limit_s = self._load_limit_s(tier, context)
+            if math.isfinite(limit_s):
+                now = time.monotonic()
+                data = replace(data, deadline=now + limit_s)
+                job.give_up_at = now + limit_s + _ANSWER_S + _ANSWER_SHARE * limit_s
+            request = self._requests.get(context.req_id)
+            if request is not None:
+                data = replace(data, decision=request.decision)
+            job.data = data
         # before the call: the tier may run the job within it
-        self._jobs[data.job_id] = _TierJob(tier, data)
+        self._jobs[job_id] = job
         if not tier.submit(data):
             self._end_job(JobResult(data.job_id, success=False))
+
+    def _load_limit_s(self, tier: IsolatedTier, context: ReqContext) -> float:
+        """Return the seconds after which a load for this request is abandoned."""
+        limit_s = tier.load_deadline_s
+        request = self._requests.get(context.req_id)
+        if request is not None and request.decision is not None:
+            limit_s = min(limit_s, request.decision.deadline_s)
+        return limit_s
+
+    def _give_up_late(self) -> None:
+        """Make the blocks of promotions that exceed their deadline misses. Their tiers may still
+        write the rows."""
+        now = time.monotonic()
+        for job in self._jobs.values():
+            if now >= job.give_up_at and not job.is_reset:
+                job.give_up_at = math.inf
+                self._give_up(job)
+
+    def _give_up(self, job: _TierJob) -> None:
+        """Make the blocks of a promotion misses, although its end has not been reported."""
+        keys = job.data.keys
+        self._promotions.lost.update(keys)
+        self._set_load_reason(job, Reason.DEADLINE)
+        self._miss(keys)
+        self._end_awaited_writes(keys)
+
+    def _set_load_reason(self, job: _TierJob, reason: Reason) -> None:
+        request = self._requests.get(job.data.req_context.req_id)
+        if request is not None and request.load_reason is not Reason.DEADLINE:
+            request.load_reason = reason
 
     def _poll(self) -> None:
         """End the finished jobs of all tiers, and use the rows that this makes free in their
@@ -522,9 +635,7 @@ class TieringOffloadingManager(OffloadingManager):
         their rows."""
         for job in self._jobs.values():
             if job.tier is tier and job.data.is_promotion and not job.is_reset:
-                self._promotions.lost.update(job.data.keys)
-                self._miss(job.data.keys)
-                self._end_awaited_writes(job.data.keys)
+                self._give_up(job)
 
     def _end_job(self, result: JobResult) -> None:
         job = self._jobs.pop(result.job_id, None)
@@ -537,6 +648,8 @@ class TieringOffloadingManager(OffloadingManager):
         keys = job.data.keys
         failed = set(result.failed_keys if result.success else keys)
         if job.data.is_promotion:
+            reason = Reason.DEADLINE if result.is_late else Reason.LOADED
+            self._set_load_reason(job, reason)
             self._end_promotion(job, failed)
         else:
             self.stats.failed_cascades += len(failed)
@@ -666,6 +779,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled:
             self._poll()
         self._polled = False
+        self._give_up_late()
         self._expire_holds()
         if self._prewarming is not None:
             self._prewarm(self._prewarming)

@@ -8,6 +8,7 @@ how.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -45,13 +46,21 @@ from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import Hello, Saved
 from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import Choice, RequestEnd, StoreOptions
+from persistkv.storage.records import Choice, LoadReport, RequestEnd, StoreOptions
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from persistkv.tiering.load_cost import (
+    LoadDecision,
+    LoadPolicy,
+    LoadTimes,
+    Reason,
+)
+from persistkv.tiering.probing import PROBE_S, ProbeTimer
 
 logger = logging.getLogger(__name__)
 
 _NAP_S = 0.0005
 _MOST_PREFETCHES = 64
+_PROBED_KEYS = 128  # more than a probe reads, unless blocks are small
 # ended requests whose persistence ``wait_persisted`` can still report
 REMEMBERED_ENDS = 4_096
 
@@ -111,6 +120,12 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     it is killed, its jobs fail, and it is restarted. The limit is at least 60 until the store is
     open, and at most 2 while a load is due, because a request waits for it. A
     single call to the medium may take ten times the limit if the host answers pings."""
+    load_policy: LoadPolicy = "auto"
+    """``auto``: blocks are loaded if that is expected to be faster than computing them. ``always``:
+    blocks are loaded whenever the store holds them. ``never``: blocks are stored only."""
+    load_deadline_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """Most seconds, above 0, that a load may take. Blocks whose reads have not begun then are
+    computed. With ``auto``, the deadline is the time of their computation if that is earlier."""
 
 
 class PersistentTier(SecondaryTierManager):
@@ -165,8 +180,7 @@ class PersistentTier(SecondaryTierManager):
         self._ended: dict[str, bool] = {}
         # blocks of each group that load jobs have brought to a request, by request id
         self._restored: dict[str, list[int]] = {}
-        # request and keys of load jobs in flight
-        self._loads: dict[int, tuple[str, Sequence[OffloadKey]]] = {}
+        self._loads: dict[int, JobMetadata] = {}  # in flight
         self._detached = False
         self._prefetches: deque[Choice | list[OffloadKey]] = deque(
             maxlen=_MOST_PREFETCHES
@@ -175,6 +189,13 @@ class PersistentTier(SecondaryTierManager):
         self._known: list[list[OffloadKey]] | None = None
         # one call less in ``lookup``, which runs once per block
         self._contains = self.client.contains
+        self.load_deadline_s = self.options.load_deadline_s
+        self.load_counts: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        """Number of requests by what became of the blocks that the store held for them."""
+        self._load_times = LoadTimes()
+        self._probes = ProbeTimer(time.monotonic)
+        if self.options.load_policy == "never":
+            self._contains = _contains_nothing
 
     def _store_options(self) -> StoreOptions:
         options = self.options
@@ -222,7 +243,9 @@ class PersistentTier(SecondaryTierManager):
         return self._contains(key)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        return 0 if self._detached else self.client.table.prefix(keys)
+        if self._detached or self.options.load_policy == "never":
+            return 0
+        return self.client.table.prefix(keys)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         keys = job_metadata.keys
@@ -253,14 +276,83 @@ class PersistentTier(SecondaryTierManager):
         if self._detached:
             self._finished.append(JobResult(job_metadata.job_id, False))
             return
+        job_id = job_metadata.job_id
+        deadline = time.monotonic() + self.load_deadline_s
+        if job_metadata.deadline is not None:
+            deadline = min(deadline, job_metadata.deadline)
         context = job_metadata.req_context
         if context.description is not None:
-            self._loads[job_metadata.job_id] = (context.req_id, job_metadata.keys)
-            self._restored.setdefault(
-                context.req_id, [0] * len(self.config.layout.groups)
-            )
+            num_groups = len(self.config.layout.groups)
+            self._restored.setdefault(context.req_id, [0] * num_groups)
+        self._loads[job_id] = job_metadata
+        self._load_times.begin(job_id, self._num_bytes(job_metadata.keys))
         self.client.submit_load(
-            job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist()
+            job_id, job_metadata.keys, job_metadata.block_ids.tolist(), deadline
+        )
+
+    # Whether to load
+
+    def expected_load_s(self, num_bytes: int) -> float | None:
+        if self.options.load_policy == "always":
+            return None
+        return self._load_times.expected_s(num_bytes)
+
+    def on_load_declined(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        decision: LoadDecision,
+    ) -> None:
+        """See ``SecondaryTierManager``. From time to time, the host reads the first blocks and
+        discards them: this shows when the store is fast again."""
+        self._count_load(req_context, decision.reason, decision, decision.load_s)
+        if self._probes.begin():
+            self.client.probe(keys[:_PROBED_KEYS], PROBE_S)
+
+    def _end_probe(self) -> None:
+        probed = self.client.take_probed()
+        if probed is None:
+            return
+        self._probes.end()
+        if probed.num_bytes:
+            self._load_times.observe(probed.num_bytes, probed.seconds, is_probe=True)
+        else:
+            self._load_times.stall()
+
+    def _end_load(self, outcome: JobOutcome) -> None:
+        job = self._loads.pop(outcome.job_id, None)
+        if job is None:
+            return
+        self._count_restored(job, outcome)
+        times = self._load_times
+        if outcome.refused and not outcome.is_late:  # it was not sent
+            times.cancel(outcome.job_id)
+            return
+        times.end(
+            outcome.job_id,
+            outcome.num_bytes,
+            outcome.seconds,
+            is_late=outcome.is_late,
+        )
+        reason = Reason.DEADLINE if outcome.is_late else Reason.LOADED
+        if not outcome.is_late:
+            self._probes.reset()
+        self._count_load(job.req_context, reason, job.decision, outcome.seconds)
+
+    def _count_load(
+        self,
+        req_context: ReqContext,
+        reason: Reason,
+        decision: LoadDecision | None,
+        load_s: float,
+    ) -> None:
+        self.load_counts[reason] += 1
+        compute_s = None if decision is None else decision.compute_s
+        known_s = load_s if math.isfinite(load_s) else None
+        self.client.report_load(
+            LoadReport(
+                req_context.req_id, reason.value, known_s, compute_s, time.time()
+            )
         )
 
     def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
@@ -281,6 +373,7 @@ class PersistentTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> list[JobResult]:
         for outcome in self.client.poll():
+            self._end_load(outcome)
             self._finished.append(
                 JobResult(
                     outcome.job_id,
@@ -288,19 +381,20 @@ class PersistentTier(SecondaryTierManager):
                     failed_keys=[OffloadKey(key) for key in outcome.failed],
                     num_bytes=outcome.num_bytes,
                     seconds=outcome.seconds,
+                    is_late=outcome.is_late,
                 )
             )
-            self._count_restored(outcome)
+        self._end_probe()
         for req_id, whole in self.client.take_persisted().items():
             self._remember(req_id, whole)
         finished, self._finished = self._finished, []
         return finished
 
-    def _count_restored(self, outcome: JobOutcome) -> None:
+    def _count_restored(self, job: JobMetadata, outcome: JobOutcome) -> None:
         """Add the blocks that a load job has brought to those of its request, if that still
         runs."""
-        req_id, keys = self._loads.pop(outcome.job_id, ("", ()))
-        counts = self._restored.get(req_id)
+        keys = job.keys
+        counts = self._restored.get(job.req_context.req_id)
         if counts is None or outcome.refused:
             return
         if len(counts) == 1:
@@ -492,7 +586,7 @@ class PersistentTier(SecondaryTierManager):
         The store keeps its blocks, and still writes those of jobs that it has accepted.
         """
         self._detached = True
-        self._contains = lambda key: False
+        self._contains = _contains_nothing
         # nothing takes them any more, and an engine must not wait for them
         self._prefetches.clear()
 
@@ -515,6 +609,10 @@ class PersistentTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         self.client.close()
+
+
+def _contains_nothing(key: bytes) -> bool:
+    return False
 
 
 def _depths(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.tiering.isolated_tier import IsolatedTier
+from persistkv.tiering.load_cost import LoadDecision, Reason
 
 
 @dataclass
@@ -30,6 +31,11 @@ class TieredRequest:
     missed: set[OffloadKey] = field(default_factory=set)
     """Blocks whose promotion failed or found no row: misses for this request, so that it does not
     retry forever."""
+    decision: LoadDecision | None = None
+    """What to load from the secondary tiers; None: not decided yet."""
+    load_reason: Reason | None = None
+    """What became of the blocks that secondary tiers held for the request; None: they held none, or
+    their load has not ended."""
     held: set[OffloadKey] = field(default_factory=set)
     """Promoted blocks that stay referenced until the request loads them."""
     held_until: float = 0.0

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+import msgspec
 
 from persistkv.base import OffloadingManager
 from persistkv.config import GroupLayout, OffloadingConfig, Registry, RowLayout
@@ -73,6 +75,10 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     prewarm_share: float = 0.0
     """Fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most
     recently used contexts of the first tier that lists them; 0: none."""
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Tokens per second, above 0, that the engine computes: blocks of secondary tiers are loaded if
+    that is expected to be faster. None: as the engine reports it; until it has
+    reported any, every block is loaded."""
 
 
 @dataclass(kw_only=True)
@@ -152,6 +158,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 hold_s=options.hold_s,
                 room_wait_s=options.room_wait_s,
                 prewarm_share=options.prewarm_share,
+                prefill_tokens_per_s=options.prefill_tokens_per_s,
             )
             undo.pop_all()
         return manager

@@ -77,6 +77,56 @@ def test_read_error_is_raised_after_all_calls_end(threads: StoreThreads) -> None
     asyncio.run(read())
 
 
+def test_read_until_drops_calls_that_have_not_begun_at_deadline(
+    threads: StoreThreads,
+) -> None:
+    """Those in progress end first: the task may reuse their buffers afterwards."""
+    release = threading.Event()
+    begun: list[int] = []
+
+    def call(number: int) -> int:
+        begun.append(number)
+        assert release.wait(TIMEOUT_S)
+        return number
+
+    async def read() -> list[int | None]:
+        loop = asyncio.get_running_loop()
+        calls = [partial(call, number) for number in range(5)]
+        reading = asyncio.create_task(threads.read_until(calls, loop.time() + 0.05))
+        while len(begun) < 3 or loop.time() < reading_ends:
+            await asyncio.sleep(0.001)
+        assert not reading.done()
+        release.set()
+        return await reading
+
+    reading_ends = asyncio.run(_loop_time()) + 0.2
+    assert asyncio.run(read()) == [0, 1, 2, None, None]
+    assert sorted(begun) == [0, 1, 2]
+
+
+async def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_read_until_past_deadline_begins_no_call(threads: StoreThreads) -> None:
+    async def read() -> list[None]:
+        return await threads.read_until([pytest.fail], _past())
+
+    def _past() -> float:
+        return asyncio.get_running_loop().time() - 1
+
+    assert asyncio.run(read()) == [None]
+
+
+def test_read_until_without_deadline_returns_all_results(
+    threads: StoreThreads,
+) -> None:
+    async def read() -> list[int | None]:
+        return await threads.read_until([partial(int, 1), partial(int, 2)], None)
+
+    assert asyncio.run(read()) == [1, 2]
+
+
 def test_longest_s_reports_oldest_running_call(threads: StoreThreads) -> None:
     release = threading.Event()
 

@@ -20,7 +20,15 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "any": object,
     "null": type(None),
 }
-_FREE = ("labels", "identity", "by_problem", "requests_sent", "children", "skipped")
+_FREE = (
+    "labels",
+    "identity",
+    "by_problem",
+    "requests_sent",
+    "children",
+    "skipped",
+    "load_counts",
+)
 """Objects whose field names are data, and the nested nodes of the prefix tree."""
 
 

@@ -22,6 +22,8 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.adoptions import AdoptionView
+from persistkv.storage.records import LoadReport
+from persistkv_tools.inspect.why import LoadView
 from tests.storage.statuses import make_status
 from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
@@ -230,6 +232,8 @@ def test_command_json_has_every_documented_field(
     left_out = {"address"} if "--once" in arguments else set()
     # no engine of another release
     left_out |= {f"adoptions[].{name}" for name in AdoptionView.__struct_fields__}
+    # no engine
+    left_out |= {f"loads[].{name}" for name in LoadView.__struct_fields__}
     check_documented(
         arguments[0], json.loads(done.stdout), left_out=left_out, complete=True
     )
@@ -243,7 +247,13 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
     stop = threading.Event()
 
     def publish(backend: Backend) -> None:
-        status = make_status("e1", namespace=writer.namespace.hex(), time=time.time())
+        status = make_status(
+            "e1",
+            namespace=writer.namespace.hex(),
+            time=time.time(),
+            load_counts={"loaded": 1},
+            load_reports=[LoadReport("r1", "loaded", 0.1, 0.5, time.time())],
+        )
         backend.publish_status("e1", status.encode())
 
     def run_engine() -> None:
@@ -266,6 +276,22 @@ def test_top_json_with_engine_has_every_documented_field(run: Run, engine: str) 
     done = run("top", engine, "--interval", "0.4s", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     check_documented("top", json.loads(done.stdout), complete=True)
+
+
+def test_why_request_shows_what_became_of_its_blocks(run: Run, engine: str) -> None:
+    done = run("why", engine, "--request", "r1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "loaded in 0.100 s; computing was expected to take 0.500 s" in done.stdout
+    done = run("why", engine, "--request", "r", "--json")
+    report = json.loads(done.stdout)
+    check_documented("why", report)
+    assert [load["reason"] for load in report["loads"]] == ["loaded"]
+
+
+def test_why_request_unknown_exits_with_advice(run: Run, engine: str) -> None:
+    done = run("why", engine, "--request", "absent")
+    assert done.returncode != 0
+    assert "not one of the last 64" in done.stderr
 
 
 def test_bench_json_has_every_documented_field(run: Run, made: Path) -> None:

@@ -42,7 +42,13 @@ from persistkv.storage.host.idle import IdleSupervision
 from persistkv.storage.host.in_flight import InFlight, JobOutcome
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable
-from persistkv.storage.records import Choice, News, RequestEnd, are_encodable
+from persistkv.storage.records import (
+    Choice,
+    LoadReport,
+    News,
+    RequestEnd,
+    are_encodable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +233,7 @@ class StoreClient:
         self._in_flight = InFlight(max_queue_bytes)
         self._questions = _Questions()
         self._recent: list[list[bytes]] | None = None
+        self._probed: protocol.Probed | None = None
         self._next_look = 0.0
         self._open_failures = _OpenFailures()
 
@@ -380,27 +387,69 @@ class StoreClient:
 
     @_exclusive
     def submit_load(
-        self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        deadline: float | None = None,
     ) -> None:
         """Submit a load job: read blocks into these rows, which the host may write until ``poll``
         returns the job.
 
-        The parameters and errors are those of ``submit_store``.
+        The other parameters and errors are those of ``submit_store``.
+
+        :param deadline: ``time.monotonic`` time at which blocks fail whose reads have not begun. A
+            host whose read is still in progress 2 s later is killed, if it is a process. None: no
+            deadline.
         """
         self.counters.load_jobs += 1
         if self.state is not State.OPEN:
             self._refuse(job_id, keys)
             return
-        message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
+        packed = PackedKeys.of(keys)
+        message = protocol.LoadJob(job_id, packed, _joined(block_ids), deadline)
         if not self._in_flight.num_loads:
             # a host that owes only stores may have been silent for longer than a load may wait
             self.supervisor.watchdog.restart_timer()
-        self._in_flight.add_load(job_id, keys)
+        self._in_flight.add_load(job_id, keys, deadline)
         self.supervisor.connection.send(message)
 
     def _refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
         self.counters.refused_jobs += 1
         self._in_flight.refuse_job(job_id, keys)
+
+    @_exclusive
+    def probe(self, keys: Sequence[bytes], timeout_s: float) -> bool:
+        """Have the host read a few of these blocks and discard them, to measure the medium.
+        ``take_probed`` returns the result; a call before it replaces the probe. Return False if the
+        store is not open.
+        """
+        self._probed = None
+        if self.state is not State.OPEN:
+            return False
+        now = time.monotonic()
+        self.supervisor.connection.send(
+            protocol.Probe(PackedKeys.of(keys), now, now + timeout_s)
+        )
+        return True
+
+    @_exclusive
+    def take_probed(self) -> protocol.Probed | None:
+        """Return the result of ``probe`` once; None: it has not arrived, and never will if the host
+        ended."""
+        probed, self._probed = self._probed, None
+        return probed
+
+    @_exclusive
+    def report_load(self, report: LoadReport) -> None:
+        """Tell the host what became of the blocks that the store held for a request, for its
+        status; dropped if the store is not open or the host is slow to receive."""
+        connection = self.supervisor.connection
+        is_congested = connection.outbox_bytes > CONGESTED_BYTES
+        if self.state is not State.OPEN or is_congested:
+            return
+        if are_encodable([report.request]):
+            connection.send(protocol.Reported(report))
 
     @_exclusive
     def touch(self, keys: Collection[bytes]) -> None:
@@ -556,7 +605,11 @@ class StoreClient:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
         in_flight = self._in_flight
-        if supervisor.is_lost(owes=in_flight.owes, load_due=in_flight.num_loads > 0):
+        if supervisor.is_lost(
+            owes=in_flight.owes,
+            load_due=in_flight.num_loads > 0,
+            deadline=in_flight.earliest_deadline(),
+        ):
             self._mark_lost()
         return bool(messages)
 
@@ -575,6 +628,9 @@ class StoreClient:
 
     def _take_contexts(self, message: protocol.Recent) -> None:
         self._recent = [keys.unpack() for keys in message.contexts]
+
+    def _take_probed(self, message: protocol.Probed) -> None:
+        self._probed = message
 
     def _open_failed(self, message: protocol.OpenFailed) -> None:
         self._open_failures.last = message.error()
@@ -692,6 +748,7 @@ class StoreClient:
         protocol.Flushed: _answer,
         protocol.HostStats: _answer,
         protocol.Recent: _take_contexts,
+        protocol.Probed: _take_probed,
         protocol.Opened: _opened,
         protocol.OpenFailed: _open_failed,
         protocol.Pong: _pong,

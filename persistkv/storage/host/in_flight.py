@@ -14,6 +14,7 @@ in flight      the host is known to be dead         refused: all of its keys fai
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,6 +39,8 @@ class JobOutcome(NamedTuple):
     """Raw bytes of the job's blocks, without those of ``failed``."""
     seconds: float
     """Seconds from the submission to the end of the job."""
+    is_late: bool = False
+    """Whether a load job was not finished at its deadline, or its host was killed."""
 
 
 class _Job(NamedTuple):
@@ -46,6 +49,8 @@ class _Job(NamedTuple):
     """Raw bytes of a store job; 0 for a load job."""
     is_load: bool
     begin: float
+    deadline: float = math.inf
+    """``time.monotonic`` time at which a load should have ended."""
 
 
 class InFlight:
@@ -91,10 +96,20 @@ class InFlight:
         self._jobs[job_id] = _Job(keys, num_bytes, False, time.monotonic())
         self.queued_bytes += num_bytes
 
-    def add_load(self, job_id: int, keys: Sequence[bytes]) -> None:
+    def add_load(
+        self, job_id: int, keys: Sequence[bytes], deadline: float | None
+    ) -> None:
         """Add a load job that is sent to the host."""
-        self._jobs[job_id] = _Job(keys, 0, True, time.monotonic())
+        ends_at = math.inf if deadline is None else deadline
+        self._jobs[job_id] = _Job(keys, 0, True, time.monotonic(), ends_at)
         self.num_loads += 1
+
+    def earliest_deadline(self) -> float:
+        """Return the earliest deadline of the loads in flight, a ``time.monotonic`` time; infinite
+        if there is none."""
+        if not self.num_loads:
+            return math.inf
+        return min(job.deadline for job in self._jobs.values())
 
     def refuse_job(self, job_id: int, keys: Sequence[bytes]) -> None:
         """Add the outcome of a job that is not sent."""
@@ -113,9 +128,9 @@ class InFlight:
         num_stored = len(job.keys) - len(failed)
         stored_bytes = job.num_bytes * num_stored // max(1, len(job.keys))
         num_bytes = answer.num_bytes + stored_bytes
-        seconds = time.monotonic() - job.begin
+        seconds = max(0.0, answer.ended_at - job.begin)
         self._outcomes.append(
-            JobOutcome(answer.job_id, failed, False, num_bytes, seconds)
+            JobOutcome(answer.job_id, failed, False, num_bytes, seconds, answer.is_late)
         )
 
     def take_outcomes(self) -> list[JobOutcome]:
@@ -159,7 +174,10 @@ class InFlight:
         now = time.monotonic()
         for job_id, job in self._jobs.items():
             seconds = now - job.begin
-            self._outcomes.append(JobOutcome(job_id, list(job.keys), True, 0, seconds))
+            failed = list(job.keys)
+            self._outcomes.append(
+                JobOutcome(job_id, failed, True, 0, seconds, job.is_load)
+            )
         self._persisted.update(dict.fromkeys(self._ends, False))
         num_jobs = len(self._jobs)
         self._jobs.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -19,10 +20,12 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.channel import Channel
 from persistkv.storage.host.publishing import NewsPublisher
-from persistkv.storage.records import RequestEnd
+from persistkv.storage.records import LoadReport, RequestEnd
 from persistkv.storage.store import Store, StoredJob
 
 logger = logging.getLogger(__name__)
+
+_REPORTS = 64  # of the requests that a status row lists
 
 
 class JobState(enum.Enum):
@@ -117,6 +120,10 @@ class Jobs:
         self.counts = JobCounts()
         self.num_loads = 0
         """Load jobs that are not answered yet."""
+        self.load_counts: Counter[str] = Counter()
+        """Number of ``LoadReport`` messages by their reason."""
+        self.load_reports: deque[LoadReport] = deque(maxlen=_REPORTS)
+        """The last of them."""
         self._queue: deque[_Job | RequestEnd | protocol.Flush] = deque()
         self._has_arrived = asyncio.Event()
         # one more than can be read at once: its packs are looked up meanwhile
@@ -214,19 +221,39 @@ class Jobs:
     # Loads
 
     async def _load(self, job: _Job) -> None:
-        async with self._load_slots:
-            if self._is_ending:
-                job.move(JobState.DROPPED)
-            else:
-                job.move(JobState.READING)
-                await self._read(job)
+        message = job.message
+        assert isinstance(message, protocol.LoadJob)
+        try:
+            # loads before it may hang
+            async with asyncio.timeout_at(message.deadline):
+                await self._load_slots.acquire()
+        except TimeoutError:
+            self._drop_late(job)
+        else:
+            try:
+                await self._read(job, message.deadline)
+            finally:
+                self._load_slots.release()
         self.num_loads -= 1
 
-    async def _read(self, job: _Job) -> None:
+    def _drop_late(self, job: _Job) -> None:
+        """End a load whose deadline has passed before it began."""
+        if self._is_ending:
+            job.move(JobState.DROPPED)
+            return
+        job.move(JobState.READING)
+        self._answer(job, None, is_late=True)
+
+    async def _read(self, job: _Job, deadline: float | None) -> None:
+        if self._is_ending:
+            job.move(JobState.DROPPED)
+            return
+        job.move(JobState.READING)
         message = job.message
         try:
             keys = message.keys.unpack()
-            outcome = await self._store.read(keys, array("I", message.block_ids))
+            block_ids = array("I", message.block_ids)
+            outcome = await self._store.read(keys, block_ids, deadline)
         except (ValueError, CorruptPackError) as error:
             logger.error("load job %d is refused: %s", message.job_id, str(error))
             self._answer(job, None)
@@ -234,18 +261,45 @@ class Jobs:
         if outcome.failed:
             # collisions first: the engine skips stores of keys that it counts as held
             self._publisher.send_news()
-        self._answer(job, outcome.failed, outcome.raw_bytes)
+        self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
+
+    def add_report(self, report: LoadReport) -> None:
+        """Count what became of the blocks of a request."""
+        self.load_counts[report.reason] += 1
+        self.load_reports.append(report)
+
+    def begin_probe(self, message: protocol.Probe) -> None:
+        """Start a probe. It has no slot: a medium whose loads hang must show when it is fast
+        again."""
+        self._tasks.create_task(self._probe(message))
+
+    async def _probe(self, message: protocol.Probe) -> None:
+        num_bytes = 0
+        try:
+            keys = message.keys.unpack()
+            outcome = await self._store.probe(keys, message.deadline)
+            num_bytes = outcome.raw_bytes
+        except (ValueError, CorruptPackError) as error:
+            logger.error("a probe is refused: %s", str(error))
+        seconds = time.monotonic() - message.begin
+        self._channel.send(protocol.Probed(num_bytes, seconds))
 
     def _answer(
-        self, job: _Job, failed: list[bytes] | None, num_bytes: int = 0
+        self,
+        job: _Job,
+        failed: list[bytes] | None,
+        num_bytes: int = 0,
+        *,
+        is_late: bool = False,
     ) -> None:
         """Answer a job: its rows are not in use any more.
 
         :param failed: ``JobDone.failed``.
         """
         packed = None if failed is None else PackedKeys.of(failed)
+        job_id = job.message.job_id
         # before the state changes: the end of an engine waits for it, and sends nothing afterwards
-        self._channel.send(protocol.JobDone(job.message.job_id, packed, num_bytes))
+        self._channel.send(protocol.JobDone(job_id, packed, num_bytes, is_late))
         job.move(JobState.ANSWERED)
 
     # The end

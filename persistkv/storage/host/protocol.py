@@ -8,6 +8,7 @@ earlier calls are recognized.
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from persistkv.errors import (
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.records import (
     Choice,
+    LoadReport,
     News,
     RequestEnd,
     StoreCounters,
@@ -77,12 +79,32 @@ class StoreJob(Job):
 class LoadJob(Job):
     """Load blocks into rows."""
 
+    deadline: float | None = None
+    """``time.monotonic`` time, which is that of the machine, at which the blocks fail whose reads
+    have not begun; None: no deadline."""
+
+
+class Probe(_Message):
+    """Read a few blocks and discard them, to measure the medium; ``Probed`` answers it."""
+
+    keys: PackedKeys
+    begin: float
+    """``time.monotonic`` time of the message."""
+    deadline: float
+    """See ``LoadJob.deadline``."""
+
 
 class Loaded(_Message):
     """Another tier of the engine loads blocks, so the engine does not compute them."""
 
     keys: PackedKeys
     """Keys of the loaded blocks; empty: the keys are not known any more."""
+
+
+class Reported(_Message):
+    """Show in the status what became of the blocks of a request."""
+
+    report: LoadReport
 
 
 class Touch(_Message):
@@ -239,6 +261,20 @@ class JobDone(_Message):
     content. None: all keys of the job."""
     num_bytes: int
     """Raw bytes loaded into rows; 0 for a store job."""
+    is_late: bool = False
+    """Whether the deadline of a load job passed before all of its blocks were read."""
+    ended_at: float = msgspec.field(default_factory=time.monotonic)
+    """``time.monotonic`` time of the end of the job: the engine may receive the answer much
+    later."""
+
+
+class Probed(_Message):
+    """The answer to ``Probe``."""
+
+    num_bytes: int
+    """Raw bytes of the blocks that were read; 0: none, before the deadline."""
+    seconds: float
+    """From the message to the end of the reads."""
 
 
 class Flushed(_Message):
@@ -299,6 +335,8 @@ ToStore = (
     Hello
     | StoreJob
     | LoadJob
+    | Probe
+    | Reported
     | RequestEnd
     | Loaded
     | Touch
@@ -315,6 +353,7 @@ ToEngine = (
     | Opened
     | OpenFailed
     | JobDone
+    | Probed
     | News
     | Flushed
     | HostStats

@@ -130,6 +130,10 @@ class Session:
                 self._jobs.enqueue(message)
             case protocol.LoadJob():
                 self._jobs.begin_load(message)
+            case protocol.Probe():
+                self._jobs.begin_probe(message)
+            case protocol.Reported():
+                self._jobs.add_report(message.report)
             case protocol.Touch():
                 self.store.touch(_keys_of(message))
             case protocol.Loaded():

@@ -11,7 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from persistkv.storage.backend import Backend
-from persistkv.storage.records import StoreCounters
+from persistkv.storage.records import LoadReport, StoreCounters
 
 # an engine without an update for more than this many intervals counts as stopped
 _MISSED = 5
@@ -53,6 +53,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``half-open``; None: it has none."""
     engine_pid: int | None = None
     """Id of the process that runs the model; None: unknown."""
+    load_counts: dict[str, int] = {}
+    """Number of requests for which the store held blocks, by ``LoadReport.reason``."""
+    load_reports: list[LoadReport] = []
+    """What became of the blocks of the last of these requests, at most 64."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

@@ -61,6 +61,8 @@ class StatusPublisher:
             writing_jobs=jobs.counts[JobState.WRITING],
             loading_jobs=jobs.num_loads,
             breaker=self._backend.breaker_state,
+            load_counts=dict(jobs.load_counts),
+            load_reports=list(jobs.load_reports),
         )
         try:
             await self._write(status.encode())

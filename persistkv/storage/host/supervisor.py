@@ -5,7 +5,8 @@ host.
    kill and watch never uses a row.
 2. A host that owes an answer or opens the store must send messages: if it sends none for the time
    limit, not even the answer to a ``Ping``, it is killed. The limit is at most 2 s while requests
-   wait for loads. While it answers, a call of its medium may take ten times as long.
+   wait for loads. While it answers, a call of its medium may take ten times as long, but that of a
+   load at most 2 s longer than the load's deadline.
 3. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may
    still use rows.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import os
 import select
 import signal
@@ -293,6 +295,8 @@ class Watchdog:
         self._cpu_wait_s = cpu_wait_s
         self._heard = 0.0
         self._asked: float | None = None
+        self._late_deadline = math.inf
+        self._late_since = 0.0
 
     def restart_timer(self) -> None:
         """Restart the timer. Call it when the host has sent a message, or when an answer becomes
@@ -318,6 +322,28 @@ class Watchdog:
         if now - self._cpu_wait_s() - self._asked <= patience_s / 2:
             return False
         logger.error("the host has not answered for %.1f s; killing it", patience_s)
+        return True
+
+    def is_late(self, deadline: float) -> bool:
+        """Return whether a load has not ended 2 s after its deadline: a read that was in progress
+        then hangs, and only the end of the host frees its rows. Time that the host waits for a CPU
+        does not count.
+
+        :param deadline: the earliest deadline of the loads that are due; infinite if there is none.
+        """
+        now = time.monotonic()
+        if now <= deadline:
+            return False
+        if deadline != self._late_deadline:
+            self._late_deadline = deadline
+            self._late_since = now - self._cpu_wait_s()
+        late_s = now - self._cpu_wait_s() - self._late_since
+        if late_s <= LOAD_PATIENCE_S:
+            return False
+        logger.error(
+            "a read has not ended %.1f s after the deadline of its load; killing the host",
+            late_s,
+        )
         return True
 
     def call_hangs(self, longest_s: float) -> bool:
@@ -538,12 +564,13 @@ class Supervisor:
         self.host.release()
         self._enter(_Event.CLOSED)
 
-    def is_lost(self, *, owes: bool, load_due: bool) -> bool:
-        """Return whether the host has died or is silent for too long. The caller must then call
-        ``mark_lost``.
+    def is_lost(self, *, owes: bool, load_due: bool, deadline: float) -> bool:
+        """Return whether the host has died, is silent for too long, or keeps rows of a load for too
+        long. The caller must then call ``mark_lost``.
 
         :param owes: whether the host has to answer a job or a request end.
         :param load_due: whether it has to answer a load job.
+        :param deadline: see ``Watchdog.is_late``.
         """
         if not self.is_running:
             return False
@@ -551,6 +578,8 @@ class Supervisor:
             return True
         if not (owes or self.state is State.OPENING) or not self.host.restartable:
             return False
+        if load_due and self.watchdog.is_late(deadline):
+            return True
         return self.watchdog.is_silent(
             lambda: self.connection.send(protocol.Ping()), load_due=load_due
         )

@@ -24,6 +24,7 @@ from persistkv.storage.host.protocol import (
     JobDone,
     Ping,
     Pong,
+    Probed,
 )
 from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.identity import Identity
@@ -456,3 +457,57 @@ def test_client_late_replies_are_discarded(hosted: Any, tmp_path: Path) -> None:
     assert stats is not None
     assert stats.held_blocks == 0
     assert client.flush(90)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_past_deadline_fails_without_reading(
+    hosted: Any, tmp_path: Path, kind: str
+) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", kind)
+    client.open()
+    keys = make_keys(64)
+    client.submit_store(1, "a", keys, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 1).failed == []
+    before = hosted.array.copy()
+    client.submit_load(2, keys, range(64, 128), time.monotonic())
+    outcome = hosted.finish(client, 2)
+    assert (outcome.failed, outcome.is_late) == (keys, True)
+    assert (hosted.array == before).all()
+    client.submit_load(3, keys, range(64, 128), time.monotonic() + 600)
+    outcome = hosted.finish(client, 3)
+    assert (outcome.failed, outcome.is_late) == ([], False)
+    assert (hosted.array[64:] == before[:64]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_probe_measures_reads_and_writes_no_row(
+    hosted: Any, tmp_path: Path, kind: str
+) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", kind)
+    client.open()
+    keys = make_keys(64)
+    assert client.probe(keys, 600)
+    assert probed(client).num_bytes == 0, "nothing is stored yet"
+    client.submit_store(1, "a", keys, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 1).failed == []
+    before = hosted.array.copy()
+    assert client.probe(keys, 600)
+    found = probed(client)
+    assert found.num_bytes == 64 * BLOCK
+    assert found.seconds > 0
+    assert (hosted.array == before).all()
+    assert client.stats().host.counters.loaded_blocks == 0
+    client.close()
+    assert not client.probe(keys, 600)
+
+
+def probed(client: StoreClient) -> Probed:
+    """Poll until the result of a probe arrives; return it."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        client.poll()
+        found = client.take_probed()
+        if found is not None:
+            return found
+        time.sleep(0.001)
+    raise AssertionError("the probe does not end")

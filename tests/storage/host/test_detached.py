@@ -504,6 +504,53 @@ def test_watchdog_hung_read_kills_host_without_stalling_engine(
     wait_for(client, State.OPEN)
 
 
+def test_load_with_hung_read_kills_host_after_deadline(
+    hosted: Any,
+    tmp_path: Path,
+    hanging: Callable[[str], Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the default watchdog. No row is written after the load has failed."""
+    client = hosted.connect(f"hanging://{tmp_path}/store")
+    client.open()
+    held = make_keys(64)
+    client.submit_store(1, "a", held, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 1).failed == []
+    hanging("read")
+    before = hosted.array.copy()
+    pid = pid_of(hosted)
+    client.submit_load(2, held, range(64, 128), time.monotonic() + 0.1)
+    outcome = hosted.finish(client, 2, timeout_s=30)
+    assert outcome.refused
+    assert outcome.is_late
+    assert pid not in host_processes()
+    assert "after the deadline of its load" in caplog.text
+    wait_for(client, State.OPEN)
+    assert (hosted.array == before).all()
+
+
+def test_load_behind_hung_ones_fails_at_its_deadline(
+    hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
+) -> None:
+    """The host answers it: none of its rows is in use."""
+    client = hosted.connect(f"hanging://{tmp_path}/store")
+    client.open()
+    held = make_keys(8)
+    client.submit_store(1, "a", held, range(8), None, 8 * BLOCK)
+    client.end_request(end("a", held))
+    assert client.flush(60)
+    hosted.finish(client, 1)
+    hanging("read")
+    for job in range(2, 6):
+        client.submit_load(job, held, range(8 * job, 8 * job + 8))
+    client.submit_load(6, held, range(8), time.monotonic() + 0.2)
+    outcome = hosted.finish(client, 6, timeout_s=30)
+    assert (outcome.failed, outcome.refused) == (held, False)
+    assert outcome.is_late
+    assert client.num_jobs == 4
+    client.supervisor.mark_lost()  # or its end would wait for the reads
+
+
 @pytest.mark.slow
 def test_orphan_host_with_hung_read_commits_accepted_blocks(
     hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 
@@ -93,6 +94,33 @@ def test_watchdog_load_due_keeps_shorter_limit(clock: Clock) -> None:
     dog = Watchdog(1.0, no_cpu_wait)
     dog.restart_timer()
     assert check_after(dog, clock, 0.6, 0.6, load_due=True) == [ASK, SILENT]
+
+
+def test_watchdog_load_is_late_two_seconds_after_its_deadline(clock: Clock) -> None:
+    dog = Watchdog(60.0, no_cpu_wait)
+    found = []
+    for deadline, now in [
+        (1005.0, 1004.0),
+        (1005.0, 1005.5),
+        (1005.0, 1007.0),
+        (1006.0, 1008.0),  # the first load has ended
+        (1006.0, 1009.5),
+        (1006.0, 1010.1),
+    ]:
+        clock.now = now
+        found.append(dog.is_late(deadline))
+    assert found == [False, False, False, False, False, True]
+    assert not dog.is_late(math.inf)
+
+
+def test_watchdog_late_load_excludes_time_without_cpu(clock: Clock) -> None:
+    starved = iter([0.0, 0.0, 3.0, 3.0])
+    dog = Watchdog(60.0, lambda: next(starved))
+    found = []
+    for now in (1001.0, 1004.0, 1006.5):
+        clock.now = now
+        found.append(dog.is_late(1000.0))
+    assert found == [False, False, True]
 
 
 def test_watchdog_call_hangs_after_ten_times_limit() -> None:

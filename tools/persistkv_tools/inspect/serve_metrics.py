@@ -76,6 +76,10 @@ _SAVED: dict[str, str] = {
 _UP = "Whether the store could be read."
 _BREAKER = ("closed", "half-open", "open")
 _ENGINE_LABELS = ("store", "engine", "host", "namespace")
+_REQUESTS = (
+    "Requests for which the store held blocks: loaded, or why these were computed."
+)
+_REQUEST_LABELS = (*_ENGINE_LABELS, "reason")
 
 
 def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
@@ -232,7 +236,13 @@ class StoreCollector:
                 labels = self._labels(status)
                 counter.add_metric(labels, value, created=status.started)
             metrics.append(counter)
-        return metrics
+        name = "persistkv_engine_requests"
+        requests = CounterMetricFamily(name, _REQUESTS, labels=_REQUEST_LABELS)
+        for status in engines:
+            for reason, value in status.load_counts.items():
+                labels = [*self._labels(status), reason]
+                requests.add_metric(labels, value, created=status.started)
+        return [*metrics, requests]
 
     def _gauges(self, engines: list[EngineStatus]) -> list[Metric]:
         from prometheus_client.core import GaugeMetricFamily

@@ -1,5 +1,5 @@
 """``persistkv why``: the identity fields in which two namespaces, or a model and a namespace,
-differ."""
+differ; and why an engine computed a request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import msgspec
 
 from persistkv.errors import FileError
 from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv.storage.inspection.adoptions import adoptions
 from persistkv.storage.inspection.requests import NotFoundError, chosen_namespaces
+from persistkv.storage.records import LoadReport
 from persistkv_tools import render
 from persistkv_tools.command import (
     URL,
@@ -28,6 +30,7 @@ from persistkv_tools.options import opened, show_adoptions
 
 _LONGEST = 200
 _AGAINST_HELP = "Directory of a model, another store, or id of a namespace."
+_REQUEST_HELP = "Id of a request in its engine, or the beginning of the id."
 _DTYPES = ("dtype", "torch_dtype")
 
 
@@ -50,7 +53,26 @@ class ComparisonView(msgspec.Struct, frozen=True):
     differences: list[DifferenceView]
 
 
-def why(url: str, *, against: str | None, namespace: str | None, json: bool) -> None:
+class LoadView(msgspec.Struct, frozen=True):
+    """What became of the blocks that the store held for a request of an engine."""
+
+    engine: str
+    host: str
+    request: str
+    reason: str
+    load_s: float | None
+    compute_s: float | None
+    time: float
+
+
+def why(
+    url: str,
+    *,
+    against: str | None,
+    namespace: str | None,
+    request: str | None,
+    json: bool,
+) -> None:
     """Explain why a model finds nothing in a store: show the identity fields that differ.
 
     Without --against, each namespace is compared with the most similar older one. With --against,
@@ -60,8 +82,14 @@ def why(url: str, *, against: str | None, namespace: str | None, json: bool) -> 
     Namespaces that differ only in the engine's release may share blocks after a test. Its result is
     shown, too.
 
+    With --request, show instead whether an engine loaded the blocks that the store held for a
+    request, or why it computed them. Engines list their last 64 such requests.
+
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
+    if request is not None:
+        _why_request(url, request, json=json)
+        return
     with opened(url) as backend:
         adopted = adoptions(backend)
         spaces = chosen_namespaces(backend, None)
@@ -74,8 +102,10 @@ def why(url: str, *, against: str | None, namespace: str | None, json: bool) -> 
     # the nearest one tells most: all others differ in more fields
     comparisons = [min(found, key=_difference_count) for found in pairs]
     if json:
-        report = {"url": url, "against": against}
-        render.print_json({**report, "comparisons": comparisons, "adoptions": adopted})
+        report: dict[str, Any] = {"url": url, "against": against}
+        report |= {"request": None, "loads": []}
+        report |= {"comparisons": comparisons, "adoptions": adopted}
+        render.print_json(report)
     else:
         _print_all(comparisons, f"{url} has {render.count(len(spaces), 'namespace')}")
         show_adoptions(adopted)
@@ -94,6 +124,61 @@ def _print_all(comparisons: Sequence[ComparisonView], otherwise: str) -> None:
     if not comparisons:
         advice = "Name a model or another store with --against"
         render.say(f"{otherwise}: nothing to compare. {advice}")
+
+
+def _why_request(url: str, request: str, *, json: bool) -> None:
+    with opened(url) as backend:
+        statuses = read_statuses(backend)
+    loads = []
+    for status in statuses:
+        for found in status.load_reports:
+            if found.request.startswith(request):
+                loads.append(_load_view(status, found))
+    if not loads:
+        raise NotFoundError(
+            f"no engine of {url} lists a request {request}: the store held no block for it, it is "
+            f"not one of the last 64, or its engine publishes no status"
+        )
+    if json:
+        empty: dict[str, list[Any]] = {"comparisons": [], "adoptions": []}
+        report = {"url": url, "against": None, "request": request, "loads": loads}
+        render.print_json({**report, **empty})
+        return
+    for load in loads:
+        render.say(f"{load.request} on {load.host}: {_explain(load)}")
+
+
+def _load_view(status: EngineStatus, report: LoadReport) -> LoadView:
+    return LoadView(
+        status.engine,
+        status.host,
+        report.request,
+        report.reason,
+        report.load_s,
+        report.compute_s,
+        report.time,
+    )
+
+
+def _explain(load: LoadView) -> str:
+    """Return what became of the blocks of a request, in words."""
+    load_s = "an unknown time" if load.load_s is None else f"{load.load_s:.3f} s"
+    compute_s = "an unknown time"
+    if load.compute_s is not None:
+        compute_s = f"{load.compute_s:.3f} s"
+    match load.reason:
+        case "loaded":
+            return f"loaded in {load_s}; computing was expected to take {compute_s}"
+        case "deadline":
+            return (
+                f"the load was abandoned after {load_s} (deadline); computing was expected "
+                f"to take {compute_s}"
+            )
+        case _:
+            return (
+                f"computed ({load.reason}): a load was expected to take {load_s}, computing "
+                f"{compute_s}"
+            )
 
 
 def _difference_count(comparison: ComparisonView) -> int:
@@ -167,6 +252,7 @@ def _namespaces_of(url: str) -> list[Namespace]:
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--against", metavar="WHAT", help=_AGAINST_HELP)
     add_namespace(parser)
+    parser.add_argument("--request", metavar="ID", help=_REQUEST_HELP)
 
 
 COMMAND = Command(why, (URL,), _add_options)

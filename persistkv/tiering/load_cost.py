@@ -1,0 +1,364 @@
+"""Whether a load is faster than computing: estimates of both times, and the decision.
+
+1. ``LoadTimes`` estimates the loads of one store from their history: the usual time by size, times
+   the present slowdown of the store.
+2. ``PrefillSpeed`` estimates the engine's computation by the depth of the tokens.
+3. ``LoadChooser`` compares them for the blocks of one request.
+
+Pure arithmetic: no system call, no clock, no lock. A decision takes some microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Literal, NamedTuple, Protocol
+
+LoadPolicy = Literal["auto", "always", "never"]
+"""``auto``: load what is expected to be faster than computing it. ``always``: load whatever a store
+holds. ``never``: load nothing; blocks are stored only."""
+
+# Unknown sizes count as loads with so many times the bandwidth: parallel reads may reach it, and
+# only a trial shows it. The deadline of the load bounds the cost of a trial that fails.
+_TRIAL_SPEEDUP = 4.0
+_SHAPE_RATE = 0.1  # share of a new sample in the usual time of its size
+_SLOWDOWN_RATE = 0.5  # share of a new sample in the present slowdown
+_PROBE_RATE = 0.75  # the same for a probe: there are few, and they decide alone
+# A load is chosen from 0.96 of the computing time on, and until 1.0 if the last one was: noise
+# within these bounds does not alternate, and the wrong choice costs less than 5 %.
+_HYSTERESIS = 0.04
+# Of the refusals within 15 % of the break-even, each eighth is a load: only loads of this size show
+# that the estimate is wrong.
+_CLOSE = 1.15
+_TRIAL_EACH = 8
+# A load is abandoned after three times its expected time, or a fifth of the computing time, if this
+# is later: a load that stalls makes a request a fifth slower, unless its usual time is longer.
+_LATE = 3.0
+_LATE_SHARE = 0.2
+UNKNOWN_DEADLINE_S = 10.0
+"""Deadline in seconds of a load while the engine's speed is unknown."""
+_LONG = (
+    16  # times the tokens of a short prefix, to tell a slow store from a short prefix
+)
+_MEMORY = 0.97  # weight of the earlier samples of the prefill speed after each new one
+_FLAT = (
+    1e-3  # variance of depths, relative to their square, below which they show no slope
+)
+
+
+class Reason(StrEnum):
+    """Why the blocks of a request that a store holds were loaded or computed."""
+
+    LOADED = "loaded"
+    TOO_SLOW = "too_slow"
+    """Computed: the store is slower than the engine, or its last load stalled."""
+    TOO_SHORT = "too_short"
+    """Computed: only a longer prefix would be worth the latency of the store."""
+    DEADLINE = "deadline"
+    """The load was abandoned at its deadline; the engine computed what was not loaded."""
+
+
+class _Usual:
+    """Usual time of loads of about one size."""
+
+    def __init__(self, num_bytes: int, seconds: float) -> None:
+        self._log_bytes = math.log(num_bytes)
+        self._log_seconds = math.log(seconds)
+        self.num_bytes = float(num_bytes)
+        self.seconds = seconds
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self._log_bytes += _SHAPE_RATE * (math.log(num_bytes) - self._log_bytes)
+        self._log_seconds += _SHAPE_RATE * (math.log(seconds) - self._log_seconds)
+        self.num_bytes = math.exp(self._log_bytes)
+        self.seconds = math.exp(self._log_seconds)
+
+
+class LoadTimes:
+    """Expected times of the loads of one store, from its own history. Latency, bandwidth, decoding
+    and the queue before a load are included.
+
+    Sizes are classes of powers of two, with linear interpolation between them. A sample moves the
+    time of its class slowly, and the slowdown, which applies to all sizes, quickly. Means are those
+    of logarithms, so that one outlier has little effect.
+    """
+
+    def __init__(self) -> None:
+        self.is_stalled = False
+        """Whether the last load brought nothing before its deadline. Loads are expected to take for
+        ever then, until one ends."""
+        self._by_class: dict[int, _Usual] = {}
+        self._sizes: list[_Usual] = []  # ascending
+        self._slowdown = 1.0
+        # by job: bytes in flight before it, and its own
+        self._in_flight: dict[int, tuple[int, int]] = {}
+        self._queued_bytes = 0
+
+    def begin(self, job_id: int, num_bytes: int) -> None:
+        """Count a load that begins now, after those in flight."""
+        self._in_flight[job_id] = (self._queued_bytes, num_bytes)
+        self._queued_bytes += num_bytes
+
+    def end(
+        self, job_id: int, loaded_bytes: int, seconds: float, *, is_late: bool
+    ) -> None:
+        """Learn from a load that ended.
+
+        :param loaded_bytes: bytes of the blocks that were loaded; fewer than all if some failed.
+        :param is_late: whether its deadline had passed.
+        """
+        queued_bytes, num_bytes = self._in_flight.pop(job_id)
+        self._queued_bytes -= num_bytes
+        before_it = queued_bytes if loaded_bytes else 0
+        if is_late:
+            self.abandon(num_bytes + before_it, loaded_bytes + before_it, seconds)
+        elif loaded_bytes:
+            self.observe(loaded_bytes + before_it, seconds)
+
+    def cancel(self, job_id: int) -> None:
+        """Forget a load that was not run."""
+        _, num_bytes = self._in_flight.pop(job_id)
+        self._queued_bytes -= num_bytes
+
+    def observe(
+        self, num_bytes: int, seconds: float, *, is_probe: bool = False
+    ) -> None:
+        """Add a load that ended.
+
+        :param num_bytes: bytes of the load and of those in flight before it, above 0.
+        :param is_probe: whether no request waited for it.
+        """
+        self._add(num_bytes, seconds, _PROBE_RATE if is_probe else _SLOWDOWN_RATE)
+
+    def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
+        """Add a load that was abandoned at its deadline, of ``loaded_bytes`` of its bytes."""
+        if loaded_bytes:
+            self._add(num_bytes, seconds * num_bytes / loaded_bytes, 1.0)
+        else:
+            self.stall()
+
+    def stall(self) -> None:
+        """Count a load, or a probe, that brought nothing before its deadline."""
+        self.is_stalled = True
+
+    def _add(self, num_bytes: int, seconds: float, rate: float) -> None:
+        seconds = max(seconds, 1e-6)
+        size_class = num_bytes.bit_length()
+        usual = self._by_class.get(size_class)
+        if usual is None:
+            # the first one of its size shows the shape, not the slowdown
+            usual = _Usual(num_bytes, seconds / self._slowdown)
+            self._by_class[size_class] = usual
+            self._sizes = [self._by_class[name] for name in sorted(self._by_class)]
+        ratio = seconds / self._usual_s(num_bytes)
+        if self.is_stalled:
+            rate = 1.0  # earlier samples say nothing about the time after a stall
+        self._slowdown *= (ratio / self._slowdown) ** rate
+        self.is_stalled = False
+        usual.add(num_bytes, seconds / self._slowdown)
+
+    def expected_s(self, num_bytes: int) -> float:
+        """Return the expected seconds of a load that begins now; 0 if nothing is known."""
+        if self.is_stalled:
+            return math.inf
+        return self._usual_s(num_bytes + self._queued_bytes) * self._slowdown
+
+    def _usual_s(self, num_bytes: int) -> float:
+        sizes = self._sizes
+        if not sizes:
+            return 0.0
+        place = bisect_left(sizes, float(num_bytes), key=lambda usual: usual.num_bytes)
+        if place == len(sizes):
+            last = sizes[-1]
+            beyond = max(0.0, num_bytes - 2 * last.num_bytes)
+            near_bytes = num_bytes - last.num_bytes - beyond
+            slope = self._slope(len(sizes) - 1)
+            return last.seconds + slope * (near_bytes + beyond / _TRIAL_SPEEDUP)
+        slope = self._slope(max(place, 1) if len(sizes) > 1 else 0)
+        at = sizes[place]
+        return max(at.seconds - slope * (at.num_bytes - num_bytes), 1e-6)
+
+    def _slope(self, place: int) -> float:
+        """Return the seconds per byte between the size at ``place`` and the one before it; before
+        the first one, a load without latency."""
+        upper = self._sizes[place]
+        if place == 0:
+            return upper.seconds / upper.num_bytes
+        lower = self._sizes[place - 1]
+        rise = max(0.0, upper.seconds - lower.seconds)
+        run = max(1.0, upper.num_bytes - lower.num_bytes)
+        return rise / run
+
+
+class PrefillSpeed:
+    """Expected times of the engine's computation of prompt tokens.
+
+    The time of a token grows linearly with the number of tokens before it, because of attention:
+    least squares over decaying samples, weighted by their tokens.
+    """
+
+    def __init__(self, tokens_per_s: float | None = None) -> None:
+        """:param tokens_per_s: a fixed speed at all depths; None: as observed."""
+        self._is_fixed = tokens_per_s is not None
+        self._seconds = (
+            1 / tokens_per_s if tokens_per_s else 0.0
+        )  # of a token at depth 0
+        self._growth = 0.0  # of a token's seconds, per token before it
+        self._weight = 1.0 if self._is_fixed else 0.0
+        self._depth = self._depth_squared = self._rate = self._rate_depth = 0.0
+
+    def observe(self, start: int, stop: int, seconds: float) -> None:
+        """Add a computation of the tokens from ``start`` to ``stop - 1``, which took ``seconds``
+        alone. Ignored if the speed is fixed."""
+        num_tokens = stop - start
+        if self._is_fixed or num_tokens <= 0 or seconds <= 0:
+            return
+        depth, rate = (start + stop) / 2, seconds / num_tokens
+        old, weight = _MEMORY * self._weight, float(num_tokens)
+        share = weight / (old + weight)
+        self._weight = old + weight
+        self._depth += share * (depth - self._depth)
+        self._rate += share * (rate - self._rate)
+        self._depth_squared += share * (depth * depth - self._depth_squared)
+        self._rate_depth += share * (rate * depth - self._rate_depth)
+        self._fit()
+
+    def _fit(self) -> None:
+        variance = self._depth_squared - self._depth**2
+        # samples of one depth show no growth: the earlier one is kept
+        if variance > _FLAT * self._depth_squared:
+            covariance = self._rate_depth - self._rate * self._depth
+            self._growth = max(0.0, covariance / variance)
+        highest = self._rate / self._depth if self._depth else 0.0
+        self._growth = min(self._growth, highest)  # a token takes no negative time
+        self._seconds = self._rate - self._growth * self._depth
+
+    def expected_s(self, start: int, stop: int) -> float | None:
+        """Return the expected seconds of the computation of the tokens from ``start`` to ``stop -
+        1``; None: nothing is known."""
+        if not self._weight:
+            return None
+        squares = (stop * stop - start * start) / 2
+        return self._seconds * (stop - start) + self._growth * squares
+
+
+class Loads(Protocol):
+    """A store, as the decision sees it."""
+
+    def expected_load_s(self, num_bytes: int) -> float | None:
+        """Return the expected seconds of a load of so many bytes; 0 if nothing is known; None: load
+        whatever it takes."""
+        ...
+
+
+class LoadRun(NamedTuple):
+    """Consecutive blocks of a request that one store would load."""
+
+    store: Loads
+    stop: int
+    """Tokens of the request up to the end of the last block."""
+    num_bytes: int
+
+
+class LoadDecision(NamedTuple):
+    """What to load for a request, and why."""
+
+    num_runs: int
+    """Number of runs to load, from the first one on; 0: compute everything."""
+    reason: Reason
+    """Why the runs after ``num_runs`` are computed; ``LOADED``: there are none."""
+    load_s: float
+    """Expected seconds of the load of all runs, or of those that are loaded."""
+    compute_s: float | None
+    """Expected seconds of their computation; None: unknown."""
+    deadline_s: float
+    """Seconds after which the load is abandoned."""
+
+
+class LoadChooser:
+    """Decides for the requests of one engine."""
+
+    def __init__(self, prefill: PrefillSpeed) -> None:
+        self.prefill = prefill
+        self._was_chosen = True
+        self._num_close = 0  # refusals near the break-even since the last trial
+
+    def choose(self, runs: Sequence[LoadRun], start: int) -> LoadDecision:
+        """Choose the longest prefix that is expected to be loaded faster than computed.
+
+        Only whole runs: the time of a load grows at most in proportion to its bytes, that of a
+        computation at least in proportion to its tokens, so a part of a run is never worth more.
+
+        :param runs: at least one, in the order of the request. Different stores load at the same
+            time.
+        :param start: tokens that need no load.
+        """
+        refused: LoadDecision | None = None
+        for num_runs in range(len(runs), 0, -1):
+            chosen = runs[:num_runs]
+            load_s = _together_s(chosen, 1)
+            compute_s = self.prefill.expected_s(start, chosen[-1].stop)
+            reason = Reason.LOADED if refused is None else refused.reason
+            if load_s is None:
+                return LoadDecision(num_runs, reason, 0.0, compute_s, math.inf)
+            if compute_s is None or self._is_worth(load_s, compute_s):
+                self._was_chosen = True
+                deadline_s = _deadline_s(load_s, compute_s)
+                return LoadDecision(num_runs, reason, load_s, compute_s, deadline_s)
+            if refused is None:
+                reason = _reason(chosen, start, self.prefill)
+                refused = LoadDecision(0, reason, load_s, compute_s, 0.0)
+        if refused is None:
+            raise ValueError("there is nothing to choose from")
+        self._was_chosen = False
+        return refused
+
+    def _is_worth(self, load_s: float, compute_s: float) -> bool:
+        margin = 1.0 if self._was_chosen else 1 - _HYSTERESIS
+        if load_s <= margin * compute_s:
+            return True
+        if load_s > _CLOSE * compute_s:
+            return False
+        self._num_close += 1
+        is_trial = self._num_close >= _TRIAL_EACH
+        if is_trial:
+            self._num_close = 0
+        return is_trial
+
+
+def _together_s(runs: Sequence[LoadRun], times: int) -> float | None:
+    """Return the expected seconds of the loads of all runs, each with ``times`` its bytes; None:
+    one of their stores loads whatever it takes."""
+    num_bytes: dict[int, int] = {}
+    stores: dict[int, Loads] = {}
+    for run in runs:
+        name = id(run.store)
+        stores[name] = run.store
+        num_bytes[name] = num_bytes.get(name, 0) + run.num_bytes
+    slowest = 0.0
+    for name, store in stores.items():
+        expected_s = store.expected_load_s(times * num_bytes[name])
+        if expected_s is None:
+            return None
+        slowest = max(slowest, expected_s)
+    return slowest
+
+
+def _reason(runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed) -> Reason:
+    """Return why runs are computed: a store that would serve a longer prefix is not too slow."""
+    stop = start + _LONG * (runs[-1].stop - start)
+    load_s = _together_s(runs, _LONG)
+    compute_s = prefill.expected_s(start, stop)
+    if load_s is None or compute_s is None or load_s <= compute_s:
+        return Reason.TOO_SHORT
+    return Reason.TOO_SLOW
+
+
+def _deadline_s(load_s: float, compute_s: float | None) -> float:
+    if compute_s is None:
+        return max(UNKNOWN_DEADLINE_S, _LATE * load_s)
+    if not load_s:
+        return compute_s  # the first load of a store is a trial
+    return min(compute_s, max(_LATE * load_s, _LATE_SHARE * compute_s))

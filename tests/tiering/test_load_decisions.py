@@ -1,0 +1,352 @@
+"""Decisions of the manager: what is loaded from secondary tiers, and what the engine computes."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persistkv.base import OffloadKey, ReqContext
+from persistkv.errors import ConfigurationError
+from persistkv.tiering.load_cost import LoadDecision, Reason
+from persistkv.tiering.persistent import PersistentTier
+from tests.host_processes import host_processes
+from tests.tiering.conftest import GROUPS
+from tests.tiering.tiers import RecordingTier
+
+Keys = Callable[..., list[OffloadKey]]
+MakeStack = Callable[..., Any]
+Described = Callable[..., ReqContext]
+
+BLOCK_BYTES = GROUPS[0].block_bytes
+TOKENS_PER_S = 160.0  # ten blocks
+
+
+class TimedTier(RecordingTier):
+    """Tier that expects its loads to take ``block_s`` per block."""
+
+    block_s = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.declined: list[tuple[list[OffloadKey], LoadDecision]] = []
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
+        return super().lookup_prefix(keys, req_context)
+
+    def expected_load_s(self, num_bytes: int) -> float | None:
+        return self.block_s * num_bytes / BLOCK_BYTES
+
+    def on_load_declined(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        decision: LoadDecision,
+    ) -> None:
+        self.declined.append((list(keys), decision))
+
+
+def warm_stack(
+    make_stack: MakeStack,
+    keys: Sequence[OffloadKey],
+    described: Described,
+    *tiers: Any,
+    **options: Any,
+) -> Any:
+    """Return a stack whose secondary tiers hold the blocks of ``keys``; the primary tier is
+    empty."""
+    stack = make_stack(32, *tiers, prefill_tokens_per_s=TOKENS_PER_S, **options)
+    req = described("cold", keys)
+    stack.manager.on_new_request(req)
+    stack.store(keys, req)
+    stack.step(3)
+    stack.manager.on_request_finished(req)
+    stack.clear_primary()
+    return stack
+
+
+def lookup(stack: Any, req: ReqContext, keys: Sequence[OffloadKey]) -> list[Any]:
+    answers: list[Any] = stack.manager.lookup_prefix(keys, req)
+    return answers
+
+
+@pytest.mark.parametrize("block_s", [0.05, 0.2])
+def test_lookup_prefix_loads_what_is_faster_than_computing(
+    make_stack: MakeStack, keys: Keys, described: Described, block_s: float
+) -> None:
+    names = keys(8)
+    stack = warm_stack(make_stack, names, described, TimedTier)
+    (tier,) = stack.tiers
+    tier.block_s = block_s
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    answers = lookup(stack, req, names)
+    stack.step(3)
+    if block_s < 0.1:
+        assert answers == [None] * 8
+        assert [list(job.keys) for job in tier.loads] == [names]
+        assert stack.manager.load_reason("warm") is Reason.LOADED
+        decision = tier.loads[0].decision
+        assert (decision.load_s, decision.compute_s) == (pytest.approx(0.4), 0.8)
+        assert tier.declined == []
+    else:
+        assert answers == []
+        assert tier.loads == []
+        assert stack.manager.load_reason("warm") is Reason.TOO_SLOW
+        ((declined, decision),) = tier.declined
+        assert declined == names
+        assert (decision.load_s, decision.compute_s) == (pytest.approx(1.6), 0.8)
+    assert lookup(stack, req, names) == ([True] * 8 if block_s < 0.1 else [])
+
+
+def test_lookup_prefix_declined_request_asks_no_second_time(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    """A request is not delayed by a load that it did not need at its beginning."""
+    names = keys(8)
+    stack = warm_stack(make_stack, names, described, TimedTier)
+    (tier,) = stack.tiers
+    tier.block_s = 1.0
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert lookup(stack, req, names) == []
+    tier.block_s = 0.0
+    assert lookup(stack, req, names) == []
+    assert len(tier.declined) == 1
+    other = described("other", names)
+    stack.manager.on_new_request(other)
+    assert lookup(stack, other, names) == [None] * 8
+
+
+def test_lookup_prefix_fastest_tier_loads_what_both_hold(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    names = keys(8)
+    stack = warm_stack(make_stack, names, described, TimedTier, TimedTier)
+    near, far = stack.tiers
+    near.block_s, far.block_s = 0.09, 0.01
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert lookup(stack, req, names) == [None] * 8
+    stack.step(3)
+    assert [list(job.keys) for job in far.loads] == [names]
+    assert near.loads == []
+
+
+def test_lookup_prefix_near_tier_loads_without_slow_far_one(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    names = keys(8)
+    stack = warm_stack(make_stack, names, described, TimedTier, TimedTier)
+    near, far = stack.tiers
+    for key in names[4:]:
+        del near.blocks[key]
+    near.block_s, far.block_s = 0.01, 10.0
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert lookup(stack, req, names) == [None] * 4
+    stack.step(3)
+    assert [list(job.keys) for job in near.loads] == [names[:4]]
+    assert far.loads == []
+    assert [declined for declined, _ in far.declined] == [names[4:]]
+
+
+def test_lookup_prefix_unknown_speed_loads_everything(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    names = keys(4)
+    stack = warm_stack(make_stack, names, described, TimedTier)
+    unknown = make_stack(16, TimedTier)
+    unknown.tiers[0].blocks.update(stack.tiers[0].blocks)
+    unknown.tiers[0].block_s = 1e6
+    req = described("warm", names)
+    unknown.manager.on_new_request(req)
+    assert lookup(unknown, req, names) == [None] * 4
+
+
+def test_lookup_prefix_tier_without_estimates_loads_without_deadline(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    class Simple(RecordingTier):
+        def lookup_prefix(
+            self, keys: Sequence[OffloadKey], req_context: ReqContext
+        ) -> int:
+            return super().lookup_prefix(keys, req_context)
+
+    names = keys(4)
+    stack = warm_stack(make_stack, names, described, Simple)
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert lookup(stack, req, names) == [None] * 4
+    stack.step()
+    assert stack.tiers[0].loads[0].deadline is None
+
+
+def test_lookup_prefix_tier_that_raises_is_computed(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    class Broken(TimedTier):
+        def expected_load_s(self, num_bytes: int) -> float:
+            raise OSError("no")
+
+    names = keys(4)
+    stack = warm_stack(make_stack, names, described, Broken)
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert lookup(stack, req, names) == []
+
+
+def test_promotion_beyond_deadline_is_miss_and_keeps_its_rows(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    names = keys(8)
+    stack = warm_stack(make_stack, names, described, TimedTier)
+    (tier,) = stack.tiers
+    tier.load_deadline_s = 0.05
+    tier.withholds_results = True
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert lookup(stack, req, names) == [None] * 8
+    stack.step()
+    deadline = time.monotonic() + 60
+    while lookup(stack, req, names):
+        assert time.monotonic() < deadline
+        stack.step()
+    assert stack.manager.load_reason("warm") is Reason.DEADLINE
+    assert stack.primary.num_free_or_evictable() == 32 - 8, "it may still write them"
+    assert tier.loads[0].deadline is not None
+    tier.withholds_results = False
+    stack.step(2)
+    assert stack.primary.num_free_or_evictable() == 32
+    assert lookup(stack, req, names) == [True] * 8, "the blocks arrived late"
+
+
+def test_prefill_speed_out_of_range_raises() -> None:
+    from persistkv.tiering.spec import TieringOffloadingSpec
+
+    with pytest.raises(ConfigurationError, match="prefill_tokens_per_s"):
+        TieringOffloadingSpec(
+            extra_config={"cpu_bytes_to_use": 1 << 20, "prefill_tokens_per_s": 0},
+            geometry=Any,  # type: ignore[arg-type]
+        )
+
+
+def store_blocks(
+    make_stack: MakeStack, names: list[OffloadKey], req: ReqContext, tier: Any
+) -> Any:
+    """Return a stack with a persistent tier that holds the blocks; the primary tier is empty."""
+    stack = make_stack(32, tier)
+    stack.manager.on_new_request(req)
+    stack.store(names, req)
+    stack.manager.on_request_finished(req)
+    assert stack.tiers[0].wait_persisted(req.req_id, 90)
+    stack.step()
+    stack.clear_primary()
+    return stack
+
+
+def test_persistent_tier_stopped_host_is_computed_then_tried_again(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+) -> None:
+    """The store counts as stalled until a probe of its next host process ends."""
+    names = keys(8)
+    tier = partial(PersistentTier, url=f"lmdb://{tmp_path}/store")
+    stack = store_blocks(make_stack, names, described("cold", names), tier)
+    (store,) = stack.tiers
+    stack.manager.prefill.observe(0, 1000, 1000.0)
+    (pid,) = host_processes()
+    os.kill(pid, signal.SIGSTOP)
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert stack.promote(names, req) == [False] * 8
+    assert stack.manager.load_reason("warm") is Reason.DEADLINE
+    deadline = time.monotonic() + 90
+    while pid in host_processes():
+        assert time.monotonic() < deadline
+        stack.step()
+    number = 0
+    while store.load_counts[Reason.LOADED] == 0:
+        assert time.monotonic() < deadline, store.load_counts
+        number += 1
+        again = described(f"again-{number}", names)
+        stack.manager.on_new_request(again)
+        while None in lookup(stack, again, names):
+            stack.step()
+        stack.step()
+        stack.manager.on_request_finished(again)
+        time.sleep(0.01)
+    assert store.load_counts[Reason.DEADLINE] == 1
+    assert store.load_counts[Reason.TOO_SLOW] > 0
+
+
+@pytest.mark.parametrize("policy", ["auto", "always", "never"])
+def test_persistent_tier_load_policy_decides(
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
+    policy: str,
+) -> None:
+    names = keys(8)
+    tier = partial(
+        PersistentTier,
+        url=f"lmdb://{tmp_path}/store",
+        host="thread",
+        load_policy=policy,
+    )
+    stack = store_blocks(make_stack, names, described("cold", names), tier)
+    (store,) = stack.tiers
+    # computing takes no time, so no load is faster
+    stack.manager.prefill.observe(0, 1000, 1e-9)
+    for req_id in ("first", "second"):
+        req = described(req_id, names)
+        stack.manager.on_new_request(req)
+        answers = lookup(stack, req, names)
+        while None in answers:
+            stack.step()
+            answers = lookup(stack, req, names)
+        stack.manager.on_request_finished(req)
+        while stack.manager.has_pending_work():
+            stack.step()  # a load that was abandoned
+        stack.clear_primary()
+    counts = store.load_counts
+    if policy == "always":
+        assert counts[Reason.LOADED] == 2
+    elif policy == "never":
+        assert sum(counts.values()) == 0
+    else:
+        # nothing is known of the store before the first load
+        assert counts[Reason.DEADLINE] + counts[Reason.LOADED] == 1
+        assert counts[Reason.TOO_SLOW] + counts[Reason.TOO_SHORT] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("load_policy", "often"), ("load_deadline_s", 0)]
+)
+def test_persistent_tier_invalid_load_option_raises(
+    make_stack: MakeStack, tmp_path: Path, name: str, value: object
+) -> None:
+    options: dict[str, Any] = {"url": f"lmdb://{tmp_path}/store", name: value}
+    tier = partial(PersistentTier, **options)
+    with pytest.raises(ConfigurationError, match=name):
+        make_stack(4, tier)
+
+
+def test_lookup_prefix_tier_without_end_is_too_slow(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    names = keys(2)
+    stack = warm_stack(make_stack, names, described, TimedTier)
+    (tier,) = stack.tiers
+    tier.block_s = math.inf
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert lookup(stack, req, names) == []
+    assert stack.manager.load_reason("warm") is Reason.TOO_SLOW

@@ -83,7 +83,7 @@ class RequestArguments:
         return cls(
             stop=stop,
             salt=salt,
-            labels={**_labels(options.get("labels")), **tier_options.labels},
+            labels={**labels(options.get("labels")), **tier_options.labels},
             load=load and tier_options.load,
             store=store and tier_options.store,
             parameters=parameters,
@@ -160,7 +160,7 @@ def text(name: str, value: object) -> str:
     return value
 
 
-def _labels(value: object) -> dict[str, str]:
+def labels(value: object) -> dict[str, str]:
     """Return the labels of a request; None: none. Raise ConfigurationError if they are invalid."""
     expected = 'names and values that are text, such as {"user": "anna"}'
     if value is None:

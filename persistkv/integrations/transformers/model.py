@@ -76,16 +76,7 @@ def load_model(
         )
         directory = _checkpoint_directory(source)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        if "attn_implementation" in extra and "attn_implementation" in reason:
-            raise ConfigurationError(
-                "attn_implementation",
-                attn_implementation,
-                f"one for {source} ({reason})",
-            ) from error
-        raise ConfigurationError(
-            "model", str(source), f"a decoder-only checkpoint ({reason})"
-        ) from error
+        raise _load_error(error, source, attn_implementation) from error
     if loading["missing_keys"]:  # they would be random
         name = _saved_model_class(saved or model.config)
         missing = ", ".join(sorted(loading["missing_keys"])[:_SHOWN_KEYS])
@@ -96,6 +87,19 @@ def load_model(
         model = model.to(device)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
+
+
+def _load_error(
+    error: Exception, source: str | Path, attn_implementation: str | None
+) -> ConfigurationError:
+    """Return an error of transformers in the words of the options of ``load_model``."""
+    reason = str(error).strip().partition("\n")[0]
+    if attn_implementation is not None and "attn_implementation" in reason:
+        expected = f"one for {source} ({reason})"
+        return ConfigurationError("attn_implementation", attn_implementation, expected)
+    return ConfigurationError(
+        "model", str(source), f"a decoder-only checkpoint ({reason})"
+    )
 
 
 def check_model_object(model: object) -> None:

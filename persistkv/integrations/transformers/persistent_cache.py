@@ -22,9 +22,11 @@ from persistkv.config import GroupLayout, RowLayout, store_url
 from persistkv.connector.matching import GroupBlocks, longest_match
 from persistkv.cpu.shared_offload_region import row_stride_bytes
 from persistkv.errors import ConfigurationError, PromptTooLongError, StoreError
+from persistkv.integrations.transformers import arguments
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import KVGeometry, RequestCache
 from persistkv.integrations.transformers.model import (
+    check_model_object,
     context_length,
     model_identity,
     probe_model,
@@ -36,6 +38,7 @@ from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 
@@ -393,8 +396,12 @@ def load(
     tokens = one_row(token_ids)
     if not tokens:
         raise ConfigurationError("token_ids", "no tokens", "at least one token")
-    if block_size <= 0:
-        raise ConfigurationError("block_size", block_size, "a positive number")
+    arguments.integer("block_size", block_size, 1)
+    if not isinstance(store, (str, Path)):
+        raise ConfigurationError("store", store, "a URL or a path")
+    if salt is not None:
+        arguments.text("salt", salt)
+    check_model_object(model)
     limit = context_length(model)
     if limit is not None and len(tokens) > limit:
         raise PromptTooLongError(len(tokens), limit)
@@ -436,7 +443,8 @@ def save(
         that is refused, or an option is invalid. Nothing was stored.
     :raises StoreError: the store failed, or did not take all of it; a part may be stored.
     """
-    return cache.save(one_row(token_ids), labels or {}, codec)
+    parse_codec(arguments.text("codec", codec))
+    return cache.save(one_row(token_ids), arguments.labels(labels), codec)
 
 
 def _holds(store: BlockingStore, group_keys: Sequence[Sequence[bytes]]) -> bool:

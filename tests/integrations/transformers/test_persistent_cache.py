@@ -331,3 +331,42 @@ def test_save_other_tokens_or_several_sequences_raises(
     for wrong in ([], [[1, 2], [3, 4]]):
         with pytest.raises(ConfigurationError, match="token_ids"):
             persistkv.load(model, wrong, store)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("block_size", "16", "an integer, 1 or more"),
+        ("store", 5, "a URL or a path"),
+        ("salt", 5, "text"),
+        ("model", None, "a checkpoint's directory or name, or a model"),
+        ("token_ids", None, "one prompt: integers in one row"),
+    ],
+)
+def test_load_wrong_argument_raises_naming_it(
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
+    name: str,
+    value: object,
+    expected: str,
+) -> None:
+    given: dict[str, Any] = {"model": model, "token_ids": prompt, "store": store}
+    given[name] = value
+    with pytest.raises(ConfigurationError) as error:
+        persistkv.load(**given)
+    assert error.value.field == name
+    assert error.value.expected.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("labels", ["a"]), ("codec", 5), ("codec", "gzip")]
+)
+def test_save_wrong_argument_raises_naming_it(
+    model: LlamaForCausalLM, prompt: list[int], store: Path, name: str, value: Any
+) -> None:
+    cache = persistkv.load(model, prompt, store)
+    answer = generate(model, prompt, cache)
+    with pytest.raises(ConfigurationError) as error:
+        persistkv.save(cache, answer, **{name: value})
+    assert error.value.field == name

@@ -58,6 +58,21 @@ class RecentSavings:
         self._rows: list[SavedTotals] = []
         self._read_at: float | None = None
 
+    def by_namespace(self, backend: Backend) -> list[SavedTotals]:
+        """Return the totals of ``rows`` for each namespace; those of namespaces that have saved
+        nothing yet are 0.
+
+        :raises StoreError: the medium failed.
+        """
+        found = by_model(self.rows(backend))
+        known = {row.namespace for row in found}
+        for namespace in backend.namespaces():
+            name = namespace.id.hex()
+            if name not in known:
+                model = namespace.identity.model_name
+                found.append(SavedTotals(name, model, None, 0, 0, None))
+        return found
+
     def rows(self, backend: Backend) -> list[SavedTotals]:
         """Return savings that are at most a minute old.
 

@@ -85,3 +85,30 @@ def test_wait_persisted_in_one_thread_lets_another_generate(
         assert not waiting.done(), "the wait goes on"
         stream.close()
         assert waiting.result(10)
+
+
+def test_streams_of_several_threads_return_answers_of_one_thread(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    with Engine.open(model, host="thread", cpu_bytes="8MiB") as engine:
+        expected = [list(engine.generate(prompt, 6).tokens) for prompt in PROMPTS]
+    with (
+        Engine.open(model, tmp_path / "kv", cpu_bytes="8MiB", host="thread") as engine,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+
+        def answer(index: int) -> list[int]:
+            prompt = PROMPTS[index % len(PROMPTS)]
+            if index % 5 == 0:  # abandoned
+                next(engine.stream(prompt, 6))
+            stream = engine.stream(prompt, 6)
+            # each token by another thread, as web servers do
+            tokens = [pool.submit(next, stream).result().id for _ in range(6)]
+            assert list(stream) == []
+            return tokens
+
+        with ThreadPoolExecutor(THREADS) as askers:
+            answers = list(askers.map(answer, range(3 * len(PROMPTS))))
+        assert engine.flush()
+        assert engine.stats().requests == 3 * len(PROMPTS) + 15
+    assert answers == 3 * expected

@@ -170,15 +170,27 @@ def test_serve_metrics_once_absent_store_exits_3(run, tmp_path):
     assert run("serve-metrics", f"lmdb://{tmp_path}/absent", "--once").returncode == 3
 
 
+def test_serve_metrics_savings_are_0_from_the_start(run, shown):
+    found = parsed(run("serve-metrics", shown, "--once").stdout)
+    for name in ("requests", "tokens", "seconds"):
+        assert found[f"persistkv_saved_{name}_total", None] == 0
+
+
 def test_serve_metrics_exports_savings(run, shown):
     with closing(open_backend(shown)) as backend:
         recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
         recorder.add(4000, {"user": "anna"}, 1000, 2.0)
         recorder.write()
     text = run("serve-metrics", shown, "--once").stdout
-    found = parsed(text)
-    assert found["persistkv_saved_requests_total", None] == 1
-    assert found["persistkv_saved_tokens_total", None] == 4000
-    assert found["persistkv_saved_seconds_total", None] == 8.0
-    assert 'model="m"' in text
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("model") == "m"
+    }
+    assert found == {
+        "persistkv_saved_requests_total": 1,
+        "persistkv_saved_tokens_total": 4000,
+        "persistkv_saved_seconds_total": 8.0,
+    }
     assert "anna" not in text

@@ -28,7 +28,7 @@ from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.inspection.savings import SavedTotals
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command, add_flag
-from persistkv_tools.savings import RecentSavings, by_model
+from persistkv_tools.savings import RecentSavings
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -189,7 +189,7 @@ class StoreCollector:
                 if self._backend is None:
                     self._backend = open_backend(self._url, read_only=True)
                 stats, statuses = self._backend.stats(), read_statuses(self._backend)
-                saved = by_model(self._savings.rows(self._backend))
+                saved = self._savings.by_namespace(self._backend)
             except StoreError as error:
                 logger.warning("%s cannot be read: %s", self._store, error)
                 self.close()
@@ -218,9 +218,9 @@ class StoreCollector:
                 f"persistkv_saved_{name}", text, labels=labels
             )
             for row in rows:
-                value = getattr(row, name)
-                if value is not None:
-                    counter.add_metric([self._store, row.namespace, row.model], value)
+                # 0 from the start, also before any prefill is measured: increases need it
+                value = getattr(row, name) or 0
+                counter.add_metric([self._store, row.namespace, row.model], value)
             metrics.append(counter)
         return metrics
 

@@ -239,6 +239,7 @@ class PersistentCache(RequestCache):
                 num_tokens,
                 self._block_size,
                 labels=dict(labels),
+                restored_tokens=len(self.restored_tokens),
             )
             store.end_request(end)
             store.flush()

@@ -370,3 +370,14 @@ def test_save_wrong_argument_raises_naming_it(
     with pytest.raises(ConfigurationError) as error:
         persistkv.save(cache, answer, **{name: value})
     assert error.value.field == name
+
+
+def test_saved_context_of_restored_tokens_is_a_hit_of_the_first(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    for _ in range(2):
+        save_answer(model, prompt, store)
+    with persistkv.open_store(store) as opened:
+        requests = opened.requests().requests
+    by_age = sorted(requests, key=lambda request: request.created)
+    assert [request.hits for request in by_age] == [1, 0]

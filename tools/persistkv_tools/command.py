@@ -65,6 +65,7 @@ class Command(NamedTuple):
         :raises ConfigurationError: the positional arguments are wrong.
         :raises SystemExit: an option is wrong (2), or help was asked for (0).
         """
+        # intermixed: options may stand between the words
         given = vars(self.parser(name).parse_intermixed_args(arguments))
         words = given.pop(_WORDS)
         self.function(**_assigned(name, self.positionals, words), **given)
@@ -78,6 +79,7 @@ class Command(NamedTuple):
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        # argparse cannot leave out the first of several words, the store: ``_assigned`` can
         parser.add_argument(_WORDS, nargs="*", help=SUPPRESS)
         self.add_options(parser)
         parser.add_argument(
@@ -118,7 +120,7 @@ def number(least: int, most: int | None = None) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         bound = f"from {least}" if most is None else f"from {least} to {most}"
-        value = int(text) if text.isdecimal() else -1
+        value = int(text) if text.isdecimal() else -1  # below every bound
         if value < least or (most is not None and value > most):
             problem = f"{text!r} is not valid; expected a whole number {bound}"
             raise ArgumentTypeError(problem)
@@ -134,7 +136,7 @@ def confirm(question: str) -> bool:
     """
     try:
         answer = input(f"{question} [y/N]: ")
-    except EOFError:
+    except EOFError:  # Ctrl-D
         raise KeyboardInterrupt from None
     return answer.strip().lower() in ("y", "yes")
 
@@ -263,6 +265,7 @@ def _with_default_store(
     stores = sum(positional.is_store for positional in positionals)
     given: list[str] = []
     for word in words[:stores]:
+        # the first other word, such as an id, ends the stores
         if not looks_like_store(word):
             break
         given.append(resolved(word))

@@ -20,7 +20,7 @@ _persistkv() {{
 complete -o default -F _persistkv persistkv
 """
 """For bash; zsh runs it after ``autoload bashcompinit && bashcompinit``."""
-_MOST = 100
+_MOST = 100  # a shell shows no more at once
 
 
 def completions(
@@ -36,6 +36,7 @@ def completions(
     if len(words) < 2 or command is None:
         return [name for name in commands if name.startswith(begin)]
     if begin.startswith("-"):
+        # from the help: argparse has no public list of its options
         shown = command.parser(words[0]).format_help()
         names = sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
         return [name for name in names if name.startswith(begin)]

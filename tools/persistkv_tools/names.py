@@ -27,6 +27,7 @@ def named_stores() -> dict[str, str]:
     :raises ConfigurationError: a store is no text.
     """
     path = config_file()
+    # read for each word that could be a name; most users have no file
     try:
         content = tomllib.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):

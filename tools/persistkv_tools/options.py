@@ -30,6 +30,7 @@ def show_adoptions(found: Iterable[AdoptionView]) -> None:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file, which is replaced atomically. A device or pipe is written as it is."""
+    # in the same directory, so that the rename is atomic
     part = path.with_name(path.name + ".part")
     try:
         if path.exists() and not path.is_file():
@@ -53,6 +54,7 @@ def open_if_exists(url: str) -> Iterator[Backend | None]:
     except StoreUnavailableError:
         yield None
         return
+    # not in the block above, which would catch errors of the caller
     with closing(backend):
         yield backend
 

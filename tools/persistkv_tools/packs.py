@@ -105,7 +105,9 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Defect]:
 
     :raises OtherReleaseError: the frames cannot be decoded by this release.
     """
-    table, block, keys = piece.table, piece.first_block, piece.table.keys.unpack()
+    table = piece.table
+    block = piece.first_block
+    keys = table.keys.unpack()
     if not block and pack_id(table.namespace, table.keys, table.codec) != table.pack_id:
         yield _defect(
             table,
@@ -113,9 +115,8 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Defect]:
             "the pack's id does not match the keys and codec of its table",
         )
     for frame in piece.frames:
-        seed = frame_seed(
-            table.namespace, b"".join(keys[block : block + frame.block_count])
-        )
+        own_keys = keys[block : block + frame.block_count]
+        seed = frame_seed(table.namespace, b"".join(own_keys))
         block += frame.block_count
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
@@ -123,13 +124,10 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Defect]:
         try:
             verify_frame(frame, [found[begin:end]], seed)
             problem = Problem.DECODE
+            # the checksum covers the stored bytes: a wrong encoder could have made them
             if frame.encoded:
-                decode_frame(
-                    table.codec,
-                    frame,
-                    found[begin:end],
-                    memoryview(bytearray(frame.raw_length)),
-                )
+                raw = memoryview(bytearray(frame.raw_length))
+                decode_frame(table.codec, frame, found[begin:end], raw)
         except CorruptPackError as error:
             if error.field == "codec":
                 raise UnknownCodecError(error.problem) from None
@@ -160,12 +158,10 @@ def check_pack(
     """
     findings: list[Defect] = []
     for piece in pieces(table, BATCH_BYTES):
+        # aligned, so that it can be read past the page cache; an mmap is never empty
         buffer = memoryview(mmap.mmap(-1, piece.length or 1))[: piece.length]
-        if all(
-            backend.scan(
-                table.namespace, [ReadSpan(table.pack_id, piece.start, [buffer])]
-            )
-        ):
+        span = ReadSpan(table.pack_id, piece.start, [buffer])
+        if backend.scan(table.namespace, [span]) == [True]:
             findings += check_piece(piece, buffer)
         else:
             detail = (

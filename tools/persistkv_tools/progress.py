@@ -19,7 +19,7 @@ from rich.text import Text
 
 from persistkv_tools import render
 
-_LONGEST_S = 1.0
+_LONGEST_S = 1.0  # of a pause, and of the time whose unused bytes accumulate
 
 
 class _Bytes(ProgressColumn):
@@ -90,6 +90,7 @@ class Throttle:
     def took(self, num_bytes: int) -> None:
         """Account for bytes that were read or written, and sleep as the limits require."""
         now = time.monotonic()
+        # bounded: a read that waited for a slow disk would pause for minutes
         pause = min(_LONGEST_S, (now - self._resumed) * (1 / self._share - 1))
         if self._rate is not None:
             self._free_at = (

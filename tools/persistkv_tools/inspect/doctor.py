@@ -30,7 +30,8 @@ from persistkv.storage import BACKENDS, open_backend
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.checks import Check, Level
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.format.pack import FRAME_BYTES, align, decode_frame
+from persistkv.storage.format.pack import FRAME_BYTES, PackTable, align, decode_frame
+from persistkv.storage.stats import BackendStats
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command
 
@@ -243,65 +244,30 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
 def _store(url: str) -> Iterator[Check]:
     try:
         parsed = StoreUrl.parse(url)
+        # before the opening: it says what is wrong with a medium that cannot be opened
         yield from BACKENDS.get(parsed.scheme).check_medium(parsed)
         with closing(open_backend(url, read_only=True)) as backend:
             is_remote = backend.capabilities.remote
             stats = backend.stats()
-            created = [
-                head.created
-                for space in backend.namespaces()
-                for head in backend.catalogue(space.id).manifests()
-            ]
+            newest = _newest_request(backend)
             sample = sample_store(backend, _SAMPLE_BYTES)
     except PersistKVError as error:
         todo = "see the message; an absent store is created by an engine"
         yield Check("store", Level.PROBLEM, " ".join(str(error).split()), todo)
         return
-    packs = f"{render.count(stats.packs, 'pack')}, {render.format_size(stats.disk_bytes)} on disk"
-    yield Check(
-        "store",
-        Level.OK,
-        f"can be opened: {render.count(stats.requests, 'request')}, {packs}",
-    )
-    if sample:
-        ratio = stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0
-        codec, possible = smallest(sample)
-        found = f"codec ratio {ratio:.2f}; with {codec}: {possible:.2f}"
-        todo = (
-            f"try codec {codec}: new content takes less space, and more processor time"
-        )
-        yield _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
-    else:
-        yield Check(
-            "codec",
-            Level.OK,
-            "the store holds less than 1 MiB, too little to recommend a codec",
-        )
+    requests = render.count(stats.requests, "request")
+    packs = render.count(stats.packs, "pack")
+    size = render.format_size(stats.disk_bytes)
+    found = f"can be opened: {requests}, {packs}, {size} on disk"
+    yield Check("store", Level.OK, found)
+    yield _codec(stats, sample)
     if stats.quarantined:
-        size, names = (
-            render.format_size(stats.quarantined_bytes),
-            " ".join(stats.quarantined),
-        )
+        size = render.format_size(stats.quarantined_bytes)
+        names = " ".join(stats.quarantined)
+        found = f"{size}, not counted in the capacity: {names}"
         todo = f"persistkv prune {shlex.quote(url)} --quarantined deletes them"
-        yield Check(
-            "damaged files",
-            Level.WARNING,
-            f"{size}, not counted in the capacity: {names}",
-            todo,
-        )
-    newest = max(created, default=0.0)
-    right = newest <= time.time() + _SKEW_S
-    found = (
-        "no request is from the future"
-        if right
-        else f"the newest request has age {render.format_age(newest)}"
-    )
-    yield _passed(
-        "store's clock",
-        right,
-        found,
-        "this machine's clock, or that of an engine, is wrong",
-    )
+        yield Check("damaged files", Level.WARNING, found, todo)
+    yield _store_clock(newest)
     location = Path(parsed.location)
     if location.is_dir():
         yield _space(location, stats.disk_bytes, stats.capacity)
@@ -310,17 +276,46 @@ def _store(url: str) -> Iterator[Check]:
             yield _direct(location)
 
 
+def _newest_request(backend: Backend) -> float:
+    """Return when the newest request was created: seconds since the epoch; 0: there is none."""
+    newest = 0.0
+    for space in backend.namespaces():
+        for head in backend.catalogue(space.id).manifests():
+            newest = max(newest, head.created)
+    return newest
+
+
+def _codec(stats: BackendStats, sample: bytes) -> Check:
+    if not sample:
+        found = "the store holds less than 1 MiB, too little to recommend a codec"
+        return Check("codec", Level.OK, found)
+    ratio = stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0
+    codec, possible = smallest(sample)
+    found = f"codec ratio {ratio:.2f}; with {codec}: {possible:.2f}"
+    todo = f"try codec {codec}: new content takes less space, and more processor time"
+    return _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
+
+
+def _store_clock(newest: float) -> Check:
+    # engines of several machines write: a difference of some minutes is common, and harmless
+    is_right = newest <= time.time() + _SKEW_S
+    found = "no request is from the future"
+    if not is_right:
+        found = f"the newest request has age {render.format_age(newest)}"
+    todo = "this machine's clock, or that of an engine, is wrong"
+    return _passed("store's clock", is_right, found, todo)
+
+
 def sample_store(backend: Backend, most_bytes: int) -> bytes:
     """Return raw bytes of readable frames, spread evenly over a store's packs, with at most
     ``most_bytes``.
 
     Empty if there is less than one full frame, which is too little to compare codecs.
     """
-    tables = [
-        table
-        for space in backend.namespaces()
-        for table in backend.changes(space.id, None).added
-    ]
+    tables: list[PackTable] = []
+    for space in backend.namespaces():
+        tables.extend(backend.changes(space.id, None).added)
+    # over all packs: contexts of one model compress differently from those of another
     packs = _spread(tables, _SAMPLE_PACKS)
     per_pack = max(1, most_bytes // FRAME_BYTES // max(1, len(packs)))
     sample = bytearray()

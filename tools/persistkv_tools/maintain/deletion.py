@@ -131,6 +131,7 @@ class _Usage:
     def packs(self) -> dict[str, set[bytes]]:
         """By request id, the ids of the packs that hold a block of the request; no ids if its keys
         cannot be read."""
+        # by key and not by the manifest's chain: a block may have moved to another pack
         keys = keys_of(self._backend, self.namespace.id, self.manifests)
         return {name: self.held.holding(all_keys(found or ())) for name, found in keys}
 
@@ -164,6 +165,7 @@ class _Usage:
         names = list(self.manifests)
         if named:
             names = self._with_copies(named)
+        # the use of a request costs more reads than its head
         if not selection.needs_use:
             for name in names:
                 if selection.takes(self.manifests[name]):
@@ -191,6 +193,7 @@ class _Usage:
         stay in packs of others."""
         of_chosen = self.used(self.chosen)
         of_others = self.used(self.manifests.keys() - self.chosen)
+        # blocks that the user wants to go, in packs that stay
         private = self._private_blocks(of_chosen & of_others)
         self.deleted = of_chosen - of_others
         if shared_packs:
@@ -365,8 +368,9 @@ class Prune:
     def _keep_newest(self, last: int, days: int) -> None:
         """Take the newest requests, and the newest one of each of the newest days, out of the
         choice."""
+        newest_first = reversed(self._oldest_first())
         days_seen: set[date] = set()
-        for number, (created, name, usage) in enumerate(reversed(self._oldest_first())):
+        for number, (created, name, usage) in enumerate(newest_first):
             day = date.fromtimestamp(created)
             is_newest_of_day = day not in days_seen and len(days_seen) < days
             days_seen.add(day)
@@ -376,7 +380,8 @@ class Prune:
     def _shrink_to(self, stored_bytes: int) -> None:
         """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this
         size of packs."""
-        if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
+        # totals of all namespaces, without reading a catalogue
+        if self._backend.stats().stored_bytes <= stored_bytes:
             for usage in self._usages:
                 usage.chosen.clear()
             return
@@ -388,6 +393,7 @@ class Prune:
                 continue
             left = users[usage.namespace.id]
             left.subtract(usage.packs[name])
+            # a pack goes with the last of its requests
             for pack in usage.packs[name]:
                 if not left[pack]:
                     held -= usage.held.tables[pack].payload_length
@@ -416,6 +422,7 @@ class Prune:
     def _run_namespace(self, backend: Backend, usage: _Usage) -> None:
         try:
             for packs in _some_at_once(sorted(usage.deleted)):
+                # before each commit: engines store requests all the time
                 used = usage.used_since(backend)
                 wanted = [pack for pack in packs if pack not in used]
                 self._commit(backend, usage, CommitBatch(deletions=wanted))
@@ -430,6 +437,7 @@ class Prune:
         self._count_requests(backend, usage)
 
     def _commit(self, backend: Backend, usage: _Usage, batch: CommitBatch) -> None:
+        # engines wait for each commit, so the pause leaves them as much time as it took
         begin = time.monotonic()
         try:
             result = backend.commit(usage.namespace.id, batch)
@@ -456,7 +464,8 @@ def _some_at_once(items: list[T]) -> Iterator[list[T]]:
 def _halves(batch: CommitBatch) -> list[CommitBatch]:
     """Return two batches that together delete what this one deletes; none if it deletes one
     thing."""
-    packs, names = batch.deletions, batch.manifest_deletions
+    packs = batch.deletions
+    names = batch.manifest_deletions
     if len(packs) + len(names) < 2:
         return []
     middle_pack = len(packs) // 2

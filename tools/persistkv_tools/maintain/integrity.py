@@ -191,27 +191,44 @@ def packs_left(
     spaces: list[NamespacePacks], state: VerifyState
 ) -> list[tuple[NamespacePacks, bytes]]:
     """Return the packs that a run still has to read, in the order of namespace and pack ids."""
-    return [
-        (space, pack_id)
-        for space in spaces
-        for pack_id in sorted(space.tables)
-        if (space.namespace + pack_id).hex() > state.after and state.draws(pack_id)
-    ]
+    left = []
+    for space in spaces:
+        for pack_id in sorted(space.tables):
+            # what comes later in this order was not read by an interrupted run
+            is_left = (space.namespace + pack_id).hex() > state.after
+            if is_left and state.draws(pack_id):
+                left.append((space, pack_id))
+    return left
 
 
 def _cut(
     items: Iterable[T], size_of: Callable[[T], int], most_bytes: float
 ) -> Iterator[list[T]]:
     """Divide items into lists of at most ``most_bytes``; a larger item is alone in its list."""
-    part, size = list[T](), 0
+    part: list[T] = []
+    size = 0
     for item in items:
         if part and size + size_of(item) > most_bytes:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(item)
         size += size_of(item)
     if part:
         yield part
+
+
+def _portions(
+    packs: Iterable[tuple[NamespacePacks, bytes]], most_bytes: float
+) -> Iterator[list[tuple[NamespacePacks, bytes]]]:
+    """Divide packs, sorted by namespace, into portions of one namespace each."""
+
+    def payload_bytes(pack: tuple[NamespacePacks, bytes]) -> int:
+        space, pack_id = pack
+        return space.tables[pack_id].payload_length
+
+    for _, of_namespace in groupby(packs, key=itemgetter(0)):
+        yield from _cut(of_namespace, payload_bytes, most_bytes)
 
 
 class Verifier:
@@ -241,17 +258,7 @@ class Verifier:
         self._state = state
         self._took = took
         self._batch_bytes = batch_bytes
-        self._portions = iter(
-            [
-                portion
-                for _, packs in groupby(packs_left(spaces, state), key=itemgetter(0))
-                for portion in _cut(
-                    packs,
-                    lambda pack: pack[0].tables[pack[1]].payload_length,
-                    portion_bytes,
-                )
-            ]
-        )
+        self._portions = iter(_portions(packs_left(spaces, state), portion_bytes))
         self._portion: list[tuple[NamespacePacks, bytes]] | None = None
         self._looks: Iterable[tuple[_Batch, Callable[[], list[bool]]]] = ()
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
@@ -260,48 +267,45 @@ class Verifier:
     def begin(self) -> None:
         """Prepare the next portion, unless one is in progress. With threads, start to read it; see
         ``packs``."""
-        if (
-            self._portion is None
-            and (portion := next(self._portions, None)) is not None
-        ):
-            self._portion, space = portion, portion[0][0]
-            order = self._backend.scan_order(
-                space.namespace, [name for _, name in portion]
-            )
-            tables = (space.tables[name] for name in order if name in space.tables)
-            parts = chain.from_iterable(
-                pieces(table, self._batch_bytes) for table in tables
-            )
-            # for one read each
-            batches = _cut(parts, attrgetter("length"), self._batch_bytes)
-            looks = ((batch, self._begun(batch)) for batch in batches)
-            # with threads, all begin now
-            self._looks = looks if self._pool is None else list(looks)
+        if self._portion is None:
+            self._portion = next(self._portions, None)
+            if self._portion is not None:
+                self._begin_looks(self._portion)
+
+    def _begin_looks(self, portion: list[tuple[NamespacePacks, bytes]]) -> None:
+        space = portion[0][0]  # a portion is of one namespace
+        names = [name for _, name in portion]
+        parts: list[Piece] = []
+        for name in self._backend.scan_order(space.namespace, names):
+            # it may have been evicted since the portions were made
+            if name in space.tables:
+                parts.extend(pieces(space.tables[name], self._batch_bytes))
+        # for one read each
+        batches = _cut(parts, attrgetter("length"), self._batch_bytes)
+        looks = ((batch, self._begun(batch)) for batch in batches)
+        # with threads, all begin now
+        self._looks = looks if self._pool is None else list(looks)
 
     def _begun(self, batch: _Batch) -> Callable[[], list[bool]]:
-        return (
-            partial(self._look, batch)
-            if self._pool is None
-            else self._pool.submit(self._look, batch).result
-        )
+        if self._pool is None:
+            return partial(self._look, batch)
+        return self._pool.submit(self._look, batch).result
 
     def packs(self) -> Iterator[VerifyState]:
         """Check one portion after the other, and yield the run's state after each."""
         self.begin()
         while self._portion is not None:
             space, last = self._portion[-1]
-            tally, suspects = Tally(), set[bytes]()
+            tally = Tally()
+            suspects: set[bytes] = set()
             for batch, look in self._looks:
                 for piece, is_good in zip(batch, look(), strict=True):
                     if not is_good:
                         suspects.add(piece.table.pack_id)
                     if piece.is_last:
-                        self._count(
-                            space,
-                            piece.table,
-                            tally,
-                            is_suspect=piece.table.pack_id in suspects,
-                        )
+                        table = piece.table
+                        is_suspect = table.pack_id in suspects
+                        self._count(space, table, tally, is_suspect=is_suspect)
                     self._took(piece.length)
             self._state.take(tally, (space.namespace + last).hex())
             self._portion = None
@@ -321,12 +325,12 @@ class Verifier:
         """Read a batch; return for each piece whether it is good. Pieces of an unknown codec are
         not."""
         memory = self._memory(sum(piece.length for piece in batch))
-        spans, end = [], 0
+        spans = []
+        begin = 0
         for piece in batch:
-            begin, end = end, end + piece.length
-            spans.append(
-                ReadSpan(piece.table.pack_id, piece.start, [memory[begin:end]])
-            )
+            buffer = memory[begin : begin + piece.length]
+            spans.append(ReadSpan(piece.table.pack_id, piece.start, [buffer]))
+            begin += piece.length
         filled = self._backend.scan(batch[0].table.namespace, spans)
         return [
             is_filled and _is_good(piece, span.buffers[0])
@@ -345,7 +349,8 @@ class Verifier:
         self, space: NamespacePacks, table: PackTable, tally: Tally, *, is_suspect: bool
     ) -> None:
         try:
-            tally.findings += self._confirmed(space, table, tally) if is_suspect else []
+            if is_suspect:
+                tally.findings += self._confirmed(space, table, tally)
         except UnknownCodecError:
             tally.other_release_packs += 1
             return
@@ -362,14 +367,13 @@ class Verifier:
         for _ in range(_ATTEMPTS):
             space.refresh()
             current = space.tables.get(table.pack_id)
-            findings = (
-                []
-                if current is None
-                else check_pack(self._backend, current, self._took)
-            )
+            findings = []
+            if current is not None:
+                findings = check_pack(self._backend, current, self._took)
             if not findings:
                 tally.went_meanwhile += 1
                 return []
+            # else it was replaced while it was read, and the findings are about neither
             space.refresh()
             if space.tables.get(table.pack_id) is current:
                 break

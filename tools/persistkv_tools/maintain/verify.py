@@ -266,7 +266,8 @@ def check_store(
     :raises ConfigurationError: the sample or rate is invalid, or the file is of another run or
         cannot be written.
     """
-    url, backend = store.url, store.backend
+    url = store.url
+    backend = store.backend
     bytes_per_s = None if rate is None else parse_size(rate, name="rate")
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
@@ -276,6 +277,7 @@ def check_store(
     resumed_bytes = state.stored_bytes
     now = time.time()
     engines = sum(status.is_live(now) for status in read_statuses(backend))
+    # a rate that the user names is what the user wants, whoever else reads
     beside_engines = engines > 0 and bytes_per_s is None
     share = _SHARE_BESIDE_ENGINES if beside_engines else 1
     throttle = Throttle(bytes_per_s, share=share)
@@ -286,11 +288,13 @@ def check_store(
         total += space.tables[pack].payload_length
     took = counted(progress, "verify", total, throttle)
     threads, portion, batch = _THREADS, _PORTION_BYTES, BATCH_BYTES
+    # threads read ahead, which a limit of the pace could not hold back
     if throttle.bounded:
         threads, portion, batch = 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES
     saved_after = math.inf if resume is None else portion
     verifier = Verifier(backend, spaces, state, took, threads, saved_after, batch)
     with closing(verifier), _prompt_threads():
+        # the threads read packs while this one counts rows and reads requests
         verifier.begin()
         rows = count_rows(backend, spaces)
         requests, of_manifests = check_manifests(backend, spaces, took)
@@ -448,24 +452,30 @@ def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:
     plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
     for space in read_catalogues(backend):
-        name, doomed = space.namespace.hex(), sorted(bad & space.tables.keys())
-        for table in map(space.tables.__getitem__, doomed):
-            plan.packs.append(
-                PlannedPack(
-                    name, table.pack_id.hex(), len(table.keys), table.payload_length
-                )
-            )
-            plan.blocks += len(table.keys)
-            plan.stored_bytes += table.payload_length
-        for heads, batch in _shortenings(backend, space, doomed) if doomed else ():
-            kept = {
-                write.manifest.id: write.manifest.blocks for write in batch.manifests
-            }
-            plan.requests += [
-                PlannedRequest(name, head.id, head.blocks, kept.get(head.id, 0))
-                for head in heads
-            ]
+        # a pack id is the digest of its namespace, too: it is in one namespace only
+        doomed = sorted(bad & space.tables.keys())
+        if doomed:
+            _plan_namespace(backend, space, doomed, plan)
     return plan
+
+
+def _plan_namespace(
+    backend: Backend, space: NamespacePacks, doomed: Sequence[bytes], plan: RepairPlan
+) -> None:
+    name = space.namespace.hex()
+    for pack_id in doomed:
+        table = space.tables[pack_id]
+        blocks = len(table.keys)
+        payload_bytes = table.payload_length
+        plan.packs.append(PlannedPack(name, pack_id.hex(), blocks, payload_bytes))
+        plan.blocks += blocks
+        plan.stored_bytes += payload_bytes
+    for heads, batch in _shortenings(backend, space, doomed):
+        kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
+        for head in heads:
+            kept_blocks = kept.get(head.id, 0)
+            planned = PlannedRequest(name, head.id, head.blocks, kept_blocks)
+            plan.requests.append(planned)
 
 
 def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -> None:
@@ -495,9 +505,12 @@ def _delete(
     for _ in range(_ATTEMPTS):
         space.refresh()
         table = space.tables.get(pack_id)
+        # an engine may have deleted or replaced it since it was found bad
         if table is None or not check_pack(backend, table):
             return
-        seen, doomed = space.cursor, set[tuple[bytes, str]]()
+        seen = space.cursor
+        doomed: set[tuple[bytes, str]] = set()
+        # requests first: the deletion of the pack deletes those that still name it
         for heads, batch in _shortenings(backend, space, [pack_id]):
             shorter = {(name, write.manifest.id) for write in batch.manifests}
             if shorter:
@@ -528,20 +541,16 @@ def _shortenings(
     for start in range(0, len(heads), SHORTENED_AT_ONCE):
         some = heads[start : start + SHORTENED_AT_ONCE]
         requests = read_requests(backend, space.namespace, some)
-        wanted = {key for request in requests for key in all_keys(request.keys)}
-        pack_of, sizes = dict[bytes, bytes](), dict[int, int]()
+        wanted: set[bytes] = set()
+        for request in requests:
+            wanted.update(all_keys(request.keys))
+        pack_of: dict[bytes, bytes] = {}
+        sizes: dict[int, int] = {}
         for table in good:
             # to save memory, only packs with blocks of the requests
             if not wanted.isdisjoint(table.keys.unpack()):
                 pack_of.update(dict.fromkeys(table.keys.unpack(), table.pack_id))
                 sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
         groups = max((len(request.keys) for request in requests), default=0)
-        yield (
-            some,
-            shortened(
-                requests,
-                pack_of,
-                [sizes.get(group, 0) for group in range(groups)],
-                None,
-            ),
-        )
+        block_bytes = [sizes.get(group, 0) for group in range(groups)]
+        yield some, shortened(requests, pack_of, block_bytes, None)

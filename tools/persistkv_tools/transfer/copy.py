@@ -163,10 +163,12 @@ def copy_content(
     if newest is not None:
         chosen.sort(key=lambda found: found.manifest.created)
         chosen = chosen[-newest:]
+    # only then packs without a request are copied, too: nobody has chosen them otherwise
     everything = not names and newest is None and selection == _ALL
 
     spaces = chosen_namespaces(backend, namespace) if everything else []
     sources = _sources(backend, chosen, spaces)
+    # sizes are compared before the target is created or opened for writing
     with open_if_exists(target) as there:
         plan = CopyPlan(sources, there, everything=everything)
         place = plan.place(there, target, backend.stats().capacity)

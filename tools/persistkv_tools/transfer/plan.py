@@ -181,6 +181,7 @@ class CopyPlan:
         capacity = BACKENDS.get(parsed.scheme).new_policy(parsed).capacity
         if capacity is None:
             return CopyTarget(url, None)
+        # at least that of the source: the next copies bring what it will hold
         wanted = max(source_capacity or 0, capacity_for(self.store_bytes))
         place = url
         if capacity < wanted and "capacity" not in parsed.options:
@@ -242,12 +243,14 @@ class CopyPlan:
         missing: dict[tuple[bytes, str], Missing] = {}
         for one in self.missing:
             missing[one.source.namespace.id, one.manifest.id] = one
+        # as --newest counts: requests that the target holds, too
         ordered = []
         for source in self.sources:
             for manifest in source.requests:
                 ordered.append((_age_order(manifest), source.namespace.id))
         ordered.sort(reverse=True)
 
+        # a pack that several requests share takes room once
         counted: set[tuple[bytes, bytes]] = set()
         for number, ((_, request_id), namespace) in enumerate(ordered):
             request = missing.get((namespace, request_id))

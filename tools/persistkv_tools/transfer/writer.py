@@ -31,21 +31,28 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, took: Took) -> Copied:
     """
     # The target may have been filled since the plan was made.
     plan.check_room(TargetRoom.of(target), url)
-    copied = msgspec.structs.replace(plan.known, incomplete=[*plan.known.incomplete])
+    incomplete = list(plan.known.incomplete)
+    copied = msgspec.structs.replace(plan.known, incomplete=incomplete)
     writers = []
     for source in plan.sources:
         writer = _NamespaceWriter(target, source, copied, took)
         writers.append(writer)
-        for owner, pack in plan.orphans:
-            if owner is source:
-                writer.pack(pack)
-        for request in plan.missing:
-            if request.source is source:
-                writer.request(request.manifest)
-        writer.flush()
+        _write_source(plan, source, writer)
+    # at the end of all: a later namespace may have evicted what an earlier one wrote
     for writer in writers:
         writer.check()
     return copied
+
+
+def _write_source(plan: CopyPlan, source: Source, writer: _NamespaceWriter) -> None:
+    # first what no request names: so the requests are used last, and evicted last
+    for owner, pack in plan.orphans:
+        if owner is source:
+            writer.pack(pack)
+    for request in plan.missing:
+        if request.source is source:
+            writer.request(request.manifest)
+    writer.flush()
 
 
 class _NamespaceWriter:
@@ -66,9 +73,7 @@ class _NamespaceWriter:
         self._written_requests: list[str] = []
         self._written_keys: list[bytes] = []
         """One key of each pack that was written."""
-        self._held_requests = {
-            one.id for one in backend.catalogue(self._namespace).manifests()
-        }
+        self._held_requests = self._present()
 
     def pack(self, pack: bytes) -> None:
         """Read a pack for the next commit, if the target lacks any of its blocks; only count it if
@@ -79,6 +84,7 @@ class _NamespaceWriter:
         table = self._source.packs.tables[pack]
         if pack in self._offered or self._packs.hold(table.keys.unpack()):
             return
+        # once: what the target evicts again would be copied for ever
         self._offered.add(pack)
         payload = self._source.read(table, self._took)
         if payload is None:
@@ -100,10 +106,12 @@ class _NamespaceWriter:
         if keys is not None:
             for pack in self._source.packs.in_order(keys):
                 self.pack(pack)
+        # the packs above may be damaged, or evicted by source or target meanwhile
         if keys is None or not self._packs.hold(all_keys(keys)):
             self._copied.incomplete.append(manifest.id)
             return
-        self._commit([ManifestWrite(manifest, keys, self._packs.in_order(keys))])
+        packs = self._packs.in_order(keys)
+        self._commit([ManifestWrite(manifest, keys, packs)])
         self._written_requests.append(manifest.id)
         self._copied.requests += 1
 
@@ -115,13 +123,18 @@ class _NamespaceWriter:
     def check(self) -> None:
         """Record which of the written requests and packs the target no longer holds."""
         self._packs.refresh()
-        held = {one.id for one in self._backend.catalogue(self._namespace).manifests()}
+        held = self._present()
         for name in self._written_requests:
             if name not in held:
                 self._copied.lost.append(name)
         for key in self._written_keys:
             if not self._packs.hold([key]):
                 self._copied.lost_packs += 1
+
+    def _present(self) -> set[str]:
+        """Return the ids of the requests that the target holds now."""
+        manifests = self._backend.catalogue(self._namespace).manifests()
+        return {manifest.id for manifest in manifests}
 
     def _commit(self, manifests: list[ManifestWrite]) -> None:
         packs = self._waiting
@@ -131,6 +144,7 @@ class _NamespaceWriter:
         self._copied.evicted_packs += len(result.evicted)
         for pack in packs:
             self._copied.stored_bytes += pack.table.payload_length
+            # not its id: another pack with the same blocks may have replaced it
             self._written_keys.append(pack.keys.unpack()[0])
             # known again from the target's changes, unless it was evicted at once
             self._packs.remove(pack.pack_id)

@@ -167,7 +167,10 @@ class StoreUrl:
                 f"{parts.scheme}://…",
                 "no user information: URLs must not contain credentials",
             )
-        if not parts.scheme or not location or "://" not in url:
+        if url and "://" not in url:
+            path = os.path.abspath(url)
+            raise ConfigurationError("url", url, f"{expected}; as a path: {path}")
+        if not parts.scheme or not location:
             raise ConfigurationError("url", url, expected)
         if parts.fragment or url.endswith("#"):
             raise ConfigurationError(

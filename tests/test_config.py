@@ -162,6 +162,18 @@ def test_store_url_parse_credentials_raise_without_secret_in_message(url: str) -
     assert "secret" not in str(caught.value)
 
 
+def test_store_url_parse_relative_path_raises_with_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("./store", "store", "../x/store"):
+        with pytest.raises(ConfigurationError) as error:
+            StoreUrl.parse(path)
+        assert error.value.expected.endswith(
+            f"as a path: {(tmp_path / path).resolve()}"
+        )
+
+
 def test_store_url_parse_repeated_option_raises() -> None:
     with pytest.raises(ConfigurationError, match="url option a"):
         StoreUrl.parse("lmdb:///x?a=1&a=2")

@@ -214,8 +214,8 @@ class _ScheduledRequest:
             for at in offer.values():
                 blocks += table[at * factor : (at + 1) * factor]
             tables.append(blocks)
-            # The start tells the worker how many device blocks to skip in the first row; it has no
-            # meaning without blocks.
+            # The start: the device blocks that the worker skips in the first row. It has no meaning
+            # without blocks.
             first = next(iter(offer.values()), 0)
             starts.append(first * factor)
         return _device_blocks(tables, starts)

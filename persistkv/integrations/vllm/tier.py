@@ -405,7 +405,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                     event.removed,
                     self.locality,
                     self.tier_type,
-                    # vLLM keeps what it knows of a chunk; a removal would name its last block only
+                    # otherwise vLLM forgets the blocks of a chunk, and a removal names the last
                     removal_expected=not event.removed,
                 )
             )

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from persistkv.isolation import Isolation
 
 _IDLE_S = 1.0  # seconds without a poll of the engine after which it counts as idle
-_RESTART_LOOK_S = 0.05  # seconds between looks at a host that is not open
+_RESTART_LOOK_S = 0.05  # seconds between two checks of a host that is not open
 
 
 class IdleSupervision:
-    """Looks at a host from a thread of its own while the engine does not poll."""
+    """Checks a host from a thread of its own while the engine does not poll."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
         """:param look: a bound method, called with ``lock`` held; returns whether the host is
         open. The supervision ends when nothing else refers to its object.
         """
-        # weak: a client that nobody closed must not keep its rows mapped
+        # weak: an unused client that was not closed must not keep its rows mapped
         self._look = weakref.WeakMethod(look)
         # reentrant: methods of a client that hold it call each other
         self.lock = threading.RLock()
@@ -37,14 +37,14 @@ class IdleSupervision:
     def start(self) -> None:
         """Start the thread, unless it has been started."""
         if self._thread is None:
-            # a daemon: the exit of the interpreter does not wait for clients that nobody closed
+            # a daemon: the exit of the interpreter does not wait for clients that were not closed
             self._thread = threading.Thread(
                 target=self._run, name="persistkv-idle", daemon=True
             )
             self._thread.start()
 
     def note_poll(self) -> float:
-        """Note that the engine looks at the host itself; return the time of the monotonic clock."""
+        """Record a poll of the engine; return the time of the monotonic clock."""
         self._polled = time.monotonic()
         return self._polled
 

@@ -100,7 +100,7 @@ class GuardedTier:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether ``tier`` is that of the present weights, as far as the last call knows."""
+        """Whether ``tier`` serves the present weights, as of the last call."""
         return not self._is_detached and not self.is_opening
 
     def _follow(self) -> None:
@@ -138,7 +138,7 @@ class GuardedTier:
         self._opening.start()
 
     def _open(self, old: PersistentTier, weights: str | None) -> None:
-        # in a thread, because the host of the old tier commits what it has accepted before it ends
+        # in a thread, because the host of the old tier commits accepted blocks before it ends
         try:
             old.shutdown()
             self._opened = self._make_tier(weights)
@@ -202,7 +202,7 @@ class GuardedTier:
             self.dropped_blocks += len(job.keys)
             self._finished.append(JobResult(job.job_id, False))
             return
-        # asked now, so that the comparison runs beside the load
+        # asked now, so that the comparison and the load run at the same time
         self._tickets[job.job_id] = self.watch.ask(), len(job.keys)
         self.tier.submit_load(job)
 

@@ -41,7 +41,7 @@ class WeightsProbe:
     def check(self) -> None:
         """Compare, and publish the result."""
         begin = self._clock()
-        # read before the sample: an answer must not cover what was asked during the comparison
+        # read first: an answer must not cover questions that arrive during the comparison
         asked = self._word.asked
         epoch = self._word.epoch
         sample = self._sample()

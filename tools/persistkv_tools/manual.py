@@ -49,6 +49,7 @@ def manual(
         *_options(options),
         ".SH COMMANDS",
     ]
+    # the help of each command, so that the page cannot differ from it
     for name, load in commands.items():
         parts += _command(name, load())
     sections = {

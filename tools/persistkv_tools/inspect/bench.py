@@ -131,6 +131,7 @@ def _scratch(url: str) -> Iterator[str]:
     """Create a temporary store next to that of the URL; yield its URL. At the end, remove it, or
     erase it if it is remote."""
     parsed = StoreUrl.parse(url)
+    # beside the store: on the same disk, or in the same bucket
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
     scratch = f"{parsed.scheme}://{location}"
     if parsed.options:
@@ -157,6 +158,7 @@ def _measure(url: str, job_bytes: int, rounds: int, took: Took) -> _Times:
     with closing(open_backend(url)) as backend, _plain_medium(url) as plain:
         namespace = backend.open_namespace(Identity.of({"benchmark": job_bytes})).id
         for number in range(rounds + 1):
+            # new keys: a store does not write blocks again that it holds
             keys = [os.urandom(32) + bytes(4) for _ in rows]
             segment = Segment(0, _BLOCK_BYTES, keys, StagedBlocks([rows]))
             pack = PackWriter(namespace, RawCodec(), [segment])
@@ -167,6 +169,7 @@ def _measure(url: str, job_bytes: int, rounds: int, took: Took) -> _Times:
             if plain is not None:
                 steps["plain store"] = partial(plain.write, [source])
                 steps["plain load"] = partial(plain.read, [target])
+            # in turns: what else the disk does meanwhile meets all of them
             for name, step in steps.items():
                 begin = time.perf_counter()
                 step()

@@ -143,6 +143,7 @@ COMMAND = Command(ls, (URL,), _add_options)
 
 def _csv(page: Page) -> str:
     text = StringIO()
+    # each row is one request here, so its copies are rows of their own
     columns = [name for name in RequestView.__struct_fields__ if name != "copies"]
     writer = DictWriter(
         text, [*columns, "model"], extrasaction="ignore", lineterminator="\n"
@@ -162,6 +163,7 @@ def _print(page: Page) -> None:
     models = {}
     for space in page.namespaces:
         models[space.id] = render.format_model(space.model)
+    # a column with one value would only take room
     has_models = len(set(models.values())) > 1
     words = "request=short_id age=created"
     if render.is_wide():

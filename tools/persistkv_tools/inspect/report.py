@@ -31,9 +31,9 @@ from persistkv_tools.inspect.show import TreeNode, prefix_tree
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
 from persistkv_tools.options import opened
 
-_PERIODS = 48
-_MOST = 10
-_NODES = 60
+_PERIODS = 48  # columns of a chart that can be told apart
+_MOST = 10  # rows of a table
+_NODES = 60  # rows of the prefix tree: two screens
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --panel: #f5f7fa; --text: #1c2733;
   --dim: #5b6b7b; --line: #d5dce4;
@@ -204,28 +204,32 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
     """Return the intervals of the time charts; ``found`` is sorted by creation time."""
     if not found:
         return []
-    first, last = found[0].manifest.created, found[-1].manifest.created
+    first = found[0].manifest.created
+    last = found[-1].manifest.created
     length = max((last - first) / _PERIODS, 1.0)
-    periods = [
-        Period(first + number * length)
-        for number in range(int((last - first) / length) + 1)
-    ]
+    periods = []
+    for number in range(int((last - first) / length) + 1):
+        periods.append(Period(first + number * length))
     named: dict[bytes, set[bytes]] = {}
     for one in found:
-        namespace, request = one.namespace, one.manifest
+        namespace = one.namespace
+        request = one.manifest
         keys = backend.manifest_keys(namespace.id, [request.id])[0]
+        # deleted meanwhile, or damaged
         if keys is None:
             continue
-        seen, own = named.setdefault(namespace.id, set()), all_keys(keys)
+        # equal keys mean equal tokens only within one namespace
+        seen = named.setdefault(namespace.id, set())
+        own = all_keys(keys)
         known = sum(key in seen for key in own)
         seen.update(own)
-        period = periods[min(int((request.created - first) / length), len(periods) - 1)]
+        number = int((request.created - first) / length)
+        period = periods[min(number, len(periods) - 1)]
         period.requests += 1
         period.blocks += request.blocks
         period.found_blocks += known
-        period.added_bytes += (
-            request.raw_bytes * (request.blocks - known) // max(1, request.blocks)
-        )
+        added = request.blocks - known
+        period.added_bytes += request.raw_bytes * added // max(1, request.blocks)
     held = 0
     for period in periods:
         held += period.added_bytes
@@ -246,17 +250,15 @@ def report_page(data: ReportData) -> str:
 
 def _parts(data: ReportData) -> Iterator[str]:
     yield f"<h1>{_escape(data.url)}</h1><p>as of {_escape(render.format_time(data.made))}</p>"
-    figures = render.pairs(_CARDS, data.totals).items()
-    cards = (
-        f'<div class="card"><b>{_escape(figure)}</b><span>{name}</span></div>'
-        for name, figure in figures
-    )
+    cards = []
+    for name, figure in render.pairs(_CARDS, data.totals).items():
+        texts = f"<b>{_escape(figure)}</b><span>{name}</span>"
+        cards.append(f'<div class="card">{texts}</div>')
     yield f'<div class="cards">{"".join(cards)}</div>'
+    # an empty store has no past
     if data.totals.requests:
-        ages, sizes = (
-            _histogram("younger than", data.totals.ages),
-            _histogram("smaller than", data.totals.sizes),
-        )
+        ages = _histogram("younger than", data.totals.ages)
+        sizes = _histogram("smaller than", data.totals.sizes)
         yield _columns(
             _section("Age", "Requests by age.", ages),
             _section("Size", "Requests by raw size.", sizes),

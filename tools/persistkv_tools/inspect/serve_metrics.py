@@ -168,7 +168,9 @@ class StoreCollector:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        # options may name a key file, and are no part of the store's name
         self._store = url.partition("?")[0]
+        # the server answers each scrape in a thread of its own; ``collect`` closes a failed store
         self._lock = threading.RLock()
         self._backend: Backend | None = None
         self._savings = RecentSavings()
@@ -254,6 +256,7 @@ class StoreCollector:
             for status in engines:
                 value = getattr(status, name)
                 if name == "breaker":
+                    # a local store has none
                     if value not in _BREAKER:
                         continue
                     value = _BREAKER.index(value)

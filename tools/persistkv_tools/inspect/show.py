@@ -38,9 +38,9 @@ from persistkv_tools.options import opened
 
 _SHOWN_PACKS = 40
 _SHARERS = 5
-_KEY_DIGITS = 12
-_NAMES = 2
-_BRANCHES = 8
+_KEY_DIGITS = 12  # enough to tell the keys of one store apart
+_NAMES = 2  # of the requests that end in a node
+_BRANCHES = 8  # of a node
 _NODE_DIGITS = 8
 _Chain = tuple[list[bytes], str]
 _Place = tuple[PackTable, Frame]
@@ -268,13 +268,16 @@ def show_context(
 
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
     """
-    namespace, manifest, keys = found.namespace.id, found.manifest, found.keys(backend)
+    namespace = found.namespace.id
+    manifest = found.manifest
+    keys = found.keys(backend)
     chains = [group.unpack() for group in keys]
     catalogue = backend.catalogue(namespace)
+    # the packs that it names are nearly always those that hold its blocks
     named = catalogue.chain(manifest.id) or []
-    others = [
-        head.id for head in catalogue.manifests_naming(named) if head.id != manifest.id
-    ]
+    others = [head.id for head in catalogue.manifests_naming(named)]
+    if manifest.id in others:
+        others.remove(manifest.id)
     places = _places(backend, namespace, backend.tables(namespace, named), chains)
     sharers = _sharers(backend, namespace, others, chains)
     groups = []
@@ -315,6 +318,7 @@ def _places(
                         places.setdefault(key, (table, frame))
 
     note(named)
+    # a block that was deleted and stored again is in another pack
     if len(places) < len(wanted):
         with no_collections():  # creates many objects that stay alive
             tables = backend.changes(namespace, None).added
@@ -349,11 +353,14 @@ def _group_view(
     views = []
     for depth, key in enumerate(keys[:key_limit]):
         place = places.get(key)
-        pack, offset = (
-            (None, None) if place is None else (place[0].pack_id.hex(), place[1].offset)
-        )
+        pack = offset = None
+        if place is not None:
+            table, frame = place
+            pack = table.pack_id.hex()
+            offset = frame.offset
         views.append(KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset))
     raw_bytes = sum(frame.block_bytes for frame in frames)
+    # frames hold several blocks: each counts with its mean size
     stored_bytes = sum(frame.stored_length // frame.block_count for frame in frames)
     return GroupView(
         number, len(keys), len(keys) - len(frames), raw_bytes, stored_bytes, views
@@ -365,6 +372,7 @@ def _pack_views(
     places: dict[bytes, _Place],
     sharers: dict[bytes, list[str]],
 ) -> list[PackView]:
+    # in the order of the context, over all groups
     keys_in: dict[bytes, list[bytes]] = {}
     for key in chain.from_iterable(zip_longest(*chains)):
         if key in places:

@@ -202,6 +202,7 @@ class Watch:
                 models[space.id.hex()] = space.identity.model_name
         engines: list[EngineView] = []
         for status in statuses:
+            # engines publish less often than a short interval looks: an equal row is the same one
             before = self._before.get(status.engine)
             if before is not None and status.time > before.time:
                 self._rates[status.engine] = _rates(before, status)
@@ -218,7 +219,9 @@ class Watch:
         self._before = {status.engine: status for status in statuses}
         stats = self._backend.stats()
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
-        engines.sort(key=lambda view: not view.live)
+        engines.sort(
+            key=lambda view: not view.live
+        )  # stable: those that ended come last
         return Snapshot(
             **asdict(stats),
             url=self._url,

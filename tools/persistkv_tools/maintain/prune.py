@@ -149,6 +149,7 @@ class _Outcome(NamedTuple):
 
 
 def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outcome:
+    # nothing to delete: a question would only delay a script on a terminal
     asks = pruning.deletes and not yes
     if asks and not confirm("Delete them?"):
         return _Outcome()
@@ -224,6 +225,7 @@ def _free_bytes(free: FreeSpace | None) -> int:
 def _print_sizes(
     stats: BackendStats, free: FreeSpace | None, keep_bytes: int | None
 ) -> None:
+    # the oldest chosen requests are gone, and the packs still do not fit
     if keep_bytes is not None and stats.stored_bytes > keep_bytes:
         left = f"packs still take {render.format_size(stats.stored_bytes)}, more than --keep-size"
         render.say(

@@ -14,6 +14,7 @@ from persistkv.storage import open_backend, savings
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.savings import STORE, SavingsRecorder, fold, read_savings
+from persistkv.testing import FaultyBlobs, MemoryBackend, MemoryBlobs
 
 ONE = Identity.of({"weights": "one", "model_name": "/models/one"})
 TWO = Identity.of({"weights": "two", "model_name": "two"})
@@ -216,3 +217,23 @@ def test_recorded_prefill_speed_is_known_to_next_engine_of_local_store(
         first.write()
         assert SavingsRecorder(backend, ONE).prefill == (500, 2.0)
         assert SavingsRecorder(backend, TWO).prefill == (0, 0.0)
+
+
+def test_requests_to_a_shared_medium_do_not_depend_on_the_number_of_loads() -> None:
+    blobs = FaultyBlobs(MemoryBlobs())
+
+    def calls_of_notes() -> list[str]:
+        return [call for call, subject in blobs.calls if "/notes/" in subject]
+
+    with closing(MemoryBackend(blobs)) as backend:
+        recorder = SavingsRecorder(backend, ONE)
+        blobs.calls.clear()  # of the opening
+        for _ in range(1000):
+            recorder.add(100, {"user": "anna"}, 100, 1.0)
+        assert calls_of_notes() == []
+        recorder.write()
+        # the list finds days to fold, once a day
+        assert calls_of_notes() == ["put", "list"]
+        recorder.add(100, {}, 0, 0.0)
+        recorder.write()
+        assert calls_of_notes() == ["put", "list", "put"]

@@ -61,7 +61,7 @@ from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
 from persistkv.integrations.vllm.wake import StepRequests, find_wake
 from persistkv.integrations.vllm.weights.guarded_tier import GuardedTier
-from persistkv.integrations.vllm.weights.watch import attach_watch
+from persistkv.integrations.vllm.weights.watch import WeightsWatch, attach_watch
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
 from persistkv.storage.host.client import StoreClient
@@ -137,7 +137,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 self.options.weights,
                 is_only_source=is_only_source(engine),
             )
-            make_tier = partial(self._make_tier, config, primary_kv_view)
+            make_tier = partial(self._make_tier, config, primary_kv_view, watch)
             self._guard = GuardedTier(make_tier, watch)
         except BaseException:
             close_region(self._region_fds)
@@ -151,7 +151,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._passed_over: list[JobResult] = []  # store jobs that were not submitted
 
     def _make_tier(
-        self, config: OffloadingConfig, rows: memoryview, weights: str | None
+        self,
+        config: OffloadingConfig,
+        rows: memoryview,
+        watch: WeightsWatch,
+        weights: str | None,
     ) -> PersistentTier:
         """Open the store; ``weights`` is a name that a request has given, None: the weights at the
         engine's start."""
@@ -162,7 +166,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             # the store need not know the new weights
             options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
-        tier.client.idle.callback = partial(self._request_step, tier.client)
+        tier.client.idle.callback = partial(self._request_step, tier.client, watch)
         if self._made is not None and self._made in self._tiers:
             self._tiers[self._tiers.index(self._made)] = tier
         else:
@@ -385,8 +389,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     # The rest
 
-    def _request_step(self, client: StoreClient) -> None:
+    def _request_step(self, client: StoreClient, watch: WeightsWatch) -> None:
         """Have an idle engine export what changed: events, or metrics. Called in another thread."""
+        # a step of sleeping workers would touch memory that they have released
+        if watch.is_asleep:
+            return
         stats = client.glance()
         if client.has_events or self._metrics.is_outdated(stats, len(client)):
             self._steps.request()

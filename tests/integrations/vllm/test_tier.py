@@ -360,6 +360,22 @@ def test_tier_idle_has_pending_work_until_its_news_are_exported(make_tier):
     assert not tier.has_pending_work()
 
 
+def test_tier_of_sleeping_engine_requests_no_step(make_tier, monkeypatch):
+    from persistkv.integrations.vllm import tier as module
+
+    executor = SimpleNamespace(collective_rpc=lambda *_: None)
+    monkeypatch.setattr(module, "find_executor", lambda: executor)
+    tier = make_tier()
+    executor.collective_rpc("sleep")
+    time.sleep(3)  # without a step
+    assert not tier.has_pending_work()
+    executor.collective_rpc("wake_up")
+    deadline = time.monotonic() + 60
+    while not tier.has_pending_work():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
     make_tier, monkeypatch
 ):

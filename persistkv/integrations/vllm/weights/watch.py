@@ -93,7 +93,8 @@ class WeightsWatch:
         self._asked = max((word.asked for word in words), default=0)
         self._suspected = 0
         self._calls = 0
-        self._asleep = False
+        self.is_asleep = False
+        """Whether the workers sleep: their parameters and their KV may not be readable."""
         self._epoch = max((word.epoch for word in words), default=0)
         self._reason: str | None = None
 
@@ -125,7 +126,7 @@ class WeightsWatch:
         """Ask all workers to compare. Return a ticket for ``is_answered``."""
         self._asked += 1
         # parameters of a sleeping worker may not be readable; the call that wakes it asks again
-        if not self._asleep:
+        if not self.is_asleep:
             self._publish()
         return self._asked
 
@@ -207,7 +208,7 @@ class WeightsWatch:
         if self._reason is None:
             self._reason = self._reason_of(call)
         if call.method in _SLEEP:
-            self._asleep = True
+            self.is_asleep = True
         self.suspect()
         self._calls += 1
         try:
@@ -233,7 +234,7 @@ class WeightsWatch:
     def _ended(self, call: _Call) -> None:
         self._calls -= 1
         if call.wakes_weights:
-            self._asleep = False
+            self.is_asleep = False
         # the comparison that was asked for before the call may have come too early
         self.suspect()
 

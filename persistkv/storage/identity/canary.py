@@ -33,6 +33,7 @@ import msgspec
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError
 from persistkv.memory.rows import BlockMemory, ByteArray, Rows
+from persistkv.rounding import divide_up
 from persistkv.storage.backend import Changes, Namespace
 from persistkv.storage.commit_pipeline import Blocks
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
@@ -58,7 +59,7 @@ _BATCH_BYTES = 4 << 20  # 4 MiB of blocks that are read for comparison at once
 _MOST_REQUESTS = 4_096  # requests whose offered blocks are tracked
 # keys that other tiers loaded; with more of them, nothing is compared any more
 _MOST_LOADED = 65_536
-_COMPARED_REMOTELY = 16  # namespaces of a remote store that are read to find candidates
+_MOST_REMOTE_NAMESPACES = 16  # of a remote store, which are read to find candidates
 # seconds between extensions of the depths, each of which reads the other namespace's catalogue
 _EXTEND_S = 30.0
 _GROWTH = 1.25  # factor by which depths must grow to be extended earlier
@@ -104,9 +105,8 @@ class _Request:
     def is_whole(self) -> bool:
         """Whether all blocks of at least one group were offered. Groups with a sliding window skip
         old blocks."""
-        return any(
-            count and group not in self.gaps for group, count in enumerate(self.counts)
-        )
+        offered = [group for group, count in enumerate(self.counts) if count]
+        return not self.gaps.issuperset(offered)
 
 
 @dataclass
@@ -167,10 +167,13 @@ class OtherNamespace(NamespaceView):
 
     def use(self, depths: tuple[int, ...]) -> None:
         """Replace the limits of usable depths. They hold from the next refresh on."""
-        self.depths, self.cursor = depths, None
+        self.depths = depths
+        # read all packs again: those that are known can have more usable blocks now
+        self.cursor = None
 
     async def refresh(self) -> None:
-        if self._own.index.reloads != self._own_reloads:  # the hints were deleted
+        # a reload of the own index deletes the hints
+        if self._own.index.reloads != self._own_reloads:
             self.cursor = None
         await super().refresh()
         self.news = News()  # of keys that only the hints make readable
@@ -179,41 +182,52 @@ class OtherNamespace(NamespaceView):
         if not any(self.depths):
             super()._learn(changes)
             return
-        index, added = self._own.index, list(changes.added)
+        index = self._own.index
+        # they are used twice, and an iterator would be empty the second time
+        added = list(changes.added)
         if changes.reset:
             index.remove_hints()
         for fingerprints in changes.removed.values():
             index.remove_hints(fingerprints)
         super()._learn(replace(changes, added=added))
         self._own_reloads = index.reloads
-        keys = [key for table in added for key in self._usable(table)]
+        keys: list[bytes] = []
+        for table in added:
+            keys += self._usable_keys(table)
         if self._own_events:
+            # before the hints are added: afterwards no key is absent
             self._own.news.add(stored=index.absent(keys))
             self._own.news.lost |= bool(changes.removed)
         index.add_hints(keys)
 
-    def _usable(self, table: PackTable) -> list[bytes]:
-        keys, found, start = table.keys.unpack(), list[bytes](), 0
+    def _usable_keys(self, table: PackTable) -> list[bytes]:
+        """Return the keys of a pack's blocks whose depths are known and below the limits."""
+        keys = table.keys.unpack()
+        usable: list[bytes] = []
+        start = 0
         for frame in table.frames:
             if frame.depth != UNKNOWN_DEPTH and frame.group < len(self.depths):
-                count = min(
-                    frame.block_count, max(0, self.depths[frame.group] - frame.depth)
-                )
-                found += keys[start : start + count]
+                below_limit = max(0, self.depths[frame.group] - frame.depth)
+                count = min(frame.block_count, below_limit)
+                usable += keys[start : start + count]
             start += frame.block_count
-        return found
+        return usable
 
     async def holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
         """Return, for each key, a pack in which its block is usable; None if there is none.
         Compares full keys."""
         holders = await self.all_holders(keys)
-        packs = {pack.pack_id: pack.table for pack in holders if pack is not None}
-        usable = {pack_id: set(self._usable(table)) for pack_id, table in packs.items()}
-        found: list[HeldPack | None] = []
+        usable: dict[bytes, set[bytes]] = {}  # keys, by pack
+        usable_holders: list[HeldPack | None] = []
         for key, pack in zip(keys, holders, strict=True):
-            is_usable = pack is not None and key in usable[pack.pack_id]
-            found.append(pack if is_usable else None)
-        return found
+            if pack is None:
+                usable_holders.append(None)
+                continue
+            if pack.pack_id not in usable:
+                usable[pack.pack_id] = set(self._usable_keys(pack.table))
+            is_usable = key in usable[pack.pack_id]
+            usable_holders.append(pack if is_usable else None)
+        return usable_holders
 
     async def all_holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
         """Return, for each key, a pack that holds it, at any depth."""
@@ -223,10 +237,10 @@ class OtherNamespace(NamespaceView):
         self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
     ) -> None:
         super().distrust(packs, {})
-        self._counters.verification_failures += sum(
-            bad_frames.get(pack.pack_id, 0) for pack in packs
-        )
         for pack in packs:
+            bad_count = bad_frames.get(pack.pack_id, 0)
+            self._counters.verification_failures += bad_count
+            # lookups must not find its keys again
             self._own.index.remove_hints(pack.table.keys.fingerprints)
 
     async def _quarantine(self) -> None:
@@ -266,8 +280,10 @@ class Canary:
         self._candidates: list[Namespace] = []
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         self._loaded: set[bytes] = set()
+        # whether the engine computes from blocks that are unknown here, so nothing can be compared
         self._is_blind = False
-        self._evidence = self._nothing()
+        self._evidence = self._no_evidence()
+        # whether a comparison is running
         self._running = False
         self._unwritten: dict[bytes, Verdict] = {}
         """Verdicts that are not recorded yet, by namespace."""
@@ -291,6 +307,8 @@ class Canary:
         return len(self._layout.groups)
 
     def _may_compare(self) -> bool:
+        """Return whether blocks may be compared, and the layout of numbers is known for all
+        groups."""
         layout = self._layout
         # comparisons need the arrangement of numbers in rows
         if layout.numbers is None or not isinstance(self._rows, Rows):
@@ -299,43 +317,47 @@ class Canary:
             return False
         if len(layout.numbers.groups) != self._groups:
             return False
-        ranges = [group.ranges for group in layout.groups]
-        return all(
-            len(found) == 1
-            and found[0][0] == 0
-            and fits(layout.numbers, group, found[0][1])
-            for group, found in enumerate(ranges)
-        )
+        for number, group in enumerate(layout.groups):
+            # the numbers are described from the start of the row, without gaps
+            if len(group.ranges) != 1:
+                return False
+            offset, length = group.ranges[0]
+            if offset != 0 or not fits(layout.numbers, number, length):
+                return False
+        return True
 
     def _find(self, identity: Identity) -> None:
+        """Open the namespace of a recorded adoption, or else collect the candidates without a
+        verdict."""
         backend = self._own.backend
-        others = islice(
-            backend.namespaces(),
-            _COMPARED_REMOTELY if backend.capabilities.remote else None,
-        )
-        for namespace in candidates(backend, identity, list(others)):
+        namespaces = backend.namespaces()
+        if backend.capabilities.remote:
+            # each costs a request
+            namespaces = islice(namespaces, _MOST_REMOTE_NAMESPACES)
+        for namespace in candidates(backend, identity, list(namespaces)):
             verdict = read_verdict(backend, identity.digest, namespace.id)
-            if (
-                verdict is not None
-                and verdict.verdict == "adopted"
-                and len(verdict.depths) == self._groups
-            ):
-                self.other = self._open(namespace.id, verdict.depths)
-                self.verdict = verdict
-                self._candidates = []
-                found = _name(namespace), _depths(verdict.depths)
-                logger.warning(
-                    "blocks of namespace %s are used, as recorded: %s", *found
-                )
-                return
-            if verdict is None and backend.capabilities.writable:
-                self._candidates.append(namespace)
+            if verdict is None:
+                # a verdict about it could not be recorded in a store that is only read
+                if backend.capabilities.writable:
+                    self._candidates.append(namespace)
+                continue
+            if verdict.verdict != "adopted" or len(verdict.depths) != self._groups:
+                continue
+            self.other = self._open(namespace.id, verdict.depths)
+            self.verdict = verdict
+            self._candidates = []
+            logger.warning(
+                "blocks of namespace %s are used, as recorded: %s",
+                _name(namespace),
+                _depths(verdict.depths),
+            )
+            return
 
     def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
         return OtherNamespace(self._own, namespace, self._layout, self._options, depths)
 
-    def _nothing(self) -> _Evidence:
-        return _Evidence([0] * self._groups, [0] * self._groups)
+    def _no_evidence(self) -> _Evidence:
+        return _Evidence(tokens=[0] * self._groups, depths=[0] * self._groups)
 
     def readable(self) -> list[NamespaceView]:
         """Return the namespaces that serve loads, in order: the own one, then an adopted one."""
@@ -349,10 +371,11 @@ class Canary:
         """Record that another tier loaded blocks, which the engine therefore did not compute. Too
         many keys, or none, which means that they are unknown, end all comparisons.
         """
-        keys = list(keys)
-        if self.active and not self._is_blind:
-            self._loaded.update(keys)
-            self._is_blind = not keys or len(self._loaded) > _MOST_LOADED
+        if not self.active or self._is_blind:
+            return
+        known = list(keys)
+        self._loaded.update(known)
+        self._is_blind = not known or len(self._loaded) > _MOST_LOADED
 
     def ended(self, request: str) -> None:
         """Forget which blocks a request offered, because it has ended."""
@@ -366,32 +389,34 @@ class Canary:
         state = self._requests.setdefault(request, _Request([0] * self._groups))
         if len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
-        limits = (0,) * self._groups if self.verdict is None else self.verdict.depths
+        adopted_depths = (0,) * self._groups
+        if self.verdict is not None:
+            adopted_depths = self.verdict.depths
         holders = self._own.index.first_candidates(blocks.keys)
-        held = {
-            key
-            for key, pack in zip(blocks.keys, holders, strict=True)
-            if pack is not None
-        }
+        held: set[bytes] = set()
+        for key, pack in zip(blocks.keys, holders, strict=True):
+            if pack is not None:
+                held.add(key)
         offered = map(Block._make, zip(*blocks, strict=True))
-        found: list[Block] = []
+        comparable: list[Block] = []
         for block in sorted(offered, key=_depth_of):
+            is_held = block.key in held
             is_foreign = block.depth == UNKNOWN_DEPTH or block.key in self._loaded
             state.foreign |= is_foreign
-            is_deeper = state.offer(block, is_held=block.key in held)
-            if is_deeper and self._is_new(block, held, limits):
-                found.append(block)
-        return found if self._is_evidence(state) else []
-
-    @staticmethod
-    def _is_new(block: Block, held: set[bytes], limits: Sequence[int]) -> bool:
-        return block.key not in held and block.depth >= limits[block.group]
+            is_deeper = state.offer(block, is_held=is_held)
+            is_adopted = block.depth < adopted_depths[block.group]
+            if is_deeper and not is_held and not is_adopted:
+                comparable.append(block)
+        if not self._is_evidence(state):
+            return []
+        return comparable
 
     def _is_evidence(self, request: _Request) -> bool:
-        """Whether the engine has computed all blocks of a request, by rules 2 and 3."""
+        """Return whether the engine has computed all blocks of a request, by rules 2 and 3."""
         if self._is_blind or request.foreign or not request.is_whole:
             return False
-        return self.verdict is not None or not request.held
+        is_adopted = self.verdict is not None
+        return is_adopted or not request.held
 
     # Comparison
 
@@ -402,8 +427,10 @@ class Canary:
         Their rows must not change until the call returns. If the medium fails, logs it and decides
         nothing. Blocks that are offered during another call are recorded, but not compared.
         """
-        if not self.active or (self.verdict is not None and self.verdict.final):
+        is_final = self.verdict is not None and self.verdict.final
+        if not self.active or is_final:
             return
+        # also while a comparison runs, because later decisions need all offered blocks
         computed = self._computed(request, blocks)
         if not computed or self._running:
             return
@@ -418,24 +445,29 @@ class Canary:
             self._running = False
 
     async def _examine(self, request: str, computed: Sequence[Block]) -> None:
+        """Compare blocks with the candidate, opened before if it is not, and judge it.
+
+        :raises StoreError: the medium failed.
+        """
         if self.other is None:
             if not self._candidates:
                 return
+            no_depths = (0,) * self._groups
+            candidate = self._candidates[0]
             self.other = await self._own.call(
-                partial(self._open, self._candidates[0].id, (0,) * self._groups)
+                partial(self._open, candidate.id, no_depths)
             )
-        holders = await self.other.all_holders([block.key for block in computed])
-        both = [
-            (block, pack)
-            for block, pack in zip(computed, holders, strict=True)
-            if pack is not None
-        ]
-        count = max(1, _BATCH_BYTES // self._layout.row_stride)
-        chosen = _spread(both)
-        for start in range(0, len(chosen), count):
-            if not await self._compare(
-                request, self.other, chosen[start : start + count]
-            ):
+        keys = [block.key for block in computed]
+        holders = await self.other.all_holders(keys)
+        pairs: list[tuple[Block, HeldPack]] = []
+        for block, pack in zip(computed, holders, strict=True):
+            if pack is not None:
+                pairs.append((block, pack))
+        chosen = _spread(pairs)
+        batch_blocks = max(1, _BATCH_BYTES // self._layout.row_stride)
+        for start in range(0, len(chosen), batch_blocks):
+            batch = chosen[start : start + batch_blocks]
+            if not await self._compare(request, self.other, batch):
                 return
         self._judge(self.other)
 
@@ -443,22 +475,25 @@ class Canary:
         self,
         request: str,
         other: OtherNamespace,
-        some: Sequence[tuple[Block, HeldPack]],
+        batch: Sequence[tuple[Block, HeldPack]],
     ) -> bool:
         """Compare blocks with those of the other namespace, and add the result to the evidence.
         Return False if a block differs; the candidate is then refused, or the adopted depths are
         final.
+
+        :param batch: blocks, and a pack of the other namespace that holds each.
         """
-        theirs, failed = await self._read_theirs(other, some)
+        theirs, failed = await self._read_theirs(other, batch)
         rows = self._rows
         assert isinstance(rows, Rows)  # see ``_may_compare``
         readable: list[Block] = []
         pairs: list[tuple[int, ByteArray, ByteArray]] = []
-        for number, (block, _) in enumerate(some):
+        for number, (block, _) in enumerate(batch):
             if block.key not in failed:
-                ours = rows.array[block.row]
                 readable.append(block)
-                pairs.append((block.group, ours, theirs.array[number]))
+                our_row = rows.array[block.row]
+                their_row = theirs.array[number]
+                pairs.append((block.group, our_row, their_row))
         compare_all = partial(self._agreements, pairs)
         (agreements,) = await self._own.threads.read([compare_all])
         for block, agreement in zip(readable, agreements, strict=True):
@@ -467,32 +502,37 @@ class Canary:
             if not agreement.agrees:
                 self._refuse(other, block, agreement)
                 return False
+            # zero: the block proves nothing
             if agreement.tokens:
                 self._evidence.add(request, block, agreement.tokens)
         return True
 
     async def _read_theirs(
-        self, other: OtherNamespace, some: Sequence[tuple[Block, HeldPack]]
+        self, other: OtherNamespace, batch: Sequence[tuple[Block, HeldPack]]
     ) -> tuple[Rows, set[bytes]]:
         """Read blocks of the other namespace; return rows with them, in order, and the keys that
         failed."""
-        layout, backend = self._layout, self._own.backend
-        theirs = Rows(memoryview(bytearray(len(some) * layout.row_stride)), layout)
-        keys = [block.key for block, _ in some]
-        holders = [pack for _, pack in some]
+        layout = self._layout
+        backend = self._own.backend
+        memory = bytearray(len(batch) * layout.row_stride)
+        theirs = Rows(memoryview(memory), layout)
+        keys = [block.key for block, _ in batch]
+        holders = [pack for _, pack in batch]
         parts, missing = plan_reads(
             holders,
             theirs,
             keys,
-            range(len(some)),
+            range(len(batch)),
             _BATCH_BYTES,
             _BATCH_BYTES,
             remote=backend.capabilities.remote,
         )
-        where = backend, other.namespace, theirs, Scratch(_BATCH_BYTES)
+        scratch = Scratch(_BATCH_BYTES)
+        read = partial(read_part, backend, other.namespace, theirs, scratch)
         failed = set(missing)
-        reads = [partial(read_part, *where, part) for part in parts]
-        for outcome in await self._own.threads.read(reads):
+        for outcome in await self._own.threads.read(
+            [partial(read, part) for part in parts]
+        ):
             failed.update(outcome.failed)
         return theirs, failed
 
@@ -507,31 +547,38 @@ class Canary:
 
     def _judge(self, other: OtherNamespace) -> None:
         """Adopt the candidate, or extend the depths, if there is enough evidence."""
-        evidence = self._evidence
         if self.verdict is None:
-            if (
-                len(evidence.requests) >= _LEAST_REQUESTS
-                and min(evidence.tokens) >= _LEAST_TOKENS
-            ):
-                self._adopt(other, tuple(evidence.depths))
-                agree = f"{sum(evidence.tokens)} tokens of {len(evidence.requests)} requests agree"
-                found = agree, _errors(evidence), _depths(evidence.depths)
-                logger.warning(
-                    "adopted the blocks of namespace %s: %s %s; %s",
-                    _name(self._candidates[0]),
-                    *found,
-                )
+            self._judge_candidate(other)
             return
-        depths = tuple(map(max, evidence.depths, self.verdict.depths))
-        grown = any(
-            new > old * _GROWTH
-            for new, old in zip(depths, self.verdict.depths, strict=True)
-        )
-        is_late = time.monotonic() - self._extended_at >= _EXTEND_S
-        if depths != self.verdict.depths and (grown or is_late):
+        old_depths = self.verdict.depths
+        depths = tuple(map(max, self._evidence.depths, old_depths))
+        if depths == old_depths:
+            return
+        # each extension reads the other catalogue: only for much growth, or from time to time
+        pairs = zip(depths, old_depths, strict=True)
+        has_grown = any(new > old * _GROWTH for new, old in pairs)
+        is_due = time.monotonic() - self._extended_at >= _EXTEND_S
+        if has_grown or is_due:
             self._adopt(other, depths)
 
+    def _judge_candidate(self, other: OtherNamespace) -> None:
+        """Adopt the candidate if enough tokens of enough requests agree."""
+        evidence = self._evidence
+        num_requests = len(evidence.requests)
+        if num_requests < _LEAST_REQUESTS or min(evidence.tokens) < _LEAST_TOKENS:
+            return
+        self._adopt(other, tuple(evidence.depths))
+        logger.warning(
+            "adopted the blocks of namespace %s: %d tokens of %d requests agree %s; %s",
+            _name(self._candidates[0]),
+            sum(evidence.tokens),
+            num_requests,
+            _errors(evidence),
+            _depths(evidence.depths),
+        )
+
     def _adopt(self, other: OtherNamespace, depths: tuple[int, ...]) -> None:
+        """Adopt the namespace up to these depths, or extend them."""
         self._record(other, "adopted", depths)
         self._extended_at = time.monotonic()
         other.use(depths)
@@ -539,12 +586,13 @@ class Canary:
     def _refuse(
         self, other: OtherNamespace, block: Block, agreement: Agreement
     ) -> None:
+        """Refuse the candidate, and continue with the next one. After an adoption, keep it and end
+        the growth of the depths."""
         name = other.namespace.hex()[:8]
-        where = (
+        cause = (
             f"a block at depth {block.depth} of group {block.group} differs in cell "
-            f"{agreement.cell}"
+            f"{agreement.cell} {_errors(agreement)}"
         )
-        cause = f"{where} {_errors(agreement)}"
         if self.verdict is not None:
             logger.warning(
                 "blocks of namespace %s beyond the adopted depths are not used: %s",
@@ -559,7 +607,7 @@ class Canary:
         self._refused.append(other)
         self.other = None
         self._candidates = self._candidates[1:]
-        self._evidence = self._nothing()
+        self._evidence = self._no_evidence()
 
     def _record(
         self,
@@ -569,30 +617,31 @@ class Canary:
         final: bool = False,
     ) -> None:
         """Set the verdict; ``update`` records it."""
-        found = self._evidence
-        tokens, error, limit = sum(found.tokens), found.error, found.limit
+        evidence = self._evidence
         self.verdict = Verdict(
             verdict=verdict,
             depths=depths,
             final=final,
-            tokens=tokens,
-            error=error,
-            limit=limit,
+            tokens=sum(evidence.tokens),
+            error=evidence.error,
+            limit=evidence.limit,
         )
         self._unwritten[other.namespace] = self.verdict
 
     @property
     def needs_update(self) -> bool:
         """Whether ``update`` has work to do."""
-        needs_repair = self.other is not None and self.other.needs_repair
-        return needs_repair or bool(self._unwritten or self._refused)
+        if self._unwritten or self._refused:
+            return True
+        return self.other is not None and self.other.needs_repair
 
     async def update(self) -> None:
         """Record new verdicts, and apply them. The task that changes the catalogue awaits it.
         Failures to record are logged, and the next start decides again."""
         while self._refused:
             self._refused.pop().close()
-        unwritten, self._unwritten = self._unwritten, {}
+        unwritten = self._unwritten
+        self._unwritten = {}
         for namespace, verdict in unwritten.items():
             await self._write(namespace, verdict)
         if self.other is not None:
@@ -601,11 +650,11 @@ class Canary:
             await self.refresh()
 
     async def _write(self, theirs: bytes, verdict: Verdict) -> None:
+        """Record a verdict about namespace ``theirs``. Failures are logged."""
         own = self._own
+        write = partial(write_verdict, own.backend, own.namespace, theirs, verdict)
         try:
-            await own.call(
-                partial(write_verdict, own.backend, own.namespace, theirs, verdict)
-            )
+            await own.call(write)
         except StoreError as error:
             logger.warning(
                 "the verdict about namespace %s is not recorded: %s",
@@ -633,18 +682,23 @@ def _depth_of(block: Block) -> int:
     return block.depth
 
 
-def _spread(both: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:
+def _spread(pairs: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:
     """Return at most 32 blocks of each group: evenly spaced, the last one included."""
-    found = []
-    for group in sorted({block.group for block, _ in both}):
-        some = [pair for pair in both if pair[0].group == group]
-        step = max(1, -(-len(some) // _MOST_BLOCKS))
-        found += some[::-1][::step][::-1]
-    return found
+    by_group: dict[int, list[tuple[Block, HeldPack]]] = {}
+    for block, pack in pairs:
+        by_group.setdefault(block.group, []).append((block, pack))
+    chosen: list[tuple[Block, HeldPack]] = []
+    for _, of_group in sorted(by_group.items()):
+        step = max(1, divide_up(len(of_group), _MOST_BLOCKS))
+        # from the end, so that the deepest block is among them
+        deepest_first = of_group[::-step]
+        chosen += reversed(deepest_first)
+    return chosen
 
 
 def _depths(depths: Iterable[int]) -> str:
-    return f"the first {' and '.join(map(str, depths))} blocks of a context"
+    counts = " and ".join(map(str, depths))
+    return f"the first {counts} blocks of a context"
 
 
 def _errors(found: _Evidence | Agreement) -> str:
@@ -652,10 +706,8 @@ def _errors(found: _Evidence | Agreement) -> str:
 
 
 def _name(namespace: Namespace) -> str:
+    release = "another release"
     engine = namespace.identity.fields.get("engine")
-    release = (
-        f"release {engine.get('release')}"
-        if isinstance(engine, dict)
-        else "another release"
-    )
+    if isinstance(engine, dict):
+        release = f"release {engine.get('release')}"
     return f"{namespace.id.hex()[:8]} ({release})"

@@ -87,7 +87,7 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
     if layout.length <= 0 or layout.offset < 0 or layout.offset % item:
         return False
     axes = [(stride, count) for count, stride in (*layout.cells, *layout.tokens)]
-    # From the innermost axis on, each step must be longer than all that lies within it.
+    # From the innermost axis on, each step must be at least as long as everything within it.
     end = layout.length * item
     for stride, count in sorted(axes):
         if count < 1:
@@ -127,13 +127,15 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
     """Divide a layout along the first dimension of its cells that is longer than 1, to bound a
     comparison's memory."""
     for axis, (count, stride) in enumerate(layout.cells):
-        if count > 1:
-            others = (*layout.cells[:axis], *layout.cells[axis + 1 :])
-            offsets = [layout.offset + number * stride for number in range(count)]
-            return [
-                VectorLayout(offset, others, layout.tokens, layout.length)
-                for offset in offsets
-            ]
+        if count == 1:
+            continue
+        other_axes = (*layout.cells[:axis], *layout.cells[axis + 1 :])
+        slices = []
+        for number in range(count):
+            offset = layout.offset + number * stride
+            part = VectorLayout(offset, other_axes, layout.tokens, layout.length)
+            slices.append(part)
+        return slices
     return [layout]
 
 
@@ -145,24 +147,27 @@ def _errors(
     """
     our_items = _items(ours, layout, dtype)
     their_items = _items(theirs, layout, dtype)
-    own = _decode(our_items, dtype)
-    lengths = _lengths(own)
+    our_vectors = _decode(our_items, dtype)
+    # lengths and errors have the shape (cells, tokens)
+    lengths = _lengths(our_vectors)
     if np.array_equal(our_items, their_items):
         # equal bytes need no second decoding
         errors = np.zeros_like(lengths)
     else:
-        other = _decode(their_items, dtype)
-        lengths = np.maximum(lengths, _lengths(other))
-        differences = _lengths(own - other)
-        least = _LEAST_LENGTH * np.median(lengths, axis=1, keepdims=True)
-        errors = differences / np.maximum(lengths, least)
+        their_vectors = _decode(their_items, dtype)
+        lengths = np.maximum(lengths, _lengths(their_vectors))
+        differences = _lengths(our_vectors - their_vectors)
+        least_lengths = _LEAST_LENGTH * np.median(lengths, axis=1, keepdims=True)
+        errors = differences / np.maximum(lengths, least_lengths)
         errors[differences == 0] = 0  # also where both lengths are 0
     is_finite = np.isfinite(lengths)
     errors[~is_finite] = np.inf
-    place = int(np.ceil(_SHARE * errors.shape[1])) - 1
+    num_tokens = errors.shape[1]
+    place = math.ceil(_SHARE * num_tokens) - 1
     worst = np.partition(errors, place, axis=1)[:, place]
     # A value that is not finite fails its cell, even among the 10 % of tokens that may differ.
-    worst[~is_finite.all(axis=1)] = np.inf
+    is_finite_cell = is_finite.all(axis=1)
+    worst[~is_finite_cell] = np.inf
     return worst, np.median(lengths, axis=1)
 
 
@@ -171,13 +176,16 @@ def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.g
     item = _ITEM_BYTES[dtype]
     axes = (*layout.cells, *layout.tokens, (layout.length, item))
     shape, strides = zip(*axes, strict=True)
-    flat = row[layout.offset :].view(f"u{item}")
-    strided = np.lib.stride_tricks.as_strided(flat[:1], shape, strides, writeable=False)
+    items = row[layout.offset :].view(f"u{item}")
+    # ``fits`` has checked that shape and strides end within the block
+    first = items[:1]
+    strided = np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
     num_cells = math.prod(count for count, _ in layout.cells)
     return strided.reshape(num_cells, -1, layout.length)
 
 
 def _lengths(vectors: Floats) -> Floats:
+    """Return the lengths of vectors, shape (cells, tokens), given as (cells, tokens, numbers)."""
     # The squares of float32 numbers exceed its range; those of bfloat16 have the same exponents.
     squares = np.einsum("ctv,ctv->ct", vectors, vectors, dtype=np.float64)
     lengths: Floats = np.sqrt(squares).astype(np.float32)
@@ -191,8 +199,11 @@ def _decode(items: npt.NDArray[np.generic], dtype: str) -> Floats:
     if dtype == "float16":
         return items.view(np.float16).astype(np.float32)
     if dtype == "bfloat16":
-        return (items.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    values: Floats = _float8(dtype)[items]
+        # the upper half of a float32
+        upper_half = items.astype(np.uint32) << np.uint32(16)
+        return upper_half.view(np.float32)
+    values_by_code = _float8(dtype)
+    values: Floats = values_by_code[items]
     return values
 
 
@@ -202,9 +213,12 @@ def _float8(dtype: str) -> Floats:
     exponent_bits = 4 if dtype == "float8_e4m3fn" else 5
     mantissa_bits = 7 - exponent_bits
     bias = (1 << (exponent_bits - 1)) - 1
+    exponent_mask = (1 << exponent_bits) - 1
+    mantissa_mask = (1 << mantissa_bits) - 1
+    # sign, exponent, mantissa
     codes = np.arange(256)
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    exponent = (codes >> mantissa_bits) & exponent_mask
+    mantissa = (codes & mantissa_mask) / (1 << mantissa_bits)
     subnormal = mantissa * 2.0 ** (1 - bias)
     normal = (1 + mantissa) * 2.0 ** (exponent - bias)
     values = np.where(exponent == 0, subnormal, normal)

@@ -92,7 +92,8 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
     def digest(self) -> bytes:
         """Digest of ``properties``, 16 bytes: the id of the namespace."""
         head = f"persistkv identity {IDENTITY_VERSION}\n".encode()
-        return hashlib.sha256(head + _canonical(self.properties)).digest()[:ID_BYTES]
+        digest = hashlib.sha256(head + _canonical(self.properties))
+        return digest.digest()[:ID_BYTES]
 
     @property
     def properties(self) -> dict[str, Any]:
@@ -117,13 +118,17 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
     def diff(self, other: Identity) -> list[FieldDifference]:
         """Return the properties in which ``other`` (theirs) differs from this identity (ours),
         named by dotted path."""
-        ours, theirs = dict(_flatten(self.properties)), dict(_flatten(other.properties))
-        return [
-            FieldDifference(name, ours.get(name), theirs.get(name))
-            for name in sorted(ours.keys() | theirs.keys())
-            if (name in ours, _canonical(ours.get(name)))
-            != (name in theirs, _canonical(theirs.get(name)))
-        ]
+        ours = dict(_flatten(self.properties))
+        theirs = dict(_flatten(other.properties))
+        differences = []
+        for name in sorted(ours.keys() | theirs.keys()):
+            our_value = ours.get(name)
+            their_value = theirs.get(name)
+            # absent is not null; 1 is not 1.0, nor true
+            in_both = name in ours and name in theirs
+            if not in_both or _canonical(our_value) != _canonical(their_value):
+                differences.append(FieldDifference(name, our_value, their_value))
+        return differences
 
     def nearest(self, others: Sequence[Identity]) -> Identity:
         """Return the one of ``others``, at least one, that differs in the fewest properties."""
@@ -141,16 +146,22 @@ def _canonical(fields: Any) -> bytes:
 
 
 def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a tree with their dotted paths. Empty mappings and lists are leaves."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
-            is_plain = name and not _PATH_SIGNS & set(name)
-            part = name if is_plain else json.dumps(name)
-            yield from _flatten(item, f"{path}.{part}" if path else part)
+            yield from _flatten(item, _member_path(path, name))
     elif isinstance(value, list) and value:
         for index, item in enumerate(value):
             yield from _flatten(item, f"{path}[{index}]")
     else:
         yield path, value
+
+
+def _member_path(path: str, name: str) -> str:
+    """Return the path of a mapping's member. A name that could be misread is quoted."""
+    is_plain = name and not _PATH_SIGNS & set(name)
+    part = name if is_plain else json.dumps(name)
+    return f"{path}.{part}" if path else part
 
 
 def fingerprint_checkpoint(directory: str | os.PathLike[str]) -> str:
@@ -224,7 +235,8 @@ def _indexed_files(index: Path) -> list[Path]:
         'an index with a "weight_map" from tensor names to files of the same directory'
     )
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = set(weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             "checkpoint", str(index), f"{expected} ({error})"
@@ -262,7 +274,9 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
 
 
 def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, max(size, 1))))
+    """Read and hash the tensors of an open weight file of ``size`` bytes."""
+    piece_bytes = min(_PIECE_BYTES, max(size, 1))
+    buffer = memoryview(bytearray(piece_bytes))
     if path.suffix != ".safetensors":
         digest = _hash_span(path, descriptor, 0, size, buffer)
         return [_TensorEntry(path.name, "file", (size,), digest)]
@@ -285,24 +299,27 @@ def _hash_span(
     """
     digest = xxhash.xxh3_128()
     while start < stop:
-        count = os.preadv(descriptor, [buffer[: stop - start]], start)
+        piece = buffer[: stop - start]
+        count = os.preadv(descriptor, [piece], start)
         if not count:
             raise ConfigurationError(
                 "checkpoint", str(path), f"a file of at least {stop} bytes"
             )
-        digest.update(buffer[:count])
+        digest.update(piece[:count])
         start += count
     return digest.hexdigest()
 
 
 def _combine(entries: Sequence[_TensorEntry]) -> str:
+    """Return the SHA-256 of tensors, hexadecimal, which does not depend on their order."""
     if not entries:
         raise ConfigurationError("weights", [], "at least one tensor")
     lines = []
     for entry in entries:
         fields = [entry.name, entry.dtype, list(entry.shape), entry.digest]
         lines.append(json.dumps(fields))
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    text = "\n".join(sorted(lines))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _TensorEntry(NamedTuple):
@@ -344,7 +361,8 @@ def _cache_file(path: Path) -> Path:
     """Return the path of the cache for this weight file; raise RuntimeError without a home
     directory."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]
+    encoded_path = os.fsencode(path.absolute())
+    name = hashlib.sha256(encoded_path).hexdigest()[:32]
     return root / "persistkv" / "fingerprints" / f"{name}.json"
 
 
@@ -352,16 +370,15 @@ def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | No
     """Return the cached entries of a file; None if the file changed, or if the cache has no
     readable record of it."""
     try:
-        record = msgspec.json.decode(
-            _cache_file(path).read_bytes(), type=_CachedFingerprints
-        )
+        content = _cache_file(path).read_bytes()
+        record = msgspec.json.decode(content, type=_CachedFingerprints)
     except (OSError, RuntimeError, ValueError):
         # RuntimeError: no home directory, or too deeply nested
         return None
-    expected = (_CACHE_VERSION, str(path.absolute()), _stamp(status))
-    if (record.version, record.path, record.stamp) != expected:
+    # the path too: the file's name is only a part of its hash
+    if record.version != _CACHE_VERSION or record.path != str(path.absolute()):
         return None
-    return record.entries
+    return record.entries if record.stamp == _stamp(status) else None
 
 
 def _save_entries(
@@ -397,19 +414,22 @@ def _read_header(
     of their bytes, which cover the rest of the file without gaps; raise ConfigurationError if it is
     not a valid safetensors file.
     """
-    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-    if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+    length_field = os.pread(descriptor, _LENGTH_BYTES, 0)
+    length = int.from_bytes(length_field, "little")
+    max_length = min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES)
+    if size < _LENGTH_BYTES or length > max_length:
         raise _invalid(path, f"its header cannot have {length} of {size} bytes")
     encoded = os.pread(descriptor, length, _LENGTH_BYTES)
-    read = {}
+    unordered = {}
     try:
         header = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            read[name] = msgspec.json.decode(entry, type=_Tensor)
+            unordered[name] = msgspec.json.decode(entry, type=_Tensor)
     except (ValueError, RecursionError) as error:
         raise _invalid(path, f"its header does not read: {error}") from None
-    tensors = dict(sorted(read.items(), key=lambda item: item[1].data_offsets))
+    by_offset = sorted(unordered.items(), key=lambda item: item[1].data_offsets)
+    tensors = dict(by_offset)
     end = 0
     for name, tensor in tensors.items():
         begin, stop = tensor.data_offsets

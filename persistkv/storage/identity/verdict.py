@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -62,7 +63,8 @@ def write_verdict(
 ) -> None:
     """Record the verdict of namespace ``ours`` about ``theirs``. If the medium fails, the previous
     one is kept."""
-    backend.put_note(ours, theirs.hex(), msgspec.json.encode(verdict))
+    content = msgspec.json.encode(verdict)
+    backend.put_note(ours, theirs.hex(), content)
 
 
 def verdicts(
@@ -88,18 +90,21 @@ def candidates(
     found = []
     for other in others:
         differences = identity.diff(other.identity)
-        if [difference.field for difference in differences] == [RELEASE_FIELD]:
+        differing = [difference.field for difference in differences]
+        if differing == [RELEASE_FIELD]:
             found.append(other)
     # the order costs a scan of the manifests of each
     if len(found) > 1:
-        found.sort(key=lambda namespace: _last_write(backend, namespace), reverse=True)
+        found.sort(key=partial(_last_write, backend), reverse=True)
     return found
 
 
 def _last_write(backend: Backend, namespace: Namespace) -> float:
+    """Return the time of a namespace's latest manifest, or else of its creation."""
     try:
         heads = backend.catalogue(namespace.id).manifests()
-        return max((head.created for head in heads), default=namespace.created)
+        times = [head.created for head in heads]
+        return max(times, default=namespace.created)
     except StoreError as error:
         logger.info(
             "the requests of namespace %s cannot be read: %s", namespace.id.hex(), error

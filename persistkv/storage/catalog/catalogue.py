@@ -80,13 +80,16 @@ class Catalogue:
         """See ``Backend.changes``."""
         with self._read() as rows:
             state = read_state(rows, self._namespace)
-            since = None if cursor is None else cursor_sequence(state, cursor)
+            since = None
+            if cursor is not None:
+                since = cursor_sequence(state, cursor)
             if since is not None:
                 changes = _changes_since(rows, self._namespace, since, state)
                 if changes is not None:
                     return changes
-        # the count may be damaged
-        blocks = min(state.blocks, self._disk_bytes() // _KEY_BYTES)
+        # the count may be damaged, and a reader allocates memory for so many blocks
+        max_blocks = self._disk_bytes() // _KEY_BYTES
+        blocks = min(state.blocks, max_blocks)
         added = self._all(PACKS, pack_table)
         return Changes(state.cursor, added, reset=True, blocks=blocks)
 
@@ -97,17 +100,25 @@ class Catalogue:
         which ``decode`` returns None.
         """
         start = self._namespace
-        while start:
+        while True:
+            last_key = b""
+            num_rows = 0
+            items: list[T] = []
             with self._read() as rows:
-                found = islice(rows.range(table, start), _ROWS_AT_ONCE)
-                last_key, items = b"", list[T | None]()
-                for key, row in found:
+                for key, row in islice(rows.range(table, start), _ROWS_AT_ONCE):
                     if key[:ID_BYTES] != self._namespace:
                         break
                     last_key = bytes(key)
-                    items.append(decode(key, row))
-            yield from (item for item in items if item is not None)
-            start = last_key + b"\0" if len(items) == _ROWS_AT_ONCE else b""
+                    num_rows += 1
+                    item = decode(key, row)
+                    if item is not None:
+                        items.append(item)
+            # after the transaction: the caller decides how long this takes
+            yield from items
+            if num_rows < _ROWS_AT_ONCE:
+                return
+            # the smallest key that follows the last one
+            start = last_key + b"\0"
 
     def tables(self, pack_ids: Sequence[bytes]) -> list[PackTable]:
         """See ``Backend.tables``."""
@@ -127,16 +138,18 @@ class Catalogue:
 
     def manifests_naming(self, packs: Sequence[bytes]) -> list[RequestManifest]:
         """Return the heads of the manifests that name any of these packs."""
+        # distinct names, in order
         names: dict[bytes, None] = {}
+        heads: list[RequestManifest] = []
         with self._read() as rows:
             for pack_id in packs:
-                names.update(
-                    dict.fromkeys(manifests_of(rows, self._namespace + pack_id))
-                )
-            heads = [
-                decoded(decode_manifest, rows.get(MANIFESTS, name)) for name in names
-            ]
-        return [head for head in heads if head is not None]
+                naming = manifests_of(rows, self._namespace + pack_id)
+                names.update(dict.fromkeys(naming))
+            for name in names:
+                head = decoded(decode_manifest, rows.get(MANIFESTS, name))
+                if head is not None:
+                    heads.append(head)
+        return heads
 
     def chain(self, manifest_id: str) -> list[bytes] | None:
         """Return the ids of the packs that a manifest names, from the beginning of the context on;
@@ -152,13 +165,13 @@ class Catalogue:
         use is unknown."""
         naming: dict[bytes, _Naming] = {}
         with self._read() as rows:
-            skew = read_clock(rows)[1].skew
+            _, clock = read_clock(rows)
 
         def read_use(rows: TableRows, name: bytes) -> RequestUse | None:
             chain = Chain.decode(rows.get(CHAINS, name))
             if chain is None:
                 return None
-            return _use_of(rows, self._namespace, chain, skew, naming)
+            return _use_of(rows, self._namespace, chain, clock.skew, naming)
 
         return self._each(self._names(manifest_ids), read_use)
 
@@ -168,6 +181,7 @@ class Catalogue:
             return read_state(rows, self._namespace)
 
     def _names(self, manifest_ids: Sequence[str]) -> list[bytes]:
+        """Return the keys of manifests' rows."""
         return [
             manifest_row(self._namespace, manifest_id) for manifest_id in manifest_ids
         ]
@@ -178,8 +192,9 @@ class Catalogue:
         """Return what ``read`` returns for each name. Up to 256 names share a read transaction."""
         found: list[T] = []
         for start in range(0, len(names), _AT_ONCE):
+            page = names[start : start + _AT_ONCE]
             with self._read() as rows:
-                found += [read(rows, name) for name in names[start : start + _AT_ONCE]]
+                found += [read(rows, name) for name in page]
         return found
 
 
@@ -225,6 +240,7 @@ def _changes_since(
 ) -> Changes | None:
     """Return the changes after the one with the number ``since``; None if the log no longer has all
     of them."""
+    # distinct names, in order: a pack can be added, removed and added again
     added: dict[bytes, None] = {}
     removed: dict[bytes, bytes] = {}
     for sequence in range(since + 1, state.sequence + 1):
@@ -236,10 +252,13 @@ def _changes_since(
             added[namespace + pack_id] = None
         else:
             removed.setdefault(pack_id, fingerprints)
-    tables = [pack_table(name, rows.get(PACKS, name)) for name in added]
-    return Changes(
-        state.cursor, [table for table in tables if table is not None], removed
-    )
+    tables: list[PackTable] = []
+    for name in added:
+        table = pack_table(name, rows.get(PACKS, name))
+        # None: removed later
+        if table is not None:
+            tables.append(table)
+    return Changes(state.cursor, tables, removed)
 
 
 def _use_of(
@@ -258,13 +277,13 @@ def _use_of(
     if not chain.packs:
         written = chain.time + skew
         return RequestUse(written, written, False, 0, chain.pinned)
-    last = namespace + chain.packs[-1]
-    use = Use.decode(rows.get(USES, last))
+    last_pack = namespace + chain.packs[-1]
+    use = Use.decode(rows.get(USES, last_pack))
     if use is None:
         return None
-    if last not in naming:
-        naming[last] = _Naming.read(rows, last)
-    found = naming[last]
+    if last_pack not in naming:
+        naming[last_pack] = _Naming.read(rows, last_pack)
+    found = naming[last_pack]
     raw, stored = _bytes_of(rows, namespace, chain)
     return RequestUse(
         chain.time + skew,
@@ -305,7 +324,8 @@ class _Naming:
 
 def _bytes_of(rows: TableRows, namespace: bytes, chain: Chain) -> tuple[int, int]:
     """Return the raw and the stored bytes of the packs of a request that are held."""
-    raw, stored = 0, 0
+    raw = 0
+    stored = 0
     for pack_id in chain.packs:
         row = rows.get(PACKS, namespace + pack_id)
         if row is not None:

@@ -100,30 +100,39 @@ class StoreClock(NamedTuple):
         If the wall clock jumped against the time since boot, log a warning, and advance by the
         smaller of the two elapsed times.
         """
+        # elapsed on the wall clock, and on the clock since boot
         wall = now.wall - self.at.wall
-        if now.boot != self.at.boot or now.since_boot < self.at.since_boot:
+        is_other_boot = now.boot != self.at.boot or now.since_boot < self.at.since_boot
+        if is_other_boot:
+            # only the wall clock has measured the time between the boots
             return StoreClock(self.time, now, max(0.0, wall), now.since_boot)
         elapsed = now.since_boot - self.at.since_boot
-        unconfirmed, since = self.unconfirmed, self.unconfirmed_since
-        if abs(wall - elapsed) > _TOLERANCE_S + _DRIFT * elapsed:
+        jump = wall - elapsed
+        unconfirmed = self.unconfirmed
+        since = self.unconfirmed_since
+        if abs(jump) > _TOLERANCE_S + _DRIFT * elapsed:
             logger.warning(
                 "the wall clock moved by %+.0f s against the time since boot: ages and ttl "
                 "follow elapsed time",
-                wall - elapsed,
+                jump,
             )
             if unconfirmed:
-                unconfirmed = max(0.0, unconfirmed + wall - elapsed)
+                # the jump corrects a clock that was wrong at boot; confirm the rest again
+                unconfirmed = max(0.0, unconfirmed + jump)
                 since = now.since_boot
             wall = min(wall, elapsed)
-        moved = self.time + max(0.0, wall)
+        time = self.time + max(0.0, wall)
         if unconfirmed and now.since_boot - since >= CONFIRMATION_S:
-            moved, unconfirmed = moved + unconfirmed, 0.0
-        return StoreClock(moved, now, unconfirmed, since)
+            time += unconfirmed
+            unconfirmed = 0.0
+        return StoreClock(time, now, unconfirmed, since)
 
 
 def _boot() -> bytes:
+    """Return 16 bytes that identify the present boot."""
     try:
-        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))[:16]
+        text = _BOOT_ID.read_text().strip()
+        return bytes.fromhex(text.replace("-", ""))[:16]
     except (OSError, ValueError):
         # no /proc: a new boot is only detected by a smaller time since boot
         return bytes(16)
@@ -166,8 +175,8 @@ def _listed(rows: TableRows, found: bytes) -> Chain | None:
     chain = Chain.decode(rows.get(CHAINS, name))
     if chain is None or chain.ttl_s <= 0:
         return None
-    is_listed_so = found == EXPIRY_KEY.pack(chain.expires, name)
-    return chain if is_listed_so else None
+    expected = EXPIRY_KEY.pack(chain.expires, name)
+    return chain if found == expected else None
 
 
 def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
@@ -176,7 +185,8 @@ def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
     if not chain.packs:
         return chain.expires
     namespace = found[-NAME_BYTES:-ID_BYTES]
-    use = Use.decode(rows.get(USES, namespace + chain.packs[-1]))
+    last_pack = namespace + chain.packs[-1]
+    use = Use.decode(rows.get(USES, last_pack))
     if use is None:
         return chain.expires
     return max(chain.expires, use.time + chain.ttl_s)
@@ -193,11 +203,13 @@ class EvictionOrder:
 
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows
-        moment, before = read_clock(rows)
-        self.moment = moment + 1
+        last_moment, before = read_clock(rows)
+        self.moment = last_moment + 1
         clock = before.advanced(Reading.now())
+        # two commits may read the same time: the order by time must be that by moment
         after_all_uses = math.nextafter(before.time, math.inf)
-        self._clock = clock._replace(time=max(clock.time, after_all_uses))
+        time = max(clock.time, after_all_uses)
+        self._clock = clock._replace(time=time)
         self.counts = False
         """Set by the caller: whether this transaction is a moment. If not, the next one may have
         the same number."""
@@ -224,7 +236,9 @@ class EvictionOrder:
         if use is None:
             return False
         moment, time = self._last_use(use)
-        used = use._replace(moment=moment, time=time, named=max(use.named, named))
+        named = max(use.named, named)
+        used = use._replace(moment=moment, time=time, named=named)
+        # usually a second touch by the same commit
         if used != use:
             self.put(name, used, use)
         return True
@@ -241,11 +255,15 @@ class EvictionOrder:
     def pin(self, name: bytes, count: int) -> None:
         """Add ``count``, which may be negative, to a pack's ``Use.pins``."""
         use = self.use(name)
-        if use is not None:
-            pins = min(max(0, use.pins + count), _MAX_PINS)
-            self.put(name, use._replace(pins=pins), use)
+        if use is None:
+            return
+        # within its bounds also if the row is damaged
+        pins = max(0, use.pins + count)
+        pins = min(pins, _MAX_PINS)
+        self.put(name, use._replace(pins=pins), use)
 
     def remove_pack(self, name: bytes) -> None:
+        """Remove a pack from the order; a name that is not listed is ignored."""
         use = self.use(name)
         if use is not None:
             self._rows.delete(ORDER, use.order_key(name))
@@ -279,23 +297,26 @@ class EvictionOrder:
         Enter manifests that were used again in ``EXPIRIES`` under their new time of expiry, and
         delete damaged entries.
         """
-        key = b""
-        while (found := self._rows.first(EXPIRIES, key)) is not None:
-            key = found + b"\0"
-            chain = _listed(self._rows, found)
+        rows = self._rows
+        start = b""
+        # a search for each entry instead of a cursor, which changes of the table would move
+        while (found := rows.first(EXPIRIES, start)) is not None:
+            start = found + b"\0"
+            chain = _listed(rows, found)
             if chain is None:
-                self._rows.delete(EXPIRIES, found)
+                rows.delete(EXPIRIES, found)
                 continue
             if chain.expires > self.time:
                 return
             name = found[-NAME_BYTES:]
-            expires = _expiry(self._rows, found, chain)
+            expires = _expiry(rows, found, chain)
             if expires <= self.time:
                 yield name
-            else:
-                self._rows.delete(EXPIRIES, found)
-                self._rows.put(EXPIRIES, EXPIRY_KEY.pack(expires, name), b"")
-                self._rows.put(CHAINS, name, chain._replace(expires=expires).encode())
+                continue
+            rows.delete(EXPIRIES, found)
+            rows.put(EXPIRIES, EXPIRY_KEY.pack(expires, name), b"")
+            later = chain._replace(expires=expires)
+            rows.put(CHAINS, name, later.encode())
 
     def oldest(self, low: bool | None = None) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the names and rows of packs and manifests in eviction order, and delete
@@ -303,11 +324,12 @@ class EvictionOrder:
 
         :param low: True: only candidates of low priority; False: only the others; None: all.
         """
-        key = b"\1" if low is False else b""
-        while (found := self._rows.first(ORDER, key)) is not None:
+        # keys begin with 0 for low priority, with 1 for the others
+        start = b"\1" if low is False else b""
+        while (found := self._rows.first(ORDER, start)) is not None:
             if low and found[:1] != b"\0":
                 return
-            key = found + b"\0"
+            start = found + b"\0"
             name = found[-NAME_BYTES:]
             row = self._row_of(found)
             if row is not None and row.order_key(name) == found:
@@ -320,7 +342,8 @@ class EvictionOrder:
         missing."""
         if len(found) != ORDER_KEY.size:
             return None
-        kind, name = found[-NAME_BYTES - 1], found[-NAME_BYTES:]
+        kind = found[-NAME_BYTES - 1]
+        name = found[-NAME_BYTES:]
         return self.chain(name) if kind == MANIFEST else self.use(name)
 
     def finish(self) -> None:
@@ -335,7 +358,8 @@ class EvictionOrder:
         """Write the row of a pack or manifest, in place of ``before``."""
         if before is not None:
             self._rows.delete(ORDER, before.order_key(name))
-        self._rows.put(USES if isinstance(row, Use) else CHAINS, name, row.encode())
+        table = USES if isinstance(row, Use) else CHAINS
+        self._rows.put(table, name, row.encode())
         if not row.pinned:
             self._rows.put(ORDER, row.order_key(name), b"")
 
@@ -362,4 +386,6 @@ class TimedOrder(EvictionOrder):
         return (moment + 1) / _MOMENTS_PER_S
 
     def _last_use(self, before: Use) -> tuple[int, float]:
-        return max(before.moment, self.moment), max(before.time, self.time)
+        moment = max(before.moment, self.moment)
+        time = max(before.time, self.time)
+        return moment, time

@@ -126,27 +126,33 @@ class TableRows:
     def existing(self, table: str, keys: Sequence[bytes]) -> set[bytes]:
         """Return those of the keys that have a row; fast also for many."""
         with self.cursor(table) as cursor:
-            return {bytes(key) for key, _ in cursor.getmulti(keys)}
+            rows = cursor.getmulti(keys)
+            return {bytes(key) for key, _ in rows}
 
     def has_prefix(self, table: str, prefix: bytes) -> bool:
         """Return whether the key of any row starts with ``prefix``."""
-        with self.cursor(table) as cursor:
-            return cursor.set_range(prefix) and cursor.key()[: len(prefix)] == prefix
+        found = self.first(table, prefix)
+        return found is not None and found.startswith(prefix)
 
     def cursor(self, table: str) -> lmdb.Cursor[memoryview]:
+        """Return a cursor over a table, before its first row."""
         return self.txn.cursor(self._databases[table])
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table."""
-        return int(self.txn.stat(self._databases[table])["entries"])
+        statistics = self.txn.stat(self._databases[table])
+        return int(statistics["entries"])
 
     def used_bytes(self) -> int:
         """Return the bytes of the pages that this transaction's snapshot uses, without free
         pages."""
         main = self.txn.stat()
+        tables = map(self.txn.stat, self._databases.values())
         pages = _META_PAGES
-        for stat in (main, *map(self.txn.stat, self._databases.values())):
-            pages += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+        for tree in (main, *tables):
+            pages += tree["branch_pages"]
+            pages += tree["leaf_pages"]
+            pages += tree["overflow_pages"]
         return int(pages * main["psize"])
 
 
@@ -199,9 +205,10 @@ class Use(NamedTuple):
 
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the pack with the key ``name``."""
-        return ORDER_KEY.pack(
-            self.named != NAMED_LOW, self.moment, UNKNOWN_DEPTH - self.depth, PACK, name
-        )
+        is_normal = self.named != NAMED_LOW
+        # deeper packs first, and packs of unknown depth before them
+        height = UNKNOWN_DEPTH - self.depth
+        return ORDER_KEY.pack(is_normal, self.moment, height, PACK, name)
 
     def encode(self) -> bytes:
         return _USE.pack(*self)
@@ -239,22 +246,26 @@ class Chain(NamedTuple):
 
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the manifest with the key ``name``."""
-        return ORDER_KEY.pack(
-            not self.flags & LOW, self.moment, UNKNOWN_DEPTH, MANIFEST, name
-        )
+        is_normal = not self.flags & LOW
+        # after all packs of its moment
+        return ORDER_KEY.pack(is_normal, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
-        return _CHAIN.pack(*self[:-1]) + b"".join(self.packs)
+        numbers = self[:-1]
+        return _CHAIN.pack(*numbers) + b"".join(self.packs)
 
     @classmethod
     def decode(cls, row: Buffer | None) -> Chain | None:
         """Decode the value of a row in ``CHAINS``; return None if the row is missing or damaged."""
-        if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
+        if row is None or len(row) < _CHAIN.size:
             return None
         ids = bytes(row[_CHAIN.size :])
+        if len(ids) % ID_BYTES:
+            return None
         starts = range(0, len(ids), ID_BYTES)
         packs = tuple(ids[start : start + ID_BYTES] for start in starts)
-        return cls._make((*_CHAIN.unpack_from(row), packs))
+        numbers = _CHAIN.unpack_from(row)
+        return cls._make((*numbers, packs))
 
 
 @dataclass
@@ -323,31 +334,40 @@ def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:
     :raises CorruptStoreError: its row is damaged.
     """
     row = rows.get(STATES, namespace)
-    return NamespaceState(NO_GENERATION) if row is None else NamespaceState.decode(row)
+    if row is None:
+        return NamespaceState(NO_GENERATION)
+    return NamespaceState.decode(row)
 
 
 def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
     """Return the sequence number in a cursor; None if the cursor is not valid for this
     namespace."""
-    if cursor == EMPTY_CURSOR:  # all that the namespace has was added later
+    if cursor == EMPTY_CURSOR:  # the whole content of the namespace was added later
         return 0
-    if len(cursor) != 16 or cursor[:8] != state.generation:
+    if len(cursor) != len(EMPTY_CURSOR):
         return None
-    sequence = int.from_bytes(cursor[8:], "big")
+    generation = cursor[:GENERATION_BYTES]
+    if generation != state.generation:
+        return None
+    sequence = int.from_bytes(cursor[GENERATION_BYTES:], "big")
     return sequence if sequence <= state.sequence else None
 
 
 def is_current(cursor: bytes, seen: bytes) -> bool:
     """Return whether ``cursor``, the current position in a namespace's change log, has no changes
     after ``seen``."""
-    has_changes = any(cursor[8:])
-    return seen == cursor or (seen == EMPTY_CURSOR and not has_changes)
+    if seen == cursor:
+        return True
+    # a namespace that has begun since, without changes so far
+    sequence = cursor[GENERATION_BYTES:]
+    return seen == EMPTY_CURSOR and not any(sequence)
 
 
 def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
     """Return the key of a manifest's rows: namespace and digest of its id. Ids may be too long for
     keys."""
-    return namespace + blake2b(manifest_id.encode(), digest_size=ID_BYTES).digest()
+    digest = blake2b(manifest_id.encode(), digest_size=ID_BYTES)
+    return namespace + digest.digest()
 
 
 def note_row(namespace: bytes, name: str) -> bytes:
@@ -356,6 +376,7 @@ def note_row(namespace: bytes, name: str) -> bytes:
 
 
 def encode_namespace(namespace: Namespace) -> bytes:
+    """Return the value of a row in ``NAMESPACES``."""
     return _CREATED.pack(namespace.created) + namespace.identity.encode()
 
 
@@ -401,13 +422,18 @@ def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
     detected: they may be wrong.
     """
     row = bytes(row)
-    return row[:1], row[1 : 1 + ID_BYTES], row[1 + ID_BYTES :]
+    kind = row[:1]
+    pack_id = row[1 : 1 + ID_BYTES]
+    fingerprints = row[1 + ID_BYTES :]
+    return kind, pack_id, fingerprints
 
 
 def decoded(decode: Callable[[Buffer], T], row: Buffer | None) -> T | None:
     """Return a decoded row; None if the row is missing or damaged."""
+    if row is None:
+        return None
     try:
-        return None if row is None else decode(row)
+        return decode(row)
     except CorruptPackError:
         return None
 

@@ -57,6 +57,8 @@ _EXPIRED_AT_ONCE = 128
 _BEGINNING_BYTES = 8 << 10
 # 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
 _ROWS_BYTES = 1 << 10
+_FRAME_BYTES = 64  # of a frame in the table of its pack, rounded up
+_LINK_BYTES = 160  # of the rows for each pack that a manifest names
 
 
 class Evicted(enum.Enum):
@@ -142,10 +144,11 @@ class CatalogTransaction:
     def beginning_bytes(self) -> int:
         """Upper estimate of the bytes of the rows that begin the namespace; 0 if the store holds
         it."""
-        opened = {} if self._opened is None else self._opened
-        if self._state.generation != NO_GENERATION or self._namespace not in opened:
+        is_held = self._state.generation != NO_GENERATION
+        if is_held or self._opened is None or self._namespace not in self._opened:
             return 0
-        return len(encode_namespace(opened[self._namespace])) + _BEGINNING_BYTES
+        identity_row = encode_namespace(self._opened[self._namespace])
+        return len(identity_row) + _BEGINNING_BYTES
 
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched
@@ -218,10 +221,11 @@ class CatalogTransaction:
                 self._expire_manifest(name)
         if ttl_s is None:
             return
+        # each priority has an order of its own, of which the oldest come first
         for low in (True, False):
             for name, row in self._unused_for(ttl_s, low):
                 if not at_most:
-                    break
+                    return
                 if name not in self._keep:
                     at_most -= 1
                     self._remove(name, row)
@@ -231,24 +235,28 @@ class CatalogTransaction:
     ) -> Iterator[tuple[bytes, Use | Chain]]:
         """Yield the packs and manifests of one priority that were unused for ``ttl_s``, in eviction
         order."""
+        now = self._order.time
         for name, row in self._order.oldest(low):
             # damaged: nothing is used later than now
-            if row.time > self._order.time:
+            if row.time > now:
                 continue
-            if row.time >= self._order.time - ttl_s:
+            if row.time >= now - ttl_s:
                 return
             yield name, row
 
     def _expire_manifest(self, name: bytes) -> None:
+        """Delete a manifest whose ttl has passed, and those of its packs that were unused for it
+        and that no other manifest names."""
         chain = self._order.chain(name)
         self.drop_manifest(name)
         if chain is None:
             return
+        namespace = name[:ID_BYTES]
         for pack_id in chain.packs:
-            pack = name[:ID_BYTES] + pack_id
+            pack = namespace + pack_id
             use = self._order.use(pack)
-            unused = use is not None and use.time + chain.ttl_s <= self._order.time
-            if unused and pack not in self._keep and not self._is_named(pack):
+            is_unused = use is not None and use.time + chain.ttl_s <= self._order.time
+            if is_unused and pack not in self._keep and not self._is_named(pack):
                 self._delete_pack(pack)
 
     def discard(self, pack_id: bytes) -> None:
@@ -267,6 +275,7 @@ class CatalogTransaction:
             deleted.
         """
         name = self._namespace + pack_id
+        # one more than may be deleted, to know whether any remain
         naming: list[bytes] = []
         for manifest in manifests_of(self._rows, name):
             if manifest not in self._keep:
@@ -288,6 +297,8 @@ class CatalogTransaction:
                 self._finish_namespace(name, state)
 
     def _finish_namespace(self, name: bytes, state: NamespaceState) -> None:
+        """Write the rows of a namespace that has changed; begin it, or end it, if the driver does
+        not."""
         if self._opened is not None:
             if self._is_empty(name, state):
                 self._end(name, state)
@@ -300,15 +311,18 @@ class CatalogTransaction:
     # Packs
 
     def _holds(self, name: bytes) -> bool:
-        return pack_table(name, self._rows.get(PACKS, name)) is not None
+        """Return whether the store has a pack, and its table can be read."""
+        row = self._rows.get(PACKS, name)
+        return pack_table(name, row) is not None
 
     def _add(self, pack: NewPack) -> None:
         """Write a pack, or touch it if it is held. A pack with a damaged table is not held and is
         rewritten."""
         name = self._namespace + pack.pack_id
         if self._holds(name):
+            is_listed = self._order.touch(name)
             # its use is damaged: without one, it could not be evicted
-            if not self._order.touch(name):
+            if not is_listed:
                 self._order.add_pack(name, UNKNOWN_DEPTH, self._pins_of(name))
             return
         self._delete_pack(name)
@@ -322,11 +336,13 @@ class CatalogTransaction:
         depth = min(depths, default=UNKNOWN_DEPTH)
         self._order.add_pack(name, depth, self._pins_of(name))
         # in a shared store, a manifest may arrive before its packs
-        if named := self._named_by(name):
+        named = self._named_by(name)
+        if named:
             self._order.touch(name, named)
         self._state.count(pack.table, 1)
 
     def _remove(self, name: bytes, row: Use | Chain) -> None:
+        """Evict the pack or manifest of a row in the eviction order."""
         if isinstance(row, Chain):
             self.drop_manifest(name)
         else:
@@ -336,15 +352,19 @@ class CatalogTransaction:
         """Delete a pack and the manifests that name it; unless ``alone``, also their later packs
         that no other manifest names.
         """
-        self._drop_all(list(manifests_of(self._rows, name)), name, alone=alone)
+        # a list: the deletions change the table
+        naming = list(manifests_of(self._rows, name))
+        self._drop_all(naming, name, alone=alone)
         self._delete_pack(name)
 
     def _drop_all(self, manifests: list[bytes], pack: bytes, *, alone: bool) -> None:
         """Delete manifests that name a pack; unless ``alone``, also their later packs that no
         manifest names now."""
+        # distinct names, in order: manifests share packs
         later: dict[bytes, None] = {}
         for manifest in manifests:
-            later.update(dict.fromkeys(self.drop_manifest(manifest, after=pack)))
+            packs_after = self.drop_manifest(manifest, after=pack)
+            later.update(dict.fromkeys(packs_after))
             # also if the manifest's rows are damaged
             self._rows.delete(LINKS, pack + manifest[ID_BYTES:])
         if alone:
@@ -356,9 +376,11 @@ class CatalogTransaction:
                 self._delete_pack(name)
 
     def _is_named(self, pack: bytes) -> bool:
-        return next(self._rows.starting_with(LINKS, pack), None) is not None
+        """Return whether any manifest names a pack."""
+        return self._rows.has_prefix(LINKS, pack)
 
     def _delete_pack(self, name: bytes) -> None:
+        """Delete a pack's rows and payload; a pack that is not held is ignored."""
         row = self._rows.get(PACKS, name)
         if row is None:
             # a damaged store may list packs that it does not hold
@@ -371,11 +393,13 @@ class CatalogTransaction:
         self.removed.append(name)
         self._order.remove_pack(name)
         self._log(name, REMOVED, table)
-        if table is None:  # the damaged row's share of the totals is unknown
+        if table is None:
+            # the damaged row's share of the totals is unknown
             self._recount(name[:ID_BYTES])
-        else:
-            self.evicted.append(table)
-            self._state_of(table.namespace).count(table, -1)
+            return
+        self.evicted.append(table)
+        state = self._state_of(table.namespace)
+        state.count(table, -1)
 
     # Manifests
 
@@ -386,17 +410,18 @@ class CatalogTransaction:
         name = manifest_row(self._namespace, write.manifest.id)
         before = self._order.chain(name)
         self.drop_manifest(name)
-        pinned = before is not None and before.pinned
-        low = write.manifest.priority == "low"
+        is_pinned = before is not None and before.pinned
         flags = 0
+        named = NAMED
         if write.manifest.ordered:
             flags |= ORDERED
         if write.manifest.restored_tokens:
             flags |= RESTORED
-        if pinned:
+        if is_pinned:
             flags |= PINNED
-        if low:
+        if write.manifest.priority == "low":
             flags |= LOW
+            named = NAMED_LOW
         self._rows.put(MANIFESTS, name, encode_manifest(write.manifest))
         self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys))
         packs = tuple(dict.fromkeys(write.packs))
@@ -405,8 +430,8 @@ class CatalogTransaction:
         for pack_id in packs:
             pack = self._namespace + pack_id
             self._rows.put(LINKS, pack + name[ID_BYTES:], b"")
-            self._order.touch(pack, NAMED_LOW if low else NAMED)
-            if pinned:
+            self._order.touch(pack, named)
+            if is_pinned:
                 self._order.pin(pack, 1)
 
     def drop_manifest(self, name: bytes, after: bytes | None = None) -> list[bytes]:
@@ -415,8 +440,10 @@ class CatalogTransaction:
         :returns: the names of the packs after the pack ``after`` in its chain, if the chain is
             ordered.
         """
-        namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
-        if self._rows.delete(MANIFESTS, name):
+        namespace = name[:ID_BYTES]
+        digest = name[ID_BYTES:]
+        was_held = self._rows.delete(MANIFESTS, name)
+        if was_held:
             self._state_of(namespace).requests -= 1
             self.dropped.append(name)
         self._rows.delete(MANIFEST_KEYS, name)
@@ -431,7 +458,8 @@ class CatalogTransaction:
                 self._order.pin(pack, -1)
         if after not in packs or not chain.flags & ORDERED:
             return []
-        return packs[packs.index(after) + 1 :]
+        position = packs.index(after)
+        return packs[position + 1 :]
 
     def _pins_of(self, pack: bytes) -> int:
         """Return the number of pinned manifests that name a pack."""
@@ -444,12 +472,13 @@ class CatalogTransaction:
 
     def _named_by(self, pack: bytes) -> int:
         """Return ``Use.named`` of a pack, from the manifests that name it."""
-        found = 0
+        highest = 0
         for manifest in manifests_of(self._rows, pack):
             chain = self._order.chain(manifest)
             if chain is not None:
-                found = max(found, NAMED_LOW if chain.flags & LOW else NAMED)
-        return found
+                named = NAMED_LOW if chain.flags & LOW else NAMED
+                highest = max(highest, named)
+        return highest
 
     def pin(self, name: bytes, pinned: bool) -> None:
         """Pin or unpin a manifest, and the packs that it names. A name that is not held is
@@ -457,15 +486,20 @@ class CatalogTransaction:
         chain = self._order.chain(name)
         if chain is None or chain.pinned == pinned:
             return
-        self._order.put(name, chain._replace(flags=chain.flags ^ PINNED), chain)
+        changed = chain._replace(flags=chain.flags ^ PINNED)
+        self._order.put(name, changed, chain)
+        count = 1 if pinned else -1
         for pack_id in chain.packs:
-            self._order.pin(self._namespace + pack_id, 1 if pinned else -1)
+            self._order.pin(self._namespace + pack_id, count)
 
     # Totals and log
 
     def _state_of(self, namespace: bytes) -> NamespaceState:
+        """Return the totals of a namespace, which the caller changes and ``finish`` writes."""
         if namespace not in self._states:
-            state = self._states[namespace] = read_state(self._rows, namespace)
+            state = read_state(self._rows, namespace)
+            self._states[namespace] = state
+            # encoded, because the state changes
             self._before[namespace] = state.encode()
         return self._states[namespace]
 
@@ -484,10 +518,8 @@ class CatalogTransaction:
         """Return whether a namespace has neither packs nor manifests, not even damaged ones."""
         if state.packs or state.requests:
             return False
-        return all(
-            next(self._rows.starting_with(table, name), None) is None
-            for table in (PACKS, MANIFESTS)
-        )
+        has_rows = self._rows.has_prefix(PACKS, name)
+        return not has_rows and not self._rows.has_prefix(MANIFESTS, name)
 
     def _end(self, name: bytes, state: NamespaceState) -> None:
         """Delete the rows of a namespace without content, its notes included."""
@@ -497,33 +529,44 @@ class CatalogTransaction:
             (LOG, name),
             (META, NOTE + name),
         ):
+            # a list: rows must not change during the iteration
             keys = [bytes(key) for key, _ in self._rows.starting_with(table, prefix)]
             for key in keys:
                 self._rows.delete(table, key)
-        state.generation, state.sequence = NO_GENERATION, 0
+        state.generation = NO_GENERATION
+        state.sequence = 0
         self.ended.append(name)
 
     def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> None:
-        namespace, pack_id = name[:ID_BYTES], name[ID_BYTES:]
+        """Add an entry to the change log of a pack's namespace; parameters as in
+        ``encode_change``."""
+        namespace = name[:ID_BYTES]
+        pack_id = name[ID_BYTES:]
         state = self._state_of(namespace)
         state.sequence += 1
         key = LOG_KEY.pack(namespace, state.sequence)
         self._rows.put(LOG, key, encode_change(kind, pack_id, table))
 
     def _shorten_log(self, namespace: bytes, state: NamespaceState) -> None:
-        oldest = LOG_KEY.pack(namespace, max(0, state.sequence - LOG_ENTRIES + 1))
+        """Delete the entries of a change log before its last ``LOG_ENTRIES`` ones."""
+        oldest = max(0, state.sequence - LOG_ENTRIES + 1)
+        oldest_key = LOG_KEY.pack(namespace, oldest)
         expired: list[bytes] = []
         for key, _ in self._rows.starting_with(LOG, namespace):
             name = bytes(key)
-            if name >= oldest:
+            if name >= oldest_key:
                 break
             expired.append(name)
         for key in expired:
             self._rows.delete(LOG, key)
 
     def _recount(self, namespace: bytes) -> None:
+        """Compute the totals of a namespace's packs from their tables."""
         state = self._state_of(namespace)
-        state.packs = state.blocks = state.raw_bytes = state.stored_bytes = 0
+        state.packs = 0
+        state.blocks = 0
+        state.raw_bytes = 0
+        state.stored_bytes = 0
         for key, row in self._rows.starting_with(PACKS, namespace):
             table = pack_table(key, row)
             if table is not None:
@@ -543,11 +586,16 @@ def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
     """Return an upper estimate of the bytes of all rows that packs (without their payloads) and
     manifests add."""
+    # twice the content, because LMDB leaves parts of its pages empty
     total = 0
     for pack in packs:
-        keys = len(pack.keys.data) + len(pack.keys.lengths)
-        total += 2 * (64 * pack.frame_count + keys) + _ROWS_BYTES
+        keys_bytes = len(pack.keys.data) + len(pack.keys.lengths)
+        frames_bytes = _FRAME_BYTES * pack.frame_count
+        total += 2 * (frames_bytes + keys_bytes) + _ROWS_BYTES
     for write in manifests:
-        keys = sum(len(keys.data) + len(keys.lengths) for keys in write.keys)
-        total += 2 * (keys + 160 * len(write.packs)) + _ROWS_BYTES
+        keys_bytes = 0
+        for keys in write.keys:
+            keys_bytes += len(keys.data) + len(keys.lengths)
+        links_bytes = _LINK_BYTES * len(write.packs)
+        total += 2 * (keys_bytes + links_bytes) + _ROWS_BYTES
     return total

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
+from persistkv.rounding import divide_up
 from persistkv.storage.catalog.rows import META, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.inline import InlinePayloads
@@ -71,13 +72,17 @@ def read_extents(rows: TableRows, name: bytes) -> list[Extent] | None:
     """Return the extents of a pack; None if its payload is not in extents, an empty list if its row
     is damaged."""
     row = rows.get(EXTENTS, name)
-    return None if row is None else decode_extents(row)
+    if row is None:
+        return None
+    return decode_extents(row)
 
 
 def read_reserved(rows: TableRows, writer: int) -> list[Extent]:
     """Return the extents that a writer has reserved, in the order in which it uses them."""
     row = rows.get(RESERVED, _WRITER.pack(writer))
-    return [] if row is None else decode_extents(row)
+    if row is None:
+        return []
+    return decode_extents(row)
 
 
 def pages_of(extents: Iterable[Extent]) -> int:
@@ -87,39 +92,44 @@ def pages_of(extents: Iterable[Extent]) -> int:
 
 def pages_for(length: int) -> int:
     """Return the number of pages that a payload of ``length`` bytes takes."""
-    return -(-length // PAGE_BYTES)
+    return divide_up(length, PAGE_BYTES)
 
 
 def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Extent]]:
     """Divide extents into those of the first ``pages`` pages and the rest."""
     first: list[Extent] = []
     for number, extent in enumerate(extents):
-        if extent.pages > pages:
-            begin, end = extent.split(pages)
-            if pages:
-                first.append(begin)
-            return first, [end, *extents[number + 1 :]]
-        first.append(extent)
-        pages -= extent.pages
+        if extent.pages <= pages:
+            first.append(extent)
+            pages -= extent.pages
+            continue
+        # the extent that the division cuts, or the one after it
+        begin, end = extent.split(pages)
+        if pages:
+            first.append(begin)
+        rest = [end, *extents[number + 1 :]]
+        return first, rest
     return first, []
 
 
 def without(extents: Iterable[Extent], removed: Iterable[Extent]) -> list[Extent]:
-    """Return the extents without the pages of ``removed``. Each removed extent lies within one of
+    """Return the extents without the pages of ``removed``. Each removed extent is a part of one of
     them."""
-    holes = sorted(removed)
+    gaps = sorted(removed)
     left: list[Extent] = []
     for extent in extents:
-        page = extent.page
-        first_hole = bisect_left(holes, (extent.segment, page))
-        for hole in holes[first_hole:]:
-            if (hole.segment, hole.page) >= (extent.segment, extent.end):
+        segment = extent.segment
+        extent_end = (segment, extent.end)
+        page = extent.page  # the next page to keep
+        first_gap = bisect_left(gaps, (segment, page))
+        for gap in gaps[first_gap:]:
+            if (gap.segment, gap.page) >= extent_end:
                 break
-            if hole.page > page:
-                left.append(Extent(extent.segment, page, hole.page - page))
-            page = hole.end
+            if gap.page > page:
+                left.append(Extent(segment, page, gap.page - page))
+            page = gap.end
         if page < extent.end:
-            left.append(Extent(extent.segment, page, extent.end - page))
+            left.append(Extent(segment, page, extent.end - page))
     return left
 
 
@@ -127,7 +137,7 @@ class Space(NamedTuple):
     """Counts of 4 KiB pages over all segments, as the last transaction recorded them."""
 
     total: int = 0
-    """Pages with disk space: all but the holes."""
+    """Pages with disk space, that is, without the holes."""
     free: int = 0
     """Pages that can be allocated without growing a file."""
     reserved: int = 0
@@ -136,7 +146,9 @@ class Space(NamedTuple):
     @property
     def used_bytes(self) -> int:
         """Bytes of the segment pages that payloads of packs occupy."""
-        return max(0, self.total - self.free - self.reserved) * PAGE_BYTES
+        pages = self.total - self.free - self.reserved
+        # negative: the row is damaged
+        return max(0, pages) * PAGE_BYTES
 
 
 def read_space(rows: TableRows) -> Space:
@@ -159,8 +171,12 @@ class Allocator:
     def __init__(self, transaction: TableRows) -> None:
         self._rows = transaction
         self._before = read_space(transaction)
-        self.total, self.free, self.reserved = self._before
-        """Pages of all segments, without holes; free pages; reserved pages."""
+        self.total = self._before.total
+        """Pages of all segments, without holes."""
+        self.free = self._before.free
+        """Free pages."""
+        self.reserved = self._before.reserved
+        """Reserved pages."""
         self._segments: dict[int, int] | None = None  # read on first use
 
     @property
@@ -174,7 +190,8 @@ class Allocator:
             self._segments = {}
             for key, row in self._rows.starting_with(SEGMENTS, b""):
                 (segment,) = _unpack(_SEGMENT, key)
-                (self._segments[segment],) = _unpack(_PAGES, row)
+                (pages,) = _unpack(_PAGES, row)
+                self._segments[segment] = pages
         return self._segments
 
     def _record_segment(self, segment: int, pages: int) -> None:
@@ -201,7 +218,8 @@ class Allocator:
         from several."""
         taken: list[Extent] = []
         while pages:
-            extent = self._cut(self._best(pages), pages)
+            free = self._best(pages)
+            extent = self._cut(free, pages)
             taken.append(extent)
             pages -= extent.pages
         return taken
@@ -212,13 +230,17 @@ class Allocator:
 
     def writers(self) -> list[int]:
         """Return the numbers of the writers that have reserved extents."""
-        keys = [key for key, _ in self._rows.starting_with(RESERVED, b"")]
-        return [_unpack(_WRITER, key)[0] for key in keys]
+        writers: list[int] = []
+        for key, _ in self._rows.starting_with(RESERVED, b""):
+            (writer,) = _unpack(_WRITER, key)
+            writers.append(writer)
+        return writers
 
     def reserve(self, writer: int, extents: Sequence[Extent]) -> None:
         """Record allocated extents, and no others, as reserved by a writer."""
-        before = pages_of(self.reserved_by(writer))
-        self.reserved += pages_of(extents) - before
+        # in place of its former reservation
+        self.reserved -= pages_of(self.reserved_by(writer))
+        self.reserved += pages_of(extents)
         key = _WRITER.pack(writer)
         if extents:
             self._rows.put(RESERVED, key, encode_extents(extents))
@@ -233,7 +255,8 @@ class Allocator:
 
     def _cut(self, free: Extent, pages: int) -> Extent:
         """Allocate the first ``pages`` pages of a free extent, or all if it has fewer."""
-        taken, rest = free.split(min(pages, free.pages))
+        count = min(pages, free.pages)
+        taken, rest = free.split(count)
         self._replace([free], rest)
         self.free -= taken.pages
         return taken
@@ -252,18 +275,20 @@ class Allocator:
         self._rows.delete(EXTENTS, name)
         segments = self.segments()
         for extent in extents:
-            if not 0 < extent.pages <= segments.get(extent.segment, 0) - extent.page:
-                # damaged row: its pages are leaked, so that no page of another pack is freed
-                continue
-            self.free_now([extent])
+            segment_end = segments.get(extent.segment, 0)
+            # otherwise the row is damaged: its pages are leaked, so that no page of another pack is
+            # freed
+            if extent.pages > 0 and extent.end <= segment_end:
+                self.free_now([extent])
         return True
 
     def extend(self, segment: int, before: int, pages: int) -> None:
         """Record that a segment has ``pages`` pages instead of ``before``; the added ones are
         free."""
+        added = Extent(segment, before, pages - before)
         self._record_segment(segment, pages)
-        self.total += pages - before
-        self.free_now([Extent(segment, before, pages - before)])
+        self.total += added.pages
+        self.free_now([added])
 
     def empty(self, pages: int, at_most: int) -> list[Extent]:
         """Turn free pages into holes, from the largest extents on, and return these holes.
@@ -274,7 +299,8 @@ class Allocator:
         holes: list[Extent] = []
         while pages > 0 and self.free and len(holes) < at_most:
             free = self._best(_MOST_PAGES)
-            kept, hole = free.split(max(0, free.pages - pages))
+            num_kept = max(0, free.pages - pages)
+            kept, hole = free.split(num_kept)
             self._replace([free], kept)
             self._put_hole(hole)
             self.free -= hole.pages
@@ -330,13 +356,15 @@ class Allocator:
 
     def _best(self, pages: int) -> Extent:
         """Return the smallest free extent of at least ``pages`` pages, or the largest one."""
+        least_key = _SIZE.pack(pages, 0, 0)
         with self._rows.cursor(SIZES) as cursor:
-            if not cursor.set_range(_SIZE.pack(pages, 0, 0)) and not cursor.last():
+            if not cursor.set_range(least_key) and not cursor.last():
                 raise CorruptStoreError(
                     "there are fewer free extents than the totals say"
                 )
             found = _free_extent(cursor.key())
-        if not found.pages or found.end > self.segments().get(found.segment, 0):
+        segment_end = self.segments().get(found.segment, 0)
+        if not found.pages or found.end > segment_end:
             raise CorruptStoreError(
                 f"a free extent of {found.pages} pages is outside of segment {found.segment}"
             )
@@ -345,18 +373,20 @@ class Allocator:
     def _join(self, extent: Extent) -> None:
         """Record a free extent, merged with the free extents that it touches."""
         before, after = self._neighbours(extent)
+        merged = extent
         touching = []
-        if before is not None and before.touches(extent):
+        if before is not None and before.touches(merged):
             touching.append(before)
-            extent = before._replace(pages=before.pages + extent.pages)
-        if after is not None and extent.touches(after):
+            merged = before._replace(pages=before.pages + merged.pages)
+        if after is not None and merged.touches(after):
             touching.append(after)
-            extent = extent._replace(pages=extent.pages + after.pages)
-        self._replace(touching, extent)
+            merged = merged._replace(pages=merged.pages + after.pages)
+        self._replace(touching, merged)
 
     def _neighbours(self, extent: Extent) -> tuple[Extent | None, Extent | None]:
         """Return the free extents before and after an extent, by place."""
-        before, after = None, None
+        before = None
+        after = None
         with self._rows.cursor(FREE) as cursor:
             if cursor.set_range(extent.place):
                 after = _extent_at(cursor.item())
@@ -377,7 +407,9 @@ class Allocator:
             self._rows.put(FREE, new.place, _PAGES.pack(new.pages))
             self._rows.put(SIZES, _size_key(new), b"")
         for extent in old:
-            if not new.pages or extent.place != new.place:
+            # at the same place, the new row has replaced the old one
+            is_replaced = new.pages and extent.place == new.place
+            if not is_replaced:
                 self._rows.delete(FREE, extent.place)
             self._rows.delete(SIZES, _size_key(extent))
 
@@ -428,14 +460,20 @@ class ExtentPayloads:
     @property
     def published_bytes(self) -> int:
         """Bytes of the extents of the packs that this transaction has added."""
-        return sum(pages_of(self.placed[name]) for name in self.published) * PAGE_BYTES
+        return pages_of(self._published_extents()) * PAGE_BYTES
+
+    def _published_extents(self) -> list[Extent]:
+        extents: list[Extent] = []
+        for name in self.published:
+            extents += self.placed[name]
+        return extents
 
     def release_rest(self, writer: int) -> None:
-        """End the reservation of a writer: what no added pack is in becomes free."""
-        published = [extent for name in self.published for extent in self.placed[name]]
-        rest = without(self.allocator.reserved_by(writer), published)
+        """End the reservation of a writer: extents of no added pack become free."""
+        reserved = self.allocator.reserved_by(writer)
+        unused = without(reserved, self._published_extents())
         self.allocator.reserve(writer, ())
-        self.allocator.free_now(rest)
+        self.allocator.free_now(unused)
 
     def take(self, pages: int) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
@@ -462,11 +500,13 @@ class ExtentPayloads:
         :returns: whether more pages could be returned: a transaction makes a bounded number of
             holes.
         """
-        excess = self.allocator.total - limit // PAGE_BYTES
-        if excess <= 0 or not self.allocator.free or not self._files.punches:
+        allocator = self.allocator
+        limit_pages = limit // PAGE_BYTES
+        excess = allocator.total - limit_pages
+        if excess <= 0 or not allocator.free or not self._files.punches:
             return False
-        self.holes += self.allocator.empty(excess, _HOLES_AT_ONCE)
-        return self.allocator.free > 0 and self.allocator.total > limit // PAGE_BYTES
+        self.holes += allocator.empty(excess, _HOLES_AT_ONCE)
+        return allocator.free > 0 and allocator.total > limit_pages
 
     def _grow(self, pages: int) -> None:
         """Give the segments at least ``pages`` more pages, or fewer if the limit or the disk
@@ -474,8 +514,9 @@ class ExtentPayloads:
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
-        most, total = self.limit // PAGE_BYTES, self.allocator.total
-        wanted = min(max(self._step_pages(pages), pages), most - total)
+        limit_pages = self.limit // PAGE_BYTES
+        wanted = max(self._step_pages(pages), pages)
+        wanted = min(wanted, limit_pages - self.allocator.total)
         try:
             while wanted > 0:
                 hole = next(self.allocator.holes(), None)
@@ -490,28 +531,36 @@ class ExtentPayloads:
     def _step_pages(self, pages: int) -> int:
         """Return the number of pages to add when ``pages`` are lacking. Growing takes 0.5 ms,
         whatever the step."""
-        most = self.limit // PAGE_BYTES
-        step = max(self.allocator.total // _STEPS, _LEAST_STEP_BYTES // PAGE_BYTES)
+        limit_pages = self.limit // PAGE_BYTES
+        least = _LEAST_STEP_BYTES // PAGE_BYTES
+        most = _MOST_STEP_BYTES // PAGE_BYTES
+        step = max(self.allocator.total // _STEPS, least)
         # packs after a large one are likely to be large, too
         if pages * PAGE_BYTES >= _LARGE_BYTES:
             step = max(step, 4 * pages)
-        return min(step, _MOST_STEP_BYTES // PAGE_BYTES, most // _STEPS)
+        return min(step, most, limit_pages // _STEPS)
 
     def _fill(self, hole: Extent, wanted: int) -> int:
-        part = hole._replace(pages=min(wanted, hole.pages))
+        """Allocate disk space for the first pages of a hole; return their number, at most
+        ``wanted``."""
+        count = min(wanted, hole.pages)
+        part = hole._replace(pages=count)
         self._files.fill(part)
         self.allocator.fill(hole, part.pages)
         return part.pages
 
     def _extend(self, wanted: int) -> int:
         """Let a segment grow that is not full, or create one; return the number of added pages."""
-        most = self.limit // PAGE_BYTES
-        full = max(SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
+        limit_pages = self.limit // PAGE_BYTES
+        share = divide_up(limit_pages, _MOST_SEGMENTS)
+        full = max(SEGMENT_BYTES // PAGE_BYTES, share)
         segments = self.allocator.segments()
         growing = [number for number, held in segments.items() if held < full]
-        number = growing[0] if growing else max(segments, default=-1) + 1
+        new_number = max(segments, default=-1) + 1
+        number = growing[0] if growing else new_number
         held = segments.get(number, 0)
         count = min(wanted, full - held)
+        # the file first: if the disk has no space, nothing is recorded
         self._files.grow(number, held, held + count)
         self.allocator.extend(number, held, held + count)
         return count
@@ -519,8 +568,9 @@ class ExtentPayloads:
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:
     """Return the extent in a row of ``free`` or ``holes``."""
-    segment, page = _unpack(PLACE, item[0])
-    (pages,) = _unpack(_PAGES, item[1])
+    key, row = item
+    segment, page = _unpack(PLACE, key)
+    (pages,) = _unpack(_PAGES, row)
     return Extent(segment, page, pages)
 
 
@@ -535,6 +585,7 @@ def _size_key(extent: Extent) -> bytes:
 
 
 def _unpack(shape: struct.Struct, row: Buffer) -> tuple[Any, ...]:
+    """Decode a key or value; raise CorruptStoreError if it has another length."""
     if len(row) != shape.size:
         raise CorruptStoreError(
             f"a row of the free space has {len(row)} bytes instead of {shape.size}"

@@ -127,11 +127,9 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     def policy(self) -> Policy:
         """Policy of a store that is created with these options, with defaults."""
         given = self.given
-        return replace(
-            given,
-            capacity=given.capacity or DEFAULT_CAPACITY,
-            placement=given.placement or "extents",
-        )
+        capacity = given.capacity or DEFAULT_CAPACITY
+        placement = given.placement or "extents"
+        return replace(given, capacity=capacity, placement=placement)
 
 
 class LmdbBackend(Backend):
@@ -167,6 +165,10 @@ class LmdbBackend(Backend):
         return self._shared
 
     def _writable(self) -> Environment:
+        """Return the environment.
+
+        :raises StoreError: the store is open read-only, or closed.
+        """
         if self._read_only:
             raise StoreError(f"{self._path} is open read-only")
         return self.environment
@@ -273,11 +275,14 @@ class LmdbBackend(Backend):
     # or manifest writes them, and the one that removes the last deletes them.
 
     def namespaces(self) -> Iterator[Namespace]:
+        namespaces: list[Namespace] = []
         with self.rows() as rows:
-            found = [
-                decode_namespace(key, row) for key, row in rows.range(NAMESPACES, b"")
-            ]
-        return iter([namespace for namespace in found if namespace is not None])
+            for key, row in rows.range(NAMESPACES, b""):
+                namespace = decode_namespace(key, row)
+                # None: the row is damaged
+                if namespace is not None:
+                    namespaces.append(namespace)
+        return iter(namespaces)
 
     def catalogue(self, namespace: bytes) -> Catalogue:
         return Catalogue(namespace, self.rows, self.disk_bytes)
@@ -287,11 +292,12 @@ class LmdbBackend(Backend):
         with self.rows() as rows:
             found = decode_namespace(name, rows.get(NAMESPACES, name))
             has_content = rows.get(STATES, name) is not None
-        namespace = (
-            found
-            or self.environment.opened.get(name)
-            or Namespace(identity, time.time())
-        )
+        namespace = found
+        if namespace is None:
+            # opened before, and without content since
+            namespace = self.environment.opened.get(name)
+        if namespace is None:
+            namespace = Namespace(identity, time.time())
         # its row is damaged
         if has_content and found is None and self.capabilities.writable:
             with self.rows(write=True) as rows:
@@ -301,8 +307,8 @@ class LmdbBackend(Backend):
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
         with self.rows() as rows:
-            found = rows.get(META, note_row(namespace, name))
-            return None if found is None else bytes(found)
+            row = rows.get(META, note_row(namespace, name))
+            return None if row is None else bytes(row)
 
     def note_names(self, namespace: bytes) -> list[str]:
         prefix = note_row(namespace, "")
@@ -325,7 +331,7 @@ class LmdbBackend(Backend):
         for _ in range(_REPLACEMENTS):
             environment = self._writable()
             try:
-                return self._commit(self._writable(), namespace, batch)
+                return self._commit(environment, namespace, batch)
             except ReplacedError:
                 self._follow(environment)
                 for pack in batch.packs:
@@ -347,6 +353,7 @@ class LmdbBackend(Backend):
         except StoreFullError as error:
             if not files.map_is_full(error):
                 raise
+            # the driver expected free pages
             reader = environment.database.oldest_reader()
             if reader is None:  # fragmented, or damaged
                 environment.suspect()
@@ -356,28 +363,32 @@ class LmdbBackend(Backend):
     def read(
         self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False
     ) -> list[bool]:
+        direct = bypass or self._direct
         with self._transaction() as (environment, rows):
-            places = [_place_of(rows, namespace, span) for span in spans]
-            wanted = [
-                PayloadPart(place or (), span.offset, span.buffers)
-                for place, span in zip(places, spans, strict=True)
-            ]
-            filled = environment.files.read(wanted, direct=bypass or self._direct)
+            parts: list[PayloadPart] = []
+            inline: list[int] = []
             for number, span in enumerate(spans):
-                if places[number] is None:  # inline
-                    filled[number] = read_pieces(
-                        rows, namespace + span.pack_id, span.offset, span.buffers
-                    )
+                extents = _extents_of(rows, namespace, span)
+                if extents is None:
+                    inline.append(number)
+                parts.append(PayloadPart(extents or (), span.offset, span.buffers))
+            filled = environment.files.read(parts, direct=direct)
+            for number in inline:
+                span = spans[number]
+                name = namespace + span.pack_id
+                filled[number] = read_pieces(rows, name, span.offset, span.buffers)
             return filled
 
     def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         return self.read(namespace, spans, bypass=True)
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
+        # a list of one extent, or of none for inline payloads, which come first
         first_extents: dict[bytes, list[Extent]] = {}
         for start in range(0, len(pack_ids), _PACKS_AT_ONCE):
+            page = pack_ids[start : start + _PACKS_AT_ONCE]
             with self.rows() as rows:
-                for pack_id in pack_ids[start : start + _PACKS_AT_ONCE]:
+                for pack_id in page:
                     extents = read_extents(rows, namespace + pack_id) or []
                     first_extents[pack_id] = extents[:1]
         return sorted(pack_ids, key=first_extents.__getitem__)
@@ -386,8 +397,9 @@ class LmdbBackend(Backend):
         damaged = quarantined(self._path)
         with self.rows() as rows:
             states = [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+        stats = totals(states, self.disk_bytes(), self.policy().capacity)
         return replace(
-            totals(states, self.disk_bytes(), self.policy().capacity),
+            stats,
             quarantined=tuple(map(str, damaged)),
             quarantined_bytes=sum(damaged.values()),
         )
@@ -396,7 +408,8 @@ class LmdbBackend(Backend):
         total = sum(self.environment.files.lengths().values())
         for name in files.STORE_FILES:
             with suppress(FileNotFoundError):  # no lock file on a read-only file system
-                total += files.allocated_bytes((self._path / name).stat())
+                status = (self._path / name).stat()
+                total += files.allocated_bytes(status)
         return total
 
     def index_file(self, namespace: bytes) -> Path:
@@ -407,7 +420,7 @@ class LmdbBackend(Backend):
             return read_policy(transaction)
 
     def set_policy(self, policy: Policy) -> None:
-        self._writable()
+        self._writable()  # raises if the store is open read-only
         if not is_capacity(policy.capacity):
             raise ConfigurationError(
                 "capacity", policy.capacity, "a size from 1MiB to 64TiB"
@@ -424,14 +437,15 @@ class LmdbBackend(Backend):
         fit_capacity(self.environment)
 
     def delete_quarantined(self) -> int:
-        self._writable()
+        self._writable()  # raises if the store is open read-only
         return delete_quarantined(self._path)
 
     def free_space(self) -> FreeSpace:
         with self._transaction() as (environment, transaction):
             allocator = Allocator(transaction)
+            unused = environment.database.file_bytes() - transaction.used_bytes()
             return FreeSpace(
-                max(0, environment.database.file_bytes() - transaction.used_bytes()),
+                max(0, unused),
                 allocator.free * PAGE_BYTES,
                 allocator.pieces(),
                 allocator.largest() * PAGE_BYTES,
@@ -456,10 +470,7 @@ class LmdbBackend(Backend):
                 return
             if not target.exists():
                 directory.mkdir(0o700, exist_ok=True)
-                for path in directory.iterdir():
-                    with suppress(FileNotFoundError):
-                        if path.stat().st_mtime < time.time() - _STATUS_FORGOTTEN_S:
-                            path.unlink()
+                _delete_old_statuses(directory)
             replace_file(target, [row])
 
     def statuses(self) -> dict[str, bytes]:
@@ -476,12 +487,24 @@ class LmdbBackend(Backend):
         return found
 
     def close(self) -> None:
-        if self._shared is not None:
-            shared, self._shared = self._shared, None
+        shared = self._shared
+        self._shared = None
+        if shared is not None:
             ENVIRONMENTS.release(shared)
 
 
+def _delete_old_statuses(directory: Path) -> None:
+    """Delete the status files that killed engines left over a day ago."""
+    oldest = time.time() - _STATUS_FORGOTTEN_S
+    for path in directory.iterdir():
+        # another engine may delete it at the same time
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+
+
 def _path_of(url: StoreUrl) -> Path:
+    """Return the directory that a URL names; raise ConfigurationError unless it is absolute."""
     if "\0" in url.location:
         raise ConfigurationError("url", url.location, "a path without NUL")
     path = Path(url.location)
@@ -494,7 +517,9 @@ def _path_of(url: StoreUrl) -> Path:
     return path
 
 
-def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent] | None:
+def _extents_of(
+    rows: TableRows, namespace: bytes, span: ReadSpan
+) -> list[Extent] | None:
     """Return the extents of the pack of a span; none if its payload ends before the span, None if
     it is not in extents.
 
@@ -508,7 +533,8 @@ def _place_of(rows: TableRows, namespace: bytes, span: ReadSpan) -> list[Extent]
     if row is None:
         return []
     _, payload_length = table_lengths(row[SEQUENCE.size :])
-    end = span.offset + sum(buffer.nbytes for buffer in span.buffers)
+    span_bytes = sum(buffer.nbytes for buffer in span.buffers)
+    end = span.offset + span_bytes
     return extents if end <= payload_length else []
 
 

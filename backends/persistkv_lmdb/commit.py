@@ -127,7 +127,7 @@ class BatchCommit:
         self._placed: dict[bytes, list[Extent]] = {}
         """Extents of the packs that the present attempt has written durably, by pack id."""
         self._erasures = 0  # number of the last erasure before the packs are written
-        # of segment files, before the packs are written: later ones may lose what was written
+        # of segment files, before the packs are written: later ones may lose their bytes
         self._replacements = 0
 
     def write(self) -> CommitResult:
@@ -190,17 +190,19 @@ class BatchCommit:
         with environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction)
             environment.release_reserved(transaction, own=True)
-            writer, allocator = environment.claim_writer(), room.payloads.allocator
+            # only now: a dead process may have had the number
+            writer = environment.claim_writer()
             commit.touch(self._batch.touches)
-            if not room.need.plus(room.reserved).within(room.limit):
+            needed = room.need.plus(room.reserved)
+            if not needed.within(room.limit):
                 raise room.full()
             goal = room.limit.minus(room.need)
-            ended = commit.evict(lambda: room.fits(goal), self._at_once)
-            if ended is not Evicted.ENOUGH:
+            result = commit.evict(lambda: room.fits(goal), self._at_once)
+            if result is not Evicted.ENOUGH:
                 raise room.full()
             lacking = self._added(transaction)
             taken = room.payloads.take(bound_pages(lacking))
-            allocator.reserve(writer, taken)
+            room.payloads.allocator.reserve(writer, taken)
             commit.finish()
         self._note(commit)
         return lacking, taken
@@ -211,16 +213,20 @@ class BatchCommit:
         The checksums of a pack are computed while the disk writes its first part, and the packs
         before it.
         """
-        files, rest = self._environment.files, extents
+        files = self._environment.files
+        rest = extents
         num_pages = sum(tail_pages(pack.table_length) for pack in packs)
+        # aligned, so that the last pages are written without a copy
         tails = memoryview(mmap.mmap(-1, PAGE_BYTES * num_pages))
         placed: dict[bytes, list[Extent]] = {}
         try:
             for pack in packs:
                 tail_bytes = PAGE_BYTES * tail_pages(pack.table_length)
-                tail, tails = tails[:tail_bytes], tails[tail_bytes:]
-                pages = pages_for(files.write(rest, self._whole(pack, rest, tail)))
-                placed[pack.pack_id], rest = split(rest, pages)
+                tail = tails[:tail_bytes]
+                tails = tails[tail_bytes:]
+                written_bytes = files.write(rest, self._whole(pack, rest, tail))
+                own, rest = split(rest, pages_for(written_bytes))
+                placed[pack.pack_id] = own
             files.sync()
         except BaseException:
             files.abandon()
@@ -237,11 +243,15 @@ class BatchCommit:
             a copy.
         """
         yield from pack.stream()
+        # the table is complete only after the stream
         encoded = pack.table.encode()
-        own, _ = split(extents, pages_for(pack.table.payload_length + len(tail)))
-        # the erasure of this commit covers the copy before
-        is_rewritten = pack.pack_id in self._rewritten
-        encode_tail(tail, encoded, own, self._erasures + is_rewritten)
+        pack_bytes = pack.table.payload_length + len(tail)
+        own, _ = split(extents, pages_for(pack_bytes))
+        erasures = self._erasures
+        if pack.pack_id in self._rewritten:
+            # the erasure of this commit covers the copy before
+            erasures += 1
+        encode_tail(tail, encoded, own, erasures)
         yield tail
 
     def _commit(self) -> CommitResult:
@@ -250,15 +260,16 @@ class BatchCommit:
 
         :raises NotPlacedError: a pack is not in extents; nothing changed.
         """
-        environment, batch = self._environment, self._batch
+        environment = self._environment
+        batch = self._batch
         with environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction)
             if not room.is_inline:
                 self._check_placed(transaction)
-            room.payloads.placed = {
-                self._namespace + pack_id: place
-                for pack_id, place in self._placed.items()
-            }
+            placed: dict[bytes, Sequence[Extent]] = {}
+            for pack_id, extents in self._placed.items():
+                placed[self._namespace + pack_id] = extents
+            room.payloads.placed = placed
             room.check()
 
             commit.remove(batch)
@@ -273,14 +284,12 @@ class BatchCommit:
                 raise room.full()
             row = transaction.get(NAMESPACES, self._namespace)
             if room.payloads.published and row is not None:
-                environment.recovery.describe(
-                    self._namespace, row, commit.cursor[:GENERATION_BYTES]
-                )
-            # Last: a segment that is removed after this moment is noticed by the next transaction
+                generation = commit.cursor[:GENERATION_BYTES]
+                environment.recovery.describe(self._namespace, row, generation)
+            # Last: a segment that is removed after this check is noticed by the next transaction
             # only.
-            environment.files.check_present(
-                {extent.segment for extent in self._placed_extents()}
-            )
+            segments = {extent.segment for extent in self._placed_extents()}
+            environment.files.check_present(segments)
         self._note(commit)
         self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
@@ -288,15 +297,16 @@ class BatchCommit:
     def _check_placed(self, rows: TableRows) -> None:
         """Raise NotPlacedError if a pack that the store lacks was not written, or was written to
         extents that are not reserved for this process, or to a file that was replaced since."""
-        is_written = all(pack.pack_id in self._placed for pack in self._added(rows))
+        for pack in self._added(rows):
+            if pack.pack_id not in self._placed:
+                raise NotPlacedError
         reserved = self._reserved(rows)
         placed = self._placed_extents()
-        rest = pages_of(without(reserved, placed))
-        if (
-            not is_written
-            or rest + pages_of(placed) != pages_of(reserved)
-            or self._replacements != self._environment.files.replacements
-        ):
+        unused = without(reserved, placed)
+        # fewer are left out than were written: some are not reserved any more
+        if pages_of(unused) + pages_of(placed) != pages_of(reserved):
+            raise NotPlacedError
+        if self._replacements != self._environment.files.replacements:
             raise NotPlacedError
 
     def _placed_extents(self) -> list[Extent]:
@@ -310,12 +320,16 @@ class BatchCommit:
     ) -> None:
         """Record that a rebuild must not find the packs that this transaction has deleted so far,
         nor these ones."""
+        # a rebuild finds no inline payloads
+        if self._environment.database.shares.inline:
+            return
         names = {self._namespace + pack_id for pack_id in pack_ids}
         names.update(table.namespace + table.pack_id for table in commit.evicted)
-        if names and not self._environment.database.shares.inline:
-            number = read_erasures(transaction) + 1
-            self._environment.recovery.erase(names, number)
-            write_erasures(transaction, number)
+        if not names:
+            return
+        number = read_erasures(transaction) + 1
+        self._environment.recovery.erase(names, number)
+        write_erasures(transaction, number)
 
     def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
         """Free what the batch did not need, evict, and reserve extents, so that the next commit
@@ -343,19 +357,22 @@ class BatchCommit:
     def _reserved(self, rows: TableRows) -> list[Extent]:
         """Return the extents that are reserved for this process."""
         writer = self._environment.writer
-        return [] if writer is None else read_reserved(rows, writer)
+        if writer is None:
+            return []
+        return read_reserved(rows, writer)
 
     def _added(self, rows: TableRows) -> list[NewPack]:
         """Return the packs that the batch adds to the store: those not held, or that it deletes
         first."""
-        packs: dict[bytes, NewPack] = {}
+        # by id: a batch may name a pack twice
+        added: dict[bytes, NewPack] = {}
         for pack in self._batch.packs:
-            packs.setdefault(pack.pack_id, pack)
-        return [
-            pack
-            for pack in packs.values()
-            if pack.pack_id in self._rewritten or not self._holds(rows, pack.pack_id)
-        ]
+            if pack.pack_id in added:
+                continue
+            is_rewritten = pack.pack_id in self._rewritten
+            if is_rewritten or not self._holds(rows, pack.pack_id):
+                added[pack.pack_id] = pack
+        return list(added.values())
 
     def _holds(self, rows: TableRows, pack_id: bytes) -> bool:
         name = self._namespace + pack_id
@@ -369,27 +386,28 @@ class BatchCommit:
             stay evicted.
         """
         environment = self._environment
-        environment.database.clear_readers()
+        database = environment.database
+        database.clear_readers()
         self._placed.clear()  # evictions release the reservation
         try:
             if not (self._batch.packs or self._batch.manifests):
+                # deletions alone: they need few pages, which an empty commit makes reusable
                 environment.commit_nothing()
                 self._drop_shared_manifests(1)
                 return self.write()
             for more in _MORE:
                 self._goal = None
-                self._repeat(
-                    partial(self._evict_some, more), self._at_once, _TRANSACTIONS
-                )
+                evict = partial(self._evict_some, more)
+                self._repeat(evict, self._at_once, _TRANSACTIONS)
+                # makes the pages of the evicted packs reusable
                 environment.commit_nothing()
-                seen = environment.database.wait_for_readers(
-                    self._freed_by, _PATIENCE_S
-                )
+                are_reusable = database.wait_for_readers(self._freed_by, _PATIENCE_S)
                 try:
                     return self.write()
                 except StoreFullError as error:
                     full = error
-                if not seen:
+                # more evictions would not help
+                if not are_reusable:
                     break
             raise full
         finally:
@@ -435,10 +453,10 @@ class BatchCommit:
         self._check_seen(transaction, commit.cursor)
         added = self._added(transaction)
         unplaced = [pack for pack in added if pack.pack_id not in self._placed]
-        rows = rows_bound(added, self._batch.manifests)
-        if rows:
-            rows += commit.beginning_bytes
-        room.expect(added, unplaced, rows)
+        rows_bytes = rows_bound(added, self._batch.manifests)
+        if rows_bytes:
+            rows_bytes += commit.beginning_bytes
+        room.expect(added, unplaced, rows_bytes)
         return commit, room
 
     def _check_seen(self, rows: TableRows, cursor: bytes) -> None:
@@ -473,18 +491,18 @@ class BatchCommit:
                 self._repeat(partial(self._drop_some, pack_id, alone), _DROPPED_AT_ONCE)
 
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
+        """Return the packs that more than ``shared_by`` manifests name."""
+        shared: list[bytes] = []
         with self._environment.transaction() as rows:
-            return [
-                pack_id
-                for pack_id in pack_ids
-                if self._is_named_by_more(rows, pack_id, shared_by)
-            ]
-
-    def _is_named_by_more(self, rows: TableRows, pack_id: bytes, than: int) -> bool:
-        links = rows.starting_with(LINKS, self._namespace + pack_id)
-        return next(islice(links, than, None), None) is not None
+            for pack_id in pack_ids:
+                links = rows.starting_with(LINKS, self._namespace + pack_id)
+                first_beyond = next(islice(links, shared_by, None), None)
+                if first_beyond is not None:
+                    shared.append(pack_id)
+        return shared
 
     def _drop_some(self, pack_id: bytes, alone: bool, at_most: int) -> bool:
+        """Delete manifests that name a pack in one transaction; return whether more name it."""
         with self._environment.transaction(write=True) as transaction:
             commit, _ = self._begin(transaction)
             more = commit.drop_manifests_of(pack_id, at_most, alone=alone)
@@ -507,23 +525,24 @@ class BatchCommit:
             commit, room = self._begin(transaction, as_it_is=more > 0)
             self._environment.release_reserved(transaction, own=True)
             commit.touch(self._batch.touches)
-            need = room.need
             if self._goal is None:
                 self._goal = self._goal_of(room, transaction, more)
-            if not need.plus(room.reserved).within(room.limit):
+            needed = room.need.plus(room.reserved)
+            if not needed.within(room.limit):
                 raise _NothingLeftError(str(room.full()))
             goal = self._goal
-            ended = commit.evict(lambda: room.fits(goal), at_most)
-            too_much = not room.fits(room.limit.minus(need))
-            if ended is Evicted.ALL and (
-                too_much or not (self._evicted or commit.evicted)
-            ):
-                raise _NothingLeftError(str(room.full()))
-            holes_lack = room.payloads.shrink(room.payloads.limit)
+            result = commit.evict(lambda: room.fits(goal), at_most)
+            if result is Evicted.ALL:
+                fits = room.fits(room.limit.minus(room.need))
+                has_evicted = bool(self._evicted or commit.evicted)
+                # otherwise the batch may fit now
+                if not fits or not has_evicted:
+                    raise _NothingLeftError(str(room.full()))
+            holes_remain = room.payloads.shrink(room.payloads.limit)
             commit.finish()
             self._freed_by = transaction.txn.id()
         self._note(commit)
-        return ended is Evicted.SOME or holes_lack
+        return result is Evicted.SOME or holes_remain
 
     def _goal_of(self, room: Room, transaction: TableRows, more: int) -> Amount:
         """Return the used bytes down to which the evictions for the batch go; see ``_evict_some``
@@ -531,7 +550,8 @@ class BatchCommit:
         goal = room.low_watermark().minus(room.need)
         if not more:
             return goal
-        catalogue = transaction.used_bytes() - more * room.need.catalogue
+        extra = more * room.need.catalogue
+        catalogue = transaction.used_bytes() - extra
         return goal._replace(catalogue=min(goal.catalogue, catalogue))
 
 
@@ -555,17 +575,17 @@ def _evict_excess(environment: Environment) -> bool:
         commit = CatalogTransaction(
             transaction, room.payloads, _NO_NAMESPACE, opened=environment.opened
         )
-        ended = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
-        holes_lack = room.payloads.shrink(room.payloads.limit)
+        result = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
+        holes_remain = room.payloads.shrink(room.payloads.limit)
         commit.finish()
     environment.forget_namespaces(commit.ended)
-    return ended is Evicted.SOME or holes_lack
+    return result is Evicted.SOME or holes_remain
 
 
 def release_free(environment: Environment) -> None:
     """Return all free space of the segments to the file system, in short transactions.
 
-    :raises StoreError: a transaction failed; what was returned stays returned.
+    :raises StoreError: a transaction failed; space that was returned before stays returned.
     """
     with environment.writing(), environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction, own=True)

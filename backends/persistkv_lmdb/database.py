@@ -75,17 +75,20 @@ class Shares(NamedTuple):
     def growth_bytes(self) -> int:
         """Bytes by which ``data.mdb`` may grow in one transaction of the usual size."""
         least = min(_LEAST_GROWTH, self.capacity // _SMALL_GROWTH_SHARE)
-        return min(max(self.capacity // _GROWTH_SHARE, least), _MOST_GROWTH)
+        share = max(self.capacity // _GROWTH_SHARE, least)
+        return min(share, _MOST_GROWTH)
 
 
 def _read_shares(rows: TableRows) -> Shares:
+    """Return the division of the recorded capacity."""
     capacity = read_capacity(rows)
     inline = read_placement(rows) == INLINE
     share = capacity
     if not inline:
         least = min(MIN_CATALOGUE, capacity // 4 * 3)
         share = max(capacity // _CATALOGUE_SHARE, least)
-    return Shares(capacity, inline, _whole_pages(share - LOCK_FILE_BYTES))
+    catalogue_bytes = _whole_pages(share - LOCK_FILE_BYTES)
+    return Shares(capacity, inline, catalogue_bytes)
 
 
 class MapLock:
@@ -122,7 +125,8 @@ class MapLock:
         with self._changed:
             self._wanted += 1
             try:
-                if not self._changed.wait_for(lambda: not self._inside, patience_s):
+                is_free = self._changed.wait_for(lambda: not self._inside, patience_s)
+                if not is_free:
                     raise StoreBusyError(
                         f"another thread of this process has used the store for {patience_s} s"
                     )
@@ -199,7 +203,7 @@ class Database:
             self.is_open = False
 
     def reopen(self, *, read_only: bool, fallback: bool) -> None:
-        """Open the environment anew, after the running transactions.
+        """Open the environment again, after the running transactions.
 
         :param fallback: whether to open it read-only if that fails. If the second opening fails,
             too, the next transaction retries.
@@ -231,7 +235,7 @@ class Database:
         """Begin an LMDB transaction, while ``map_lock`` is held.
 
         :raises lmdb.MapResizedError: ``remap`` is needed first.
-        :raises lmdb.PanicError: the environment must be opened anew.
+        :raises lmdb.PanicError: ``reopen`` is needed first.
         """
         return self._env.begin(write=write, buffers=True)
 
@@ -241,7 +245,8 @@ class Database:
 
     def is_next(self, txn: lmdb.Transaction[memoryview]) -> bool:
         """Return whether a write transaction follows the one that LMDB's lock file names."""
-        return bool(self._env.info()["last_txnid"] == txn.id() - 1)
+        last = self._env.info()["last_txnid"]
+        return bool(txn.id() == last + 1)
 
     def is_mapped_as_recorded(self, txn: lmdb.Transaction[memoryview]) -> bool:
         """Return whether the map has the size that follows from the recorded capacity."""
@@ -270,8 +275,9 @@ class Database:
 
     def file_bytes(self) -> int:
         """Return the bytes of ``data.mdb`` up to the last page that LMDB has ever used."""
-        pages = self._env.info()["last_pgno"] + 1
-        return int(pages * self._env.stat()["psize"])
+        num_pages = self._env.info()["last_pgno"] + 1
+        page_bytes = self._env.stat()["psize"]
+        return int(num_pages * page_bytes)
 
     def limit_bytes(self, *, as_it_is: bool = False) -> int:
         """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the
@@ -293,11 +299,12 @@ class Database:
 
         :raises StoreFullError: that is the case; the error names the reader's process.
         """
-        pinned = min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED)
-        if self.file_bytes() <= 2 * used + pinned:
+        allowance = min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED)
+        if self.file_bytes() <= 2 * used + allowance:
             return
         oldest = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
         reader = self.oldest_reader()
+        # a reader that runs will soon end: growth has another cause then
         if reader is not None and reader.number < oldest:
             raise self.pinned_error(reader)
 
@@ -312,9 +319,9 @@ class Database:
         reads."""
         self.clear_readers()
         found: list[Reader] = []
-        # a header, then process, thread and transaction of a reader
-        for line in self._env.readers().splitlines()[1:]:
-            process, _, number = line.split()
+        lines = self._env.readers().splitlines()[1:]  # without the header
+        for line in lines:
+            process, _, number = line.split()  # the second field is the thread
             if number.isdecimal():  # ``-``: an idle one
                 found.append(Reader(int(number), int(process)))
         return min(found, default=None)
@@ -323,12 +330,15 @@ class Database:
         """Wait until no reader of any process has a snapshot before transaction ``number``; return
         False on timeout, or at once if a reader that caused an earlier timeout still runs.
         """
+        # Without the wait, commits of a full store with inline payloads are refused beside reads of
+        # 20 ms: LMDB reuses no page that a snapshot needs.
         deadline = time.monotonic() + timeout_s
         while True:
             reader = self.oldest_reader()
             if reader is None or reader.number >= number:
                 return True
-            if reader.number <= self._stuck or time.monotonic() > deadline:
+            is_known = reader.number <= self._stuck
+            if is_known or time.monotonic() > deadline:
                 self._stuck = max(self._stuck, reader.number)
                 return False
             time.sleep(_POLL_S)
@@ -344,7 +354,9 @@ class Database:
 
 
 def _headroom_bytes(file: int) -> int:
-    share = min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4)
+    """Return the reserve for deletions in ``data.mdb`` of ``file`` bytes."""
+    share = max(file // 64, _MIN_HEADROOM)
+    share = min(share, _MAX_HEADROOM, file // 4)
     return _whole_pages(share)
 
 
@@ -358,6 +370,7 @@ def _has_its_lock_file(env: lmdb.Environment) -> bool:
     """
     begun = env.begin(write=True)
     try:
-        return bool(env.info()["last_txnid"] == begun.id() - 1)
+        last = env.info()["last_txnid"]
+        return bool(begun.id() == last + 1)
     finally:
         begun.abort()

@@ -6,8 +6,8 @@
 3. Opening for writing and every write transaction hold persistkv's own writer lock, and wait for it
    a bounded time.
 4. The files at the path are compared with the open ones before each transaction, and after each
-   commit. If a user removed or replaced some, the transaction raises, and the handle opens what is
-   at the path now: nothing is written into, or read from, files that no later opening finds.
+   commit. If a user removed or replaced some, the transaction raises, and the handle opens those at
+   the path now: nothing is written into, or read from, files that no later opening finds.
 5. LMDB's lock file names the last transaction for all processes. If ``data.mdb`` holds another one
    (a failed commit that could not be undone, or files of two stores), the lock file is removed.
    Each process then opens a new one.
@@ -24,7 +24,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -124,18 +130,20 @@ class Environment:
         # before the writer lock, whose file must not be created among other files
         self._check_current()
         guard = self._guard if write else None
-        locked = (
-            nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
-        )
+        locked: AbstractContextManager[None] = nullcontext()
+        if guard is not None:
+            locked = guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
                 with self.database.map_lock.shared():
+                    # again: another process may have replaced them during the waits
                     self._check_current()
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
                         with begun if guard is None else self._committed(begun, guard):
                             yield self.database.rows(begun)
                         return
+                # remaps or reopens, which the map lock would prevent
                 begun()
         raise StoreError(
             f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts"
@@ -205,15 +213,15 @@ class Environment:
     def release_reserved(self, transaction: TableRows, *, own: bool = False) -> None:
         """Release the reservations of dead processes in a write transaction; ``own``: also that of
         this process."""
-        allocator, guard = self.payloads(transaction).allocator, self._guard
+        allocator = self.payloads(transaction).allocator
         for writer in allocator.writers():
-            is_dead = (
-                writer != self.writer
-                and guard is not None
-                and not guard.is_claimed(writer)
-            )
-            if is_dead or (own and writer == self.writer):
+            is_own = writer == self.writer
+            if (is_own and own) or (not is_own and self._is_dead(writer)):
                 allocator.release(writer)
+
+    def _is_dead(self, writer: int) -> bool:
+        """Return whether no process has a writer's number any more."""
+        return self._guard is not None and not self._guard.is_claimed(writer)
 
     def payloads(self, transaction: TableRows) -> ExtentPayloads:
         """Return the payload storage of the running write transaction, the same object on each
@@ -237,28 +245,33 @@ class Environment:
         have punched one.
         """
         segments = allocator.segments()
-        on_disk = self.files.fit(segments)
+        disk_bytes = self.files.fit(segments)
         has_holes = sum(segments.values()) > allocator.total
-        if has_holes and on_disk > allocator.total * PAGE_BYTES + _UNPUNCHED_BYTES:
+        expected_bytes = allocator.total * PAGE_BYTES
+        if has_holes and disk_bytes > expected_bytes + _UNPUNCHED_BYTES:
             self.files.punch(allocator.holes())
 
     def _segment_limit_bytes(self, transaction: TableRows) -> int:
         """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth
         of one transaction, leaves of the capacity, or of a smaller disk.
         """
+        shares = self.database.shares
         catalogue = self.database.file_bytes()
         segments = read_space(transaction).total * PAGE_BYTES
-        disk = catalogue + segments + files.free_disk_bytes(self.path)
-        shares = self.database.shares
-        whole = min(shares.capacity - LOCK_FILE_BYTES, disk)
-        grown = min(self.database.map_bytes, catalogue + shares.growth_bytes)
-        return max(0, whole - grown)
+        free = files.free_disk_bytes(self.path)
+        disk = catalogue + segments + free
+        available = min(shares.capacity - LOCK_FILE_BYTES, disk)
+        grown_catalogue = catalogue + shares.growth_bytes
+        grown_catalogue = min(grown_catalogue, self.database.map_bytes)
+        return max(0, available - grown_catalogue)
 
     def commit_nothing(self) -> None:
         """Commit a transaction without changes. The next one can reuse the pages that the previous
         one freed."""
         with self.transaction(write=True) as transaction:
-            write_clock(transaction, *read_clock(transaction))
+            # LMDB does not write a transaction that puts no row
+            moment, clock = read_clock(transaction)
+            write_clock(transaction, moment, clock)
 
     def make_writable(self) -> None:
         """Reopen a read-only environment for writing; handles stay valid. If that fails, it stays
@@ -332,13 +345,11 @@ class Environment:
             self._guard.close()
 
     def _return_reserved(self) -> None:
-        """Release the reservation of this process, unless the lock is busy: later writers release
-        it as well."""
-        if (
-            self.writer is None
-            or self._guard is None
-            or not self._writing.acquire(timeout=_RETURN_PATIENCE_S)
-        ):
+        """Release the reservation of this process, unless the lock is busy: otherwise a later
+        writer releases it."""
+        if self.writer is None or self._guard is None:
+            return
+        if not self._writing.acquire(timeout=_RETURN_PATIENCE_S):
             return
         try:
             with suppress(StoreError), self._guard.lock.held(_RETURN_PATIENCE_S):
@@ -402,7 +413,11 @@ class Environment:
         return database.remap if is_next else self._adopt
 
     def _revive(self) -> None:
-        with nullcontext() if self._guard is None else self._guard.lock.held():
+        """Open the environment again, which was closed or cannot be used any more."""
+        if self._guard is None:
+            self._reopen(read_only=self.read_only)
+            return
+        with self._guard.lock.held():
             self._reopen(read_only=self.read_only)
 
     def _adopt(self) -> None:
@@ -443,10 +458,9 @@ class Environments:
         ``Environment``."""
         with files.translated_at_open(path):
             status = path.stat()
+        directory = (status.st_dev, status.st_ino)
         with self._lock:
-            slot = self._slots.setdefault(
-                (status.st_dev, status.st_ino), _Slot(threading.Lock(), [])
-            )
+            slot = self._slots.setdefault(directory, _Slot(threading.Lock(), []))
         patience_s = files.OPENING_PATIENCE_S
         if not slot.lock.acquire(timeout=patience_s):
             raise StoreBusyError(
@@ -474,11 +488,8 @@ class Environments:
         """Release one use of an environment that ``acquire`` returned; the release of the last use
         closes it."""
         with self._lock:
-            found = [
-                slot
-                for slot in self._slots.values()
-                if environment in slot.environments
-            ]
+            slots = list(self._slots.values())
+        found = [slot for slot in slots if environment in slot.environments]
         for slot in found:  # one, or none in a fork
             with slot.lock:
                 environment.handles -= 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import stat
 import struct
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 
@@ -43,13 +45,17 @@ OPENING_PATIENCE_S = 30.0
 # for the writer lock: several times as long as a commit of 128 MiB to a slow disk
 WRITING_PATIENCE_S = 10.0
 _SHORT_PATIENCE_S = 0.2
-_BEGUN, _ENDED = b"+", b"-"
+_BEGUN = b"+"
+_ENDED = b"-"
 _ROOT = 0
 
-_U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
+_U32 = struct.Struct("=I")
+_U64 = struct.Struct("=Q")
 _META_MAGIC = 0xBEEFC0DE
 _PAGE_HEADERS = (16, 24)  # bytes, of LMDB 0.9 and 1.0
-_PAGE_BYTES_AT, _LAST_PAGE_AT = 24, 120  # within a meta page, after its header
+# offsets within a meta page, after its header
+_PAGE_BYTES_AT = 24
+_LAST_PAGE_AT = 120
 _META_BYTES = 160
 _MOST_PAGE_BYTES = 64 << 10  # 64 KiB
 
@@ -65,6 +71,7 @@ _CORRUPT = (
 _NO_ROW = (struct.error, OverflowError, SystemError, MemoryError)
 """Errors that Python raises for a row whose length, taken from a damaged page, is impossible."""
 _FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+STAT_BLOCK_BYTES = 512  # unit of ``st_blocks``
 _NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
 
 
@@ -92,12 +99,15 @@ def translated(path: Path) -> Iterator[None]:
 
 
 def _kind_of(error: lmdb.Error, path: Path) -> type[StoreError]:
+    """Return the error of a store that an error of LMDB means."""
     if isinstance(error, _FULL) or error.code in _FULL_CODES:
         return StoreFullError
     # a write that a full disk cut
     if error.code == errno.EIO and growth_bytes(path) < _NEARLY_FULL:
         return StoreFullError
-    return CorruptStoreError if isinstance(error, _CORRUPT) else StoreError
+    if isinstance(error, _CORRUPT):
+        return CorruptStoreError
+    return StoreError
 
 
 @contextmanager
@@ -109,9 +119,8 @@ def translated_at_open(path: Path) -> Iterator[None]:
     try:
         yield
     except lmdb.Error as error:
-        kind = (
-            CorruptStoreError if isinstance(error, _CORRUPT) else StoreUnavailableError
-        )
+        is_damage = isinstance(error, _CORRUPT)
+        kind = CorruptStoreError if is_damage else StoreUnavailableError
         raise kind(f"{path}: {_reason(error)}") from error
     except OSError as error:
         raise StoreUnavailableError(f"{path}: {error.strerror or error}") from error
@@ -133,6 +142,7 @@ def translated_io(
 def map_is_full(error: StoreFullError) -> bool:
     """Return whether LMDB's map is full although the driver expected free pages: they are
     fragmented, or damaged."""
+    # ``translated`` keeps LMDB's error as the cause
     return isinstance(error.__cause__, lmdb.MapFullError)
 
 
@@ -157,14 +167,17 @@ def growth_bytes(path: Path) -> int:
     longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if longest != resource.RLIM_INFINITY:
         with suppress(OSError):
-            free = min(free, max(0, longest - (path / DATA_FILE).stat().st_size))
+            size = (path / DATA_FILE).stat().st_size
+            within_limit = max(0, longest - size)
+            free = min(free, within_limit)
     return free
 
 
 def allocated_bytes(status: os.stat_result) -> int:
     """Return the allocated bytes of a file, without holes and without preallocation beyond its
     end."""
-    return min(status.st_size, 512 * status.st_blocks)
+    on_disk = STAT_BLOCK_BYTES * status.st_blocks
+    return min(status.st_size, on_disk)
 
 
 def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
@@ -172,18 +185,16 @@ def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
 
     :raises OSError: ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
     """
+    # O_NONBLOCK: opening a FIFO would wait for another process
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(
-            path,
-            flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-            0o600,
-            dir_fd=dir_fd,
-        )
+        descriptor = os.open(path, flags, 0o600, dir_fd=dir_fd)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, f"{path} is a symbolic link") from None
         raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, f"{path} is no regular file")
@@ -230,7 +241,7 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
             _check_kind(store / name, stat.S_ISREG, "regular file")
         for name in _STORE_DIRECTORIES:
             _check_kind(store / name, stat.S_ISDIR, "directory")
-        if any((store / name).exists() for name in (DATA_FILE, GUARD_FILE)):
+        if (store / DATA_FILE).exists() or (store / GUARD_FILE).exists():
             return
         _check_no_other_files(store)
         if read_only:
@@ -238,6 +249,7 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
 
 
 def _create_directories(store: Path) -> None:
+    """Create a directory and its parents, the outermost first, each durably."""
     for directory in (*reversed(store.parents), store):
         if not directory.exists():
             directory.mkdir(0o700, exist_ok=True)
@@ -300,7 +312,8 @@ def write_durably(path: Path, content: bytes, offset: int) -> None:
         rest = memoryview(content)
         while rest:
             done = os.pwrite(fd, rest, offset)
-            rest, offset = rest[done:], offset + done
+            rest = rest[done:]
+            offset += done
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -315,14 +328,17 @@ def is_cut_short(directory: Path) -> bool:
     """
     try:
         with (directory / DATA_FILE).open("rb") as file:
-            found = [_end_of(file.read(_META_BYTES))]
-            if found[0] is not None:
-                file.seek(found[0][1])
-                found.append(_end_of(file.read(_META_BYTES)))
+            first = _read_meta(file.read(_META_BYTES))
+            second = None
+            if first is not None:
+                file.seek(first.page_bytes)
+                second = _read_meta(file.read(_META_BYTES))
+            # last: the file may grow meanwhile, before a meta page lists its new pages
             size = os.fstat(file.fileno()).st_size
     except OSError:  # opening it reports the reason
         return False
-    return any(end is not None and end[0] > size for end in found)
+    metas = [meta for meta in (first, second) if meta is not None]
+    return any(meta.end > size for meta in metas)
 
 
 def rewrite_meta_pages(directory: Path) -> None:
@@ -334,17 +350,25 @@ def rewrite_meta_pages(directory: Path) -> None:
 
     :raises OSError: they may not be durable. A later call may repeat the rewrite.
     """
+    both_pages = b""
     with (directory / DATA_FILE).open("rb") as file:
-        found = _end_of(file.read(_META_BYTES))
-        file.seek(0)
-        held = b"" if found is None else file.read(2 * found[1])
-    write_durably(directory / DATA_FILE, held, 0)
+        meta = _read_meta(file.read(_META_BYTES))
+        if meta is not None:
+            file.seek(0)
+            both_pages = file.read(2 * meta.page_bytes)
+    write_durably(directory / DATA_FILE, both_pages, 0)
 
 
-def _end_of(page: bytes) -> tuple[int, int] | None:
-    """Return the end of the last page that a meta page lists, a byte offset, and the page size;
-    None if it is no meta page.
-    """
+class _MetaPage(NamedTuple):
+    """Fields of a meta page of LMDB."""
+
+    end: int
+    """Byte offset after the last page that it lists."""
+    page_bytes: int
+
+
+def _read_meta(page: bytes) -> _MetaPage | None:
+    """Decode the beginning of a meta page; return None if it is no meta page."""
     if len(page) != _META_BYTES:
         return None
     for header in _PAGE_HEADERS:
@@ -354,7 +378,8 @@ def _end_of(page: bytes) -> tuple[int, int] | None:
         (page_bytes,) = _U32.unpack_from(page, header + _PAGE_BYTES_AT)
         (last_page,) = _U64.unpack_from(page, header + _LAST_PAGE_AT)
         if 1 <= page_bytes <= _MOST_PAGE_BYTES:
-            return (last_page + 1) * page_bytes, page_bytes
+            end = (last_page + 1) * page_bytes
+            return _MetaPage(end, page_bytes)
     return None
 
 
@@ -378,7 +403,8 @@ class WriterLock:
         self._file = directory / WRITER_LOCK_FILE
         self._threads = threading.RLock()
         self._depth = 0
-        self._in_vain = False
+        # whether the last wait timed out
+        self._timed_out = False
         self._wait: LockWait | None = None  # pending, for the present file
         self._fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
 
@@ -399,7 +425,7 @@ class WriterLock:
         :raises StoreError: it cannot be locked; the block does not run.
         """
         if patience_s is None:
-            patience_s = _SHORT_PATIENCE_S if self._in_vain else WRITING_PATIENCE_S
+            patience_s = _SHORT_PATIENCE_S if self._timed_out else WRITING_PATIENCE_S
         deadline = time.monotonic() + patience_s
         if not self._threads.acquire(timeout=patience_s):
             raise self._busy("another thread of this process", patience_s)
@@ -424,7 +450,8 @@ class WriterLock:
         """Whether the last commit that any process started did not complete. The caller must hold
         the lock."""
         with translated_io(self._file.parent):
-            return os.pread(self._fd, 1, 0) == _BEGUN
+            first_byte = os.pread(self._fd, 1, 0)
+        return first_byte == _BEGUN
 
     def mark(self, *, begun: bool) -> None:
         """Record for all processes, unsynced, that a commit starts or has completed. The caller
@@ -437,18 +464,20 @@ class WriterLock:
         if self._wait is not None:
             self._wait.forget()
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+            fd = self._fd
+            self._fd = -1
             os.close(fd)
 
     def _lock(self, deadline: float, patience_s: float) -> None:
+        """Lock the file at the path; raise StoreBusyError at the deadline."""
         self._follow()
-        while not self._is_locked(deadline):
+        while not self._try_lock(deadline):
             if time.monotonic() >= deadline:
-                self._in_vain = True
+                self._timed_out = True
                 raise self._busy(self._holder(), patience_s)
-        self._in_vain = False
+        self._timed_out = False
 
-    def _is_locked(self, deadline: float) -> bool:
+    def _try_lock(self, deadline: float) -> bool:
         """Try to lock the file at the path until the deadline; return whether it is locked."""
         try:
             flock(self._fd, LOCK_EX | LOCK_NB)
@@ -464,7 +493,8 @@ class WriterLock:
         """Return a descriptor that holds the lock of the present file, or None at the deadline."""
         if self._wait is None or self._wait.is_over:
             self._wait = LockWait(self._fd)
-        granted = self._wait.result(max(0.0, deadline - time.monotonic()))
+        remaining_s = max(0.0, deadline - time.monotonic())
+        granted = self._wait.result(remaining_s)
         if granted is not None:
             self._wait = None
         return granted
@@ -474,12 +504,13 @@ class WriterLock:
         # the store's directory is gone or read-only: the present file remains in use
         with suppress(OSError):
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._fd), self._file.stat()):
+                at_path = self._file.stat()
+                if os.path.samestat(os.fstat(self._fd), at_path):
                     return False
             fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
             os.close(self._fd)
             self._fd = fd
-            # that of the replaced file releases it as soon as it gets it
+            # the wait for the replaced file releases its lock as soon as it is granted
             self._wait = None
             return True
         return False
@@ -487,16 +518,20 @@ class WriterLock:
     def _holder(self) -> str:
         """Return the process that holds the lock, with its PID if the kernel reports it."""
         held = os.fstat(self._fd)
-        # as the kernel lists it: number, FLOCK, ADVISORY, WRITE, process, device and inode, range
-        place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
-        with suppress(OSError):
-            for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-                fields = line.split()
-                if [*fields[1:4:2], *fields[5:6]] == ["FLOCK", "WRITE", place]:
-                    # 0 or less: in another PID namespace
-                    is_visible = int(fields[4]) > 0
-                    return f"process {fields[4]}" if is_visible else "another process"
-        return "another process"
+        major = os.major(held.st_dev)
+        minor = os.minor(held.st_dev)
+        place = f"{major:02x}:{minor:02x}:{held.st_ino}"
+        try:
+            locks = Path("/proc/locks").read_text(encoding="ascii")
+        except OSError:
+            return "another process"
+        # number, FLOCK, ADVISORY, WRITE, process, device and inode, range
+        pattern = rf"^\d+: FLOCK +\w+ +WRITE +(-?\d+) +{place} "
+        found = re.search(pattern, locks, re.MULTILINE)
+        # 0 or less: in another PID namespace
+        if found is None or int(found[1]) <= 0:
+            return "another process"
+        return f"process {found[1]}"
 
     def _busy(self, holder: str, patience_s: float) -> StoreBusyError:
         return StoreBusyError(

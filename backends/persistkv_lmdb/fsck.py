@@ -104,7 +104,7 @@ class CheckResult(enum.Enum):
 
 # if persistkv opened the environment before: it was a store then
 DAMAGE = (CheckResult.DAMAGED, CheckResult.UNRECOGNISED)
-_SAID = frozenset(
+_COMPLETED = frozenset(
     verdict.value for verdict in CheckResult if verdict is not CheckResult.UNKNOWN
 )
 
@@ -129,50 +129,66 @@ def inspect(directory: Path) -> Finding:
     except OSError as error:
         return Finding(CheckResult.UNKNOWN, str(error))
     limit_s = LEAST_CPU_S + size // _BYTES_A_SECOND
-    program = PROGRAM.format(
-        path=sys.path, directory=str(directory), parent=os.getpid()
-    )
     try:
-        child = subprocess.Popen(
-            [sys.executable, "-c", program, "persistkv-walk"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
+        child = _start(directory)
     except OSError as error:
         return Finding(
             CheckResult.UNKNOWN, f"the integrity check could not be started: {error}"
         )
     with child:
+        # the kernel sends SIGXCPU at the first limit, and SIGKILL at the second one
+        cpu_limits = (limit_s, limit_s + LEAST_CPU_S)
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
-            resource.prlimit(
-                child.pid, resource.RLIMIT_CPU, (limit_s, limit_s + LEAST_CPU_S)
-            )
+            resource.prlimit(child.pid, resource.RLIMIT_CPU, cpu_limits)
+        patience_s = PATIENCE * limit_s
         try:
-            output, errors = child.communicate(timeout=PATIENCE * limit_s)
+            output, errors = child.communicate(timeout=patience_s)
         except subprocess.TimeoutExpired:
             child.kill()
             return Finding(
                 CheckResult.UNKNOWN,
-                f"a walk through it did not end within {PATIENCE * limit_s} s",
+                f"a walk through it did not end within {patience_s} s",
             )
-    if -child.returncode in _DEATHS_BY_DAMAGE:
-        name = signal.Signals(-child.returncode).name
+    return _finding_of(directory, child.returncode, output, errors)
+
+
+def _start(directory: Path) -> subprocess.Popen[bytes]:
+    """Start the child process that checks an environment.
+
+    :raises OSError: it cannot be started.
+    """
+    program = PROGRAM.format(
+        path=sys.path, directory=str(directory), parent=os.getpid()
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "persistkv-walk"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+
+
+def _finding_of(directory: Path, code: int, output: bytes, errors: bytes) -> Finding:
+    """Return the finding of a child process that has ended.
+
+    :param code: its exit code, or the negative number of the signal that ended it.
+    """
+    if -code in _DEATHS_BY_DAMAGE:
+        name = signal.Signals(-code).name
         return Finding(CheckResult.DAMAGED, f"a walk through it was ended by {name}")
-    said = " ".join(output.decode("utf-8", "replace").split())[:500]
-    if child.returncode in _SAID and said:
-        return Finding(CheckResult(child.returncode), said)
-    complaint = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    words = output.decode("utf-8", "replace").split()
+    reason = " ".join(words)[:500]
+    if code in _COMPLETED and reason:
+        return Finding(CheckResult(code), reason)
+    lines = errors.decode("utf-8", "replace").strip().split("\n")
     logger.warning(
         "%s: the integrity check did not complete: exit code %d, %s",
         directory,
-        child.returncode,
-        complaint,
+        code,
+        lines[-1],
     )
-    return Finding(
-        CheckResult.UNKNOWN, f"the walk ended with exit code {child.returncode}"
-    )
+    return Finding(CheckResult.UNKNOWN, f"the walk ended with exit code {code}")
 
 
 def main(directory: str, parent: int) -> NoReturn:
@@ -268,10 +284,9 @@ def _examine_rows(rows: TableRows) -> str:
 
 def _states(rows: TableRows, unreadable: Counter[str]) -> dict[bytes, NamespaceState]:
     """Return the recorded totals of each namespace, by id; count unreadable namespaces."""
-    states = {
-        bytes(key): NamespaceState.decode(row)
-        for key, row in rows.starting_with(STATES, b"")
-    }
+    states: dict[bytes, NamespaceState] = {}
+    for key, row in rows.starting_with(STATES, b""):
+        states[bytes(key)] = NamespaceState.decode(row)
     for key, row in rows.starting_with(NAMESPACES, b""):
         if decode_namespace(key, row) is None:
             unreadable[NAMESPACES] += 1
@@ -290,26 +305,27 @@ def recount(
     :param states: recorded totals by namespace id; rows of other namespaces count as unreadable.
     :param unreadable: number of unreadable rows by table; this function increases it.
     """
-    counted = {
-        name: NamespaceState(state.generation, sequence=state.sequence)
-        for name, state in states.items()
-    }
+    counted: dict[bytes, NamespaceState] = {}
+    for namespace, state in states.items():
+        counted[namespace] = NamespaceState(state.generation, sequence=state.sequence)
     for key, row in transaction.starting_with(PACKS, b""):
         table = pack_table(key, row)
         if table is None or table.namespace not in counted:
             unreadable[PACKS] += 1
         else:
             counted[table.namespace].count(table, 1)
-        unreadable[USES] += Use.decode(transaction.get(USES, bytes(key))) is None
+        use_row = transaction.get(USES, bytes(key))
+        unreadable[USES] += Use.decode(use_row) is None
     for key, row in transaction.starting_with(MANIFESTS, b""):
-        if (namespace := bytes(key[:ID_BYTES])) in counted:
+        name = bytes(key)
+        namespace = name[:ID_BYTES]
+        if namespace in counted:
             counted[namespace].requests += 1
+        keys_row = transaction.get(MANIFEST_KEYS, name)
+        chain_row = transaction.get(CHAINS, name)
         unreadable[MANIFESTS] += decoded(decode_manifest, row) is None
-        unreadable[MANIFEST_KEYS] += (
-            decoded(decode_manifest_keys, transaction.get(MANIFEST_KEYS, bytes(key)))
-            is None
-        )
-        unreadable[CHAINS] += Chain.decode(transaction.get(CHAINS, bytes(key))) is None
+        unreadable[MANIFEST_KEYS] += decoded(decode_manifest_keys, keys_row) is None
+        unreadable[CHAINS] += Chain.decode(chain_row) is None
     return counted
 
 
@@ -332,11 +348,8 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     for one, other in pairwise(free):
         if one.touches(other):
             yield f"{one} and {other} touch"
-    counted = (
-        sum(segments.values()) - pages_of(holes),
-        pages_of(free),
-        pages_of(reserved),
-    )
+    total = sum(segments.values()) - pages_of(holes)
+    counted = (total, pages_of(free), pages_of(reserved))
     recorded = (allocator.total, allocator.free, allocator.reserved)
     if counted != recorded:
         yield f"the totals of the space are {recorded}; counted: {counted}"

@@ -28,12 +28,19 @@ class InlinePayloads:
     def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
         """Write a pack's payload. Errors of the stream are raised unchanged."""
         for index, piece in enumerate(_pieces(stream)):
-            self._rows.put(PIECES, name + _PIECE.pack(index), piece)
+            key = _piece_key(name, index)
+            self._rows.put(PIECES, key, piece)
 
     def delete(self, name: bytes) -> None:
         """Delete a pack's payload, if it is inline."""
-        for key in [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]:
+        # a list: rows must not change during the iteration
+        keys = [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]
+        for key in keys:
             self._rows.delete(PIECES, key)
+
+
+def _piece_key(name: bytes, index: int) -> bytes:
+    return name + _PIECE.pack(index)
 
 
 def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
@@ -48,7 +55,8 @@ def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
             piece = rest[:cut]
             yield b"".join([*parts, piece]) if parts else piece
             rest = rest[cut:]
-            parts, length = [], 0
+            parts = []
+            length = 0
         if rest:
             parts.append(rest)
             length += len(rest)
@@ -59,7 +67,9 @@ def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
 def page_bytes(payload_length: int) -> int:
     """Return an upper bound on the bytes of the pages that the pieces of a payload take, LMDB's
     headers included."""
-    return payload_length + PAGE_BYTES * (2 * (payload_length // PIECE_BYTES) + 2)
+    # a header and an incomplete page for each piece, and for the last one
+    num_pieces = payload_length // PIECE_BYTES + 1
+    return payload_length + 2 * num_pieces * PAGE_BYTES
 
 
 def read_pieces(
@@ -70,16 +80,18 @@ def read_pieces(
     buffers then have undefined content.
     """
     index, start = divmod(offset, PIECE_BYTES)
-    piece = rows.get(PIECES, name + _PIECE.pack(index))
+    piece = rows.get(PIECES, _piece_key(name, index))
     for buffer in buffers:
         rest = buffer.cast("B")
         while rest:
             if start == PIECE_BYTES:
-                index, start = index + 1, 0
-                piece = rows.get(PIECES, name + _PIECE.pack(index))
+                index += 1
+                start = 0
+                piece = rows.get(PIECES, _piece_key(name, index))
             if piece is None or start >= len(piece):
                 return False
             count = min(len(rest), len(piece) - start)
             rest[:count] = piece[start : start + count]
-            start, rest = start + count, rest[count:]
+            rest = rest[count:]
+            start += count
     return True

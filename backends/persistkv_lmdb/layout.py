@@ -23,6 +23,7 @@ import xxhash
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
+from persistkv.rounding import divide_up
 from persistkv.storage.catalog.rows import META, TABLES, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
@@ -52,9 +53,14 @@ RESERVED = "reserved"
 DATABASES = (*TABLES, PIECES, EXTENTS, SEGMENTS, FREE, SIZES, HOLES, RESERVED)
 
 # Rows of ``meta``, in addition to the catalogue's: key and shape.
-_FORMAT_ROW, _FORMAT, _MAGIC = b"format", struct.Struct("<8sI"), b"PKVLMDB1"
-_CAPACITY_ROW, _BYTES = b"capacity", struct.Struct("<Q")
-_TTL_ROW, _TTL = b"ttl", struct.Struct("<d")
+_FORMAT_ROW = b"format"
+_FORMAT = struct.Struct("<8sI")
+_MAGIC = b"PKVLMDB1"
+_FOREIGN = "it is an LMDB environment of something else"
+_CAPACITY_ROW = b"capacity"
+_BYTES = struct.Struct("<Q")
+_TTL_ROW = b"ttl"
+_TTL = struct.Struct("<d")
 _PLACEMENT_ROW = b"placement"
 INLINE = "inline"  # placement of payloads in LMDB, as values
 # the other one: in segment files; LMDB holds the extents (page ranges)
@@ -101,22 +107,26 @@ def open_databases(
     :raises CorruptStoreError: the environment has other content or another format; it was not
         changed.
     """
+    databases = {}
     try:
+        # the format first: another one may have other databases
         meta = env.open_db(META.encode(), txn=txn, create=False)
         with env.begin(buffers=True) if txn is None else nullcontext(txn) as reading:
             _check_format(reading.get(_FORMAT_ROW, db=meta))
-        return {
-            name: env.open_db(name.encode(), txn=txn, create=False)
-            for name in DATABASES
-        }
+        for name in DATABASES:
+            databases[name] = env.open_db(name.encode(), txn=txn, create=False)
     except (lmdb.NotFoundError, lmdb.IncompatibleError):
-        raise CorruptStoreError("it is an LMDB environment of something else") from None
+        raise CorruptStoreError(_FOREIGN) from None
+    return databases
 
 
 def _check_format(row: Buffer | None) -> None:
-    if row is None or len(row) != _FORMAT.size or _FORMAT.unpack(row)[0] != _MAGIC:
-        raise CorruptStoreError("it is an LMDB environment of something else")
-    version = _FORMAT.unpack(row)[1]
+    """Raise a CorruptStoreError unless the row names this format."""
+    if row is None or len(row) != _FORMAT.size:
+        raise CorruptStoreError(_FOREIGN)
+    magic, version = _FORMAT.unpack(row)
+    if magic != _MAGIC:
+        raise CorruptStoreError(_FOREIGN)
     if version != FORMAT_VERSION:
         raise OtherReleaseError(
             f"its format is {version}; this release reads {FORMAT_VERSION}"
@@ -181,10 +191,12 @@ def write_erasures(rows: TableRows, number: int) -> None:
 
 
 def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
+    """Return the number in a row of ``META``; 0 if the row is missing or has another length."""
     row = rows.get(META, name)
     if row is None or len(row) != shape.size:
         return 0
-    number: float = shape.unpack(row)[0]
+    number: float
+    (number,) = shape.unpack(row)
     return number
 
 
@@ -203,7 +215,7 @@ class Trailer(NamedTuple):
 
 def tail_pages(table_length: int) -> int:
     """Return the number of pages that an encoded table and a trailer take."""
-    return -(-(table_length + _TRAILER_BYTES) // PAGE_BYTES)
+    return divide_up(table_length + _TRAILER_BYTES, PAGE_BYTES)
 
 
 def encode_tail(
@@ -213,11 +225,13 @@ def encode_tail(
 
     :param extents: all extents of the pack; ``erasures``: as in ``Trailer``.
     """
-    fields = _FIELDS.pack(*extents[-1], len(extents), erasures)
-    checksum = _trailer_checksum(encoded[-TRAILER_BYTES:], fields)
-    tail[-len(encoded) - _TRAILER_BYTES :] = (
-        encoded + fields + _END.pack(checksum, _TRAILER_MAGIC)
-    )
+    last_extent = extents[-1]
+    fields = _FIELDS.pack(*last_extent, len(extents), erasures)
+    table_trailer = encoded[-TRAILER_BYTES:]
+    checksum = _trailer_checksum(table_trailer, fields)
+    content = encoded + fields + _END.pack(checksum, _TRAILER_MAGIC)
+    start = len(tail) - len(content)
+    tail[start:] = content
 
 
 def find_trailers(pages: memoryview) -> list[int]:
@@ -225,9 +239,11 @@ def find_trailers(pages: memoryview) -> list[int]:
     whole pages."""
     import numpy as np  # other users of this module do not need numpy
 
+    # a row for each page
     words = np.frombuffer(pages, "<u8").reshape(-1, PAGE_BYTES // 8)
+    last_words = words[:, -1]
     magic = int.from_bytes(_TRAILER_MAGIC, "little")
-    found: list[int] = np.flatnonzero(words[:, -1] == magic).tolist()
+    found: list[int] = np.flatnonzero(last_words == magic).tolist()
     return found
 
 
@@ -241,13 +257,16 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
     table_trailer = page[-_TRAILER_BYTES - TRAILER_BYTES : -_TRAILER_BYTES]
     if magic != _TRAILER_MAGIC or checksum != _trailer_checksum(table_trailer, fields):
         return None
-    *place, extents, erasures = _FIELDS.unpack(fields)
+    *place, num_extents, erasures = _FIELDS.unpack(fields)
     extent = Extent(*place)
-    is_here = (extent.segment, extent.end) == (segment, number + 1)
-    if not is_here or not extents or not 0 < extent.pages <= extent.end:
+    # a copy of a trailer, at another place, is not valid
+    is_here = extent.segment == segment and extent.end == number + 1
+    is_possible = num_extents > 0 and 0 < extent.pages <= extent.end
+    if not is_here or not is_possible:
         return None
-    table_length = int.from_bytes(table_trailer[:8], "little") + TRAILER_BYTES
-    return Trailer(extent, extents, erasures, table_length + _TRAILER_BYTES)
+    table_length = int.from_bytes(table_trailer[:8], "little")
+    tail_length = table_length + TRAILER_BYTES + _TRAILER_BYTES
+    return Trailer(extent, num_extents, erasures, tail_length)
 
 
 def decode_table(tail: memoryview) -> PackTable:

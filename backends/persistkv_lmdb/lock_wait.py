@@ -35,7 +35,7 @@ class LockWait:
         self._error: OSError | None = None
         self._process = os.getpid()
         self._is_over = False
-        self._granted: int | None = None  # until ``result`` gives it away
+        self._granted: int | None = None  # until ``result`` returns it
         # The link leads to this file even if its name was removed. A duplicate would share the
         # lock.
         self._fd = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
@@ -72,7 +72,8 @@ class LockWait:
                 self._is_awaited = False
             if self._error is not None:
                 raise self._error
-            granted, self._granted = self._granted, None
+            granted = self._granted
+            self._granted = None
             return granted
 
     def forget(self) -> None:
@@ -83,6 +84,7 @@ class LockWait:
             self._is_over = True
 
     def _run(self) -> None:
+        """Wait for the lock in the daemon thread; release it at once if no thread awaits it."""
         try:
             flock(self._fd, LOCK_EX)
         except OSError as error:
@@ -95,6 +97,8 @@ class LockWait:
             self._changed.notify_all()
 
     def _release(self) -> None:
-        granted, self._granted = self._granted, None
+        """Release the lock if it was obtained and not returned. The caller holds the condition."""
+        granted = self._granted
+        self._granted = None
         if granted is not None:
             os.close(granted)

@@ -63,7 +63,7 @@ _MAX_READERS = 512
 _CLEARING_PATIENCE_S = 30.0
 _CLAIMS_AT = 1 << 20  # byte offset in the guard file: its content ends before
 # the C struct ``flock``: type, whence, start, length, process
-_CLAIM = struct.Struct("hhqqi4x")
+_LOCK_REQUEST = struct.Struct("hhqqi4x")
 _CLEARING_PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -174,18 +174,22 @@ class Guard:
         number = 0
         with files.translated_io(self._directory, full=StoreError):
             while True:
+                request = _lock_request(number)
                 try:
-                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _claim(number))
+                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
                 except (BlockingIOError, PermissionError):
+                    # another process has it
                     number += 1
                 else:
                     return number
 
     def is_claimed(self, number: int) -> bool:
         """Return whether another process that lives has claimed a writer's number."""
+        request = _lock_request(number)
         with files.translated_io(self._directory, full=StoreError):
-            found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _claim(number))
-        return bool(_CLAIM.unpack(found)[0] != fcntl.F_UNLCK)
+            answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, request)
+        lock_type, *_ = _LOCK_REQUEST.unpack(answer)
+        return bool(lock_type != fcntl.F_UNLCK)
 
     def suspect(self) -> None:
         """Have the store checked by the next process that opens it for writing while no other has
@@ -200,7 +204,9 @@ class Guard:
         The last process that has the store open for writing records a clean shutdown, unless the
         store is suspect or an interrupted commit cannot be made durable.
         """
-        if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
+        is_open = self._joined and self._fd >= 0
+        # the exclusive lock is granted to the last process only
+        if is_open and self._locked(fcntl.LOCK_EX):
             with suppress(OSError, StoreError):  # the next opening runs the check
                 if self.lock.interrupted:
                     self.recover()
@@ -212,7 +218,8 @@ class Guard:
         """Close both files without recording a clean shutdown, for a forked child; idempotent."""
         self.lock.close()
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+            fd = self._fd
+            self._fd = -1
             os.close(fd)
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
@@ -223,6 +230,7 @@ class Guard:
         if exists and before in (_State.OPEN, _State.SUSPECT):
             exists = self._check()
         if before is None and exists:
+            # never opened by persistkv: it is another program's, or the guard file was removed
             opened()
             return
         # a new catalogue would overwrite the packs
@@ -274,6 +282,7 @@ class Guard:
                 files.sync_directory(self._directory / name)
 
     def _create(self, opened: Callable[[], None]) -> None:
+        """Create the environment, and make the names of its directories durable."""
         os.fsync(self._fd)  # first: it marks an interrupted creation as this program's
         files.sync_directory(self._directory)
         # their creator may have been killed before it synced them
@@ -296,7 +305,8 @@ class Guard:
         ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and
         renames the rest.
         """
-        store, size = self._directory, 0
+        store = self._directory
+        size = 0
         target = quarantine_directory(store)
         for name in (files.SEGMENT_DIRECTORY, files.LOCK_FILE, files.DATA_FILE):
             file = store / name
@@ -314,6 +324,7 @@ class Guard:
         logger.warning(message, store, reason, size, target, store, target)
 
     def _locked(self, kind: int) -> bool:
+        """Try to lock the guard file without waiting; return whether it is locked."""
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -342,13 +353,16 @@ class Guard:
         row = os.pread(self._fd, _ROW_BYTES, 0)
         if not row:
             return None
+        text = row.decode("ascii", "replace").strip()
         try:
-            return _State(row.decode("ascii", "replace").strip())
+            return _State(text)
         except ValueError:
             return _State.OPEN
 
     def _write(self, state: _State) -> None:
-        os.pwrite(self._fd, state.value.ljust(_ROW_BYTES - 1).encode() + b"\n", 0)
+        # of one length, so that no part of a longer state remains
+        line = state.value.ljust(_ROW_BYTES - 1) + "\n"
+        os.pwrite(self._fd, line.encode(), 0)
 
 
 def _lacks_catalogue(store: Path) -> bool:
@@ -357,20 +371,24 @@ def _lacks_catalogue(store: Path) -> bool:
     data = store / files.DATA_FILE
     if data.exists() and data.stat().st_size:
         return False
-    for file in (store / files.SEGMENT_DIRECTORY).glob("*.seg"):
+    segments = store / files.SEGMENT_DIRECTORY
+    for file in segments.glob("*.seg"):
         status = file.lstat()
         if stat.S_ISREG(status.st_mode) and status.st_size:
             return True
     return False
 
 
-def _claim(number: int) -> bytes:
-    """Return the argument of ``fcntl`` for the byte that stands for a writer's number.
+def _lock_request(number: int) -> bytes:
+    """Return the argument of ``fcntl`` that locks the byte for a writer's number.
 
     The lock belongs to the open file, not to the process as those of LMDB do, so that closing
     another descriptor of the same file keeps it.
     """
-    return _CLAIM.pack(fcntl.F_WRLCK, os.SEEK_SET, _CLAIMS_AT + number, 1, 0)
+    offset = _CLAIMS_AT + number
+    length = 1
+    process = 0  # required for locks of open files
+    return _LOCK_REQUEST.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, length, process)
 
 
 def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
@@ -389,12 +407,12 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
     :raises CorruptStoreError: ``data.mdb`` is shorter than it was and damaged; it was not changed.
     :raises lmdb.Error: the environment cannot be opened, also because of other damage.
     """
-    if files.is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
-        raise CorruptStoreError(f"{path}: {found.reason}")
+    if files.is_cut_short(path):
+        found = inspect(path)
+        if found.verdict in DAMAGE:
+            raise CorruptStoreError(f"{path}: {found.reason}")
     env = _opened(path, read_only)
-    # LMDB lists a header line, then a line per slot, which starts with the PID
-    pid = str(os.getpid())
-    if any(line.split()[:1] == [pid] for line in env.readers().splitlines()[1:]):
+    if _has_reader_slot(env):
         # also releases the lock of this PID: the child detects whether another process holds it
         env.close()
         _clear_from_child(path)
@@ -402,7 +420,18 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
     return env
 
 
+def _has_reader_slot(env: lmdb.Environment) -> bool:
+    """Return whether LMDB's reader table has a slot with the PID of this process."""
+    lines = env.readers().splitlines()[1:]  # without the header
+    for line in lines:
+        pid, *_ = line.split()
+        if int(pid) == os.getpid():
+            return True
+    return False
+
+
 def _opened(path: Path, read_only: bool) -> lmdb.Environment:
+    """Open an LMDB environment; errors as in ``open_lmdb``."""
     try:
         return lmdb.open(
             str(path),
@@ -426,6 +455,7 @@ def _opened(path: Path, read_only: bool) -> lmdb.Environment:
 
 
 def _clear_from_child(store: Path) -> None:
+    """Clear the stale readers of an environment in a child process. Failures are logged."""
     program = _CLEARING_PROGRAM.format(
         path=sys.path, store=str(store), readers=_MAX_READERS
     )
@@ -456,8 +486,10 @@ def quarantine_directory(store: Path) -> Path:
 
     :raises OSError: it cannot be created.
     """
-    name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    target, number = store / name, 1
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    name = f"{_QUARANTINE_PREFIX}{now}"
+    target = store / name
+    number = 1
     while target.exists() and number < _MOST_QUARANTINED_AT_ONCE:
         number += 1
         target = store / f"{name}-{number}"
@@ -487,4 +519,8 @@ def delete_quarantined(store: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    return sum(512 * entry.lstat().st_blocks for entry in (path, *path.rglob("*")))
+    """Return the bytes on disk of a file, or of a directory with its content."""
+    blocks = 0
+    for entry in (path, *path.rglob("*")):
+        blocks += entry.lstat().st_blocks
+    return files.STAT_BLOCK_BYTES * blocks

@@ -3,8 +3,8 @@ damaged.
 
 1. A pack is listed only if its trailer names its own place, its table is valid, and every frame
    verifies. A pack that was overwritten after its eviction does not verify.
-2. Deleted packs stay deleted (``recovery``). Evicted and expired ones may come back: their bytes
-   are valid.
+2. Deleted packs stay deleted (``recovery``). Evicted and expired ones may reappear: their bytes are
+   valid.
 3. Of copies of a pack, the one written last is listed. If valid packs overlap, those that end later
    are listed.
 4. The catalogue is built in a file of its own, which is renamed when it is complete and durable.
@@ -29,6 +29,7 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailableError
+from persistkv.rounding import divide_up
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.storage.catalog.order import read_clock, write_clock
@@ -137,6 +138,8 @@ def _is_lost(path: Path) -> bool:
 
 
 class _Rebuild:
+    """Rebuild of the store in a directory, which no other process has open for writing."""
+
     def __init__(self, path: Path, policy: Policy) -> None:
         self._path = path
         self._policy = policy
@@ -167,6 +170,7 @@ class _Rebuild:
                 raise
         finally:
             for segment in segments.values():
+                # leaves the page cache to other files
                 os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(segment.fd)
         return Rebuilt(
@@ -190,6 +194,7 @@ class _Rebuild:
                 self._skipped[UNKNOWN] += 1
         chosen: dict[bytes, ScannedPack] = {}
         apart = list(self._apart(known))
+        # the copy with the most erasures before it was written last
         apart.sort(key=lambda pack: (pack.erasures, pack.extent))
         for pack in apart:
             if pack.name in chosen:
@@ -202,19 +207,22 @@ class _Rebuild:
         packs.sort(
             key=lambda pack: (pack.extent.segment, pack.extent.end), reverse=True
         )
-        for _, in_segment in groupby(packs, key=lambda pack: pack.extent.segment):
-            begin: int | None = None
-            for pack in in_segment:
-                if begin is not None and pack.extent.end > begin:
-                    self._skipped[OVERLAPPING] += 1
-                    continue
-                begin = pack.extent.page
-                yield pack
+        # first page of the last pack that was yielded, by segment
+        begins: dict[int, int] = {}
+        for pack in packs:
+            extent = pack.extent
+            begin = begins.get(extent.segment)
+            if begin is not None and extent.end > begin:
+                self._skipped[OVERLAPPING] += 1
+                continue
+            begins[extent.segment] = extent.page
+            yield pack
 
     def _replace_catalogue(self, part: Path) -> Path | None:
         """Rename the damaged catalogue, if there is one, then the new one; return the directory of
         the damaged one."""
-        data, damaged = self._path / files.DATA_FILE, None
+        data = self._path / files.DATA_FILE
+        damaged = None
         if data.exists():
             damaged = quarantine_directory(self._path)
             data.rename(damaged / files.DATA_FILE)
@@ -265,9 +273,9 @@ class SegmentScan:
         erasures: Erasures,
         skipped: Counter[str],
     ) -> None:
-        self.num_bytes = (
-            sum(segment.pages for segment in segments.values()) * PAGE_BYTES
-        )
+        num_pages = sum(segment.pages for segment in segments.values())
+        self.num_bytes = num_pages * PAGE_BYTES
+        """Bytes of all segments."""
         self._segments = segments
         self._erasures = erasures
         self._skipped = skipped
@@ -276,11 +284,14 @@ class SegmentScan:
         """Iterate over the verified packs that were not deleted, by the place of their trailers."""
         done = 0
         memory = memoryview(bytearray(_READ_BYTES))
+        pages_at_once = _READ_BYTES // PAGE_BYTES
         for number, segment in self._segments.items():
-            for first in range(0, segment.pages, _READ_BYTES // PAGE_BYTES):
-                view = memory[: min(_READ_BYTES, (segment.pages - first) * PAGE_BYTES)]
+            for first in range(0, segment.pages, pages_at_once):
+                count = min(pages_at_once, segment.pages - first)
+                view = memory[: count * PAGE_BYTES]
                 for index in self._trailers(segment.fd, view, first * PAGE_BYTES):
-                    page = view[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
+                    start = index * PAGE_BYTES
+                    page = view[start : start + PAGE_BYTES]
                     pack = self._pack_at(segment.fd, number, first + index, page)
                     if pack is not None:
                         yield pack
@@ -301,13 +312,15 @@ class SegmentScan:
         return None
 
     def _trailers(self, fd: int, view: memoryview, offset: int) -> list[int]:
-        try:
-            if os.preadv(fd, [view], offset) == len(view):
-                return find_trailers(view)
-        except OSError:  # a bad sector
-            pass
-        self._skipped[UNREADABLE] += 1
-        return []
+        """Fill ``view`` with pages of a file; return the indices of those that may end a pack. If
+        they cannot be read, count that, and return none."""
+        num_read = 0
+        with suppress(OSError):  # a bad sector
+            num_read = os.preadv(fd, [view], offset)
+        if num_read < len(view):
+            self._skipped[UNREADABLE] += 1
+            return []
+        return find_trailers(view)
 
     def _verified(
         self, fd: int, segment: int, number: int, page: memoryview
@@ -339,9 +352,11 @@ def read_table(fd: int, pack: ScannedPack) -> PackTable:
         raise CorruptPackError(
             "table length", f"{pack.tail_length} bytes in {pack.extent.pages} pages"
         )
-    tail_begin = pack.extent.end * PAGE_BYTES - pack.tail_length
-    table = decode_table(memoryview(_read(fd, tail_begin, pack.tail_length)))
-    if table.payload_length != (pack.extent.pages - table_pages) * PAGE_BYTES:
+    pack_end = pack.extent.end * PAGE_BYTES
+    tail = _read(fd, pack_end - pack.tail_length, pack.tail_length)
+    table = decode_table(memoryview(tail))
+    payload_pages = pack.extent.pages - table_pages
+    if table.payload_length != payload_pages * PAGE_BYTES:
         raise CorruptPackError(
             "payload length",
             f"{table.payload_length} bytes in {pack.extent.pages} pages",
@@ -359,13 +374,14 @@ def verify_payload(fd: int, extent: Extent, table: PackTable) -> None:
     keys = table.keys.unpack()
     first = 0
     for frame in table.frames:
-        begin = extent.page * PAGE_BYTES + frame.offset
-        stored = _read(fd, begin, align(frame.stored_length))
+        stored = _read(fd, extent.offset + frame.offset, align(frame.stored_length))
+        content = stored[: frame.stored_length]
+        padding = stored[frame.stored_length :]
         own_keys = b"".join(keys[first : first + frame.block_count])
         first += frame.block_count
         seed = frame_seed(table.namespace, own_keys)
-        verify_frame(frame, [stored[: frame.stored_length]], seed)
-        if any(stored[frame.stored_length :]):
+        verify_frame(frame, [content], seed)
+        if any(padding):
             raise CorruptPackError("padding", f"after the frame at {frame.offset}")
 
 
@@ -379,19 +395,25 @@ def _read(fd: int, offset: int, length: int) -> bytes:
 
 def _holes_in(fd: int, extent: Extent) -> Iterator[Extent]:
     """Yield the pages of an extent that have no disk space, or were never written."""
-    at, end = extent.page * PAGE_BYTES, extent.end * PAGE_BYTES
-    while (begin := os.lseek(fd, at, os.SEEK_HOLE)) < end:
-        try:
-            at = min(end, os.lseek(fd, begin, os.SEEK_DATA))
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            at = end  # no data follows
-        first = -(-begin // PAGE_BYTES)
-        if at // PAGE_BYTES > first:
-            yield Extent(extent.segment, first, at // PAGE_BYTES - first)
-        if at == end:
+    offset = extent.offset
+    end = extent.offset + extent.num_bytes
+    while offset < end:
+        hole_begin = os.lseek(fd, offset, os.SEEK_HOLE)
+        if hole_begin >= end:
             return
+        hole_end = end
+        try:
+            data_begin = os.lseek(fd, hole_begin, os.SEEK_DATA)
+            hole_end = min(end, data_begin)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # no data follows
+                raise
+        # only whole pages
+        first = divide_up(hole_begin, PAGE_BYTES)
+        end_page = hole_end // PAGE_BYTES
+        if end_page > first:
+            yield Extent(extent.segment, first, end_page - first)
+        offset = hole_end
 
 
 class _Placed:
@@ -454,31 +476,29 @@ class _Builder:
             mode=0o600,
         ) as env:
             with env.begin(write=True, buffers=True) as txn:
-                databases = create_databases(
-                    env, txn, replace(self._policy, capacity=DEFAULT_CAPACITY)
-                )
+                # the capacity follows from the size of the catalogue, at the end
+                policy = replace(self._policy, capacity=DEFAULT_CAPACITY)
+                databases = create_databases(env, txn, policy)
                 rows = TableRows(txn, databases)
                 self._record_space(rows, packs)
                 write_erasures(rows, erasures)
-            for namespace, group in groupby(
-                packs, key=lambda pack: pack.name[:ID_BYTES]
-            ):
+            by_namespace = groupby(packs, key=lambda pack: pack.name[:ID_BYTES])
+            for namespace, group in by_namespace:
                 self.namespaces += 1
-                while some := list(islice(group, _PACKS_AT_ONCE)):
+                while page := list(islice(group, _PACKS_AT_ONCE)):
                     with env.begin(write=True, buffers=True) as txn:
-                        self._add(
-                            TableRows(txn, databases), namespaces[namespace], some
-                        )
+                        rows = TableRows(txn, databases)
+                        self._add(rows, namespaces[namespace], page)
             with env.begin(write=True, buffers=True) as txn:
                 rows = TableRows(txn, databases)
                 moment, clock = read_clock(rows)
                 write_clock(rows, moment + 1, clock)
-                self._record_capacity(
-                    rows, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-                )
+                num_pages = env.info()["last_pgno"] + 1
+                self._record_capacity(rows, num_pages * env.stat()["psize"])
             env.sync(True)
 
     def _record_space(self, rows: TableRows, packs: Sequence[ScannedPack]) -> None:
+        """Record the pages of the segments that no pack has as free, or as holes."""
         allocator = Allocator(rows)
         used: dict[int, list[Extent]] = {number: [] for number in self._segments}
         for pack in packs:
@@ -494,11 +514,15 @@ class _Builder:
     def _add(
         self, rows: TableRows, namespace: Namespace, packs: Sequence[ScannedPack]
     ) -> None:
-        payloads = _Placed(Allocator(rows), {pack.name: pack.extent for pack in packs})
+        """Add packs of one namespace to the catalogue, in the caller's transaction."""
+        extents = {pack.name: pack.extent for pack in packs}
+        payloads = _Placed(Allocator(rows), extents)
         copies = []
         for pack in packs:
-            table = read_table(self._segments[pack.extent.segment].fd, pack)
+            segment = self._segments[pack.extent.segment]
+            table = read_table(segment.fd, pack)
             self.totals.count(table, 1)
+            # without payload, which is in place
             copies.append(PackCopy(table, b""))
         opened = {namespace.id: namespace}
         commit = CatalogTransaction(rows, payloads, namespace.id, opened=opened)
@@ -508,7 +532,10 @@ class _Builder:
     def _record_capacity(self, rows: TableRows, catalogue_bytes: int) -> None:
         """Record the capacity: without a given one, the catalogue may grow to twice its size, and
         takes at most 1/4."""
-        segments = sum(segment.disk_bytes for segment in self._segments.values())
-        least = max(8 * catalogue_bytes, 2 * catalogue_bytes + segments + _GROWTH_BYTES)
-        self.capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(least))
-        write_policy(rows, replace(self._policy, capacity=self.capacity))
+        segment_bytes = sum(segment.disk_bytes for segment in self._segments.values())
+        doubled = 2 * catalogue_bytes
+        for_content = doubled + segment_bytes + _GROWTH_BYTES
+        least = max(4 * doubled, for_content)
+        capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(least))
+        self.capacity = capacity
+        write_policy(rows, replace(self._policy, capacity=capacity))

@@ -1,10 +1,10 @@
-"""Files beside the segment files that ``rebuild`` needs and that no pack holds: identities and
-erasures.
+"""Files in the directory of the segments that ``rebuild`` needs and that no pack holds: identities
+and erasures.
 
 1. ``segments/NAMESPACE.identity`` has the content of the namespace's row. It is durable before the
    commit that adds the namespace's first pack, unless the disk refuses it.
 2. ``segments/erased`` lists packs that were deleted because a user or a check asked for it: evicted
-   content may come back, deleted content may not. A record is durable before the deletion.
+   content may reappear, deleted content may not. A record is durable before the deletion.
 3. An *erasure* has a number. It covers the packs of its name that were written while the number of
    the last erasure, which the catalogue records, was smaller: not only the deleted copy, but also
    evicted ones. Content that is stored again afterwards is not covered.
@@ -64,7 +64,9 @@ class Erasures(NamedTuple):
         :param name: namespace and pack id.
         :param erasures: number of the last erasure when it was written.
         """
-        return erasures < max(self.of_all, self.by_name.get(_checksum(name), 0))
+        of_name = self.by_name.get(_checksum(name), 0)
+        last = max(self.of_all, of_name)
+        return erasures < last
 
 
 class RecoveryFiles:
@@ -88,11 +90,14 @@ class RecoveryFiles:
         """
         if self._described.get(namespace) == generation:
             return
+        path = self._identity_path(namespace)
         with suppress(OSError):
+            # so that a full disk has space for the first erasure
             if _size(self._erased) < _RECORD.size:
                 _write(self._erased, _NO_ERASURE)
-            if _content(self._identity(namespace), _MOST_IDENTITY_BYTES) != row:
-                _write(self._identity(namespace), row)
+            held = _content(path, _MOST_IDENTITY_BYTES)
+            if held != row:
+                _write(path, row)
             sync_directory(self._directory)
             self._described[namespace] = generation
 
@@ -101,15 +106,18 @@ class RecoveryFiles:
         alone is harmless."""
         for namespace in namespaces:
             with suppress(OSError):
-                self._identity(namespace).unlink()
+                self._identity_path(namespace).unlink()
 
     def identities(self) -> dict[bytes, Namespace]:
         """Return the namespaces whose identities can be read, by id."""
         found: dict[bytes, Namespace] = {}
         for path in self._directory.glob(f"*{_IDENTITY_SUFFIX}"):
+            # an error: unreadable, or not named as an identity
             with suppress(OSError, ValueError):
-                name = bytes.fromhex(path.name.removesuffix(_IDENTITY_SUFFIX))
-                namespace = decode_namespace(name, _content(path, _MOST_IDENTITY_BYTES))
+                digits = path.name.removesuffix(_IDENTITY_SUFFIX)
+                name = bytes.fromhex(digits)
+                row = _content(path, _MOST_IDENTITY_BYTES)
+                namespace = decode_namespace(name, row)
                 if namespace is not None:
                     found[name] = namespace
         return found
@@ -136,18 +144,24 @@ class RecoveryFiles:
         import numpy as np  # commits do not need numpy
 
         held = _content(self._erased, _MOST_ERASED_BYTES)
-        whole = held[: len(held) - len(held) % _RECORD.size]
+        # a killed process may have left a part of a record
+        num_records = len(held) // _RECORD.size
+        whole = held[: num_records * _RECORD.size]
+        # columns: number, checksum of the name
         records = np.frombuffer(whole, "<u8").reshape(-1, 2)
-        records = records[records[:, 0] < _END_OF_NUMBERS]
-        # the last number of a name remains in the dictionary
-        records = records[np.argsort(records[:, 0], kind="stable")]
-        numbers, names = records[:, 0], records[:, 1]
+        is_valid = records[:, 0] < _END_OF_NUMBERS
+        records = records[is_valid]
+        # by number: the last one of a name remains in the dictionary
+        order = np.argsort(records[:, 0], kind="stable")
+        records = records[order]
+        numbers = records[:, 0]
+        names = records[:, 1]
         last = int(numbers.max(initial=0))
         of_all = int(numbers[names == _ALL].max(initial=0))
         by_name = dict(zip(names.tolist(), numbers.tolist(), strict=True))
         return Erasures(last, of_all, by_name)
 
-    def _identity(self, namespace: bytes) -> Path:
+    def _identity_path(self, namespace: bytes) -> Path:
         return self._directory / f"{namespace.hex()}{_IDENTITY_SUFFIX}"
 
     @property
@@ -155,6 +169,11 @@ class RecoveryFiles:
         return self._directory / _ERASED
 
     def _append(self, records: bytes) -> None:
+        """Add records to the list durably. If it gets too long, replace its older half by one
+        erasure of all packs.
+
+        :raises OSError: they cannot be written.
+        """
         size = _size(self._erased)
         size -= size % _RECORD.size  # a killed process may have left a part of a record
         if not size:
@@ -167,9 +186,9 @@ class RecoveryFiles:
         held = _content(self._erased, size) + records
         kept = held[-_KEPT_BYTES:]
         dropped = held[: -len(kept)]
-        before = max(number for number, _ in _RECORD.iter_unpack(dropped))
+        last_dropped = max(number for number, _ in _RECORD.iter_unpack(dropped))
         # first: it covers the records that are overwritten
-        write_durably(self._erased, _RECORD.pack(before, _ALL), 0)
+        write_durably(self._erased, _RECORD.pack(last_dropped, _ALL), 0)
         write_durably(self._erased, kept, _RECORD.size)
         os.truncate(self._erased, _RECORD.size + len(kept))
 

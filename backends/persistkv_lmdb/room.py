@@ -38,10 +38,14 @@ class Amount(NamedTuple):
     payload: int
 
     def plus(self, other: Amount) -> Amount:
-        return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
+        catalogue = self.catalogue + other.catalogue
+        payload = self.payload + other.payload
+        return Amount(catalogue, payload)
 
     def minus(self, other: Amount) -> Amount:
-        return Amount(self.catalogue - other.catalogue, self.payload - other.payload)
+        catalogue = self.catalogue - other.catalogue
+        payload = self.payload - other.payload
+        return Amount(catalogue, payload)
 
     def within(self, limit: Amount) -> bool:
         return self.catalogue <= limit.catalogue and self.payload <= limit.payload
@@ -76,7 +80,8 @@ class Room:
         deletions."""
 
     @property
-    def _segments(self) -> int:
+    def _segment_bytes(self) -> int:
+        """Bytes of the segment files on disk."""
         return self.payloads.allocator.total * PAGE_BYTES
 
     @property
@@ -88,7 +93,8 @@ class Room:
         """Return whether the bytes in use are at most ``goal``. Freed pages that are not reusable
         yet do not count: more eviction would not change them.
         """
-        if self.payloads.allocator.used * PAGE_BYTES > goal.payload:
+        used_payload = self.payloads.allocator.used * PAGE_BYTES
+        if used_payload > goal.payload:
             return False
         return self._transaction.used_bytes() <= goal.catalogue
 
@@ -103,15 +109,18 @@ class Room:
         :param rows: upper estimate of the bytes of its rows.
         """
         if self.is_inline:
-            rows += sum(page_bytes(pack.payload_bound) for pack in packs)
-            self.need = Amount(rows, 0)
+            payload_bytes = sum(page_bytes(pack.payload_bound) for pack in packs)
+            self.need = Amount(rows + payload_bytes, 0)
             return
-        self.need = Amount(rows, bound_pages(unplaced) * PAGE_BYTES)
-        more = rows - self._environment.database.shares.growth_bytes // 2
-        if more > 0:
-            self.payloads.limit = max(0, self.payloads.limit - more)
-            payload = min(self.limit.payload, self.payloads.limit)
-            self.limit = self.limit._replace(payload=payload)
+        payload_bytes = bound_pages(unplaced) * PAGE_BYTES
+        self.need = Amount(rows, payload_bytes)
+        # half, because a transaction also rewrites pages of other rows
+        usual_rows = self._environment.database.shares.growth_bytes // 2
+        excess = rows - usual_rows
+        if excess > 0:
+            self.payloads.limit = max(0, self.payloads.limit - excess)
+            limit = min(self.limit.payload, self.payloads.limit)
+            self.limit = self.limit._replace(payload=limit)
 
     def check(self) -> None:
         """Raise a StoreFullError if ``need`` exceeds the free space, including the space by which a
@@ -120,19 +129,22 @@ class Room:
             return
         allocator = self.payloads.allocator
         self._environment.database.check_growth(self._transaction.used_bytes())
-        free = allocator.free * PAGE_BYTES + max(0, self.limit.payload - self._segments)
-        if not self.fits(self.limit.minus(self.need)) or self.need.payload > free:
+        goal = self.limit.minus(self.need)
+        if not self.fits(goal):
             raise self.full()
-        is_too_large = self._segments > self.payloads.limit and allocator.free > 0
+        growth = max(0, self.limit.payload - self._segment_bytes)
+        free = allocator.free * PAGE_BYTES + growth
+        if self.need.payload > free:
+            raise self.full()
+        is_too_large = self._segment_bytes > self.payloads.limit and allocator.free > 0
         # the catalogue may need the space
         if is_too_large and self._environment.files.punches:
             raise self.full()
 
     def full(self) -> StoreFullError:
-        path, capacity = (
-            self._environment.path,
-            self._environment.database.shares.capacity,
-        )
+        """Return the error of a batch that does not fit."""
+        path = self._environment.path
+        capacity = self._environment.database.shares.capacity
         return StoreFullError(
             f"{path}: {sum(self.need)} bytes do not fit a capacity of {capacity}"
         )
@@ -145,32 +157,42 @@ class Room:
         if not self.is_inline:
             rewritten = min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
             reserve = max(reserve, rewritten)
-        growth = self._environment.database.shares.growth_bytes
-        growth = min(2 * self.need.catalogue + _GROWN_BYTES, growth)
-        return Amount(catalogue - reserve, payload - self._ahead_bytes() - growth)
+        # the next batch is expected to be like this one
+        expected_growth = 2 * self.need.catalogue + _GROWN_BYTES
+        max_growth = self._environment.database.shares.growth_bytes
+        growth = min(expected_growth, max_growth)
+        payload_reserve = self._ahead_bytes() + growth
+        return Amount(catalogue - reserve, payload - payload_reserve)
 
     def reserve_ahead(self, writer: int) -> None:
         """Reserve extents for the next commit of a writer that has none reserved, as far as there
         is room."""
         allocator = self.payloads.allocator
-        growth = max(0, self.payloads.limit // PAGE_BYTES - allocator.total)
+        limit_pages = self.payloads.limit // PAGE_BYTES
+        growth = max(0, limit_pages - allocator.total)
         pages = min(self._ahead_bytes() // PAGE_BYTES, allocator.free + growth)
         if pages > 0:
             # the disk is full: the next commit evicts first
             with suppress(StoreFullError):
-                allocator.reserve(writer, self.payloads.take(pages))
+                taken = self.payloads.take(pages)
+                allocator.reserve(writer, taken)
 
     def _ahead_bytes(self) -> int:
         """Return how much of the segments to reserve for the next commit: what the largest of the
         last ones took."""
-        of_all = self.limit.payload // _ALL_RESERVED_SHARE - self.reserved.payload
-        own = min(_MAX_RESERVED, self.limit.payload // _RESERVED_SHARE)
+        segments = self.limit.payload
+        left_of_all = segments // _ALL_RESERVED_SHARE - self.reserved.payload
+        own = min(_MAX_RESERVED, segments // _RESERVED_SHARE)
         largest = max(self._environment.taken, default=0)
-        return max(0, min(largest, own, of_all))
+        ahead = min(largest, own, left_of_all)
+        # negative: others have reserved more than the share
+        return max(0, ahead)
 
 
 def bound_pages(packs: Iterable[NewPack]) -> int:
     """Return an upper bound on the pages that packs take in the segment files."""
-    return sum(
-        pages_for(pack.payload_bound) + tail_pages(pack.table_length) for pack in packs
-    )
+    pages = 0
+    for pack in packs:
+        pages += pages_for(pack.payload_bound)
+        pages += tail_pages(pack.table_length)
+    return pages

@@ -77,6 +77,15 @@ class Extent(NamedTuple):
         return self.page + self.pages
 
     @property
+    def offset(self) -> int:
+        """Byte offset in the file."""
+        return self.page * PAGE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pages * PAGE_BYTES
+
+    @property
     def place(self) -> bytes:
         """Key of the extent in a table that is ordered by place."""
         return PLACE.pack(self.segment, self.page)
@@ -167,18 +176,20 @@ class SegmentFiles:
         :raises StoreFullError: the disk has no space for them; the file is truncated to ``before``
             pages.
         """
+        old_bytes = before * PAGE_BYTES
+        added_bytes = (pages - before) * PAGE_BYTES
         with translated_io(self._path):
             fd = self._descriptors(segment, create=True).buffered
             try:
-                os.posix_fallocate(
-                    fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES
-                )
+                os.posix_fallocate(fd, old_bytes, added_bytes)
             except OSError:
+                # a part may have been allocated
                 with suppress(OSError):
-                    os.ftruncate(fd, before * PAGE_BYTES)
+                    os.ftruncate(fd, old_bytes)
                 raise
             self._grown.add(segment)
-            self._unnamed = self._unnamed or not before
+            if not before:
+                self._unnamed = True
 
     def fill(self, hole: Extent) -> None:
         """Allocate disk space for a hole. The transaction must call ``sync_growth`` before it
@@ -189,7 +200,7 @@ class SegmentFiles:
         with translated_io(self._path):
             fd = self._descriptors(hole.segment).buffered
             try:
-                os.posix_fallocate(fd, hole.page * PAGE_BYTES, hole.pages * PAGE_BYTES)
+                os.posix_fallocate(fd, hole.offset, hole.num_bytes)
             except OSError:
                 self.punch([hole])
                 raise
@@ -200,18 +211,18 @@ class SegmentFiles:
         holes, or fails."""
         for hole in holes:
             with suppress(OSError):
-                punch_hole(
-                    self._descriptors(hole.segment).buffered,
-                    hole.page * PAGE_BYTES,
-                    hole.pages * PAGE_BYTES,
-                )
+                fd = self._descriptors(hole.segment).buffered
+                punch_hole(fd, hole.offset, hole.num_bytes)
 
     @cached_property
     def punches(self) -> bool:
         """Whether the file system supports holes in files."""
         try:
-            fd = self._descriptors(min(self._existing(), default=0)).buffered
-            punch_hole(fd, os.fstat(fd).st_size, PAGE_BYTES)
+            first_segment = min(self._existing(), default=0)
+            fd = self._descriptors(first_segment).buffered
+            # after the end of the file, where there is nothing to lose
+            end = os.fstat(fd).st_size
+            punch_hole(fd, end, PAGE_BYTES)
         except OSError as error:
             logger.info(
                 "%s: free space is not returned to the file system, which makes no holes: %s",
@@ -239,8 +250,8 @@ class SegmentFiles:
     def _fit_one(self, segment: int, expected: int) -> int:
         """Give a file a length in bytes; return its bytes on disk."""
         fd = self._descriptors(segment, create=True).buffered
-        if _is_deleted(fd):  # it would accept writes that nobody finds
-            self._let_go(segment)
+        if _is_deleted(fd):  # it would accept writes that no reader finds
+            self._replace_deleted(segment)
             fd = self._descriptors(segment, create=True).buffered
         status = os.fstat(fd)
         held = status.st_size
@@ -266,11 +277,13 @@ class SegmentFiles:
         for buffers in self._bounce.aligned(stream):
             length = sum(map(len, buffers))
             runs = list(_runs_of(extents, written, length))
-            if sum(run.length for run in runs) < length:
+            room = sum(run.length for run in runs)
+            if room < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
-            # among others, this thread would wait for the disk
-            if length < _THREAD_BYTES and not self._writes:
+            is_short = length < _THREAD_BYTES
+            # beside other writes, this thread would wait for the disk
+            if is_short and not self._writes:
                 self._write_runs(runs, buffers)
             else:
                 self._begin_write(runs, buffers)
@@ -281,8 +294,9 @@ class SegmentFiles:
         """Write in another thread."""
         if self._pool is None:
             self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
-        running = sum(not write.done() for write in self._writes)
-        write, begun = Future[None](), threading.Event()
+        num_running = sum(not write.done() for write in self._writes)
+        write = Future[None]()
+        begun = threading.Event()
 
         def run() -> None:
             begun.set()
@@ -292,7 +306,7 @@ class SegmentFiles:
         self._writes.append(write)
         self._pool.begin(write, run)
         # otherwise, the thread may wait up to 5 ms for the GIL while this one continues
-        if running < _WRITES_AT_ONCE:
+        if num_running < _WRITES_AT_ONCE:
             begun.wait()
 
     def settle(self) -> None:
@@ -303,7 +317,8 @@ class SegmentFiles:
         try:
             # a failed future that is kept would keep its buffers, through its traceback
             while self._writes:
-                self._writes.pop(0).result()
+                write = self._writes.pop(0)
+                write.result()
         finally:
             self._writes.clear()
 
@@ -314,7 +329,8 @@ class SegmentFiles:
         """
         while self._writes:
             with suppress(BaseException):
-                wait([write for write in self._writes if not write.cancel()])
+                running = [write for write in self._writes if not write.cancel()]
+                wait(running)
                 self._writes.clear()
         self._touched.clear()
 
@@ -336,7 +352,8 @@ class SegmentFiles:
         """Raise a ReplacedError if one of these open files was removed."""
         with translated_io(self._path):
             for segment in segments:
-                if _is_deleted(self._descriptors(segment).buffered):
+                fd = self._descriptors(segment).buffered
+                if _is_deleted(fd):
                     raise ReplacedError(
                         f"{self._path}: segment {segment} was removed while it was written"
                     )
@@ -378,27 +395,33 @@ class SegmentFiles:
         lengths = [part.length() for part in wanted]
         filled = [0] * len(wanted)
         with translated_io(self._path):
-            for pieces in _neighbours_of(wanted, lengths):
-                whole = len(pieces) > 1 and self._read_together(pieces, direct)
+            for pieces in _contiguous_pieces(wanted, lengths):
+                # if the whole cannot be read, some of its pieces may be
+                is_read = len(pieces) > 1 and self._read_together(pieces, direct)
                 for piece in pieces:
-                    if whole or self._read(piece.run, piece.buffers, direct):
+                    if is_read or self._read(piece.run, piece.buffers, direct):
                         filled[piece.number] += piece.run.length
         return [count == length for count, length in zip(filled, lengths, strict=True)]
 
     def _read_together(self, pieces: Sequence[_Piece], direct: bool | None) -> bool:
-        first = pieces[0].run
-        length = sum(piece.run.length for piece in pieces)
-        buffers = [buffer for piece in pieces for buffer in piece.buffers]
-        return self._read(first._replace(length=length), buffers, direct)
+        """Read contiguous pieces at once; return whether all of them were filled."""
+        length = 0
+        buffers: list[memoryview] = []
+        for piece in pieces:
+            length += piece.run.length
+            buffers += piece.buffers
+        whole = pieces[0].run._replace(length=length)
+        return self._read(whole, buffers, direct)
 
     def lengths(self) -> dict[int, int]:
         """Return the bytes on disk of each segment file, by segment number; see
         ``allocated_bytes``."""
+        lengths: dict[int, int] = {}
         with translated_io(self._path):
-            return {
-                segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered))
-                for segment in self._existing()
-            }
+            for segment in self._existing():
+                fd = self._descriptors(segment).buffered
+                lengths[segment] = allocated_bytes(os.fstat(fd))
+        return lengths
 
     def is_current(self) -> bool:
         """Return whether the directory of the files is still the one at its path."""
@@ -429,7 +452,8 @@ class SegmentFiles:
         self._open.clear()
         self._deleted.clear()
 
-    def _let_go(self, segment: int) -> None:
+    def _replace_deleted(self, segment: int) -> None:
+        """Have a file that a user deleted created again by its next use."""
         with self._lock:
             self._deleted.append(self._open.pop(segment))
             self.replacements += 1
@@ -443,6 +467,7 @@ class SegmentFiles:
                 buffers = after_bytes(buffers, run.length)
 
     def _write_run(self, run: _Run, buffers: list[memoryview]) -> None:
+        """Write one run, with O_DIRECT if it is possible."""
         fds = self._descriptors(run.segment)
         if fds.direct is not None and self._direct:
             try:
@@ -476,9 +501,12 @@ class SegmentFiles:
 
     def _goes_direct(self, fds: _Descriptors, run: _Run, direct: bool | None) -> bool:
         """Return whether to read with O_DIRECT; see ``read`` for ``direct``."""
-        if not self._direct or direct is False or run.length % PAGE_BYTES:
+        is_whole_pages = run.length % PAGE_BYTES == 0
+        if not self._direct or direct is False or not is_whole_pages:
             return False
-        return bool(direct) or not is_cached(fds.buffered, run.offset, run.length)
+        if direct:
+            return True
+        return not is_cached(fds.buffered, run.offset, run.length)
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
         """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned,
@@ -497,32 +525,37 @@ class SegmentFiles:
         return True
 
     def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
+        """Return the descriptors of a segment file, which is opened on first use.
+
+        :raises OSError: it cannot be opened; ``FileNotFoundError``: it does not exist.
+        """
         with self._lock:
-            found = self._open.get(segment)
-            if found is None:
-                found = self._open[segment] = self._opened(segment, create)
-            return found
+            descriptors = self._open.get(segment)
+            if descriptors is None:
+                descriptors = self._opened(segment, create)
+                self._open[segment] = descriptors
+            return descriptors
 
     def _opened(self, segment: int, create: bool) -> _Descriptors:
+        """Open a segment file. The caller holds the lock."""
         name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
+        flags = access
         directory = self._directory(create=create)
         # not before: ``sync`` opens the directory. Also if the file exists: one more sync per
         # process
         if create:
             self._unnamed = True
-        buffered = open_regular(
-            name, access | os.O_CREAT if create else access, dir_fd=directory
-        )
+            flags |= os.O_CREAT
+        buffered = open_regular(name, flags, dir_fd=directory)
         try:
-            return _Descriptors(
-                buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory)
-            )
+            direct = open_regular(name, access | os.O_DIRECT, dir_fd=directory)
         except OSError as error:
             if error.errno in _NO_DIRECT:
                 return _Descriptors(buffered, None)
             os.close(buffered)
             raise
+        return _Descriptors(buffered, direct)
 
     def _directory(self, *, create: bool = False) -> int:
         """Return the descriptor of the directory ``segments``. The caller holds the lock.
@@ -539,6 +572,7 @@ class SegmentFiles:
         return self._held
 
     def _existing(self) -> list[int]:
+        """Return the numbers of the segment files in the directory; none if it does not exist."""
         try:
             with self._lock:
                 names = os.listdir(self._directory())
@@ -550,18 +584,18 @@ class SegmentFiles:
 
 def segment_number(name: str) -> int | None:
     """Return the number of the segment with this file name; None if it is no segment's."""
-    digits, dot, ending = name.partition(".")
-    is_segment = (
-        len(digits) == 8
-        and digits.isascii()
-        and digits.isdecimal()
-        and dot + ending == ".seg"
-    )
-    return int(digits) if is_segment else None
+    digits = name.removesuffix(".seg")
+    if digits == name or len(digits) != 8:
+        return None
+    # ``int`` also accepts signs, spaces and digits of other scripts
+    is_number = digits.isascii() and digits.isdecimal()
+    return int(digits) if is_number else None
 
 
 def _is_deleted(fd: int) -> bool:
-    return not os.fstat(fd).st_nlink
+    """Return whether an open file has no name any more."""
+    num_names = os.fstat(fd).st_nlink
+    return num_names == 0
 
 
 def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
@@ -570,15 +604,20 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
     """
     for extent in extents:
         size = extent.pages * PAGE_BYTES
-        if length and offset < size:
-            count = min(length, size - offset)
-            yield _Run(extent.segment, extent.page * PAGE_BYTES + offset, count)
-            length -= count
-            offset = size
-        offset -= size
+        if offset >= size:
+            # the bytes begin in a later extent
+            offset -= size
+            continue
+        if not length:
+            return
+        count = min(length, size - offset)
+        file_offset = extent.page * PAGE_BYTES + offset
+        yield _Run(extent.segment, file_offset, count)
+        length -= count
+        offset = 0
 
 
-def _neighbours_of(
+def _contiguous_pieces(
     wanted: Sequence[PayloadPart], lengths: Sequence[int]
 ) -> list[list[_Piece]]:
     """Return the pieces of a read request (see ``SegmentFiles.read``), grouped: those of a group
@@ -586,31 +625,34 @@ def _neighbours_of(
     each part, says.
     """
     groups: list[list[_Piece]] = []
-    end = (-1, 0)
+    group_end = (-1, 0)  # segment, and offset after the last byte
     for number, part in enumerate(wanted):
         length = lengths[number]
         rest = [_as_bytes(buffer) for buffer in part.buffers if buffer.nbytes]
         for run in _runs_of(part.extents, part.offset, length):
-            if (run.segment, run.offset) != end:
+            if (run.segment, run.offset) != group_end:
                 groups.append([])
             buffers = rest
             # usually there is one run, and nothing to split
             if run.length < length:
                 buffers = front(rest, run.length)
                 rest = after_bytes(rest, run.length)
-            groups[-1].append(_Piece(number, run, buffers))
-            end = (run.segment, run.offset + run.length)
+            piece = _Piece(number, run, buffers)
+            groups[-1].append(piece)
+            group_end = (run.segment, run.offset + run.length)
     return groups
 
 
 def starts_aligned(view: memoryview) -> bool:
     """Return whether the address of a buffer, which must not be empty, is a multiple of 4 KiB."""
-    return not address_of(view) % PAGE_BYTES
+    address = address_of(view)
+    return address % PAGE_BYTES == 0
 
 
 def is_aligned(view: memoryview) -> bool:
     """Return whether O_DIRECT accepts a buffer: its address and length are multiples of 4 KiB."""
-    return not len(view) % PAGE_BYTES and starts_aligned(view)
+    is_whole_pages = len(view) % PAGE_BYTES == 0
+    return is_whole_pages and starts_aligned(view)
 
 
 def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
@@ -644,7 +686,8 @@ def write_all(
     """
     rest = list(buffers)
     while rest:
-        done = os.pwritev(fd, rest[:_MOST_BUFFERS], offset)
+        batch = rest[:_MOST_BUFFERS]
+        done = os.pwritev(fd, batch, offset)
         done -= done % unit
         if not done:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -661,7 +704,8 @@ def read_all(
     """
     rest = list(buffers)
     while rest:
-        done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
+        batch = rest[:_MOST_BUFFERS]
+        done = os.preadv(fd, batch, offset)
         if not done or done % unit:
             return False
         rest = after_bytes(rest, done)
@@ -670,13 +714,20 @@ def read_all(
 
 
 class _Range(ctypes.Structure):
+    """C structure ``cachestat_range`` of Linux, in bytes."""
+
     _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
 
 
 class _Pages(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("cached", "dirty", "writing", "evicted", "recently_evicted")
+    """C structure ``cachestat`` of Linux: numbers of pages of a range."""
+
+    _fields_ = (
+        ("cached", ctypes.c_uint64),
+        ("dirty", ctypes.c_uint64),
+        ("writing", ctypes.c_uint64),
+        ("evicted", ctypes.c_uint64),
+        ("recently_evicted", ctypes.c_uint64),
     )
 
 
@@ -694,8 +745,12 @@ _syscall.argtypes = (
 def is_cached(fd: int, offset: int, length: int) -> bool:
     """Return whether the page cache holds all of a byte range of a file; False if the kernel cannot
     report it."""
-    part, pages = _Range(offset, length), _Pages()
-    if _syscall(_CACHESTAT, fd, ctypes.addressof(part), ctypes.addressof(pages), 0):
+    part = _Range(offset, length)
+    pages = _Pages()
+    part_address = ctypes.addressof(part)
+    pages_address = ctypes.addressof(pages)
+    failed = _syscall(_CACHESTAT, fd, part_address, pages_address, 0)
+    if failed:
         return False
     return bool(pages.cached * PAGE_BYTES >= length)
 
@@ -717,10 +772,12 @@ class Bounce:
         later: int = _LATER_BYTES,
         size: int = _BOUNCE_BYTES,
     ) -> None:
-        self._first, self._later = first, later
+        self._first = first
+        self._later = later
         # backed by physical memory on first use
         self.memory = memoryview(mmap.mmap(-1, size))
         self._settle = settle
+        # whether a write may be using the memory
         self._lent = False
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
@@ -736,7 +793,8 @@ class Bounce:
                     incomplete_page = batch.cut_incomplete_page()
                     yield batch.buffers
                     batch = _Batch(self, self._later, incomplete_page)
-                rest = rest[batch.take(rest) :]
+                count = batch.take(rest)
+                rest = rest[count:]
         batch.pad()
         if batch.buffers:
             yield batch.buffers
@@ -772,20 +830,24 @@ class _Batch:
         self._length = self._filled
 
     def is_full(self) -> bool:
-        return (
-            self._length >= self._most
-            or len(self.buffers) >= _MOST_BUFFERS - 1
-            or self._filled == len(self._bounce.memory)
-        )
+        if self._length >= self._most:
+            return True
+        # one more may be needed for copied bytes
+        if len(self.buffers) >= _MOST_BUFFERS - 1:
+            return True
+        return self._filled == len(self._bounce.memory)
 
     def take(self, rest: memoryview) -> int:
         """Add bytes, without a copy if they are aligned; return their number."""
-        is_at_page = not self._filled % PAGE_BYTES
+        is_at_page = self._filled % PAGE_BYTES == 0
         if len(rest) >= PAGE_BYTES and is_at_page and starts_aligned(rest):
             self._list_copied()
             whole_pages = len(rest) - len(rest) % PAGE_BYTES
             count = min(whole_pages, self._most - self._length)
-            self.buffers.append(rest if count == len(rest) else rest[:count])
+            listed = rest
+            if count < len(rest):
+                listed = rest[:count]
+            self.buffers.append(listed)
         else:
             count = self._bounce.copy(rest, self._filled)
             self._filled += count
@@ -807,6 +869,7 @@ class _Batch:
         self._list_copied()
 
     def _list_copied(self) -> None:
+        """Add the copied bytes that are not listed yet to ``buffers``."""
         if self._listed < self._filled:
             copied = self._bounce.memory[self._listed : self._filled]
             self.buffers.append(copied)
@@ -814,6 +877,7 @@ class _Batch:
 
 
 def _as_bytes(piece: Buffer) -> memoryview:
+    """Return a one-dimensional view of bytes."""
     if type(piece) is memoryview and piece.format == "B":
         return piece
     return memoryview(piece).cast("B")

@@ -44,15 +44,14 @@ class FaultyBackend(Backend, Generic[B]):
         """Return a wrapper of an open backend, without faults. The wrapper's ``close`` closes the
         backend."""
         kind = type(inner)
-        names = [
-            name
-            for name in dir(kind)
-            if not name.startswith("_") and name not in vars(FaultyBackend)
-        ]
-        members = {name: _member(kind, name) for name in names}
-        wrapper: type[FaultyBackend[B]] = type(
-            f"Faulty{kind.__name__}", (cls,), members
-        )
+        members = {}
+        for name in dir(kind):
+            is_public = not name.startswith("_")
+            if is_public and name not in vars(FaultyBackend):
+                members[name] = _member(kind, name)
+        # a class of its own, so that abstract methods and class attributes are there, too
+        wrapper: type[FaultyBackend[B]]
+        wrapper = type(f"Faulty{kind.__name__}", (cls,), members)
         return wrapper(inner)
 
     def __init__(self, inner: B) -> None:
@@ -85,8 +84,9 @@ class FaultyBackend(Backend, Generic[B]):
         errors = repeat(error) if times is None else repeat(error, times)
 
         def raise_next(*_: object, **__: object) -> None:
-            for left in errors:
-                raise copy(left)
+            remaining = next(errors, None)
+            if remaining is not None:
+                raise copy(remaining)
 
         self.before(method, raise_next)
 
@@ -105,16 +105,19 @@ class FaultyBackend(Backend, Generic[B]):
 
 
 def _member(kind: type[Backend], name: str) -> Callable[..., Any] | property:
-    function = getattr(kind, name)
-    if not callable(function):
+    """Return the member of a wrapper's class for a public attribute or method of the backend's."""
+    if not callable(getattr(kind, name)):
         return property(attrgetter(f"inner.{name}"))
 
     def call(self: FaultyBackend[Any], *arguments: Any, **named: Any) -> Any:
         self.calls.append(name)
-        before, after = list(self._before[name]), list(self._after[name])
+        # copies: other threads may add or remove faults during the call
+        before = list(self._before[name])
+        after = list(self._after[name])
         for fault in before:
             fault(*arguments, **named)
-        result = getattr(self.inner, name)(*arguments, **named)
+        method = getattr(self.inner, name)
+        result = method(*arguments, **named)
         for change in after:
             result = change(result, *arguments, **named)
         return result

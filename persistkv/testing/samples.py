@@ -30,7 +30,8 @@ def sample_blocks(seed: int, count: int, block_bytes: int) -> ByteArray:
     it compresses."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
-    blocks[:, block_bytes // 2 :] = blocks[:, :1]
+    half = block_bytes // 2
+    blocks[:, half:] = blocks[:, :1]
     return blocks
 
 
@@ -49,11 +50,10 @@ def sample_segment(
     :param content: seed of the blocks' bytes; None: the seed of the keys.
     :param depth: number of blocks before the first one in its request.
     """
-    source = StagedBlocks(
-        [sample_blocks(seed if content is None else content, blocks, block_bytes)]
-    )
+    content_seed = seed if content is None else content
+    rows = sample_blocks(content_seed, blocks, block_bytes)
     keys = sample_keys(seed, blocks, group=group, hash_bytes=hash_bytes)
-    return Segment(group, block_bytes, keys, source, depth)
+    return Segment(group, block_bytes, keys, StagedBlocks([rows]), depth)
 
 
 def sample_pack(
@@ -76,7 +76,8 @@ def sample_pack(
 
 def payload_of(pack: NewPack) -> bytes:
     """Return the payload of a pack: all bytes that ``NewPack.stream`` yields, joined."""
-    return b"".join(map(bytes, pack.stream()))
+    pieces = [bytes(piece) for piece in pack.stream()]
+    return b"".join(pieces)
 
 
 def sample_manifest(

@@ -19,11 +19,14 @@ from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 NUM_ROWS = 48
-STRIDE = 12288
-LAYOUT = RowLayout(
-    STRIDE, (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096))))
-)
+STRIDE = 12288  # bytes of a row
+# two groups: one with the first page of a row, one with two ranges and gaps
+_ONE_RANGE = GroupLayout(((0, 4096),))
+_TWO_RANGES = GroupLayout(((4096, 100), (8192, 4096)))
+LAYOUT = RowLayout(STRIDE, (_ONE_RANGE, _TWO_RANGES))
 TIMEOUT_S = 90.0
+_POLL_S = 0.0005
+_UNTOUCHED = 0x5A  # byte of rows that no load may change
 
 
 class TierRig:
@@ -55,13 +58,12 @@ class TierRig:
         *,
         is_promotion: bool,
     ) -> int:
-        job = JobMetadata(
-            next(self._job_ids), list(keys), np.array(rows, np.int64), is_promotion, req
-        )
-        (self.tier.submit_load if is_promotion else self.tier.submit_store)(
-            job_metadata=job
-        )
-        return job.job_id
+        job_id = next(self._job_ids)
+        block_ids = np.array(rows, np.int64)
+        job = JobMetadata(job_id, list(keys), block_ids, is_promotion, req)
+        submit = self.tier.submit_load if is_promotion else self.tier.submit_store
+        submit(job_metadata=job)
+        return job_id
 
     def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:
         """Poll the tier until each of the jobs has a result, 90 s at most; return the results by
@@ -71,22 +73,19 @@ class TierRig:
         deadline = time.monotonic() + TIMEOUT_S
         while len(found) < len(job_ids):
             for result in self.tier.get_finished_jobs():
-                assert result.job_id in job_ids, (
-                    f"job {result.job_id} was not submitted, or answered twice"
-                )
-                assert result.job_id not in found, (
-                    f"job {result.job_id} was answered twice"
-                )
-                found[result.job_id] = result
-            assert time.monotonic() < deadline, (
-                f"no result for jobs {set(job_ids) - set(found)}"
-            )
-            time.sleep(0.0005)
+                job_id = result.job_id
+                assert job_id in job_ids, f"job {job_id} was not submitted"
+                assert job_id not in found, f"job {job_id} was answered twice"
+                found[job_id] = result
+            missing = set(job_ids) - set(found)
+            assert time.monotonic() < deadline, f"no result for jobs {missing}"
+            time.sleep(_POLL_S)
         return found
 
     def run(self, job_id: int) -> JobResult:
         """Wait for one job, with the conditions of ``results``, and return its result."""
-        return self.results([job_id])[job_id]
+        results = self.results([job_id])
+        return results[job_id]
 
     def wait_held(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
         """Poll the tier until lookups find all keys, 90 s at most: it may need time to make the
@@ -97,15 +96,31 @@ class TierRig:
             assert not list(self.tier.get_finished_jobs())
             self.tier.take_events()
             assert time.monotonic() < deadline, "stored blocks do not become visible"
-            time.sleep(0.0005)
+            time.sleep(_POLL_S)
+
+    def store_until_held(
+        self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext
+    ) -> None:
+        """Store blocks, end the request, and wait until lookups find them."""
+        self.run(self.store(keys, block_ids, req))
+        # a tier may keep blocks of a running request to itself
+        self.tier.on_request_finished(req)
+        self.wait_held(keys, req)
 
 
 def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes:
     """Return the bytes of the key's block in row number ``row``."""
-    return b"".join(
-        rows[row, offset : offset + size].tobytes()
-        for offset, size in LAYOUT.groups[key[-1]].ranges
-    )
+    parts = []
+    for offset, size in ranges_of(key):
+        part = rows[row, offset : offset + size]
+        parts.append(part.tobytes())
+    return b"".join(parts)
+
+
+def ranges_of(key: OffloadKey) -> Sequence[tuple[int, int]]:
+    """Return the byte ranges (offset, length) of a row that the key's group uses."""
+    group = key[-1]  # the last byte of a small group index
+    return LAYOUT.groups[group].ranges
 
 
 class SecondaryTierConformance(ABC):
@@ -127,18 +142,14 @@ class SecondaryTierConformance(ABC):
     @pytest.fixture
     def rig(self) -> Iterator[TierRig]:
         """An open tier with rows of random bytes."""
-        memory = bytearray(
-            np.random.default_rng(11)
-            .integers(0, 256, NUM_ROWS * STRIDE, dtype=np.uint8)
-            .tobytes()
-        )
+        rng = np.random.default_rng(11)
+        content = rng.integers(0, 256, NUM_ROWS * STRIDE, dtype=np.uint8)
+        memory = bytearray(content.tobytes())
         view = memoryview(memory).cast("B", (NUM_ROWS, STRIDE))
         config = OffloadingConfig({"weights": "w"}, 16, LAYOUT, NUM_ROWS)
         tier = self.open_tier(config, view)
-        rig = TierRig(
-            tier, np.frombuffer(memory, dtype=np.uint8).reshape(NUM_ROWS, STRIDE)
-        )
-        yield rig
+        rows = np.frombuffer(memory, dtype=np.uint8)
+        yield TierRig(tier, rows.reshape(NUM_ROWS, STRIDE))
         tier.drain_jobs(TIMEOUT_S)
         tier.shutdown()
         tier.shutdown()  # idempotent
@@ -147,14 +158,14 @@ class SecondaryTierConformance(ABC):
     @pytest.fixture
     def request_of(self, rig: TierRig) -> Iterator[ReqContext]:
         """A request with two groups of eight blocks each, announced to the tier."""
+        depth = self.num_blocks // 2
         description = RequestDescription(2)
         for group in range(2):
-            keys = [
-                make_offload_key(bytes((depth + 1,)) * 32, group)
-                for depth in range(self.num_blocks // 2)
-            ]
+            # the same hashes in both groups: keys differ in the group alone
+            hashes = [bytes([number]) * 32 for number in range(1, depth + 1)]
+            keys = [make_offload_key(block_hash, group) for block_hash in hashes]
             description.extend(group, keys)
-        description.num_tokens = 16 * (self.num_blocks // 2)
+        description.num_tokens = 16 * depth
         context = ReqContext("request", None, description)
         rig.tier.on_new_request(context)
         yield context
@@ -175,22 +186,23 @@ class SecondaryTierConformance(ABC):
     ) -> None:
         keys = self.keys_of(request_of)
         stored = rig.rows[: len(keys)].copy()
-        assert rig.run(rig.store(keys, range(len(keys)), request_of)) == JobResult(
-            0, True, []
-        )
+        job_id = rig.store(keys, range(len(keys)), request_of)
+        assert rig.run(job_id) == JobResult(job_id, True, [])
         rig.tier.on_request_finished(request_of)
         rig.wait_held(keys, request_of)
-        rig.rows[:] = 0x5A
-        target = list(range(20, 20 + len(keys)))
-        result = rig.run(rig.load(keys, target, request_of))
-        assert (result.success, list(result.failed_keys)) == (True, [])
-        for source, (key, row) in enumerate(zip(keys, target, strict=True)):
+        rig.rows[:] = _UNTOUCHED
+        first_row = 20
+        targets = range(first_row, first_row + len(keys))
+        result = rig.run(rig.load(keys, targets, request_of))
+        assert result.success
+        assert list(result.failed_keys) == []
+        for source, key in enumerate(keys):
+            row = first_row + source
             assert block_bytes(rig.rows, key, row) == block_bytes(stored, key, source)
-            for offset, size in LAYOUT.groups[key[-1]].ranges:
-                rig.rows[row, offset : offset + size] = 0x5A
-        assert (rig.rows == 0x5A).all(), (
-            "a load wrote outside the ranges of its blocks' groups"
-        )
+            for offset, size in ranges_of(key):
+                rig.rows[row, offset : offset + size] = _UNTOUCHED
+        # what remains was outside the ranges of the blocks' groups
+        assert (rig.rows == _UNTOUCHED).all()
 
     def test_store_rows_overwritten_after_result_keeps_stored_bytes(
         self, rig: TierRig, request_of: ReqContext
@@ -198,14 +210,14 @@ class SecondaryTierConformance(ABC):
         keys = self.keys_of(request_of)[:3]
         stored = rig.rows[:3].copy()
         rig.run(rig.store(keys, [0, 1, 2], request_of))
+        # the result means that the rows are no longer in use
         rig.rows[:3] = 0
         rig.tier.on_request_finished(request_of)
         rig.wait_held(keys, request_of)
         rig.run(rig.load(keys, [5, 6, 7], request_of))
         for number, key in enumerate(keys):
-            assert block_bytes(rig.rows, key, 5 + number) == block_bytes(
-                stored, key, number
-            )
+            loaded = block_bytes(rig.rows, key, 5 + number)
+            assert loaded == block_bytes(stored, key, number)
 
     def test_get_finished_jobs_returns_one_result_per_job(
         self, rig: TierRig, request_of: ReqContext
@@ -226,13 +238,14 @@ class SecondaryTierConformance(ABC):
     ) -> None:
         keys = self.keys_of(request_of)
         stored = rig.rows[:2].copy()
-        rig.run(rig.store(keys[:2], [0, 1], request_of))
-        rig.tier.on_request_finished(request_of)
-        rig.wait_held(keys[:2], request_of)
+        rig.store_until_held(keys[:2], [0, 1], request_of)
         absent = make_offload_key(b"absent" * 5, 0)
         assert rig.tier.lookup(absent, request_of) is False
-        result = rig.run(rig.load([keys[0], absent, keys[1]], [10, 11, 12], request_of))
-        assert (result.success, list(result.failed_keys)) == (True, [absent])
+        mixed = [keys[0], absent, keys[1]]
+        result = rig.run(rig.load(mixed, [10, 11, 12], request_of))
+        assert result.success
+        assert list(result.failed_keys) == [absent]
+        # the blocks before and after the absent one
         for key, source, row in ((keys[0], 0, 10), (keys[1], 1, 12)):
             assert block_bytes(rig.rows, key, row) == block_bytes(stored, key, source)
 
@@ -240,9 +253,7 @@ class SecondaryTierConformance(ABC):
         context = ReqContext("plain")
         rig.tier.on_new_request(context)
         keys = [make_offload_key(b"plain" * 5, group) for group in range(2)]
-        rig.run(rig.store(keys, [0, 1], context))
-        rig.tier.on_request_finished(context)
-        rig.wait_held(keys, context)
+        rig.store_until_held(keys, [0, 1], context)
 
     def test_touch_absent_blocks_does_not_raise(
         self, rig: TierRig, request_of: ReqContext
@@ -253,13 +264,12 @@ class SecondaryTierConformance(ABC):
         self, rig: TierRig, request_of: ReqContext
     ) -> None:
         keys = self.keys_of(request_of)[:3]
-        rig.run(rig.store(keys, [0, 1, 2], request_of))
-        rig.tier.on_request_finished(request_of)
-        rig.wait_held(keys, request_of)
+        rig.store_until_held(keys, [0, 1, 2], request_of)
         rig.tier.reset_cache(weights_changed=False)
         assert all(rig.tier.lookup(key, request_of) for key in keys)
         rig.tier.reset_cache(weights_changed=True)
         assert not any(rig.tier.lookup(key, request_of) for key in keys)
+        # jobs still get results, whether the tier serves them or not
         jobs = [
             rig.store(keys, [0, 1, 2], request_of),
             rig.load(keys, [3, 4, 5], request_of),

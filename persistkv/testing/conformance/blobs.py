@@ -35,6 +35,7 @@ _KIB = 1 << 10
 _MIB = 1 << 20
 _PATIENCE_S = 60
 _ROUNDING_S = 1.0  # times may be rounded down to a second
+_THREADS = 64  # more than the medium has connections
 
 _ORDER = ("a-b", "a-b-c/d", "a-c/x", "a/b", "a/c-d", "a/c/e", "a0", "a1/x", "ab")
 """Names in ascending order: as in ASCII, ``-`` comes before ``/``, and both before digits and
@@ -130,7 +131,7 @@ class BlobsConformance:
         blobs.put("empty", pieces)
         assert raw.get("empty") == b""
         assert _read(blobs, "empty", 0, 10) == b""
-        assert [(info.name, info.size) for info in blobs.list("")] == [("empty", 0)]
+        assert _sizes(blobs) == {"empty": 0}
 
     def test_put_many_small_pieces_stores_all(
         self, blobs: Blobs, raw: RawBlobs
@@ -154,7 +155,7 @@ class BlobsConformance:
         blobs.put("a/b", [b"a long old value"])
         blobs.put("a/b", [b"new"])
         assert raw.get("a/b") == b"new"
-        assert [(info.name, info.size) for info in blobs.list("")] == [("a/b", 3)]
+        assert _sizes(blobs) == {"a/b": 3}
 
     def test_put_longest_names_are_stored(self, blobs: Blobs, raw: RawBlobs) -> None:
         names = ["a" * MAX_NAME, "b/" * (MAX_NAME // 2 - 1) + "bc", "0-9/--/-"]
@@ -196,7 +197,7 @@ class BlobsConformance:
 
             blobs.put("a/b", [b"data"])
             assert _read(other, "a/b", 0, 10) == b"data"
-            assert [info.name for info in other.list("a/")] == ["a/b"]
+            assert _names(other, "a/") == ["a/b"]
 
             other.put("a/b", [b"changed"])
             assert _read(blobs, "a/b", 0, 10) == b"changed"
@@ -211,17 +212,14 @@ class BlobsConformance:
         if not self.crosses_processes:
             pytest.skip("the medium belongs to one process")
         blobs.put("a/from-here", [b"here"])
-        process = multiprocessing.get_context("spawn").Process(
-            target=_copy_in_process, args=(opener, "a/from-here", "a/from-there")
-        )
+        context = multiprocessing.get_context("spawn")
+        arguments = (opener, "a/from-here", "a/from-there")
+        process = context.Process(target=_copy_in_process, args=arguments)
         process.start()
         process.join(_PATIENCE_S)
         assert process.exitcode == 0
         assert _read(blobs, "a/from-there", 0, 10) == b"here"
-        assert _names(blobs, "a/") == [
-            "a/from-here",
-            "a/from-there",
-        ]
+        assert _names(blobs, "a/") == ["a/from-here", "a/from-there"]
 
     def test_put_remains_after_close(
         self, blobs: Blobs, opener: Callable[[], Blobs]
@@ -232,25 +230,24 @@ class BlobsConformance:
             assert _read(other, "a", 0, 10) == b"data"
 
     def test_put_replacing_under_reader_gives_whole_blobs(self, blobs: Blobs) -> None:
-        versions = [bytes([number]) * (256 * _KIB + number) for number in (1, 2)]
+        # of different bytes and lengths
+        size = 256 * _KIB
+        versions = [b"\1" * (size + 1), b"\2" * (size + 2)]
+        lengths = {len(version) for version in versions}
+        cut = 100 * _KIB
         blobs.put("latest", [versions[0]])
-        ended = threading.Event()
 
         def replace() -> None:
             for round_number in range(60):
-                whole = memoryview(versions[round_number % 2])
-                blobs.put("latest", [whole[: 100 * _KIB], whole[100 * _KIB :]])
+                version = memoryview(versions[round_number % 2])
+                blobs.put("latest", [version[:cut], version[cut:]])
 
         with ThreadPoolExecutor(1) as writer:
             writing = writer.submit(replace)
-            writing.add_done_callback(lambda _: ended.set())
-            while not ended.is_set():
-                assert (
-                    _read(blobs, "latest", 0, 256 * _KIB + 10, step=32 * _KIB)
-                    in versions
-                )
-                sizes = {info.size for info in blobs.list("")}
-                assert sizes <= {len(version) for version in versions}
+            while not writing.done():
+                found = _read(blobs, "latest", 0, size + 10, step=32 * _KIB)
+                assert found in versions
+                assert set(_sizes(blobs).values()) <= lengths
             writing.result()
 
     def test_put_returns_time_not_before_listed_time(self, blobs: Blobs) -> None:
@@ -278,13 +275,11 @@ class BlobsConformance:
     def test_read_range_returns_its_bytes(
         self, blobs: Blobs, offset: int, length: int
     ) -> None:
-        content = bytes(number % 251 for number in range(1000))
+        content = _distinct_bytes(1000)
+        expected = content[offset : offset + length]
         blobs.put("a/b", [content])
-        assert _read(blobs, "a/b", offset, length) == content[offset : offset + length]
-        assert (
-            _read(blobs, "a/b", offset, length, step=7)
-            == content[offset : offset + length]
-        )
+        assert _read(blobs, "a/b", offset, length) == expected
+        assert _read(blobs, "a/b", offset, length, step=7) == expected
 
     @pytest.mark.parametrize("offset", [0, 4, 9])
     def test_read_beyond_end_returns_fewer_bytes(
@@ -308,29 +303,33 @@ class BlobsConformance:
         content = bytes(range(256)) * (33 * 4 * _KIB)
         raw.put("large", content)
         found = bytearray(len(content) - 1)
-        views = [memoryview(found)[: 20 * _MIB], memoryview(found)[20 * _MIB :]]
-        assert blobs.read("large", 1, len(found), views) == len(found)
+        view = memoryview(found)
+        cut = 20 * _MIB
+        assert blobs.read("large", 1, len(found), [view[:cut], view[cut:]]) == len(
+            found
+        )
         assert found == content[1:]
 
     def test_read_takes_next_buffer_when_previous_is_full(self, blobs: Blobs) -> None:
-        content = bytes(number % 251 for number in range(300 * _KIB))
+        content = _distinct_bytes(300 * _KIB)
         blobs.put("a", [content])
+        first = 5
+        lengths = (1, 100 * _KIB, 0, 4096, 64 * _KIB, 10)
         exhausted = False
 
         def buffers() -> Iterator[memoryview]:
             nonlocal exhausted
-            end = 5
-            for length in (1, 100 * _KIB, 0, 4096, 64 * _KIB, 10):
+            offset = first
+            for length in lengths:
                 buffer = bytearray(length)
                 yield memoryview(buffer)
-                assert buffer == content[end : end + length]
-                end += length
+                # full when the next one is taken
+                assert buffer == content[offset : offset + length]
+                offset += length
             exhausted = True
 
-        assert (
-            blobs.read("a", 5, 1 + 164 * _KIB + 4106, buffers())
-            == 1 + 100 * _KIB + 4096 + 64 * _KIB + 10
-        )
+        total = sum(lengths)
+        assert blobs.read("a", first, total, buffers()) == total
         assert exhausted
 
     def test_read_short_blob_takes_no_buffer_after_partial_one(
@@ -372,10 +371,10 @@ class BlobsConformance:
     def test_delete_removes_named_blobs_only(self, blobs: Blobs, raw: RawBlobs) -> None:
         for name in _ORDER:
             blobs.put(name, [b"data"])
-        blobs.delete(["a/b", "a-b"])
-        assert sorted(raw.names()) == [
-            name for name in _ORDER if name not in ("a/b", "a-b")
-        ]
+        deleted = ["a/b", "a-b"]
+        blobs.delete(deleted)
+        remaining = [name for name in _ORDER if name not in deleted]
+        assert sorted(raw.names()) == remaining
         with pytest.raises(BlobMissingError):
             _read(blobs, "a/b", 0, 1)
 
@@ -389,9 +388,11 @@ class BlobsConformance:
 
     def test_delete_many_names_removes_all(self, blobs: Blobs, raw: RawBlobs) -> None:
         held = [f"packs/{number}" for number in range(20)]
+        # more than one request of an object store can name
+        missing = [f"packs/missing-{number}" for number in range(2100)]
         for name in held:
             raw.put(name, b"data")
-        blobs.delete([*(f"packs/missing-{number}" for number in range(2100)), *held])
+        blobs.delete([*missing, *held])
         assert not list(raw.names())
 
     def test_put_after_delete_stores_blob(self, blobs: Blobs) -> None:
@@ -411,9 +412,10 @@ class BlobsConformance:
         for number, name in enumerate(reversed(_ORDER)):
             raw.put(name, bytes(number))
         listed = list(blobs.list(""))
-        assert [info.name for info in listed] == list(_ORDER)
-        assert [info.size for info in listed] == list(reversed(range(len(_ORDER))))
         assert all(isinstance(info, BlobInfo) for info in listed)
+        assert [info.name for info in listed] == list(_ORDER)
+        sizes = [info.size for info in listed]
+        assert sizes == list(reversed(range(len(_ORDER))))
 
     @pytest.mark.parametrize("prefix", ["a/", "a/c/", "a-c/", "b/", "a/b/", "a0/"])
     def test_list_prefix_selects_names(
@@ -422,7 +424,7 @@ class BlobsConformance:
         for name in _ORDER:
             raw.put(name, b"data")
         expected = [name for name in _ORDER if name.startswith(prefix)]
-        assert [info.name for info in blobs.list(prefix)] == expected
+        assert _names(blobs, prefix) == expected
 
     @pytest.mark.parametrize("prefix", ["", "a/", "a-b-c/"])
     def test_list_after_excludes_smaller_and_equal_names(
@@ -430,23 +432,23 @@ class BlobsConformance:
     ) -> None:
         for name in _ORDER:
             raw.put(name, b"data")
+        selected = [name for name in _ORDER if name.startswith(prefix)]
+        # names that no blob has, also outside of the prefix
         others = ("0", "a", "a-b-c", "a-b-c/", "a/", "a/bb", "a/c", "a/c/", "a/d", "zz")
         for after in (*_ORDER, *others):
-            expected = [
-                name for name in _ORDER if name.startswith(prefix) and name > after
-            ]
-            assert [info.name for info in blobs.list(prefix, after)] == expected, after
+            expected = [name for name in selected if name > after]
+            assert _names(blobs, prefix, after) == expected, after
 
     def test_list_many_names_is_complete(self, blobs: Blobs, raw: RawBlobs) -> None:
         names = [f"packs/{number % 7}/{number}" for number in range(self.large_listing)]
         with ThreadPoolExecutor(8) as writers:
-            list(writers.map(lambda name: raw.put(name, b"x"), names))
+            writes = [writers.submit(raw.put, name, b"x") for name in names]
+            for write in writes:
+                write.result()
         names.sort()
         assert _names(blobs) == names
-        middle = names[len(names) // 2]
-        assert [info.name for info in blobs.list("packs/", middle)] == names[
-            len(names) // 2 + 1 :
-        ]
+        middle = len(names) // 2
+        assert _names(blobs, "packs/", names[middle]) == names[middle + 1 :]
 
     def test_list_during_changes_includes_durable_blobs(
         self, blobs: Blobs, opener: Callable[[], Blobs]
@@ -457,12 +459,14 @@ class BlobsConformance:
         ended = threading.Event()
 
         def change(thread: int) -> None:
+            """Put and delete blobs among the durable ones until the lists have ended."""
             number = 0
             with closing(opener()) as other:
                 while not ended.is_set():
-                    name = f"{number % 3}/{thread}-{number}"
+                    prefix = f"{number % 3}/"
+                    name = f"{prefix}{thread}-{number}"
                     other.put(name, [b"data"])
-                    assert name in _names(other, f"{number % 3}/")
+                    assert name in _names(other, prefix)
                     other.delete([name])
                     number += 1
 
@@ -471,6 +475,7 @@ class BlobsConformance:
             try:
                 for _ in range(20):
                     listed = _names(blobs)
+                    # ascending, each name once
                     assert listed == sorted(set(listed))
                     assert durable <= set(listed)
             finally:
@@ -482,31 +487,35 @@ class BlobsConformance:
         self, blobs: Blobs, raw: RawBlobs
     ) -> None:
         names = [f"{number % 3}/{number:02}" for number in range(30)]
+        deleted = {name for name in names if name.endswith("5")}
         for name in names:
             raw.put(name, b"data")
-        listed = []
+        listed = set()
         for info in blobs.list(""):
-            listed.append(info.name)
-            blobs.delete([name for name in names if name.endswith("5")])
-        assert set(listed) >= {name for name in names if not name.endswith("5")}
+            listed.add(info.name)
+            blobs.delete(sorted(deleted))
+        # those that were deleted may be listed or not
+        assert listed >= set(names) - deleted
 
     # all methods
 
     def test_methods_64_threads_succeed(self, blobs: Blobs) -> None:
-        together = threading.Barrier(64)
+        together = threading.Barrier(_THREADS)
 
         def use(number: int) -> None:
             together.wait(_PATIENCE_S)
             _use_all_methods(blobs, f"{number}/")
 
-        with ThreadPoolExecutor(64) as threads:
-            uses = [threads.submit(use, number) for number in range(64)]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            uses = [threads.submit(use, number) for number in range(_THREADS)]
             for done in uses:
                 done.result(_PATIENCE_S)
-        assert len(_names(blobs)) == 64
+        # one blob of each thread remains
+        assert len(_names(blobs)) == _THREADS
 
     def test_methods_after_close_raise(self, blobs: Blobs) -> None:
         blobs.put("a", [b"data"])
+        # twice: closing is idempotent
         blobs.close()
         blobs.close()
         with pytest.raises(StoreError):
@@ -526,13 +535,23 @@ class BlobsConformance:
         assert all(count >= 0 for count in blobs.requests().values())
 
 
-def _names(blobs: Blobs, prefix: str = "") -> list[str]:
+def _names(blobs: Blobs, prefix: str = "", after: str = "") -> list[str]:
     """Return the names of the blobs that a list shows."""
-    return [info.name for info in blobs.list(prefix)]
+    return [info.name for info in blobs.list(prefix, after)]
+
+
+def _sizes(blobs: Blobs) -> dict[str, int]:
+    """Return the bytes of all blobs, as a list shows them, by name."""
+    return {info.name: info.size for info in blobs.list("")}
+
+
+def _distinct_bytes(count: int) -> bytes:
+    """Return bytes whose period, 251, divides no buffer and no page: wrong offsets are noticed."""
+    return bytes(number % 251 for number in range(count))
 
 
 def _use_all_methods(blobs: Blobs, prefix: str) -> None:
-    """Put three blobs of this prefix, read them, and delete all but the first."""
+    """Put three blobs of this prefix, read them, and delete the second and third."""
     names = [f"{prefix}{index}" for index in range(3)]
     for name in names:
         blobs.put(name, [name.encode(), bytes(10 * _KIB)])
@@ -548,12 +567,12 @@ def _read(blobs: Blobs, name: str, offset: int, length: int, step: int = 0) -> b
     found = bytearray(length)
     view = memoryview(found)
     step = step or length
-    count = blobs.read(
-        name, offset, length, (view[at : at + step] for at in range(0, length, step))
-    )
+    buffers = [view[start : start + step] for start in range(0, length, step)]
+    count = blobs.read(name, offset, length, buffers)
     return bytes(found[:count])
 
 
 def _copy_in_process(opener: Callable[[], Blobs], source: str, target: str) -> None:
+    """Copy a blob, in a process that has opened a handle of its own."""
     with closing(opener()) as blobs:
         blobs.put(target, [_read(blobs, source, 0, 100)])

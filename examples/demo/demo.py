@@ -7,6 +7,7 @@ torch, so that help can be shown without it.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -81,27 +82,28 @@ def demo(
         pass
     report = _run(store, model, tokens, codec)
     if json:
-        sys.stdout.write(
-            msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-        )
+        text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+        sys.stdout.write(text.decode() + "\n")
     else:
         _print(report)
-    if not (
-        report.tokens_identical and report.logits_identical and report.pages_identical
-    ):
+    same_answers = report.tokens_identical and report.logits_identical
+    if not same_answers or not report.pages_identical:
         sys.exit(_NOT_IDENTICAL)
 
 
 def _run(url: str, model: Path, tokens: int, codec: str) -> DemoReport:
+    """Run both processes, one after the other, and return the comparison of their reports."""
     if not (model / "config.json").is_file():
         _log("creating the model")
         from examples.demo.demo_worker import make_checkpoint  # imports torch
 
         make_checkpoint(model)
     _log("first process:")
-    cold = _run_process(Task(True, url, str(model), tokens, codec, time.monotonic()))
+    cold_task = Task(True, url, str(model), tokens, codec, time.monotonic())
+    cold = _run_process(cold_task)
     _log("the first process was killed (SIGKILL); new process:")
-    warm = _run_process(Task(False, url, str(model), tokens, codec, time.monotonic()))
+    warm_task = Task(False, url, str(model), tokens, codec, time.monotonic())
+    warm = _run_process(warm_task)
     with closing(open_backend(url, read_only=True)) as backend:
         return _build_report(
             cold,
@@ -125,7 +127,8 @@ def _run_process(task: Task) -> Report:
     :raises PersistKVError: if the process failed, or was to be killed and was not ended by the
         signal.
     """
-    command = [sys.executable, "-m", _WORKER, msgspec.json.encode(task).decode()]
+    encoded_task = msgspec.json.encode(task).decode()
+    command = [sys.executable, "-m", _WORKER, encoded_task]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             line = process.stdout.readline() if process.stdout else b""
@@ -137,8 +140,11 @@ def _run_process(task: Task) -> Report:
     if not line.endswith(b"\n"):
         raise PersistKVError(f"the process ended with {code} before it reported")
     report = msgspec.json.decode(line, type=Report)
-    if report.error or code != (-9 if task.is_cold else 0):
-        raise PersistKVError(report.error or f"the process ended with {code}")
+    if report.error:
+        raise PersistKVError(report.error)
+    expected_code = -signal.SIGKILL if task.is_cold else 0
+    if code != expected_code:
+        raise PersistKVError(f"the process ended with {code}")
     return report
 
 
@@ -151,25 +157,22 @@ def build_prompts(num_tokens: int) -> dict[str, list[int]]:
     :raises ConfigurationError: if ``num_tokens`` is below 256, or exceeds the length of the
         modules' text.
     """
-    specs = [
-        spec
-        for spec in map(find_spec, _MODULES.split())
-        if spec is not None and spec.origin is not None
-    ]
-    text = b"\n".join(
-        f"# {spec.name}.py\n".encode() + Path(str(spec.origin)).read_bytes()
-        for spec in specs
-    )
+    modules: list[bytes] = []
+    for name in _MODULES.split():
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            title = f"# {name}.py\n".encode()
+            modules.append(title + Path(spec.origin).read_bytes())
+    text = b"\n".join(modules)
     if not _MIN_TOKENS <= num_tokens <= len(text):
         raise ConfigurationError("tokens", num_tokens, f"{_MIN_TOKENS} to {len(text)}")
-    asked = {
-        question: f"\n# {question}\n".encode().ljust(_QUESTION_TOKENS, b"#")
-        for question in FIRST + FURTHER
-    }
-    return {
-        question: list(text[:num_tokens] + tail[:_QUESTION_TOKENS])
-        for question, tail in asked.items()
-    }
+    prompts: dict[str, list[int]] = {}
+    for question in FIRST + FURTHER:
+        # of one length, so that all prompts have whole blocks in common
+        tail = f"\n# {question}\n".encode().ljust(_QUESTION_TOKENS, b"#")
+        prompt = text[:num_tokens] + tail[:_QUESTION_TOKENS]
+        prompts[question] = list(prompt)
+    return prompts
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -251,6 +254,21 @@ class RequestReport(msgspec.Struct, frozen=True):
     """Largest absolute difference between the cold and the warm run's logits; None without a cold
     run."""
 
+    @property
+    def has_same_tokens(self) -> bool:
+        """Whether resident and warm run can be compared, and have the same tokens."""
+        return self.same_split and self.tokens_identical
+
+    @property
+    def has_same_logits(self) -> bool:
+        """Whether resident and warm run can be compared, and have the same logits."""
+        return self.same_split and self.logits_identical
+
+    @property
+    def may_agree_with_cold(self) -> bool:
+        """Whether the warm run does not differ from a cold run."""
+        return self.agrees_with_cold is not False
+
 
 class DemoReport(msgspec.Struct, frozen=True):
     """All results of the demo: times in seconds, sizes of the store's content in bytes.
@@ -313,12 +331,18 @@ def _build_report(
     """Compare the reports of the first (``cold``) and the new process (``warm``); add the totals of
     the store."""
     computed = {answer.question: answer for answer in cold.answers}
-    requests = [
-        _compare(computed.get(answer.question), resident, answer)
-        for resident, answer in zip(cold.resident, warm.answers, strict=True)
-    ]
+    requests: list[RequestReport] = []
+    for resident, answer in zip(cold.resident, warm.answers, strict=True):
+        request = _compare(computed.get(answer.question), resident, answer)
+        requests.append(request)
     first = requests[0].warm
     cold_ttft = median(answer.stats.ttft_s for answer in cold.answers)
+    restored_shared = min(first.restored_tokens, shared_tokens)
+    differences = [request.max_logit_difference or 0.0 for request in requests]
+    has_same_pages = warm.pages.items() <= cold.pages.items()
+    codec_ratio = 1.0
+    if stats.stored_bytes:
+        codec_ratio = stats.raw_bytes / stats.stored_bytes
     return DemoReport(
         url=url,
         model=model,
@@ -326,29 +350,21 @@ def _build_report(
         prompt_tokens=first.prompt_tokens,
         shared_tokens=shared_tokens,
         restored_tokens=first.restored_tokens,
-        restored_shared_share=min(first.restored_tokens, shared_tokens) / shared_tokens,
+        restored_shared_share=restored_shared / shared_tokens,
         cold_ttft_s=cold_ttft,
         warm_ttft_s=first.ttft_s,
         speed_up=cold_ttft / first.ttft_s,
         cold_start_to_first_token_s=cold.start_to_first_token_s,
         warm_start_to_first_token_s=warm.start_to_first_token_s,
-        tokens_identical=all(
-            request.same_split and request.tokens_identical for request in requests
-        ),
-        logits_identical=all(
-            request.same_split and request.logits_identical for request in requests
-        ),
-        agrees_with_cold=all(
-            request.agrees_with_cold is not False for request in requests
-        ),
-        max_logit_difference=max(
-            request.max_logit_difference or 0.0 for request in requests
-        ),
-        pages_identical=bool(warm.pages) and warm.pages.items() <= cold.pages.items(),
+        tokens_identical=all(request.has_same_tokens for request in requests),
+        logits_identical=all(request.has_same_logits for request in requests),
+        agrees_with_cold=all(request.may_agree_with_cold for request in requests),
+        max_logit_difference=max(differences),
+        pages_identical=bool(warm.pages) and has_same_pages,
         pages_compared=len(warm.pages),
         raw_bytes=stats.raw_bytes,
         stored_bytes=stats.stored_bytes,
-        codec_ratio=stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0,
+        codec_ratio=codec_ratio,
         disk_bytes=stats.disk_bytes,
         requests=requests,
         notices=warm.notices,
@@ -356,27 +372,41 @@ def _build_report(
 
 
 def _compare(cold: Answer | None, resident: Answer, warm: Answer) -> RequestReport:
-    distances = (
-        [abs(a - b) for a, b in zip(cold.logits, warm.logits, strict=True)]
-        if cold
-        else None
-    )
+    """Compare the answers to one prompt; ``cold`` is None if it was not computed in full."""
+    cold_stats = None
+    agrees_with_cold = None
+    max_difference = None
+    if cold is not None:
+        cold_stats = cold.stats
+        agrees_with_cold = cold.tokens == warm.tokens
+        pairs = zip(cold.logits, warm.logits, strict=True)
+        max_difference = max(abs(ours - theirs) for ours, theirs in pairs)
     return RequestReport(
         question=warm.question,
-        cold=cold.stats if cold else None,
+        cold=cold_stats,
         resident=resident.stats,
         warm=warm.stats,
         same_split=resident.stats.restored_tokens == warm.stats.restored_tokens,
         tokens_identical=resident.tokens == warm.tokens,
         logits_identical=resident.logits_digest == warm.logits_digest,
-        agrees_with_cold=cold.tokens == warm.tokens if cold else None,
-        max_logit_difference=max(distances) if distances else None,
+        agrees_with_cold=agrees_with_cold,
+        max_logit_difference=max_difference,
     )
 
 
 def _print(report: DemoReport) -> None:
-    """Print the requests, the totals, the notices, and what ``persistkv ls`` shows."""
+    """Print the requests, the totals, the notices, and the output of ``persistkv ls``."""
     console = Console()
+    console.print(_requests_table(report))
+    console.print(_totals_table(report))
+    notices = [printable(notice) for notice in report.notices]
+    for line in (*notices, f"$ persistkv ls '{report.url}'"):
+        console.print(line, markup=False, highlight=False)
+    command = [sys.executable, "-m", "persistkv_tools", "ls", report.url]
+    subprocess.run(command, check=False)
+
+
+def _requests_table(report: DemoReport) -> Table:
     table = Table(
         title="time to the first token of each request, in seconds",
         title_justify="left",
@@ -385,68 +415,44 @@ def _print(report: DemoReport) -> None:
     for header in ("prompt", "restored", "computed", "cold", "warm", "identical"):
         table.add_column(header, justify="right", no_wrap=True)
     for request in report.requests:
+        warm = request.warm
+        cold_ttft = "-" if request.cold is None else f"{request.cold.ttft_s:.3f}"
         table.add_row(
             # truncated if the terminal is narrow
             Text(request.question, no_wrap=True, overflow="ellipsis"),
-            f"{request.warm.prompt_tokens:,}",
-            f"{request.warm.restored_tokens:,}",
-            f"{request.warm.computed_tokens:,}",
-            f"{request.cold.ttft_s:.3f}" if request.cold else "-",
-            f"{request.warm.ttft_s:.3f}",
-            _yes(
-                request.same_split
-                and request.tokens_identical
-                and request.logits_identical
-            ),
+            f"{warm.prompt_tokens:,}",
+            f"{warm.restored_tokens:,}",
+            f"{warm.computed_tokens:,}",
+            cold_ttft,
+            f"{warm.ttft_s:.3f}",
+            _yes(request.has_same_tokens and request.has_same_logits),
         )
-    console.print(table)
-    cold_s, warm_s = (
-        report.cold_start_to_first_token_s,
-        report.warm_start_to_first_token_s,
-    )
-    agreement = (
-        f"{_yes(report.agrees_with_cold)} (logits differ by at most "
-        f"{report.max_logit_difference:.1g})"
-    )
+    return table
+
+
+def _totals_table(report: DemoReport) -> Table:
+    cold_ttft = f"{report.cold_ttft_s:.3f} s"
+    warm_ttft = f"{report.warm_ttft_s:.3f} s"
+    cold_start = f"{report.cold_start_to_first_token_s:.2f} s"
+    warm_start = f"{report.warm_start_to_first_token_s:.2f} s"
+    shared = f"{report.restored_shared_share:.1%} of {report.shared_tokens:,}"
+    is_identical = _yes(report.logits_identical and report.tokens_identical)
+    max_difference = f"logits differ by at most {report.max_logit_difference:.1g}"
+    agreement = f"{_yes(report.agrees_with_cold)} ({max_difference})"
+    pages = f"{_yes(report.pages_identical)} ({report.pages_compared:,} pages)"
+    raw = f"{report.raw_bytes / _MIB:.1f} MiB"
+    stored = f"{report.stored_bytes / _MIB:.1f} MiB, ratio {report.codec_ratio:.2f}"
     table = Table("", "cold", "warm", title="totals", title_justify="left")
-    for row in (
-        (
-            "time to first token",
-            f"{report.cold_ttft_s:.3f} s",
-            f"{report.warm_ttft_s:.3f} s",
-        ),
-        ("process start to first token", f"{cold_s:.2f} s", f"{warm_s:.2f} s"),
-        ("cold / warm TTFT", "", f"{report.speed_up:.1f}"),
-        (
-            "shared tokens restored",
-            "",
-            f"{report.restored_shared_share:.1%} of {report.shared_tokens:,}",
-        ),
-        (
-            "logits and tokens identical to resident KV",
-            "",
-            _yes(report.logits_identical and report.tokens_identical),
-        ),
-        ("tokens equal to the cold run", "", agreement),
-        (
-            "restored pages bit-identical",
-            "",
-            f"{_yes(report.pages_identical)} ({report.pages_compared:,} pages)",
-        ),
-        ("KV bytes", "", f"{report.raw_bytes / _MIB:.1f} MiB"),
-        (
-            f"stored ({report.codec})",
-            "",
-            f"{report.stored_bytes / _MIB:.1f} MiB, ratio {report.codec_ratio:.2f}",
-        ),
-    ):
-        table.add_row(*row)
-    console.print(table)
-    for line in (*map(printable, report.notices), f"$ persistkv ls '{report.url}'"):
-        console.print(line, markup=False, highlight=False)
-    subprocess.run(
-        [sys.executable, "-m", "persistkv_tools", "ls", report.url], check=False
-    )
+    table.add_row("time to first token", cold_ttft, warm_ttft)
+    table.add_row("process start to first token", cold_start, warm_start)
+    table.add_row("cold / warm TTFT", "", f"{report.speed_up:.1f}")
+    table.add_row("shared tokens restored", "", shared)
+    table.add_row("logits and tokens identical to resident KV", "", is_identical)
+    table.add_row("tokens equal to the cold run", "", agreement)
+    table.add_row("restored pages bit-identical", "", pages)
+    table.add_row("KV bytes", "", raw)
+    table.add_row(f"stored ({report.codec})", "", stored)
+    return table
 
 
 def _yes(value: bool) -> str:

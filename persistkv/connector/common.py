@@ -23,10 +23,12 @@ class KVCacheGroupSpec:
     """Number of tokens that a token attends to, including itself; None: full attention."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "sliding_window"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigurationError(name, value, "a positive number of tokens")
+        expected = "a positive number of tokens"
+        if self.block_size <= 0:
+            raise ConfigurationError("block_size", self.block_size, expected)
+        window = self.sliding_window
+        if window is not None and window <= 0:
+            raise ConfigurationError("sliding_window", window, expected)
 
 
 class TransferJob(NamedTuple):

@@ -19,6 +19,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from persistkv.connector.common import KVCacheGroupSpec
+from persistkv.rounding import divide_up
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class GroupGeometry:
         window = self.spec.sliding_window
         if window is None:
             return start
-        return min(max(start, num_tokens - window + 1), num_tokens)
+        window_start = num_tokens - window + 1
+        first = max(start, window_start)
+        return min(first, num_tokens)
 
     def device_blocks(self, num_tokens: int, start: int = 0) -> range:
         """Return the indices of the device blocks that a prefix of ``num_tokens`` needs, from token
@@ -59,7 +62,7 @@ class GroupGeometry:
         first = self.first_needed(num_tokens, start)
         if first == num_tokens:
             return range(0)
-        stop = -(-num_tokens // self.offloaded_tokens)  # rounded up
+        stop = divide_up(num_tokens, self.offloaded_tokens)
         return range(first // self.offloaded_tokens, stop)
 
 
@@ -122,11 +125,16 @@ def _agreed_length(searches: Sequence[Callable[[int], int]], length: int) -> int
     A group that cannot serve a length shortens it for all others, which may have been asked for the
     longer one. The search ends when every group in a row has accepted the same length.
     """
+    # groups in a row that can serve the present length
     num_accepted = 0
     while num_accepted < len(searches):
         for longest in searches:
             served = longest(length)
-            num_accepted = num_accepted + 1 if served == length else 1
+            if served == length:
+                num_accepted += 1
+            else:
+                # a new length, which this group alone has accepted so far
+                num_accepted = 1
             length = served
     return length
 
@@ -144,10 +152,11 @@ def longest_that_fits(
     """
 
     def num_blocks(units: int) -> int:
-        return sum(
-            len(geometry.offloaded_blocks(units * unit, start))
-            for geometry in geometries
-        )
+        num_tokens = units * unit
+        total = 0
+        for geometry in geometries:
+            total += len(geometry.offloaded_blocks(num_tokens, start))
+        return total
 
     # More tokens never need fewer blocks, so the lengths are sorted by their number of blocks.
     first = start // unit

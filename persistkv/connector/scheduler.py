@@ -128,7 +128,8 @@ class _ScheduledRequest:
             raise ValueError(f"a load up to token {stop} ends within a block")
         for group, geometry in enumerate(self.geometries):
             needed = geometry.device_blocks(stop, self.num_local_tokens)
-            if None in tables[group][needed.start : needed.stop]:
+            targets = tables[group][needed.start : needed.stop]
+            if None in targets:
                 raise ValueError(
                     f"group {group} has no device blocks for all that {stop} tokens need of it"
                 )
@@ -137,11 +138,12 @@ class _ScheduledRequest:
         """Do not offer blocks of the first ``num_held_tokens`` for storing, unless ``policy`` is
         request-level."""
         # A request-level manager needs the prefix hits, too, or the stored context has a gap.
-        if self.policy is OffloadPolicy.BLOCK_LEVEL:
-            self.next_store = [
-                num_held_tokens // geometry.offloaded_tokens
-                for geometry in self.geometries
-            ]
+        if self.policy is not OffloadPolicy.BLOCK_LEVEL:
+            return
+        self.next_store = []
+        for geometry in self.geometries:
+            num_blocks = num_held_tokens // geometry.offloaded_tokens
+            self.next_store.append(num_blocks)
 
     def load_target(self) -> GPULoadStoreSpec:
         """Return the device blocks to load into. A group's first one may be in the middle of an
@@ -169,13 +171,14 @@ class _ScheduledRequest:
             num_filled = min(num_computed, len(keys), len(table) // factor)
             first = self.next_store[group]
             end = max(first, num_filled)
+            filled = range(first, end)
             self.next_store[group] = end
             # one test for all blocks: only sliding windows lack any
-            if None in table[first * factor : end * factor]:
-                offer = _present_blocks(keys, table, factor, range(first, end))
+            device_blocks = table[first * factor : end * factor]
+            if None in device_blocks:
+                offer = _present_blocks(keys, table, factor, filled)
             else:
-                numbers = range(first, end)
-                offer = dict(zip(keys[first:end], numbers, strict=True))
+                offer = dict(zip(keys[first:end], filled, strict=True))
             offers.append(offer)
         return offers
 
@@ -183,7 +186,8 @@ class _ScheduledRequest:
         """Offer the blocks of each group after its first ``num_accepted`` ones again later."""
         self.refused_ends = list(self.next_store)
         for group, offer in enumerate(offers):
-            refused = list(offer.values())[num_accepted[group] :]
+            indices = list(offer.values())
+            refused = indices[num_accepted[group] :]
             if refused:
                 self.next_store[group] = refused[0]
 
@@ -212,12 +216,13 @@ class _ScheduledRequest:
             factor = self.geometries[group].factor
             blocks: list[int | None] = []
             for at in offer.values():
-                blocks += table[at * factor : (at + 1) * factor]
+                first = at * factor
+                blocks += table[first : first + factor]
             tables.append(blocks)
-            # The start: the device blocks that the worker skips in the first row. It has no meaning
-            # without blocks.
-            first = next(iter(offer.values()), 0)
-            starts.append(first * factor)
+            # From the start follows how many device blocks the worker skips in the first row; it
+            # has no meaning without blocks.
+            first_offered = next(iter(offer.values()), 0)
+            starts.append(first_offered * factor)
         return _device_blocks(tables, starts)
 
 
@@ -227,7 +232,9 @@ def _present_blocks(
     """Return those of the offloaded blocks of which the group has all device blocks."""
     offer = {}
     for at in candidates:
-        if None not in table[at * factor : (at + 1) * factor]:
+        first = at * factor
+        device_blocks = table[first : first + factor]
+        if None not in device_blocks:
             offer[keys[at]] = at
     return offer
 
@@ -237,8 +244,11 @@ def _device_blocks(
 ) -> GPULoadStoreSpec:
     """Return a spec of these blocks of each KV cache group; ``starts`` are the indices of the first
     ones."""
-    block_ids = [block for table in tables for block in table if block is not None]
-    return GPULoadStoreSpec(block_ids, [len(table) for table in tables], starts)
+    block_ids: list[int] = []
+    for table in tables:
+        block_ids += [block for block in table if block is not None]
+    sizes = [len(table) for table in tables]
+    return GPULoadStoreSpec(block_ids, sizes, starts)
 
 
 class _PlannedTransfer(NamedTuple):
@@ -282,7 +292,7 @@ class OffloadingConnectorScheduler:
         self._geometries = [GroupGeometry(spec, block_size_factor) for spec in groups]
         tokens_per_block = [geometry.offloaded_tokens for geometry in self._geometries]
         self._match_unit = math.lcm(*tokens_per_block)
-        # Without windows, a load needs no more rows than the prefix that was stored.
+        # Without windows, a load needs at most the rows that the stored prefix had.
         has_windows = any(spec.sliding_window for spec in groups)
         self._max_load_blocks = max_load_blocks if has_windows else None
         self._requests: dict[str, _ScheduledRequest] = {}
@@ -509,7 +519,7 @@ class OffloadingConnectorScheduler:
         """
         request = self._requests[req_id]
         request.check_tables(device_block_ids, num_computed_tokens)
-        # copies: the engine goes on to change its tables while stores are planned
+        # copies: the engine changes its tables before stores are planned
         request.block_tables = [list(table) for table in device_block_ids]
         request.num_computed_tokens = num_computed_tokens
         self._to_plan[req_id] = request
@@ -527,8 +537,10 @@ class OffloadingConnectorScheduler:
     def build_connector_meta(self) -> ConnectorMetadata:
         """Return the transfers to start in this step: planned loads, and one store per request with
         new full blocks."""
-        loads, self._loads = self._loads, []
-        planned, self._to_plan = self._to_plan, {}
+        loads = self._loads
+        planned = self._to_plan
+        self._loads = []
+        self._to_plan = {}
         stores = []
         for request in planned.values():
             store = self._plan_store(request)
@@ -559,7 +571,8 @@ class OffloadingConnectorScheduler:
                 self._end_store(transfer, result)
             self._release_if_done(request)
         # also those that ``build_connector_meta`` released, which has no output for them
-        output.released, self._released = self._released, []
+        output.released = self._released
+        self._released = []
         return output
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -586,7 +599,8 @@ class OffloadingConnectorScheduler:
         self.stats.dropped_blocks += request.num_lost(firsts, filled)
         request.refused_ends = []
 
-        # Half by half, because the manager only tells that there is no room, not how much there is.
+        # Half of it again and again: the manager reports that there is no room, not how much room
+        # there is.
         offers = filled
         output = self._prepare_store(request, offers)
         while output is None and any(offers):
@@ -604,8 +618,12 @@ class OffloadingConnectorScheduler:
         self, request: _ScheduledRequest, offers: Sequence[_Offer]
     ) -> PrepareStoreOutput | None:
         """Call ``prepare_store`` of the manager, unless no block is offered."""
-        keys = [key for offer in offers for key in offer]
-        return self.manager.prepare_store(keys, request.context) if keys else None
+        keys: list[OffloadKey] = []
+        for offer in offers:
+            keys += offer
+        if not keys:
+            return None
+        return self.manager.prepare_store(keys, request.context)
 
     def _refuse(
         self,
@@ -646,12 +664,14 @@ class OffloadingConnectorScheduler:
         *,
         is_load: bool,
     ) -> TransferJob:
+        """Register a planned transfer of the request, and return its job."""
         job_id = next(self._job_ids)
         self._transfers[job_id] = _PlannedTransfer(request, keys, is_load)
         request.transfers.add(job_id)
         return TransferJob(job_id, spec)
 
     def _end_store(self, transfer: _PlannedTransfer, result: TransferResult) -> None:
+        """Process the result of a store: its blocks are readable now, or misses."""
         context = transfer.request.context
         self.manager.complete_store(transfer.keys, context, result.success)
         if result.success:
@@ -662,6 +682,7 @@ class OffloadingConnectorScheduler:
     def _end_load(
         self, transfer: _PlannedTransfer, result: TransferResult
     ) -> LoadProgress:
+        """Process the result of a load, and return the part that the engine needs."""
         request = transfer.request
         self.manager.complete_load(transfer.keys, request.context)
         num_tokens = request.num_external_tokens
@@ -681,7 +702,8 @@ class OffloadingConnectorScheduler:
         """End a request that is finished and has no transfer in flight or to plan; it is then
         reported as released."""
         req_id = request.context.req_id
-        if request.finished and not request.transfers and req_id not in self._to_plan:
+        is_busy = bool(request.transfers) or req_id in self._to_plan
+        if request.finished and not is_busy:
             del self._requests[req_id]
             self.manager.on_request_finished(request.context)
             self._released.append(req_id)
@@ -696,7 +718,8 @@ def _without_held(
     offers: Sequence[_Offer], keys_to_store: Sequence[OffloadKey]
 ) -> Sequence[_Offer]:
     """Return the offered blocks that the manager wants, without those that it holds already."""
-    if len(keys_to_store) == sum(map(len, offers)):
+    num_offered = sum(map(len, offers))
+    if len(keys_to_store) == num_offered:
         return offers
     wanted = set(keys_to_store)
     kept = []

@@ -27,9 +27,10 @@ class OffloadingConnectorWorker:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._isolations: dict[OffloadingHandler, Isolation] = {}
         for source, target, handler in handlers:
-            direction = (source.medium(), target.medium())
-            self._handlers[direction] = handler
-            name = f"transfer handler {direction[0]} to {direction[1]}"
+            from_medium = source.medium()
+            to_medium = target.medium()
+            self._handlers[from_medium, to_medium] = handler
+            name = f"transfer handler {from_medium} to {to_medium}"
             self._isolations[handler] = Isolation(name)
         # handlers by the ids of their transfers in flight
         self._owners: dict[int, OffloadingHandler] = {}
@@ -68,7 +69,8 @@ class OffloadingConnectorWorker:
         If a handler raises, wait for the ends of its transfers in flight, and report them as
         failed.
         """
-        finished, self._not_started = self._not_started, []
+        finished = self._not_started
+        self._not_started = []
         for handler, isolation in self._isolations.items():
             results: list[TransferResult] = []
             with isolation.guard("get_finished", "its transfers failed") as guarded:
@@ -111,7 +113,8 @@ class OffloadingConnectorWorker:
         """Wait for the transfers in flight and release the handlers, and with them the rows'
         memory; idempotent."""
         # The handlers hold views of the rows, which would keep the region mapped.
-        isolations, self._isolations = self._isolations, {}
+        isolations = self._isolations
+        self._isolations = {}
         self._handlers.clear()
         for handler, isolation in isolations.items():
             with isolation.guard("shutdown", "its resources may not be released"):

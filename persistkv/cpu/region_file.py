@@ -258,6 +258,7 @@ def _unlink_if_at(fd: int, path: str) -> bool:
 
 
 def _size_of(path: str) -> int:
+    """Return the bytes of a file; 0 if it does not exist."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:

@@ -64,7 +64,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._run_pending()
-        completed, self.completed_jobs = self.completed_jobs, []
+        completed = self.completed_jobs
+        self.completed_jobs = []
         return completed
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -102,7 +103,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
             self._run_pending()
 
     def _run_pending(self) -> None:
-        pending, self.pending_jobs = self.pending_jobs, []
+        pending = self.pending_jobs
+        self.pending_jobs = []
         for job in pending:
             run = self._load if job.is_promotion else self._store
             failed = run(job)
@@ -117,7 +119,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
             if key in self.blocks:
                 self.blocks.move_to_end(key)
                 continue
-            if len(self.blocks) == self.max_blocks and not self._evict(own):
+            is_full = len(self.blocks) == self.max_blocks
+            if is_full and not self._evict(own):
                 declined.append(key)
                 continue
             self.blocks[key] = b"".join(self._ranges(key, row))
@@ -132,6 +135,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return False
 
     def _load(self, job: JobMetadata) -> list[OffloadKey]:
+        """Copy held blocks into the rows; return the keys of the others."""
         failed = []
         rows = job.block_ids.tolist()
         for key, row in zip(job.keys, rows, strict=True):

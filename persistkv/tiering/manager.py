@@ -93,7 +93,7 @@ class _TierJob:
     tier: IsolatedTier
     data: JobMetadata
     is_reset: bool = False
-    """Whether the cache was reset after the submission. The job still uses its rows, but nobody
+    """Whether the cache was reset after the submission. The job still uses its rows, but no request
     waits for its blocks."""
     give_up_at: float = math.inf
     """``time.monotonic`` time at which requests no longer wait for a promotion."""
@@ -789,7 +789,7 @@ class TieringOffloadingManager(OffloadingManager):
 
         events = list(self.primary_tier.take_events())
         for tier in self._tiers:
-            # taken although nobody may want them, because the tier would collect them for ever
+            # also if no caller wants them: the tier would collect them for ever
             events += tier.take_events()
         return events if self._enable_events else []
 

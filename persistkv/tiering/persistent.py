@@ -108,10 +108,10 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     process continues to open it, and lookups miss until it is open; so does a thread, unless
     ``required`` is set: then the constructor raises HostError."""
     required: bool = False
-    """What happens if the store cannot be opened at the start (busy, no permission, no such bucket,
-    damaged). False: an error is logged, lookups miss and new blocks are dropped, and the store is
-    tried again in the background. True: the constructor raises the error. Mistakes in the
-    configuration are always raised."""
+    """Whether the constructor raises the error if the store cannot be opened at the start (busy, no
+    permission, no such bucket, damaged). False: an error is logged, lookups miss and new blocks are
+    dropped, and the opening is retried in the background. Mistakes in the configuration are always
+    raised."""
     unique_request_ids: bool = False
     """Whether the engine's request ids are unique across restarts. If so, stored requests are
     listed under these ids, otherwise under generated ones."""

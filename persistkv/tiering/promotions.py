@@ -86,7 +86,8 @@ class PromotionQueue:
                 waiters = self.waiters[key]
                 waiters.discard(req_id)
                 if not waiters:
-                    del self.waiters[key], keys[key]
+                    del self.waiters[key]
+                    del keys[key]
             if not keys:
                 del self.queued[place]
 

@@ -21,7 +21,7 @@ are tested in persistkv's repository.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -41,21 +41,18 @@ from persistkv.storage.backend import (
     Backend,
     CommitBatch,
     CommitResult,
-    ManifestWrite,
     ReadSpan,
 )
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack import PackTable
-from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.stats import BackendStats
 from persistkv.testing.conformance.suite import (
     BackendSuite,
+    NamespaceRig,
     RawKind,
     RawStore,
     check_totals,
-    read_pack,
     sample_identity,
-    tables,
 )
 from persistkv.testing.samples import (
     payload_of,
@@ -65,7 +62,7 @@ from persistkv.testing.samples import (
     sample_pack,
 )
 
-__all__ = ["BackendConformance", "RawKind", "RawStore"]
+__all__ = ["BackendConformance", "NamespaceRig", "RawKind", "RawStore"]
 
 _MIB = 1 << 20
 _PATIENCE_S = 60
@@ -92,23 +89,22 @@ class BackendConformance(BackendSuite):
 
     def test_open_closed_store_returns_committed_content(self, url: str) -> None:
         self.need_sharing()
-        first = self.open(url)
-        opened = first.open_namespace(sample_identity())
-        pack = sample_pack(opened.id, 1)
+        first = self.open_rig(url)
+        pack = first.pack(1)
         manifest = sample_manifest("r1")
-        cursor = _commit(first, opened.id, pack, manifests=[manifest]).cursor
-        stats = first.stats()
+        cursor = first.commit(pack, manifests=[manifest]).cursor
+        stats = first.backend.stats()
         first.close()
 
-        again = self.open(url)
-        assert list(again.namespaces()) == [opened]
-        assert again.open_namespace(sample_identity()) == opened
-        assert tables(again, opened.id) == {pack.pack_id: pack.table}
-        assert read_pack(again, opened.id, pack.table) == payload_of(pack)
-        assert list(again.catalogue(opened.id).manifests()) == [manifest.manifest]
-        assert again.manifest_keys(opened.id, ["r1"]) == [manifest.keys]
-        assert _added_since(again, opened.id, cursor) == []
-        assert _content(check_totals(again)) == _content(stats)
+        again = self.open_rig(url)
+        assert list(again.backend.namespaces()) == [first.opened]
+        assert again.opened == first.opened
+        assert again.tables() == {pack.pack_id: pack.table}
+        assert again.read(pack) == payload_of(pack)
+        assert again.manifests() == [manifest.manifest]
+        assert again.manifest_keys(["r1"]) == [manifest.keys]
+        assert again.added_since(cursor) == []
+        assert _content(again.check_totals()) == _content(stats)
         again.close()
 
     def test_open_read_only_missing_store_raises_and_creates_nothing(
@@ -121,21 +117,20 @@ class BackendConformance(BackendSuite):
 
     def test_open_read_only_reads_and_rejects_writes(self, url: str) -> None:
         self.need_sharing()
-        writer = self.open(url)
-        assert writer.capabilities.writable
-        opened = writer.open_namespace(sample_identity())
-        pack = sample_pack(opened.id, 1)
-        _commit(writer, opened.id, pack)
+        writer = self.open_rig(url)
+        assert writer.backend.capabilities.writable
+        pack = writer.pack(1)
+        writer.commit(pack)
         writer.close()
 
-        reader = self.open(url, read_only=True)
-        assert not reader.capabilities.writable
-        assert reader.open_namespace(sample_identity()) == opened
-        assert read_pack(reader, opened.id, pack.table) == payload_of(pack)
+        reader = self.open_rig(url, read_only=True)
+        assert not reader.backend.capabilities.writable
+        assert reader.opened == writer.opened
+        assert reader.read(pack) == payload_of(pack)
         with pytest.raises(StoreError):
-            _commit(reader, opened.id, deletions=[pack.pack_id])
-        assert tables(reader, opened.id) == {pack.pack_id: pack.table}
-        assert list(reader.namespaces()) == [opened]
+            reader.commit(deletions=[pack.pack_id])
+        assert reader.tables() == {pack.pack_id: pack.table}
+        assert list(reader.backend.namespaces()) == [writer.opened]
         reader.close()
 
     def test_open_read_only_absent_namespace_is_empty_until_another_process_begins_it(
@@ -143,58 +138,52 @@ class BackendConformance(BackendSuite):
     ) -> None:
         self.need_sharing()
         self.need_ending_namespaces()
-        writer = self.open(url)
-        reader = self.open(url, read_only=True)
-        namespace = writer.open_namespace(sample_identity()).id
-        assert reader.open_namespace(sample_identity()).id == namespace
-        pack = sample_pack(namespace, 1)
-        before = reader.changes(namespace, None)
+        writer = self.open_rig(url)
+        reader = self.open_rig(url, read_only=True)
+        pack = writer.pack(1)
+        before = reader.changes(None)
         assert before.reset
         assert list(before.added) == []
-        assert reader.tables(namespace, [pack.pack_id]) == []
-        assert list(reader.namespaces()) == []
-        _commit(writer, namespace, pack)
-        assert _added_since(reader, namespace, before.cursor) == [pack.table]
-        assert read_pack(reader, namespace, pack.table) == payload_of(pack)
+        assert reader.tables_of([pack.pack_id]) == []
+        assert list(reader.backend.namespaces()) == []
+        writer.commit(pack)
+        assert reader.added_since(before.cursor) == [pack.table]
+        assert reader.read(pack) == payload_of(pack)
         reader.close()
         writer.close()
 
     def test_open_two_handles_see_each_others_commits(self, url: str) -> None:
         self.need_sharing()
-        first = self.open(url)
-        second = self.open(url)
-        namespace = first.open_namespace(sample_identity()).id
-        assert second.open_namespace(sample_identity()).id == namespace
-        cursor = second.changes(namespace, None).cursor
-        pack = sample_pack(namespace, 1)
-        other = sample_pack(namespace, 2)
-        _commit(first, namespace, pack)
-        assert _commit(second, namespace, other, seen=cursor).stale
-        assert _added_since(second, namespace, cursor) == [pack.table]
+        first = self.open_rig(url)
+        second = self.open_rig(url)
+        cursor = second.changes(None).cursor
+        pack, other = first.packs(2)
+        first.commit(pack)
+        assert second.commit(other, seen=cursor).stale
+        assert second.added_since(cursor) == [pack.table]
         # a handle outlives the others
         first.close()
-        assert read_pack(second, namespace, pack.table) == payload_of(pack)
-        assert not _commit(second, namespace, other).stale
-        check_totals(second)
+        assert second.read(pack) == payload_of(pack)
+        assert not second.commit(other).stale
+        second.check_totals()
         second.close()
 
     def test_open_read_only_with_open_writer_sees_its_commits(self, url: str) -> None:
         self.need_sharing()
-        writer = self.open(url)
-        namespace = writer.open_namespace(sample_identity()).id
-        reader = self.open(url, read_only=True)
-        cursor = reader.changes(namespace, None).cursor
-        pack = sample_pack(namespace, 1)
-        _commit(writer, namespace, pack, manifests=[sample_manifest("r1")])
-        assert _added_since(reader, namespace, cursor) == [pack.table]
-        assert read_pack(reader, namespace, pack.table) == payload_of(pack)
-        assert _manifest_ids(reader, namespace) == {"r1"}
+        writer = self.open_rig(url)
+        reader = self.open_rig(url, read_only=True)
+        cursor = reader.changes(None).cursor
+        pack, other = writer.packs(2)
+        writer.commit(pack, manifests=[sample_manifest("r1")])
+        assert reader.added_since(cursor) == [pack.table]
+        assert reader.read(pack) == payload_of(pack)
+        assert reader.manifest_ids() == {"r1"}
         # the reader outlives its first writer, and sees the next one
         writer.close()
-        assert reader.stats().packs == 1
-        again = self.open(url)
-        _commit(again, namespace, sample_pack(namespace, 2))
-        assert reader.stats().packs == 2
+        assert reader.backend.stats().packs == 1
+        again = self.open_rig(url)
+        again.commit(other)
+        assert reader.backend.stats().packs == 2
         again.close()
         reader.close()
 
@@ -207,19 +196,18 @@ class BackendConformance(BackendSuite):
             self.open(url, read_only=True)
 
     def test_close_twice_succeeds_and_later_calls_raise(self, url: str) -> None:
-        backend = self.open(url)
-        namespace = backend.open_namespace(sample_identity()).id
-        _commit(backend, namespace, sample_pack(namespace, 1))
-        backend.close()
-        backend.close()
+        rig = self.open_rig(url)
+        rig.commit(rig.pack(1))
+        rig.close()
+        rig.close()
         with pytest.raises(StoreError):
-            backend.changes(namespace, None)
+            rig.changes(None)
         with pytest.raises(StoreError):
-            backend.read(namespace, [_span(_UNKNOWN_PACK, 0, 1)])
+            rig.fill(_span(_UNKNOWN_PACK, 0, 1))
         with pytest.raises(StoreError):
-            backend.commit(namespace, CommitBatch())
+            rig.commit_batch(CommitBatch())
         with pytest.raises(StoreError):
-            backend.stats()
+            rig.backend.stats()
 
     # around the bounds of a page and of a frame
     @pytest.mark.parametrize(
@@ -227,154 +215,146 @@ class BackendConformance(BackendSuite):
         [1, 4095, _MIB - 1, _MIB, _MIB + 1, 3 * _MIB + 5],
     )
     def test_commit_any_block_size_stores_payload(
-        self, backend: Backend, namespace: bytes, block_bytes: int
+        self, rig: NamespaceRig, block_bytes: int
     ) -> None:
-        pack = sample_pack(namespace, 1, blocks=3, block_bytes=block_bytes)
-        _commit(backend, namespace, pack)
-        assert tables(backend, namespace) == {pack.pack_id: pack.table}
-        found = backend.tables(namespace, [_UNKNOWN_PACK, pack.pack_id])
-        assert list(found) == [pack.table]
-        assert read_pack(backend, namespace, pack.table) == payload_of(pack)
+        pack = rig.pack(1, blocks=3, block_bytes=block_bytes)
+        rig.commit(pack)
+        assert rig.tables() == {pack.pack_id: pack.table}
+        assert rig.tables_of([_UNKNOWN_PACK, pack.pack_id]) == [pack.table]
+        assert rig.read(pack) == payload_of(pack)
 
     def test_commit_unknown_namespace_raises(self, backend: Backend) -> None:
         unknown = sample_identity(9).digest
+        batch = CommitBatch([sample_pack(unknown, 1)])
         with pytest.raises(StoreError):
-            _commit(backend, unknown, sample_pack(unknown, 1))
+            backend.commit(unknown, batch)
 
-    def test_commit_pack_of_other_namespace_raises(
-        self, backend: Backend, namespace: bytes
-    ) -> None:
+    def test_commit_pack_of_other_namespace_raises(self, rig: NamespaceRig) -> None:
         other = sample_identity(9).digest
         with pytest.raises(StoreError):
-            _commit(backend, namespace, sample_pack(other, 1))
-        assert tables(backend, namespace) == {}
+            rig.commit(sample_pack(other, 1))
+        assert rig.tables() == {}
 
-    def test_commit_existing_pack_id_keeps_first_pack(
-        self, backend: Backend, namespace: bytes
-    ) -> None:
+    def test_commit_existing_pack_id_keeps_first_pack(self, rig: NamespaceRig) -> None:
         # the id is a digest of the keys, and does not depend on the content
-        first = sample_pack(namespace, 1, content=10)
-        second = sample_pack(namespace, 1, content=20)
+        first = rig.pack(1, content=10)
+        second = rig.pack(1, content=20)
         assert first.pack_id == second.pack_id
-        cursor = _commit(backend, namespace, first, second).cursor
-        _commit(backend, namespace, second)
-        assert tables(backend, namespace) == {first.pack_id: first.table}
-        assert read_pack(backend, namespace, first.table) == payload_of(first)
-        assert _added_since(backend, namespace, cursor) == []
-        assert check_totals(backend).packs == 1
+        cursor = rig.commit(first, second).cursor
+        rig.commit(second)
+        assert rig.tables() == {first.pack_id: first.table}
+        assert rig.read(first) == payload_of(first)
+        assert rig.added_since(cursor) == []
+        assert rig.check_totals().packs == 1
 
-    def test_commit_failing_stream_changes_nothing(
-        self, backend: Backend, namespace: bytes
-    ) -> None:
-        held = sample_pack(namespace, 1)
-        good = sample_pack(namespace, 2)
-        cursor = _commit(backend, namespace, held).cursor
-        stats = backend.stats()
+    def test_commit_failing_stream_changes_nothing(self, rig: NamespaceRig) -> None:
+        held = rig.pack(1)
+        good = rig.pack(2)
+        cursor = rig.commit(held).cursor
+        stats = rig.backend.stats()
         # its stream fails after some frames have been written
         block_bytes = 1 << 18
         source = _FailingSource([sample_blocks(3, 40, block_bytes)])
         segment = Segment(0, block_bytes, sample_keys(3, 40), source)
-        torn = PackWriter(namespace, RawCodec(), [segment])
+        torn = PackWriter(rig.namespace, RawCodec(), [segment])
         batch = CommitBatch([good, torn], [sample_manifest("r1")], [held.pack_id])
         with pytest.raises(_SourceFailure):
-            backend.commit(namespace, batch)
+            rig.commit_batch(batch)
 
-        assert tables(backend, namespace) == {held.pack_id: held.table}
-        assert read_pack(backend, namespace, held.table) == payload_of(held)
-        assert read_pack(backend, namespace, good.table) is None
-        assert _manifest_ids(backend, namespace) == set()
-        assert _added_since(backend, namespace, cursor) == []
-        assert _content(check_totals(backend)) == _content(stats)
-        _commit(backend, namespace, good, seen=cursor)
-        assert read_pack(backend, namespace, good.table) == payload_of(good)
+        assert rig.tables() == {held.pack_id: held.table}
+        assert rig.read(held) == payload_of(held)
+        assert rig.read(good) is None
+        assert rig.manifest_ids() == set()
+        assert rig.added_since(cursor) == []
+        assert _content(rig.check_totals()) == _content(stats)
+        rig.commit(good, seen=cursor)
+        assert rig.read(good) == payload_of(good)
 
     def test_commit_too_large_pack_raises_full_and_changes_nothing(
-        self, small: Backend, name: bytes
+        self, small_rig: NamespaceRig
     ) -> None:
-        held = sample_pack(name, 1, blocks=8, block_bytes=1 << 18)
-        cursor = _commit(small, name, held).cursor
+        held = small_rig.pack(1, blocks=8, block_bytes=1 << 18)
+        cursor = small_rig.commit(held).cursor
         # 8 MiB, twice the capacity
-        large = sample_pack(name, 2, blocks=32, block_bytes=1 << 18)
+        large = small_rig.pack(2, blocks=32, block_bytes=1 << 18)
         batch = CommitBatch([large], [sample_manifest("r1")], [held.pack_id])
         with pytest.raises(StoreFullError):
-            small.commit(name, batch)
-        assert tables(small, name) == {held.pack_id: held.table}
-        assert read_pack(small, name, held.table) == payload_of(held)
-        assert _manifest_ids(small, name) == set()
-        check_totals(small)
+            small_rig.commit_batch(batch)
+        assert small_rig.tables() == {held.pack_id: held.table}
+        assert small_rig.read(held) == payload_of(held)
+        assert small_rig.manifest_ids() == set()
+        small_rig.check_totals()
 
-        fits = sample_pack(name, 3)
-        assert not _commit(small, name, fits, seen=cursor).stale
-        assert read_pack(small, name, fits.table) == payload_of(fits)
+        fits = small_rig.pack(3)
+        assert not small_rig.commit(fits, seen=cursor).stale
+        assert small_rig.read(fits) == payload_of(fits)
 
     def test_commit_emptied_store_can_be_refilled(
-        self, small: Backend, name: bytes
+        self, small_rig: NamespaceRig
     ) -> None:
         for round_number in range(3):
             for number in range(60):
                 # of two sizes, so that the free space becomes fragmented
                 size = 4096 if number % 2 else 200_000
                 seed = 100 * round_number + number
-                pack = sample_pack(name, seed, blocks=1, block_bytes=size)
-                _commit(small, name, pack)
-            assert check_totals(small).packs >= 10
-            for pack_id in tables(small, name):
-                _commit(small, name, deletions=[pack_id])
-            assert check_totals(small).packs == 0
+                pack = small_rig.pack(seed, blocks=1, block_bytes=size)
+                small_rig.commit(pack)
+            assert small_rig.check_totals().packs >= 10
+            for pack_id in small_rig.tables():
+                small_rig.commit(deletions=[pack_id])
+            assert small_rig.check_totals().packs == 0
 
-    def test_eviction_respects_order_and_pins(
-        self, small: Backend, name: bytes
-    ) -> None:
+    def test_eviction_respects_order_and_pins(self, small_rig: NamespaceRig) -> None:
         # 300 kB each: the store holds about a dozen
-        pinned, used, idle, *new = _packs(name, 33, blocks=3, block_bytes=100_000)
+        pinned, used, idle, *new = small_rig.packs(33, blocks=3, block_bytes=100_000)
         manifest = sample_manifest("r", packs=[pinned.pack_id])
         batch = CommitBatch([pinned, used, idle], [manifest], pins=[("r", True)])
-        small.commit(name, batch)
-        small.commit(name, CommitBatch(touches=[used.pack_id]))
+        small_rig.commit_batch(batch)
+        small_rig.commit_batch(CommitBatch(touches=[used.pack_id]))
         evicted: list[bytes] = []
         for pack in new:
-            evicted += _evicted_by(_commit(small, name, pack))
-            check_totals(small)
+            evicted += _evicted_by(small_rig.commit(pack))
+            small_rig.check_totals()
         # the least recently used one first; the pinned one never
         candidates = [pack.pack_id for pack in (idle, used, *new)]
         assert len(evicted) > 10
         assert evicted == candidates[: len(evicted)]
         held = candidates[len(evicted) :]
-        assert set(tables(small, name)) == {pinned.pack_id, *held}
-        assert read_pack(small, name, pinned.table) == payload_of(pinned)
-        assert _manifest_ids(small, name) == {"r"}
+        assert set(small_rig.tables()) == {pinned.pack_id, *held}
+        assert small_rig.read(pinned) == payload_of(pinned)
+        assert small_rig.manifest_ids() == {"r"}
 
     def test_eviction_reports_each_pack_that_it_removes(
-        self, small: Backend, name: bytes
+        self, small_rig: NamespaceRig
     ) -> None:
         stored: set[bytes] = set()
-        for pack in _packs(name, 30, blocks=3, block_bytes=100_000):
-            result = _commit(small, name, pack)
+        for pack in small_rig.packs(30, blocks=3, block_bytes=100_000):
+            result = small_rig.commit(pack)
             stored.add(pack.pack_id)
             stored.difference_update(_evicted_by(result))
-            assert set(tables(small, name)) == stored
+            assert set(small_rig.tables()) == stored
 
     def test_commit_deletion_removes_pack_and_reports_it(
-        self, backend: Backend, namespace: bytes
+        self, rig: NamespaceRig
     ) -> None:
-        kept = sample_pack(namespace, 1)
-        deleted = sample_pack(namespace, 2, blocks=30, block_bytes=70_000)
-        cursor = _commit(backend, namespace, kept, deleted).cursor
+        kept = rig.pack(1)
+        deleted = rig.pack(2, blocks=30, block_bytes=70_000)
+        cursor = rig.commit(kept, deleted).cursor
         # an unknown id and a repeated one are ignored
         deletions = [deleted.pack_id, _UNKNOWN_PACK, deleted.pack_id]
-        result = _commit(backend, namespace, deletions=deletions)
+        result = rig.commit(deletions=deletions)
         assert list(result.evicted) == [deleted.table]
-        assert read_pack(backend, namespace, deleted.table) is None
-        assert read_pack(backend, namespace, kept.table) == payload_of(kept)
-        changes = backend.changes(namespace, cursor)
+        assert rig.read(deleted) is None
+        assert rig.read(kept) == payload_of(kept)
+        changes = rig.changes(cursor)
         assert changes.removed == {deleted.pack_id: deleted.table.keys.fingerprints}
         assert changes.cursor == result.cursor
-        assert check_totals(backend).packs == 1
+        assert rig.check_totals().packs == 1
 
         # the same id can be stored again, with other bytes
-        again = sample_pack(namespace, 2, blocks=30, block_bytes=70_000, content=5)
-        _commit(backend, namespace, again)
-        assert read_pack(backend, namespace, again.table) == payload_of(again)
+        again = rig.pack(2, blocks=30, block_bytes=70_000, content=5)
+        rig.commit(again)
+        assert rig.read(again) == payload_of(again)
 
     def test_commit_manifest_deletion_keeps_packs(
         self, backend: Backend, namespace: bytes
@@ -399,127 +379,123 @@ class BackendConformance(BackendSuite):
         assert check_totals(backend).requests == 0
 
     def test_commit_deletion_and_same_pack_id_replaces_pack(
-        self, backend: Backend, namespace: bytes
+        self, rig: NamespaceRig
     ) -> None:
-        bad = sample_pack(namespace, 1, content=10)
-        good = sample_pack(namespace, 1, content=20)
-        cursor = _commit(backend, namespace, bad).cursor
-        result = _commit(backend, namespace, good, deletions=[bad.pack_id])
+        bad = rig.pack(1, content=10)
+        good = rig.pack(1, content=20)
+        cursor = rig.commit(bad).cursor
+        result = rig.commit(good, deletions=[bad.pack_id])
         assert list(result.evicted) == [bad.table]
-        assert read_pack(backend, namespace, good.table) == payload_of(good)
-        changes = backend.changes(namespace, cursor)
+        assert rig.read(good) == payload_of(good)
+        changes = rig.changes(cursor)
         assert changes.removed == {bad.pack_id: bad.table.keys.fingerprints}
         assert list(changes.added) == [good.table]
 
-    def test_commit_stale_cursor_changes_nothing(
-        self, backend: Backend, namespace: bytes
-    ) -> None:
-        seen = backend.changes(namespace, None).cursor
-        first = sample_pack(namespace, 1)
-        second = sample_pack(namespace, 2)
-        cursor = _commit(backend, namespace, first, seen=seen).cursor
+    def test_commit_stale_cursor_changes_nothing(self, rig: NamespaceRig) -> None:
+        seen = rig.changes(None).cursor
+        first = rig.pack(1)
+        second = rig.pack(2)
+        cursor = rig.commit(first, seen=seen).cursor
         manifests = [sample_manifest("r1")]
         batch = CommitBatch([second], manifests, [first.pack_id], seen=seen)
-        result = backend.commit(namespace, batch)
+        result = rig.commit_batch(batch)
         assert result.stale
-        assert _added_since(backend, namespace, result.cursor) == [first.table]
-        assert tables(backend, namespace) == {first.pack_id: first.table}
-        assert _manifest_ids(backend, namespace) == set()
+        assert rig.added_since(result.cursor) == [first.table]
+        assert rig.tables() == {first.pack_id: first.table}
+        assert rig.manifest_ids() == set()
 
         # an empty batch changes nothing, so the cursor stays current
-        assert backend.commit(namespace, CommitBatch()).cursor == cursor
-        assert not _commit(backend, namespace, second, seen=cursor).stale
+        assert rig.commit_batch(CommitBatch()).cursor == cursor
+        assert not rig.commit(second, seen=cursor).stale
         # without ``seen``, no batch is stale
-        assert not _commit(backend, namespace, deletions=[first.pack_id]).stale
-        assert tables(backend, namespace) == {second.pack_id: second.table}
+        assert not rig.commit(deletions=[first.pack_id]).stale
+        assert rig.tables() == {second.pack_id: second.table}
 
-    def test_commit_needed_pack_removed_is_stale(
-        self, backend: Backend, namespace: bytes
-    ) -> None:
-        needed, kept, pack = _packs(namespace, 3)
-        cursor = _commit(backend, namespace, needed, kept).cursor
-        _commit(backend, namespace, deletions=[needed.pack_id])
+    def test_commit_needed_pack_removed_is_stale(self, rig: NamespaceRig) -> None:
+        needed, kept, pack = rig.packs(3)
+        cursor = rig.commit(needed, kept).cursor
+        rig.commit(deletions=[needed.pack_id])
         needs = [kept.pack_id, needed.pack_id]
-        result = _commit(backend, namespace, pack, seen=cursor, needs=needs)
+        result = rig.commit(pack, seen=cursor, needs=needs)
         assert result.stale
         assert result.cursor == cursor
-        assert set(tables(backend, namespace)) == {kept.pack_id}
+        assert set(rig.tables()) == {kept.pack_id}
 
     def test_commit_after_others_needed_packs_held_reports_interleaved_or_stale(
-        self, backend: Backend, namespace: bytes
+        self, rig: NamespaceRig
     ) -> None:
-        needed, others, pack, last = _packs(namespace, 4)
-        cursor = _commit(backend, namespace, needed).cursor
-        _commit(backend, namespace, others)
+        needed, others, pack, last = rig.packs(4)
+        cursor = rig.commit(needed).cursor
+        rig.commit(others)
         needs = [needed.pack_id]
-        result = _commit(backend, namespace, pack, seen=cursor, needs=needs)
+        result = rig.commit(pack, seen=cursor, needs=needs)
         # a driver may refuse what it could also interleave
         assert result.interleaved is not result.stale
         expected = {others.pack_id}
         if not result.stale:
             expected.add(pack.pack_id)
-        changes = backend.changes(namespace, cursor)
+        changes = rig.changes(cursor)
         assert {table.pack_id for table in changes.added} == expected
-        again = _commit(backend, namespace, last, seen=changes.cursor, needs=[])
+        again = rig.commit(last, seen=changes.cursor, needs=[])
         assert not again.stale
         assert not again.interleaved
 
     def test_changes_with_cursor_returns_later_changes_only(
-        self, backend: Backend, namespace: bytes
+        self, rig: NamespaceRig
     ) -> None:
-        first, second, third = _packs(namespace, 3)
-        _commit(backend, namespace, first)
-        cursor = backend.changes(namespace, None).cursor
-        none = backend.changes(namespace, cursor)
+        first, second, third = rig.packs(3)
+        rig.commit(first)
+        cursor = rig.changes(None).cursor
+        none = rig.changes(cursor)
         assert none.cursor == cursor
         assert not none.reset
         assert list(none.added) == []
         assert list(none.removed) == []
 
-        _commit(backend, namespace, second)
-        _commit(backend, namespace, third, deletions=[first.pack_id])
-        changes = backend.changes(namespace, cursor)
+        rig.commit(second)
+        rig.commit(third, deletions=[first.pack_id])
+        changes = rig.changes(cursor)
         assert not changes.reset
         added = {table.pack_id for table in changes.added}
         assert added == {second.pack_id, third.pack_id}
         assert changes.removed == {first.pack_id: first.table.keys.fingerprints}
-        assert _added_since(backend, namespace, changes.cursor) == []
+        assert rig.added_since(changes.cursor) == []
 
     @pytest.mark.parametrize(
         "cursor", [b"", b"x", bytes(15), b"\xff" * 16, bytes(15) + b"\1", b"\xff" * 64]
     )
     def test_changes_unknown_cursor_resets(
-        self, backend: Backend, namespace: bytes, cursor: bytes
+        self, rig: NamespaceRig, cursor: bytes
     ) -> None:
-        pack, other = _packs(namespace, 2)
-        _commit(backend, namespace, pack)
-        changes = backend.changes(namespace, cursor)
+        pack, other = rig.packs(2)
+        rig.commit(pack)
+        changes = rig.changes(cursor)
         assert changes.reset
         assert list(changes.added) == [pack.table]
-        assert _commit(backend, namespace, other, seen=cursor).stale
+        assert rig.commit(other, seen=cursor).stale
 
     def test_changes_damaged_table_is_omitted_until_rewritten_or_deleted(
-        self, backend: Backend, namespace: bytes, raw: RawStore
+        self, rig: NamespaceRig, raw: RawStore
     ) -> None:
-        rewritten, deleted, good = _packs(namespace, 3)
-        cursor = backend.changes(namespace, None).cursor
-        _commit(backend, namespace, rewritten, deleted, good)
+        rewritten, deleted, good = rig.packs(3)
+        cursor = rig.changes(None).cursor
+        rig.commit(rewritten, deleted, good)
         for pack in (rewritten, deleted):
-            raw.flip(RawKind.TABLE, namespace, pack.pack_id, -30)
-        assert tables(backend, namespace) == {good.pack_id: good.table}
-        assert _added_since(backend, namespace, cursor) == [good.table]
+            raw.flip(RawKind.TABLE, rig.namespace, pack.pack_id, -30)
+        assert rig.tables() == {good.pack_id: good.table}
+        assert rig.added_since(cursor) == [good.table]
 
         # with the id of the first one, and other bytes
-        again = sample_pack(namespace, 0, content=9)
+        again = rig.pack(0, content=9)
         assert again.pack_id == rewritten.pack_id
-        _commit(backend, namespace, again, deletions=[deleted.pack_id])
-        assert tables(backend, namespace) == {
+        rig.commit(again, deletions=[deleted.pack_id])
+        assert rig.tables() == {
             good.pack_id: good.table,
             again.pack_id: again.table,
         }
-        assert read_pack(backend, namespace, again.table) == payload_of(again)
-        assert read_pack(backend, namespace, deleted.table) is None
-        assert check_totals(backend).packs == 2
+        assert rig.read(again) == payload_of(again)
+        assert rig.read(deleted) is None
+        assert rig.check_totals().packs == 2
 
     # around the bounds of pages, and of the pieces in which media store payloads
     @pytest.mark.parametrize(
@@ -537,21 +513,21 @@ class BackendConformance(BackendSuite):
         ],
     )
     def test_read_span_of_several_buffers_returns_stored_bytes(
-        self, backend: Backend, namespace: bytes, offset: int, lengths: list[int]
+        self, rig: NamespaceRig, offset: int, lengths: list[int]
     ) -> None:
-        pack = sample_pack(namespace, 1, blocks=9, block_bytes=500_000)
-        _commit(backend, namespace, pack)
+        pack = rig.pack(1, blocks=9, block_bytes=500_000)
+        rig.commit(pack)
         span = _span(pack.pack_id, offset, *lengths)
-        assert backend.read(namespace, [span]) == [True]
+        assert rig.fill(span) == [True]
         end = offset + sum(lengths)
         assert b"".join(span.buffers) == payload_of(pack)[offset:end]
 
     @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_random_spans_of_several_packs_returns_stored_bytes(
-        self, backend: Backend, namespace: bytes, is_scan: bool
+        self, rig: NamespaceRig, is_scan: bool
     ) -> None:
-        packs = _packs(namespace, 4, blocks=5, block_bytes=300_001)
-        _commit(backend, namespace, *packs)
+        packs = rig.packs(4, blocks=5, block_bytes=300_001)
+        rig.commit(*packs)
         payloads = [payload_of(pack) for pack in packs]
         rng = np.random.default_rng(11)
         spans = []
@@ -565,17 +541,16 @@ class BackendConformance(BackendSuite):
             cut = int(rng.integers(length + 1))
             spans.append(_span(packs[number].pack_id, offset, cut, length - cut))
             expected.append(payload[offset : offset + length])
-        read = backend.scan if is_scan else backend.read
-        assert read(namespace, spans) == [True] * 60
+        assert rig.fill(*spans, is_scan=is_scan) == [True] * 60
         assert [b"".join(span.buffers) for span in spans] == expected
 
     @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_hits_and_misses_in_one_call_are_reported_per_span(
-        self, backend: Backend, namespace: bytes, is_scan: bool
+        self, rig: NamespaceRig, is_scan: bool
     ) -> None:
-        pack, deleted = _packs(namespace, 2)
-        _commit(backend, namespace, pack, deleted)
-        _commit(backend, namespace, deletions=[deleted.pack_id])
+        pack, deleted = rig.packs(2)
+        rig.commit(pack, deleted)
+        rig.commit(deletions=[deleted.pack_id])
         payload = payload_of(pack)
         size = len(payload)
         hit = _span(pack.pack_id, 0, size)
@@ -587,48 +562,47 @@ class BackendConformance(BackendSuite):
             _span(pack.pack_id, 1 << 40, 1),
             _span(pack.pack_id, size - 4, 2, 3),
         ]
-        read = backend.scan if is_scan else backend.read
-        filled = read(namespace, [*misses_before, hit, *misses_after])
+        filled = rig.fill(*misses_before, hit, *misses_after, is_scan=is_scan)
         assert filled == [False, False, True, False, False, False, False]
         assert b"".join(hit.buffers) == payload
 
     def test_read_damaged_payload_returns_raw_bytes_or_misses(
-        self, backend: Backend, namespace: bytes, raw: RawStore
+        self, rig: NamespaceRig, raw: RawStore
     ) -> None:
-        pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
-        _commit(backend, namespace, pack)
+        pack = rig.pack(1, blocks=30, block_bytes=70_000)
+        rig.commit(pack)
         expected = bytearray(payload_of(pack))
-        assert raw.get(RawKind.PAYLOAD, namespace, pack.pack_id) == expected
+        assert raw.get(RawKind.PAYLOAD, rig.namespace, pack.pack_id) == expected
         for offset in (0, 1_048_576, 1_500_000):
-            raw.flip(RawKind.PAYLOAD, namespace, pack.pack_id, offset)
+            raw.flip(RawKind.PAYLOAD, rig.namespace, pack.pack_id, offset)
             expected[offset] ^= 0xFF
-        assert read_pack(backend, namespace, pack.table) == bytes(expected)
+        assert rig.read(pack) == bytes(expected)
 
     def test_manifests_damaged_row_is_omitted_until_rewritten(
-        self, backend: Backend, namespace: bytes, raw: RawStore
+        self, rig: NamespaceRig, raw: RawStore
     ) -> None:
         ids = ["r0", "r1", "r2"]
         writes = [sample_manifest(name, seed) for seed, name in enumerate(ids)]
         keys = [write.keys for write in writes]
-        _commit(backend, namespace, manifests=writes)
+        rig.commit(manifests=writes)
         # head and keys are separate rows: each is lost alone
-        raw.flip(RawKind.MANIFEST, namespace, b"r0", -1)
-        raw.flip(RawKind.MANIFEST_KEYS, namespace, b"r1", -1)
-        assert _manifest_ids(backend, namespace) == {"r1", "r2"}
-        assert backend.manifest_keys(namespace, ids) == [keys[0], None, keys[2]]
+        raw.flip(RawKind.MANIFEST, rig.namespace, b"r0", -1)
+        raw.flip(RawKind.MANIFEST_KEYS, rig.namespace, b"r1", -1)
+        assert rig.manifest_ids() == {"r1", "r2"}
+        assert rig.manifest_keys(ids) == [keys[0], None, keys[2]]
 
-        _commit(backend, namespace, manifests=writes[:2])
-        assert _manifest_ids(backend, namespace) == set(ids)
-        assert backend.manifest_keys(namespace, ids) == keys
+        rig.commit(manifests=writes[:2])
+        assert rig.manifest_ids() == set(ids)
+        assert rig.manifest_keys(ids) == keys
 
     def test_holds_namespace_with_content_is_true_others_false(
-        self, backend: Backend, namespace: bytes
+        self, rig: NamespaceRig
     ) -> None:
         other = sample_identity(7).digest
-        assert not backend.holds(other)
-        _commit(backend, namespace, sample_pack(namespace, 1))
-        assert backend.holds(namespace)
-        assert not backend.holds(other)
+        assert not rig.backend.holds(other)
+        rig.commit(rig.pack(1))
+        assert rig.backend.holds(rig.namespace)
+        assert not rig.backend.holds(other)
 
     def test_put_note_is_kept_per_namespace(self, backend: Backend) -> None:
         ours = backend.open_namespace(sample_identity(1)).id
@@ -670,79 +644,42 @@ class BackendConformance(BackendSuite):
         self.need_sharing()
         ours = range(30)
         theirs = range(1000, 1030)
-        backend = self.open(url)
-        namespace = backend.open_namespace(sample_identity()).id
+        rig = self.open_rig(url)
         with _other_process(self.driver, url, theirs) as returned:
             for number in ours:
-                backend.commit(namespace, _batch(namespace, number))
+                rig.commit_batch(_batch(rig.namespace, number))
             assert [_receive(returned) for _ in theirs] == list(theirs)
             # it has ended without an error
             with pytest.raises(EOFError):
                 _receive(returned)
         for number in (*ours, *theirs):
-            assert all(_held(backend, namespace, _batch(namespace, number)))
-        check_totals(backend)
-        backend.close()
+            assert all(_held(rig, _batch(rig.namespace, number)))
+        rig.check_totals()
+        rig.close()
 
     def test_commit_killed_process_keeps_acknowledged_batches(self, url: str) -> None:
         self.need_sharing()
         # more than it can commit before it is killed
         with _other_process(self.driver, url, range(1_000_000)) as returned:
             acknowledged = [_receive(returned) for _ in range(12)]
-        backend = self.open(url)
-        namespace = backend.open_namespace(sample_identity()).id
+        rig = self.open_rig(url)
         # two more than are held: the last one may have been interrupted
-        for number in range(backend.stats().requests + 2):
-            held = _held(backend, namespace, _batch(namespace, number))
+        for number in range(rig.backend.stats().requests + 2):
+            held = _held(rig, _batch(rig.namespace, number))
             # whole batches only
             assert len(set(held)) == 1
             if number in acknowledged:
                 assert all(held)
-        assert max(acknowledged) < backend.stats().requests
-        check_totals(backend)
-        backend.commit(namespace, _batch(namespace, 5_000_000))
-        backend.close()
-
-
-def _packs(
-    namespace: bytes, count: int, *, blocks: int = 4, block_bytes: int = 4096
-) -> list[PackWriter]:
-    """Return different packs, with the seeds from 0 on."""
-    packs = []
-    for seed in range(count):
-        pack = sample_pack(namespace, seed, blocks=blocks, block_bytes=block_bytes)
-        packs.append(pack)
-    return packs
-
-
-def _commit(
-    backend: Backend,
-    namespace: bytes,
-    *packs: NewPack,
-    manifests: Sequence[ManifestWrite] = (),
-    deletions: Sequence[bytes] = (),
-    seen: bytes | None = None,
-    needs: Sequence[bytes] | None = None,
-) -> CommitResult:
-    """Commit a batch; parameters as the fields of ``CommitBatch``."""
-    batch = CommitBatch(packs, manifests, deletions, seen=seen, needs=needs)
-    return backend.commit(namespace, batch)
+        assert max(acknowledged) < rig.backend.stats().requests
+        rig.check_totals()
+        rig.commit_batch(_batch(rig.namespace, 5_000_000))
+        rig.close()
 
 
 def _span(pack_id: bytes, offset: int, *lengths: int) -> ReadSpan:
     """Return a span of a pack to read into new buffers of these lengths."""
     buffers = [memoryview(bytearray(length)) for length in lengths]
     return ReadSpan(pack_id, offset, buffers)
-
-
-def _added_since(backend: Backend, namespace: bytes, cursor: bytes) -> list[PackTable]:
-    """Return the tables of the packs that were added after a cursor."""
-    return list(backend.changes(namespace, cursor).added)
-
-
-def _manifest_ids(backend: Backend, namespace: bytes) -> set[str]:
-    """Return the ids of all manifests."""
-    return {head.id for head in backend.catalogue(namespace).manifests()}
 
 
 def _evicted_by(result: CommitResult) -> list[bytes]:
@@ -761,15 +698,15 @@ def _batch(namespace: bytes, number: int) -> CommitBatch:
     return CommitBatch(packs, [sample_manifest(f"r{number}", number)])
 
 
-def _held(backend: Backend, namespace: bytes, batch: CommitBatch) -> list[bool]:
+def _held(rig: NamespaceRig, batch: CommitBatch) -> list[bool]:
     """Return, for each pack and manifest of a batch, whether it is stored with the same content."""
     held = []
     for pack in batch.packs:
         # before ``read_pack``: a pack's table exists once its stream has run
         payload = payload_of(pack)
-        held.append(payload == read_pack(backend, namespace, pack.table))
+        held.append(payload == rig.read(pack))
     for write in batch.manifests:
-        keys = backend.manifest_keys(namespace, [write.manifest.id])
+        keys = rig.manifest_keys([write.manifest.id])
         held.append(keys == [write.keys])
     return held
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import ClassVar
@@ -11,10 +11,20 @@ from typing import ClassVar
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.backend import (
+    Backend,
+    Changes,
+    CommitBatch,
+    CommitResult,
+    ManifestWrite,
+    ReadSpan,
+)
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.storage.stats import BackendStats
+from persistkv.testing.samples import sample_pack
 
 
 class RawKind(Enum):
@@ -99,6 +109,16 @@ class BackendSuite:
         """The id of a namespace in ``small``."""
         return small.open_namespace(sample_identity()).id
 
+    @pytest.fixture
+    def rig(self, backend: Backend) -> NamespaceRig:
+        """A namespace in ``backend``."""
+        return NamespaceRig(backend)
+
+    @pytest.fixture
+    def small_rig(self, small: Backend) -> NamespaceRig:
+        """A namespace in ``small``."""
+        return NamespaceRig(small)
+
     def opened(self, url: str | None) -> Iterator[Backend]:
         """Open a store for writing; after the test, which must not close it, check its totals and
         close it. Skip the test if ``url`` is None.
@@ -114,6 +134,10 @@ class BackendSuite:
         """Open a store with the driver under test."""
         return self.driver.open(StoreUrl.parse(url), read_only=read_only)
 
+    def open_rig(self, url: str, *, read_only: bool = False) -> NamespaceRig:
+        """Open a store with the driver under test, and a namespace in it."""
+        return NamespaceRig(self.open(url, read_only=read_only))
+
     def need_ending_namespaces(self) -> None:
         """Skip the test if the driver keeps namespaces without content."""
         if not self.ends_namespaces:
@@ -123,6 +147,99 @@ class BackendSuite:
         """Skip the test if the driver's stores end with their handle."""
         if not self.driver.capabilities.shared:
             pytest.skip("the driver's stores are not shared")
+
+
+class NamespaceRig:
+    """A namespace of an open store, as tests use it: that of ``sample_identity()``."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.opened = backend.open_namespace(sample_identity())
+        self.namespace = self.opened.id
+
+    def pack(
+        self,
+        seed: int,
+        *,
+        blocks: int = 4,
+        block_bytes: int = 4096,
+        content: int | None = None,
+    ) -> PackWriter:
+        """Return a pack of the namespace; see ``sample_pack``."""
+        return sample_pack(
+            self.namespace,
+            seed,
+            blocks=blocks,
+            block_bytes=block_bytes,
+            content=content,
+        )
+
+    def packs(
+        self, count: int, *, blocks: int = 4, block_bytes: int = 4096
+    ) -> list[PackWriter]:
+        """Return different packs, with the seeds from 0 on."""
+        packs = []
+        for seed in range(count):
+            packs.append(self.pack(seed, blocks=blocks, block_bytes=block_bytes))
+        return packs
+
+    def commit(
+        self,
+        *packs: NewPack,
+        manifests: Sequence[ManifestWrite] = (),
+        deletions: Sequence[bytes] = (),
+        seen: bytes | None = None,
+        needs: Sequence[bytes] | None = None,
+    ) -> CommitResult:
+        """Commit a batch; parameters as the fields of ``CommitBatch``."""
+        batch = CommitBatch(packs, manifests, deletions, seen=seen, needs=needs)
+        return self.commit_batch(batch)
+
+    def commit_batch(self, batch: CommitBatch) -> CommitResult:
+        return self.backend.commit(self.namespace, batch)
+
+    def read(self, pack: NewPack) -> bytes | None:
+        """Return the whole payload of a pack; None if the read is a miss."""
+        return read_pack(self.backend, self.namespace, pack.table)
+
+    def fill(self, *spans: ReadSpan, is_scan: bool = False) -> list[bool]:
+        """Read spans with ``read`` or ``scan``; return for each whether it was filled."""
+        read = self.backend.scan if is_scan else self.backend.read
+        return read(self.namespace, spans)
+
+    def changes(self, cursor: bytes | None) -> Changes:
+        return self.backend.changes(self.namespace, cursor)
+
+    def added_since(self, cursor: bytes) -> list[PackTable]:
+        """Return the tables of the packs that were added after a cursor."""
+        return list(self.changes(cursor).added)
+
+    def tables(self) -> dict[bytes, PackTable]:
+        """Return the tables of all packs, by pack id."""
+        return tables(self.backend, self.namespace)
+
+    def tables_of(self, pack_ids: Sequence[bytes]) -> list[PackTable]:
+        """Return the tables of the packs with these ids that are held."""
+        return list(self.backend.tables(self.namespace, pack_ids))
+
+    def manifests(self) -> list[RequestManifest]:
+        """Return the heads of all manifests."""
+        return list(self.backend.catalogue(self.namespace).manifests())
+
+    def manifest_ids(self) -> set[str]:
+        """Return the ids of all manifests."""
+        return {head.id for head in self.manifests()}
+
+    def manifest_keys(self, ids: Sequence[str]) -> list[ManifestKeys | None]:
+        """Return the keys of manifests; None for one that is not held or damaged."""
+        return list(self.backend.manifest_keys(self.namespace, ids))
+
+    def check_totals(self) -> BackendStats:
+        """See the function ``check_totals``."""
+        return check_totals(self.backend)
+
+    def close(self) -> None:
+        self.backend.close()
 
 
 def sample_identity(number: int = 0) -> Identity:
@@ -154,13 +271,16 @@ def check_totals(backend: Backend) -> BackendStats:
         packs += tables(backend, namespace.id).values()
         manifests = backend.catalogue(namespace.id).manifests()
         num_requests += len(list(manifests))
+    num_blocks = sum(len(pack.keys) for pack in packs)
+    raw_bytes = sum(pack.raw_length for pack in packs)
+    stored_bytes = sum(pack.payload_length for pack in packs)
     stats = backend.stats()
     assert stats == replace(
         stats,
         packs=len(packs),
-        blocks=sum(len(pack.keys) for pack in packs),
-        raw_bytes=sum(pack.raw_length for pack in packs),
-        stored_bytes=sum(pack.payload_length for pack in packs),
+        blocks=num_blocks,
+        raw_bytes=raw_bytes,
+        stored_bytes=stored_bytes,
         requests=num_requests,
     )
     assert stats.disk_bytes >= stats.stored_bytes

@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 
-from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.backend import ReadSpan
 from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
 from persistkv.storage.shared.format import Names
 from persistkv.storage.shared.replica import Replica
-from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
-from persistkv.testing.samples import payload_of, sample_pack
+from persistkv.testing.conformance import (
+    BackendConformance,
+    NamespaceRig,
+    RawKind,
+    RawStore,
+)
+from persistkv.testing.samples import payload_of
 from persistkv_s3 import S3Backend
 from tests.backends.catalogue_rules import CatalogueRules
 from tests.backends.eviction_rules import EvictionRules
@@ -102,12 +107,14 @@ class TestS3BackendWithKey(TestS3Backend):
         return f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=0s&key_env=PERSISTKV_TEST_KEY"
 
     def test_read_damaged_payload_returns_raw_bytes_or_misses(
-        self, backend: Backend, namespace: bytes, raw: RawStore
+        self, rig: NamespaceRig, raw: RawStore
     ) -> None:
         """Damaged frames are not returned, unlike in the test without a key: their tags do not
         match."""
-        pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
-        backend.commit(namespace, CommitBatch([pack]))
+        backend = rig.backend
+        namespace = rig.namespace
+        pack = rig.pack(1, blocks=30, block_bytes=70_000)
+        rig.commit(pack)
         payload, (first, second, *_) = payload_of(pack), pack.table.frames
         raw.flip(RawKind.PAYLOAD, namespace, pack.pack_id, second.offset + 1)
         buffers = [bytearray(100), bytearray(100)]

@@ -114,7 +114,6 @@ class Room:
             return
         payload_bytes = bound_pages(unplaced) * PAGE_BYTES
         self.need = Amount(rows, payload_bytes)
-        # half, because a transaction also rewrites pages of other rows
         usual_rows = self._environment.database.shares.growth_bytes // 2
         excess = rows - usual_rows
         if excess > 0:

@@ -41,7 +41,8 @@ class MemoryBlobs(Blobs):
     def handle(self) -> MemoryBlobs:
         """Return another open handle of the same medium, also after ``close``."""
         other = MemoryBlobs(self.clock)
-        other._lock, other._held = self._lock, self._held
+        other._lock = self._lock
+        other._held = self._held
         return other
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
@@ -64,9 +65,11 @@ class MemoryBlobs(Blobs):
             raise BlobMissingError(f"{name} does not exist")
         count = 0
         for buffer in buffers:
-            part = data[offset + count : offset + count + buffer.nbytes]
+            start = offset + count
+            part = data[start : start + buffer.nbytes]
             buffer.cast("B")[: len(part)] = part
             count += len(part)
+            # the blob has ended: a further buffer must not be taken
             if len(part) < buffer.nbytes:
                 break
         return count
@@ -82,12 +85,11 @@ class MemoryBlobs(Blobs):
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         check_prefix(prefix)
         self._check_open()
+        listed: list[BlobInfo] = []
         with self._lock:
-            listed = [
-                BlobInfo(name, len(data), written)
-                for name, (data, written) in self._held.items()
-                if name.startswith(prefix) and name > after
-            ]
+            for name, (data, written) in self._held.items():
+                if name.startswith(prefix) and name > after:
+                    listed.append(BlobInfo(name, len(data), written))
         return iter(sorted(listed))
 
     def close(self) -> None:
@@ -204,7 +206,8 @@ class FaultyBlobs(Blobs):
     def run_postponed(self) -> int:
         """Execute the postponed calls in their order; return their number. They have no faults."""
         with self._lock:
-            postponed, self._postponed = self._postponed, []
+            postponed = self._postponed
+            self._postponed = []
         for execute in postponed:
             execute()
         return len(postponed)
@@ -267,16 +270,19 @@ class FaultyBlobs(Blobs):
         if between is None:
             listed = self.inner.list(prefix, after)
         else:
-            first = [
-                info
-                for info in self.inner.list(prefix, after)
-                if in_first_half(info.name)
-            ]
-            between()
-            again = self.inner.list(prefix, after)
-            second = [info for info in again if not in_first_half(info.name)]
-            listed = iter(sorted(first + second))
+            listed = self._list_halves(prefix, after, between)
         return self._finish_list(listed, prefix)
+
+    def _list_halves(
+        self, prefix: str, after: str, between: Callable[[], object]
+    ) -> Iterator[BlobInfo]:
+        """Return a list of which one half is read before ``between``, the other half after it."""
+        before_call = self.inner.list(prefix, after)
+        first = [info for info in before_call if in_first_half(info.name)]
+        between()
+        after_call = self.inner.list(prefix, after)
+        second = [info for info in after_call if not in_first_half(info.name)]
+        return iter(sorted(first + second))
 
     def close(self) -> None:
         self.inner.close()
@@ -294,11 +300,13 @@ class FaultyBlobs(Blobs):
         self._end("list", prefix)
 
     def _begin(self, method: str, subject: str) -> None:
+        """Record a call, and run its faults before its effect; one of them may raise."""
         self.calls.append((method, subject))
         for fault in list(self._before[method]):
             fault(subject)
 
     def _end(self, method: str, subject: str) -> None:
+        """Run the faults after the effect of a call; one of them may raise."""
         for fault in list(self._after[method]):
             fault(subject)
 

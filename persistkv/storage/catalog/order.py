@@ -74,7 +74,9 @@ class Reading(NamedTuple):
 
     @classmethod
     def now(cls) -> Reading:
-        return cls(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), _boot())
+        wall = time.time()
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return cls(wall, since_boot, _boot())
 
 
 class StoreClock(NamedTuple):
@@ -102,10 +104,11 @@ class StoreClock(NamedTuple):
         """
         # elapsed on the wall clock, and on the clock since boot
         wall = now.wall - self.at.wall
-        is_other_boot = now.boot != self.at.boot or now.since_boot < self.at.since_boot
-        if is_other_boot:
+        is_same_boot = now.boot == self.at.boot and now.since_boot >= self.at.since_boot
+        if not is_same_boot:
             # only the wall clock has measured the time between the boots
-            return StoreClock(self.time, now, max(0.0, wall), now.since_boot)
+            downtime = max(0.0, wall)
+            return StoreClock(self.time, now, downtime, now.since_boot)
         elapsed = now.since_boot - self.at.since_boot
         jump = wall - elapsed
         unconfirmed = self.unconfirmed
@@ -224,7 +227,8 @@ class EvictionOrder:
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
         """List a new pack as used now; parameters as in ``Use``."""
-        self.put(name, Use(self.moment, self.time, depth, pins, named=0))
+        use = Use(self.moment, self.time, depth, pins, named=0)
+        self.put(name, use)
 
     def touch(self, name: bytes, named: int = 0) -> bool:
         """Record that a pack was used now; return False if it is not listed.
@@ -277,7 +281,8 @@ class EvictionOrder:
         chain = Chain(self.moment, self.time, flags, ttl_s, expires, packs)
         self.put(name, chain)
         if ttl_s:
-            self._rows.put(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name), b"")
+            expiry_key = EXPIRY_KEY.pack(expires, name)
+            self._rows.put(EXPIRIES, expiry_key, b"")
 
     def chain(self, name: bytes) -> Chain | None:
         """Return a manifest's chain; None if it is not held or its row is damaged."""
@@ -288,7 +293,8 @@ class EvictionOrder:
         self._rows.delete(ORDER, chain.order_key(name))
         self._rows.delete(CHAINS, name)
         if chain.ttl_s:
-            self._rows.delete(EXPIRIES, EXPIRY_KEY.pack(chain.expires, name))
+            expiry_key = EXPIRY_KEY.pack(chain.expires, name)
+            self._rows.delete(EXPIRIES, expiry_key)
 
     def expired(self) -> Iterator[bytes]:
         """Iterate over the names of manifests whose own ttl has passed. The caller may remove them
@@ -313,6 +319,7 @@ class EvictionOrder:
             if expires <= self.time:
                 yield name
                 continue
+            # it was used since: list it under the later time
             rows.delete(EXPIRIES, found)
             rows.put(EXPIRIES, EXPIRY_KEY.pack(expires, name), b"")
             later = chain._replace(expires=expires)

@@ -330,16 +330,17 @@ class CatalogTransaction:
         if self._payloads is not None:
             self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
+        table = pack.table
         added_at = SEQUENCE.pack(self._state.sequence)
-        self._rows.put(PACKS, name, added_at + pack.table.encode())
-        depths = [frame.depth for frame in pack.table.frames]
+        self._rows.put(PACKS, name, added_at + table.encode())
+        depths = [frame.depth for frame in table.frames]
         depth = min(depths, default=UNKNOWN_DEPTH)
         self._order.add_pack(name, depth, self._pins_of(name))
         # in a shared store, a manifest may arrive before its packs
         named = self._named_by(name)
         if named:
             self._order.touch(name, named)
-        self._state.count(pack.table, 1)
+        self._state.count(table, 1)
 
     def _remove(self, name: bytes, row: Use | Chain) -> None:
         """Evict the pack or manifest of a row in the eviction order."""
@@ -425,11 +426,13 @@ class CatalogTransaction:
         self._rows.put(MANIFESTS, name, encode_manifest(write.manifest))
         self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys))
         packs = tuple(dict.fromkeys(write.packs))
-        self._order.add_manifest(name, flags, write.manifest.ttl_s or 0.0, packs)
+        ttl_s = write.manifest.ttl_s or 0.0
+        self._order.add_manifest(name, flags, ttl_s, packs)
         self._state.requests += 1
+        digest = name[ID_BYTES:]
         for pack_id in packs:
             pack = self._namespace + pack_id
-            self._rows.put(LINKS, pack + name[ID_BYTES:], b"")
+            self._rows.put(LINKS, pack + digest, b"")
             self._order.touch(pack, named)
             if is_pinned:
                 self._order.pin(pack, 1)

@@ -386,7 +386,9 @@ class Canary:
         compared by rules 2 and 3 of the module, sorted by depth. Empty if any block of the request
         breaks the rules.
         """
-        state = self._requests.setdefault(request, _Request([0] * self._groups))
+        if request not in self._requests:
+            self._requests[request] = _Request(counts=[0] * self._groups)
+        state = self._requests[request]
         if len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
         adopted_depths = (0,) * self._groups

@@ -86,16 +86,22 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
     item = _ITEM_BYTES[numbers.dtype]
     if layout.length <= 0 or layout.offset < 0 or layout.offset % item:
         return False
-    axes = [(stride, count) for count, stride in (*layout.cells, *layout.tokens)]
+    axes = [*layout.cells, *layout.tokens]
     # From the innermost axis on, each step must be at least as long as everything within it.
     end = layout.length * item
-    for stride, count in sorted(axes):
+    for count, stride in sorted(axes, key=_stride_of):
         if count < 1:
             return False
-        if count > 1 and (stride < end or stride % item):
+        overlaps = stride < end
+        if count > 1 and (overlaps or stride % item):
             return False
         end += stride * (count - 1)
     return layout.offset + end <= block_bytes
+
+
+def _stride_of(axis: tuple[int, int]) -> tuple[int, int]:
+    count, stride = axis
+    return stride, count
 
 
 def compare(
@@ -175,7 +181,8 @@ def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.g
     """Return the undecoded numbers of a row as an array of shape (cells, tokens, length)."""
     item = _ITEM_BYTES[dtype]
     axes = (*layout.cells, *layout.tokens, (layout.length, item))
-    shape, strides = zip(*axes, strict=True)
+    shape = [count for count, _ in axes]
+    strides = [stride for _, stride in axes]
     items = row[layout.offset :].view(f"u{item}")
     # ``fits`` has checked that shape and strides end within the block
     first = items[:1]

@@ -259,7 +259,8 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
             if known is not None:
                 return known
             entries = _hash_file(path, file.fileno(), status.st_size)
-            if _stamp(os.fstat(file.fileno())) != _stamp(status):
+            status_after = os.fstat(file.fileno())
+            if _stamp(status_after) != _stamp(status):
                 raise ConfigurationError(
                     "checkpoint",
                     str(path),
@@ -360,7 +361,8 @@ def _stamp(status: os.stat_result) -> _Stamp:
 def _cache_file(path: Path) -> Path:
     """Return the path of the cache for this weight file; raise RuntimeError without a home
     directory."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    configured = os.environ.get("XDG_CACHE_HOME")
+    root = Path(configured) if configured else Path.home() / ".cache"
     encoded_path = os.fsencode(path.absolute())
     name = hashlib.sha256(encoded_path).hexdigest()[:32]
     return root / "persistkv" / "fingerprints" / f"{name}.json"
@@ -428,8 +430,8 @@ def _read_header(
             unordered[name] = msgspec.json.decode(entry, type=_Tensor)
     except (ValueError, RecursionError) as error:
         raise _invalid(path, f"its header does not read: {error}") from None
-    by_offset = sorted(unordered.items(), key=lambda item: item[1].data_offsets)
-    tensors = dict(by_offset)
+    names = sorted(unordered, key=lambda name: unordered[name].data_offsets)
+    tensors = {name: unordered[name] for name in names}
     end = 0
     for name, tensor in tensors.items():
         begin, stop = tensor.data_offsets

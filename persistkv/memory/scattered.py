@@ -10,6 +10,7 @@ import numpy as np
 
 from persistkv.config import PAGE_BYTES, GroupLayout, RowLayout
 from persistkv.memory.rows import BlockMemory, ByteArray
+from persistkv.rounding import round_up
 
 Regions = Sequence[memoryview]
 """The bytes of one block: contiguous views of bytes, one after the other."""
@@ -24,9 +25,9 @@ class ScatteredBlocks(BlockMemory):
     """
 
     def __init__(self, block_bytes: Sequence[int]) -> None:
-        pages = -(-max(block_bytes, default=1) // PAGE_BYTES)
+        largest = max(block_bytes, default=1)
         groups = [GroupLayout(((0, size),)) for size in block_bytes]
-        self.layout = RowLayout(pages * PAGE_BYTES, tuple(groups))
+        self.layout = RowLayout(round_up(largest, PAGE_BYTES), tuple(groups))
         self._regions: dict[int, Regions] = {}
         self._numbers = itertools.count()
 

@@ -356,27 +356,23 @@ class BackendConformance(BackendSuite):
         rig.commit(again)
         assert rig.read(again) == payload_of(again)
 
-    def test_commit_manifest_deletion_keeps_packs(
-        self, backend: Backend, namespace: bytes
-    ) -> None:
-        pack = sample_pack(namespace, 1)
+    def test_commit_manifest_deletion_keeps_packs(self, rig: NamespaceRig) -> None:
+        pack = rig.pack(1)
         manifests = [sample_manifest("a", packs=[pack.pack_id]), sample_manifest("b")]
         pins = [("a", True), ("b", True)]
-        backend.commit(namespace, CommitBatch([pack], manifests, pins=pins))
-        result = backend.commit(
-            namespace, CommitBatch(manifest_deletions=["a", "absent"])
-        )
-        assert not result.evicted
-        assert read_pack(backend, namespace, pack.table) == payload_of(pack)
-        catalogue = backend.catalogue(namespace)
-        assert [manifest.id for manifest in catalogue.manifests()] == ["b"]
-        assert catalogue.manifest_keys(["a"]) == [None]
-        assert check_totals(backend).requests == 1
+        rig.commit_batch(CommitBatch([pack], manifests, pins=pins))
+        # an unknown id is ignored
+        batch = CommitBatch(manifest_deletions=["a", "absent"])
+        assert not rig.commit_batch(batch).evicted
+        assert rig.read(pack) == payload_of(pack)
+        assert rig.manifest_ids() == {"b"}
+        assert rig.manifest_keys(["a"]) == [None]
+        assert rig.check_totals().requests == 1
         # a later version of the request is not covered by the deletion
-        backend.commit(namespace, CommitBatch(manifests=manifests[:1]))
-        assert len(list(backend.catalogue(namespace).manifests())) == 2
-        backend.commit(namespace, CommitBatch(manifest_deletions=["b", "a"]))
-        assert check_totals(backend).requests == 0
+        rig.commit_batch(CommitBatch(manifests=manifests[:1]))
+        assert rig.manifest_ids() == {"a", "b"}
+        rig.commit_batch(CommitBatch(manifest_deletions=["b", "a"]))
+        assert rig.check_totals().requests == 0
 
     def test_commit_deletion_and_same_pack_id_replaces_pack(
         self, rig: NamespaceRig

@@ -28,6 +28,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import BlockMemory
+from persistkv.rounding import divide_up
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
@@ -57,12 +58,11 @@ Take = Callable[[int], memoryview]
 def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
     """Return the bound, in stored bytes, of the parts of a load job of ``num_bytes`` raw bytes for
     these threads."""
+    if remote:
+        return _REMOTE_PART_BYTES
     least, most = _PART_BYTES
-    return (
-        _REMOTE_PART_BYTES
-        if remote
-        else min(max(least, -(-num_bytes // max(1, threads))), most)
-    )
+    share = divide_up(num_bytes, max(1, threads))
+    return min(max(least, share), most)
 
 
 class Scratch:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from persistkv.errors import StoreError, printable
+from persistkv.rounding import divide_up
 
 PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
@@ -115,8 +116,9 @@ def bar(value: int, largest: int) -> str:
     """Return a bar of text; the largest value has a bar of 24 characters."""
     if not largest:
         return ""
-    # rounded up: a bar of no length would look like nothing
-    return "█" * -(-value * _BAR // largest)
+    # rounded up: a value that is not zero has a bar
+    length = divide_up(value * _BAR, largest)
+    return "█" * length
 
 
 def view_of(kind: type[T], source: object, **more: Any) -> T:

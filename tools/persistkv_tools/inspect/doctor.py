@@ -26,6 +26,7 @@ from rich.text import Text
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import CorruptPackError, PersistKVError
 from persistkv.releases import TESTED
+from persistkv.rounding import divide_up
 from persistkv.storage import BACKENDS, open_backend
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.checks import Check, Level
@@ -335,7 +336,9 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
 
 
 def _spread(items: Sequence[T], most: int) -> Sequence[T]:
-    return items[:: max(1, -(-len(items) // most))]
+    """Return at most ``most`` of the items, evenly spaced."""
+    step = divide_up(len(items), most)
+    return items[:: max(1, step)]
 
 
 def smallest(sample: bytes) -> tuple[str, float]:

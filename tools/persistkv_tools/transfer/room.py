@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from persistkv.rounding import divide_up, round_up
 from persistkv.storage.backend import Backend
 
 _PAGE_HEADERS = 64  # one page of 4 KiB for each piece of 256 KiB
@@ -35,7 +36,7 @@ def store_bytes(payload_bytes: int, packs: int, requests: int, keys: int) -> int
     :param keys: number of keys in packs and in requests.
     """
     rows = packs * _PACK_BYTES + requests * _REQUEST_BYTES + keys * _KEY_BYTES
-    headers = -(-payload_bytes // _PAGE_HEADERS)
+    headers = divide_up(payload_bytes, _PAGE_HEADERS)
     return payload_bytes + headers + rows
 
 
@@ -43,7 +44,7 @@ def capacity_for(content_bytes: int) -> int:
     """Return the capacity for a new store that is to hold this content: bytes, a multiple of 1
     MiB."""
     wanted = content_bytes + content_bytes // 8 + 16 * _MIB
-    return -(-wanted // _MIB) * _MIB
+    return round_up(wanted, _MIB)
 
 
 class TargetRoom(NamedTuple):

@@ -88,6 +88,7 @@ def sample_manifest(
     labels: dict[str, str] | None = None,
     packs: Sequence[bytes] = (),
     ordered: bool = True,
+    restored_tokens: int = 0,
     ttl_s: float | None = None,
     priority: Priority = "normal",
 ) -> ManifestWrite:
@@ -101,6 +102,7 @@ def sample_manifest(
         group_blocks=(blocks,),
         raw_bytes=4096 * blocks,
         ordered=ordered,
+        restored_tokens=restored_tokens,
         labels=labels or {},
         ttl_s=ttl_s,
         priority=priority,

@@ -422,11 +422,10 @@ class CatalogueRules(BackendSuite):
     ) -> None:
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2, depth=4)
         before = time.time()
-        short, long, bare = (
-            sample_manifest("short", 1, packs=[first.pack_id]),
-            sample_manifest("long", 2, packs=[first.pack_id, second.pack_id]),
-            sample_manifest("bare", 3),
-        )
+        both = [first.pack_id, second.pack_id]
+        short = sample_manifest("short", 1, packs=[first.pack_id])
+        long = sample_manifest("long", 2, packs=both, restored_tokens=16)
+        bare = sample_manifest("bare", 3)
         backend.commit(namespace, CommitBatch([first], [short, bare]))
         uses = backend.catalogue(namespace).uses(["short", "nobody", "bare"])
         if uses == [None] * 3:

@@ -429,7 +429,7 @@ class LmdbBackend(Backend):
         if policy.placement != recorded.placement:
             expected = (
                 f"{recorded.placement}, fixed when the store was created; `persistkv "
-                f"push` copies it into a new store"
+                f"copy` copies it into a new store"
             )
             raise ConfigurationError("placement", policy.placement, expected)
         with self.rows(write=True) as transaction:

@@ -410,7 +410,11 @@ class Environment:
         if is_next and is_mapped:
             return begun
         begun.abort()
-        return database.remap if is_next else self._adopt
+        if not is_next:
+            # ``data.mdb`` holds another last transaction than the lock file names
+            return self._adopt
+        # another process has changed the capacity
+        return database.remap
 
     def _revive(self) -> None:
         """Open the environment again, which was closed or cannot be used any more."""

@@ -124,10 +124,12 @@ class Guard:
             self.lock.held(files.OPENING_PATIENCE_S),
             files.translated_at_open(self._directory),
         ):
-            if self._locked(fcntl.LOCK_EX):
+            is_alone = self._locked(fcntl.LOCK_EX)
+            if is_alone:
                 self._open_alone(opened)
                 self.lock.mark(begun=False)
             else:
+                # no check: others have it open, and may write meanwhile
                 if self.lock.interrupted:
                     self.recover()
                 opened()

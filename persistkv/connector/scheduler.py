@@ -509,12 +509,11 @@ class OffloadingConnectorScheduler:
         device_block_ids: Sequence[BlockTable],
     ) -> None:
         """Report that the KV of the first ``num_computed_tokens`` tokens is in the device blocks
-        (loads have ended).
+        (loads have ended). An engine that takes the device blocks from a running request must
+        report 0 tokens before it reuses them.
 
         :param device_block_ids: for each group, the request's device blocks from its first token
             on; None for blocks that the group no longer has or never had: they are not stored.
-        An engine that takes the device blocks from a running request must report 0 tokens before it
-        reuses them.
         :raises ValueError: if the blocks do not cover the tokens; nothing changed.
         """
         request = self._requests[req_id]

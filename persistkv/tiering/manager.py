@@ -551,8 +551,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_cascade(cascade)
 
     def _end_cascade(self, cascade: Cascade) -> None:
-        """A cascade waits no longer: end the request if this was the last thing that it waited
-        for."""
+        """Count a cascade of a request as submitted or dropped, and end the request if nothing else
+        is outstanding."""
         request = cascade.request
         if request is not None:
             request.num_waiting_cascades -= 1

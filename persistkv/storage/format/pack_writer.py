@@ -247,6 +247,7 @@ class PackWriter(NewPack):
         offset = 0
         for stored in self._stored_frames():
             frame = stored.frame._replace(offset=offset)
+            # its checksum is still to be computed
             if stored.seed is not None:
                 raw.append((len(frames), stored))
             frames.append(frame)

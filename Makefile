@@ -29,10 +29,12 @@ VLLM_OLDER ?= 0.31.0
 VLLM_NEXT ?= 0.33.0
 LMCACHE ?= 0.5.6
 LMCACHE_VENV := $(VENV)-lmcache
+SGLANG ?= 0.5.23
+SGLANG_VENV := $(VENV)-sglang
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-lmcache setup-lmcache test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-lmcache setup-lmcache test-sglang setup-sglang test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
@@ -55,6 +57,7 @@ help:
 	@echo "make test-vllm-full  also the long tests: servers, exits and kills, two workers, full disks, an S3 server that"
 	@echo "                   dies, hybrid models, MLA; PERSISTKV_KILL_SECONDS=90 is the time of kills at random"
 	@echo "make test-lmcache  test the adapter in LMCache (installs LMCache for CPUs, 1.7 GB); ARGS='-m \"\"' also kills servers"
+	@echo "make test-sglang  test the backend on SGLang's own classes (installs SGLang for CPUs, 3.3 GB)"
 	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and check the store that it left"
 	@echo "make crash-shared  kill N writers of a shared directory, and find all that they have acknowledged"
@@ -183,6 +186,19 @@ $(LMCACHE_VENV)/.ready: pyproject.toml tests/integrations/lmcache/requirements.p
 	$(LMCACHE_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --editable ".[s3]" pytest pytest-timeout "moto[s3]" flask flask-cors
 	@touch $@
 
+test-sglang: setup-sglang
+	$(SGLANG_VENV)/bin/python -m pytest -q -m "not slow" -W ignore tests/integrations/sglang $(ARGS)
+
+setup-sglang: $(SGLANG_VENV)/.ready
+
+$(SGLANG_VENV)/.ready: pyproject.toml tests/integrations/sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(TORCH)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps sglang==$(SGLANG) torchvision==0.28.0
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --requirement tests/integrations/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --editable .
+	@touch $@
+
 test-writers: setup
 	PYTHON=$(BIN)/python TRIAL=writers SECONDS_OF_WRITING=$(S3_SECONDS) tests/servers/test-ceph.sh $(ARGS)
 
@@ -258,5 +274,5 @@ gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit .gpu-kit
 
 clean:
-	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(NEWEST_VENV) $(OLDEST_VENV) $(VENV)-vllm-* $(LMCACHE_VENV) dist build .persistkv-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(NEWEST_VENV) $(OLDEST_VENV) $(VENV)-vllm-* $(LMCACHE_VENV) $(SGLANG_VENV) dist build .persistkv-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

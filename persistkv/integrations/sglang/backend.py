@@ -1,0 +1,287 @@
+"""Storage backend of SGLang's HiCache.
+
+| SGLang | persistkv |
+|---|---|
+| page of a pool | block, in the namespace of its pool |
+| page hash, with tokens, LoRA adapter and salt | key |
+| ``prefix_keys`` | depth: prefixes outlive what depends on them |
+| pages in tensors (without interface v1) | a namespace of their own: another order of bytes |
+
+SGLang's storage threads call, and each call holds one of them. Calls that read or write therefore
+have a deadline, and pass through memory of the store: nothing is written to a page after a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolTransferResult,
+)
+
+from persistkv.integrations.sglang.hits import (
+    all_pages,
+    block_groups,
+    leading,
+    trailing_pages,
+)
+from persistkv.integrations.sglang.options import sglang_options
+from persistkv.integrations.sglang.pool_store import PoolStore
+from persistkv.integrations.sglang.pools import MAIN_POOL, PageMemory, pool_identity
+from persistkv.integrations.sglang.stats import Transfers
+from persistkv.storage.blocks import BlockIdentity
+from persistkv.storage.blocks.identity import weights_of
+
+
+class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
+    """Keeps pages of SGLang's host pools in a store of persistkv.
+
+    The constructor fingerprints the weights. A store that does not open, fails or hangs costs
+    misses; it is tried again every 30 s.
+
+    :raises ConfigurationError: an option is missing or invalid, or the directory has no weights.
+    """
+
+    def __init__(self, config: Any, kwargs: Any = None) -> None:
+        """:param config: SGLang's ``HiCacheStorageConfig``.
+        :param kwargs: further arguments of SGLang's factory, which are not used.
+        """
+        self.options = sglang_options(config.extra_config)
+        self._config = config
+        self._weights = weights_of(self.options.model_path, self.options.weights)
+        self._release = version("sglang")
+        self._is_v1 = bool((config.extra_config or {}).get("interface_v1"))
+        self._pools: dict[str, PoolStore] = {}
+        self._transfers = Transfers()
+
+    # Pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the store for KV pages, in the pool if the interface v1 is on, else in tensors.
+
+        :raises ConfigurationError: the identity of the pages is incomplete.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(MAIN_POOL, mem_pool_host, may_use_regions=self._is_v1)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Open the store for pages of a pool.
+
+        :raises ConfigurationError: the identity of the pages is incomplete.
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = _name(host_pool_name)
+        # the main pool is registered twice
+        if name != MAIN_POOL or MAIN_POOL not in self._pools:
+            self._register(name, host_pool, may_use_regions=True)
+
+    def _register(self, name: str, pool: Any, *, may_use_regions: bool) -> None:
+        memory = PageMemory.of(pool)
+
+        def identity_of(sizes: Sequence[int]) -> BlockIdentity:
+            return pool_identity(
+                self._config,
+                self.options,
+                name,
+                memory,
+                sizes,
+                weights=self._weights,
+                release=self._release,
+            )
+
+        replaced = self._pools.pop(name, None)
+        if replaced is not None:
+            replaced.close()
+        self._pools[name] = PoolStore(
+            memory,
+            self.options,
+            self._transfers,
+            identity_of,
+            may_use_regions=may_use_regions,
+        )
+
+    # Interface v1: pages in the main pool
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """Return the length of the run of held pages at the start. Does not wait for I/O."""
+        return leading(self._held(MAIN_POOL, keys))
+
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Read pages into the main pool; return for each whether the pool holds it."""
+        return self._pools[MAIN_POOL].read(keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Store pages of the main pool; return for each whether it is durable."""
+        return self._pools[MAIN_POOL].write(keys, host_indices, _depth(extra_info))
+
+    # Interface v2: pages of any pools
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[Any] | None = None,
+        extra_info: Any = None,
+    ) -> Any:
+        """Return which prefixes can be restored from all pools, see SGLang's ``PoolHitPolicy``."""
+        kv_pages = self.batch_exists(keys, extra_info)
+        hits: dict[str, int] = {MAIN_POOL: kv_pages} if kv_pages else {}
+        restorable = set(range(1, kv_pages + 1))
+        for transfer in pool_transfers or ():
+            name = _name(transfer.name)
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                # keys of their own; these never limit the prefix
+                hit_pages = block_groups(
+                    self._held(name, transfer.keys or ()),
+                    transfer.block_pages,
+                    transfer.group_pages,
+                )
+            else:
+                lengths = self._restorable(name, keys, kv_pages, transfer)
+                hit_pages = max(lengths, default=0)
+                restorable &= lengths
+            if hit_pages:
+                hits[name] = hit_pages
+        usable = sorted(restorable)
+        return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
+
+    def _restorable(
+        self, name: str, keys: Sequence[str], kv_pages: int, transfer: Any
+    ) -> set[int]:
+        """Return the prefix lengths that can be restored from a pool."""
+        held = self._held(name, keys[:kv_pages])
+        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            return all_pages(held)
+        return trailing_pages(held, max(1, len(transfer.keys or ())))
+
+    def batch_get_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[Any, list[bool]]:
+        """Read pages into their pools; return for each pool, and each of its pages, whether the
+        pool holds it."""
+        results = {}
+        for transfer in transfers:
+            store = self._store_for(transfer)
+            keys = transfer.keys or []
+            results[transfer.name] = [False] * len(keys)
+            if store is not None:
+                results[transfer.name] = store.read(keys, transfer.host_indices)
+        return results
+
+    def batch_set_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[Any, list[bool]]:
+        """Store pages of pools; return for each pool, and each of its pages, whether it is
+        durable."""
+        depth = _depth(extra_info)
+        results = {}
+        for transfer in transfers:
+            store = self._store_for(transfer)
+            keys = transfer.keys or []
+            results[transfer.name] = [False] * len(keys)
+            if store is not None:
+                results[transfer.name] = store.write(keys, transfer.host_indices, depth)
+        return results
+
+    def _store_for(self, transfer: Any) -> PoolStore | None:
+        """Return the store of a transfer's pages; None if its pool is unknown, or if it has not as
+        many indices as its pages need."""
+        store = self._pools.get(_name(transfer.name))
+        indices = transfer.host_indices
+        if store is None or indices is None:
+            return None
+        num_indices = len(transfer.keys or []) * store.memory.page_size
+        return store if len(indices) == num_indices else None
+
+    # Interface without v1: pages of the main pool in tensors
+
+    def exists(self, key: str) -> bool:
+        return self._held(MAIN_POOL, [key])[0]
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> Any:
+        """Read a page into a tensor; return the tensor, or None."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self,
+        keys: Sequence[str],
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> list[Any]:
+        """Read pages into tensors; return each tensor, or None."""
+        store = self._pools[MAIN_POOL]
+        if not store.is_copied or target_locations is None:
+            return [None] * len(keys)
+        found = store.read_tensors(keys, target_locations)
+        targets = zip(target_locations, found, strict=True)
+        return [target if is_found else None for target, is_found in targets]
+
+    def set(
+        self,
+        key: str,
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store a page; return whether it is durable."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store pages; return whether all of them are durable."""
+        store = self._pools[MAIN_POOL]
+        if not store.is_copied or values is None:
+            return False
+        return all(store.write_tensors(keys, values, None))
+
+    # The rest
+
+    def clear(self) -> None:
+        """Delete all pages of this identity: those of other models, ranks and releases remain.
+
+        :raises StoreError: the medium failed; some pages may be left.
+        """
+        for store in list(self._pools.values()):
+            store.clear()
+
+    def get_stats(self) -> Any:
+        """Return SGLang's ``StorageMetrics`` of the calls since the last one; None if metrics are
+        off."""
+        if not self._config.enable_storage_metrics:
+            return None
+        return self._transfers.take()
+
+    def close(self) -> None:
+        """Commit all accepted work and close the stores. Idempotent."""
+        for store in list(self._pools.values()):
+            store.close()
+
+    def _held(self, name: str, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether a pool's page is durable."""
+        store = self._pools.get(name)
+        return [False] * len(keys) if store is None else store.held(keys)
+
+
+def _name(name: Any) -> str:
+    """Return the text of SGLang's ``PoolName``."""
+    return str(getattr(name, "value", name))
+
+
+def _depth(extra_info: Any) -> int | None:
+    """Return the number of pages before the first one of a call; None if it is not known."""
+    prefix_keys = getattr(extra_info, "prefix_keys", None)
+    return None if prefix_keys is None else len(prefix_keys)

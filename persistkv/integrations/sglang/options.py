@@ -1,0 +1,61 @@
+"""Options of the backend: an object in the value of ``--hicache-storage-backend-extra-config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from persistkv.config import convert_options
+from persistkv.errors import MissingOptionError
+
+WHERE = "SGLang backend persistkv"
+SECTION = "persistkv"
+"""Name of the object with these options."""
+
+
+class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the backend ``persistkv`` for SGLang's HiCache."""
+
+    url: str
+    """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
+    model_path: str | None = None
+    """Directory of the model's checkpoint, whose weights are fingerprinted."""
+    weights: str | None = None
+    """A name for the weights instead, which must change whenever they change."""
+    attention_backend: str
+    """Attention backend of the engine, such as ``fa3``: KV of another one may differ."""
+    kv_cache_dtype: str | None = None
+    """Type of the numbers in the KV cache, such as ``fp8_e4m3``. Required if SGLang's pools show
+    only ``uint8``."""
+    codec: str = "raw"
+    """Codec of new packs."""
+    io_threads: int = 2
+    """Threads of each pool that read and decode; a remote store has always 8."""
+    staging_bytes: int | str = "256MiB"
+    """Bound on the memory of the store of each pool beyond its index."""
+    max_queue_bytes: int | str = "1GiB"
+    """Bound on the bytes of pages that wait to be stored; further ones are not stored."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    """Time limit of each call that reads or writes. After it, pages are misses, or not stored."""
+    labels: dict[str, str] = {}
+    """Names and values that are stored with each context."""
+
+    def __post_init__(self) -> None:
+        if not self.attention_backend:
+            raise MissingOptionError(
+                f"{WHERE} option attention_backend",
+                "the name of the engine's attention backend",
+            )
+
+
+def sglang_options(extra_config: Mapping[str, Any] | None) -> SGLangOptions:
+    """Return the options in SGLang's ``extra_config``; raise ConfigurationError if they are missing
+    or invalid."""
+    section = (extra_config or {}).get(SECTION)
+    if not isinstance(section, Mapping):
+        raise MissingOptionError(
+            WHERE, f'an object "{SECTION}" in --hicache-storage-backend-extra-config'
+        )
+    return convert_options(SGLangOptions, section, where=WHERE)

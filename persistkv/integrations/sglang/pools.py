@@ -1,0 +1,176 @@
+"""SGLang's host pools: memory of pages, and the identity of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from persistkv.errors import ConfigurationError, MissingOptionError
+from persistkv.integrations.sglang.options import WHERE, SGLangOptions
+from persistkv.memory.libc import memory_at
+from persistkv.storage.blocks import BlockIdentity
+
+MAIN_POOL = "kv"
+_SHARDED_POOLS = ("mamba",)
+"""Pools whose content differs between tensor-parallel ranks also in models with MLA."""
+_GEOMETRY = ("layer_num", "head_num", "head_dim", "v_head_dim")
+_OPAQUE = "uint8"
+
+
+class PageMemory(NamedTuple):
+    """Memory of pages of a pool."""
+
+    pool: Any
+    page_size: int
+    """Tokens of a page, one entry of the pool for each."""
+
+    @classmethod
+    def of(cls, pool: Any) -> PageMemory:
+        logical = getattr(pool, "logical_page_size", None)
+        return cls(pool, int(logical or getattr(pool, "page_size", 1) or 1))
+
+    def regions(self, host_indices: Any) -> list[list[memoryview]]:
+        """Return the regions of each page, which SGLang may move between calls.
+
+        :param host_indices: tensor of ``page_size`` indices for each page.
+        :raises ValueError: there are not as many indices, or SGLang returns another number of
+            regions.
+        """
+        num_pages, rest = divmod(len(host_indices), self.page_size)
+        if rest:
+            raise ValueError(
+                f"{len(host_indices)} indices for pages of {self.page_size} tokens"
+            )
+        if not num_pages:
+            return []
+        addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
+        per_page, rest = divmod(len(addresses), num_pages)
+        if rest:
+            raise ValueError(f"{len(addresses)} regions for {num_pages} pages")
+        pages: list[list[memoryview]] = []
+        for start in range(0, len(addresses), per_page):
+            page = []
+            for place in range(start, start + per_page):
+                page.append(memory_at(int(addresses[place]), int(sizes[place])))
+            pages.append(page)
+        return pages
+
+    def region_sizes(self) -> list[int]:
+        """Return the bytes of each region of a page.
+
+        :raises Exception: whatever SGLang raises for a pool or layout without regions.
+        """
+        import torch
+
+        first_page = torch.arange(self.page_size)
+        _, sizes = self.pool.get_page_buffer_meta(first_page)
+        return [int(size) for size in sizes]
+
+    def flat_pages(self, host_indices: Any) -> list[Any]:
+        """Return a copy of each page, as SGLang's tensors."""
+        starts = host_indices[:: self.page_size].tolist()
+        return [self.pool.get_data_page(start, flat=True) for start in starts]
+
+    def set_flat_page(self, host_indices: Any, page: int, tensor: Any) -> None:
+        """Copy a tensor into a page.
+
+        :param page: position of the page in ``host_indices``.
+        """
+        start = int(host_indices[page * self.page_size])
+        self.pool.set_from_flat_data_page(start, tensor)
+
+    def new_flat_page(self) -> Any:
+        """Return a tensor for a page."""
+        return self.pool.get_dummy_flat_data_page()
+
+    def flat_bytes(self) -> int:
+        """Return the bytes of a page that SGLang copies into one tensor."""
+        page = self.pool.get_dummy_flat_data_page()
+        return int(page.numel() * page.element_size())
+
+
+def tensor_memory(tensor: Any) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor. The caller keeps the tensor.
+
+    :raises ValueError: the tensor is not contiguous, or on a device.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("a page is no contiguous CPU tensor")
+    return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def pool_identity(
+    config: Any,
+    options: SGLangOptions,
+    name: str,
+    memory: PageMemory,
+    sizes: Sequence[int],
+    *,
+    weights: str,
+    release: str,
+) -> BlockIdentity:
+    """Return the identity of the pages of a pool.
+
+    :param config: SGLang's ``HiCacheStorageConfig``.
+    :param sizes: bytes of each region of a page; one for pages that SGLang copies.
+    """
+    pool = memory.pool
+    geometry = {}
+    for field in _GEOMETRY:
+        value = getattr(pool, field, None)
+        if isinstance(value, int):
+            geometry[field] = value
+    layout = getattr(pool, "layout", None)
+    if not isinstance(layout, str):
+        raise ConfigurationError("layout", layout, f"a layout of SGLang's pool {name}")
+    return BlockIdentity(
+        model_name=config.model_name or "",
+        weights=weights,
+        engine="sglang",
+        release=release,
+        dtype=_dtype(pool, options, name),
+        shapes=((memory.page_size, *geometry.values()),),
+        layout=f"{layout}, {len(sizes)} regions",
+        rank=_rank(config, name),
+        more={
+            "pool": name,
+            "attention_backend": options.attention_backend,
+            "geometry": geometry,
+            "region_bytes": list(sizes),
+            "layers": [
+                plain_number(getattr(pool, "start_layer", None)),
+                plain_number(getattr(pool, "end_layer", None)),
+            ],
+            "split_heads": bool(config.should_split_heads),
+        },
+    )
+
+
+def plain_number(value: Any) -> int | None:
+    """Return an integer attribute of a pool; None if it is none."""
+    return value if isinstance(value, int) else None
+
+
+def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
+    dtype = str(getattr(pool, "dtype", "")).removeprefix("torch.")
+    if dtype in ("", _OPAQUE) and not options.kv_cache_dtype:
+        raise MissingOptionError(
+            WHERE,
+            f"option kv_cache_dtype, because pool {name} shows only {dtype or 'no type'}",
+        )
+    return " ".join(filter(None, [dtype, options.kv_cache_dtype]))
+
+
+def _rank(config: Any, name: str) -> str:
+    """Return the part of the model that a pool's pages hold."""
+    parts = [
+        f"pp {config.pp_rank} of {config.pp_size}",
+        f"cp {config.attn_cp_rank} of {config.attn_cp_size}",
+        f"dcp {config.dcp_rank} of {config.dcp_size}",
+    ]
+    # with MLA, all ranks have the same pages, and one of them stores them
+    if config.is_mla_model and name not in _SHARDED_POOLS:
+        parts.append("tp replicated")
+    else:
+        parts.append(f"tp {config.tp_rank} of {config.tp_size}")
+    return ", ".join(parts)

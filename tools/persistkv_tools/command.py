@@ -172,19 +172,17 @@ def add_newer_than(parser: ArgumentParser) -> None:
     parser.add_argument("--newer-than", metavar="AGE", help=help)
 
 
-def add_larger_than(parser: ArgumentParser) -> None:
-    help = "Only requests with more raw bytes, e.g. 1GiB."
-    parser.add_argument("--larger-than", metavar="SIZE", help=help)
-
-
-def add_never_hit(parser: ArgumentParser) -> None:
-    help = "Only requests that were never used after they were stored."
-    add_flag(parser, "--never-hit", help)
-
-
-def add_expired(parser: ArgumentParser) -> None:
-    help = "Only requests whose ttl has passed, and that no commit has deleted yet."
-    add_flag(parser, "--expired", help)
+def add_selection(parser: ArgumentParser) -> None:
+    """Add the options that choose requests in lists and for deletion."""
+    add_namespace(parser)
+    add_labels(parser)
+    add_older_than(parser)
+    larger = "Only requests with more raw bytes, e.g. 1GiB."
+    parser.add_argument("--larger-than", metavar="SIZE", help=larger)
+    never_hit = "Only requests that were never used after they were stored."
+    add_flag(parser, "--never-hit", never_hit)
+    expired = "Only requests whose ttl has passed, and that no commit has deleted yet."
+    add_flag(parser, "--expired", expired)
 
 
 def add_rate(parser: ArgumentParser) -> None:

@@ -20,14 +20,9 @@ from persistkv_tools import render
 from persistkv_tools.command import (
     URL,
     Command,
-    add_expired,
     add_flag,
-    add_labels,
-    add_larger_than,
-    add_namespace,
-    add_never_hit,
     add_newer_than,
-    add_older_than,
+    add_selection,
     number,
 )
 
@@ -117,18 +112,13 @@ def _add_options(parser: ArgumentParser) -> None:
         help=_SORT_HELP,
     )
     add_flag(parser, "--reverse", "Reverse the order.")
-    add_namespace(parser)
-    add_labels(parser)
-    add_older_than(parser)
+    add_selection(parser)
     add_newer_than(parser)
-    add_larger_than(parser)
     parser.add_argument(
         "--smaller-than",
         metavar="SIZE",
         help="Only requests with fewer raw bytes, e.g. 1GiB.",
     )
-    add_never_hit(parser)
-    add_expired(parser)
     parser.add_argument("--limit", metavar="N", type=number(0), help=_LIMIT_HELP)
     parser.add_argument(
         "--offset", metavar="N", type=number(0), default=0, help="Requests to skip."

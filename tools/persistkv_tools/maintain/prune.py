@@ -14,13 +14,8 @@ from persistkv_tools import render
 from persistkv_tools.command import (
     URL,
     Command,
-    add_expired,
     add_flag,
-    add_labels,
-    add_larger_than,
-    add_namespace,
-    add_never_hit,
-    add_older_than,
+    add_selection,
     add_yes,
     confirm,
     ensure_consent,
@@ -82,8 +77,8 @@ def prune(
     )
     keep_bytes = _keep_bytes(keep_size)
     keeps = (keep_size, keep_last, keep_daily) != (None, None, None)
-    selects = selection != Selection() or namespace is not None
-    names_requests = any([request, selects, keeps])
+    selects = selection != Selection()
+    names_requests = any([request, selects, namespace, keeps])
     if not any([names_requests, orphans, quarantined]):
         raise MissingOptionError("prune", _ONE_OF)
     ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
@@ -113,6 +108,7 @@ def prune(
         render.print_json(report)
     else:
         _print_outcome(pruning, outcome, keep_bytes)
+    # conditions that a schedule uses: what they leave is no reason for an alarm
     is_housekeeping = not request and (keeps or not _is_by_labels(selection))
     _exit(pruning, outcome, is_housekeeping=is_housekeeping)
 
@@ -182,12 +178,7 @@ def _add_options(parser: ArgumentParser) -> None:
         action="append",
         help="This request and its copies (same context and labels); can be repeated.",
     )
-    add_older_than(parser)
-    add_labels(parser)
-    add_larger_than(parser)
-    add_never_hit(parser)
-    add_namespace(parser)
-    add_expired(parser)
+    add_selection(parser)
     parser.add_argument(
         "--keep-size",
         metavar="SIZE",

@@ -649,6 +649,38 @@ def test_capacity_is_shared_by_namespaces(town: Town) -> None:
     assert 400_000 < total <= 630_000
 
 
+def test_capacity_holds_for_four_namespaces_and_eight_writers(town: Town) -> None:
+    """They write a fifth of the capacity in a minute; then one of them writes all of it."""
+    capacity, block_bytes = 2 << 20, 2048
+    engines = [town.engine(opens=False, capacity=capacity) for _ in range(8)]
+    namespaces = [engine.open(number % 4) for number, engine in enumerate(engines)]
+    seeds = iter(range(10_000))
+    used: list[float] = []
+    for round_number in range(96):
+        rates = [1] * 8 if round_number < 60 else [8] + [0] * 7
+        for engine, namespace, rate in zip(engines, namespaces, rates, strict=True):
+            for _ in range(rate):
+                new = pack(next(seeds), block_bytes=block_bytes, namespace=namespace)
+                engine.store(new)
+        town.run(5)
+        used.append(used_bytes(town) / capacity)
+    # the first eviction follows a minute after the totals of all namespaces are known
+    assert max(used[48:]) <= 1.05
+    assert min(used[48:]) > 0.8
+
+
+def used_bytes(town: Town) -> int:
+    """Return the bytes of all namespaces, as an engine finds them that knows nothing."""
+    options = SharedOptions(cache=False, read_only=True)
+    engine = Engine(town, options, read_only=True)
+    try:
+        for number in range(4):
+            engine.open(number)
+        return engine.backend.stats().disk_bytes
+    finally:
+        engine.backend.close()
+
+
 def test_namespace_without_engine_is_evicted(town: Town) -> None:
     old = town.engine(capacity=1_600_000)
     for seed in range(80):

@@ -38,7 +38,9 @@ _RETRY_S = 60.0  # until an object that could not be read is tried again
 _FORGET_S = 3600.0  # until the name of an object is forgotten that no list shows
 # until that of an included commit is: its object was deleted at once
 _FORGET_COMMIT_S = 600.0
-_MOST_AT_ONCE_BYTES = 96 << 20  # 96 MiB: of objects that are read at the same time
+# 32 MiB: of objects that are in memory at the same time. Their decoded content takes several times
+# as much, and the process keeps that memory
+_MOST_AT_ONCE_BYTES = 32 << 20
 _KNOWN_NAMES = 64  # recent objects of the index, for ``latest``
 
 

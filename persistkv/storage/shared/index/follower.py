@@ -11,8 +11,8 @@ from persistkv.storage.blobs import BlobInfo
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import Latest
 from persistkv.storage.shared.index.merge import Merger
+from persistkv.storage.shared.index.merge_schedule import AGAIN_S, MERGE_S
 from persistkv.storage.shared.index.reader import IndexReader
-from persistkv.storage.shared.index.turns import AGAIN_S, MERGE_S
 
 _IDLE_AFTER_S = 60.0  # without reads and commits
 _IDLE_FOLLOW_S = 30.0

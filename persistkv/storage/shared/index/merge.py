@@ -45,8 +45,8 @@ from persistkv.storage.shared.format import (
     union,
 )
 from persistkv.storage.shared.index.deletions import Deletions
+from persistkv.storage.shared.index.merge_schedule import Turns
 from persistkv.storage.shared.index.reader import IndexReader
-from persistkv.storage.shared.index.turns import Turns
 from persistkv.storage.shared.replica import Removals, Replica
 
 logger = logging.getLogger(__name__)

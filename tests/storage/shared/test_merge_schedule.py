@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from persistkv.storage.shared.index.turns import Turns
+from persistkv.storage.shared.index.merge_schedule import Turns
 
 
 @pytest.fixture

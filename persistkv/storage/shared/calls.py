@@ -153,9 +153,9 @@ class Medium:
         """Return the blobs whose names start with ``prefix``.
 
         :param settled: repeat the list until it shows all that the one before it has shown: a
-            single one is no snapshot, and may lack both a blob that was deleted meanwhile and the
-            one that includes it. While blobs are deleted all the time, return all that some lists
-            in a row have shown: readers skip what is missing.
+            single one is no snapshot, and may lack both a deleted blob and the one that includes
+            it. While blobs are deleted all the time, return all blobs of several lists: readers
+            skip missing ones.
         """
         found = self._list(prefix)
         if not settled:

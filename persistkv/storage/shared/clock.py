@@ -76,11 +76,11 @@ class ServerTime:
         return self._extrapolate(self._seen)
 
     def time_of_use(self) -> float:
-        """Return the time of what is used now: that of the medium, or a later one that it has shown
+        """Return the time of a use at present: that of the medium, or a later one that it has shown
         before and that the machine's clock still confirms. 0 if no time is known.
 
-        A proxy may date replies a year back. What is used meanwhile would expire as soon as its
-        clock is right again. Readers limit a time that is too late to that of the object that
+        A proxy may date replies a year back. Packs that are used meanwhile would expire as soon as
+        its clock is right again. Readers limit a time that is too late to that of the object that
         carries it.
         """
         now, confirmed = self.now(), self._extrapolate(self._confirmed)

@@ -1,9 +1,9 @@
 """Objects of a shared store's index, and the names of all blobs. docs/shared.md specifies both.
 
-**The index is a set.** A *delta* lists what was added, used and removed. The content of a namespace
-is the union of the deltas of all its index objects, in any order, each applied any number of times:
-names of packs are unique, times merge by maximum, requests by their newest version. An object that
-*includes* others contains all that they contain.
+**The index is a set.** A *delta* lists packs that were added, used and removed. The content of a
+namespace is the union of the deltas of all its index objects, in any order, each applied any number
+of times: names of packs are unique, times merge by maximum, requests by their newest version. An
+object that *includes* others contains all their content.
 
 An index object is sealed: a magic number, the number of the format, the body, and a checksum of all
 of these and of the object's name. With a key, an authentication tag replaces the checksum. An
@@ -369,7 +369,7 @@ class IndexName(NamedTuple):
         return self.level >= BASE_LEVEL
 
 
-@lru_cache(maxsize=4096)  # each look at ``latest`` asks for the same names
+@lru_cache(maxsize=4096)  # ``latest`` names the same objects many times
 def _parse_index(name: str) -> IndexName | None:
     found = _INDEX.fullmatch(name)
     return (
@@ -438,7 +438,7 @@ class Names:
 
 class StoreNames:
     """Names of the blobs that belong to no namespace's index. Stores with different keys share a
-    medium, but nothing else: what one of them writes is junk to the others.
+    medium, but nothing else: the blobs of one are junk to the others.
 
     :param key_id: ``Authenticator.key_id``; empty without a key.
     """

@@ -122,7 +122,7 @@ class Inbox:
 
     def _check_age(self, start: _Start, written: float) -> None:
         """Raise a StoreError if any clock shows that a commit takes too long. The medium's may be
-        wrong in some replies, and the monotonic one stands still while the machine is suspended.
+        wrong in some replies, and the monotonic one stops while the machine is suspended.
 
         :param written: time of a request of the commit, on the medium's clock.
         """
@@ -200,7 +200,7 @@ class Inbox:
             publishing.discard(name)
         now = self._clock.monotonic()
         self._merger.own[name] = (now, delta)
-        self._merger.turns.committed(now)
+        self._merger.schedule.note_commit(now)
         self._published_at = now
         self._forget_published(uses, lost)
         return cursors

@@ -107,7 +107,7 @@ class SharedNamespace:
             self.follower.start()
             self._limits.start()
             if inbox:
-                self.merger.turns.look_soon(now)
+                self.merger.schedule.plan_merge(now)
 
     def refresh(self) -> None:
         """Read everything that is durable now, commits that are not merged included.
@@ -140,7 +140,7 @@ class SharedNamespace:
         )
 
     def step(self, policy: Policy) -> None:
-        """Do what is due.
+        """Do the background work that is due.
 
         :raises StoreError: the medium failed; the rest is done by later calls.
         """

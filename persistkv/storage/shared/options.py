@@ -28,7 +28,7 @@ class SharedOptions(msgspec.Struct, frozen=True):
 
     read_only: bool = False
     refresh_s: float = msgspec.field(default=1.0, name="refresh")
-    """Seconds between two looks at the commits of other engines. 0: the store is also searched at
+    """Seconds between two searches for commits of other engines. 0: the store is also searched at
     every commit and every query of changes, requests or totals."""
     touch_s: float = msgspec.field(default=600.0, name="touch")
     """After this time, the next use publishes the waiting uses in a commit of their own; so does

@@ -34,7 +34,7 @@ class StoredPolicy(
     """Content of the blob ``policy``, which marks a store."""
 
     store: bytes
-    """Random name of the store: one that was deleted and created anew has another."""
+    """Random name of the store. A store that was deleted and created again has another one."""
     capacity: int | None
     ttl_s: float | None
 
@@ -198,7 +198,7 @@ class RecordedPolicy:
         # reason for a warning.
         is_new = self._clock.monotonic() - self._created_at < _CREATION_S
         level = logging.DEBUG if is_new else logging.WARNING
-        text = "%s: the store was deleted or replaced; its content is read anew"
+        text = "%s: the store was deleted or replaced; its content is read again"
         logger.log(level, text, self._place)
 
 

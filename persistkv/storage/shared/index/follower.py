@@ -1,4 +1,4 @@
-"""Following what other engines publish: when one handle reads ``latest``, and the lists."""
+"""When an engine reads ``latest`` and the lists, to find the commits of other engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from persistkv.storage.blobs import BlobInfo
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import Latest
 from persistkv.storage.shared.index.merge import Merger
-from persistkv.storage.shared.index.merge_schedule import AGAIN_S, MERGE_S
+from persistkv.storage.shared.index.merge_schedule import MERGE_S, REGULAR_PAUSE_S
 from persistkv.storage.shared.index.reader import IndexReader
 
 _IDLE_AFTER_S = 60.0  # without reads and commits
@@ -20,16 +20,16 @@ _LEAST_FOLLOW_S = 0.05
 _LIST_S, _IDLE_LIST_S = 60.0, 300.0  # between lists of the index
 # between lists of the inbox while another engine merges: it may be unable to read some commits
 _INBOX_S = 600.0
-_OLD_COMMIT_S = 10.0  # age of a commit that nobody seems to merge
+_OLD_COMMIT_S = 10.0  # age of a commit that no engine seems to merge
 _LEFT_COMMIT_S = 120.0  # age of a commit that the engine that merges does not merge
-_REGULAR_S = 10.0  # age of ``latest`` while somebody merges regularly
+_REGULAR_S = 10.0  # age of ``latest`` while an engine merges regularly
 
 
 class Follower:
-    """Reads what other engines publish in one namespace, when that is due. One thread at a time may
-    use it; any thread may call ``use``.
+    """Reads the commits of other engines in one namespace at the right times. One thread at a time
+    may use it; any thread may call ``use``.
 
-    :param refresh_s: between two looks at ``latest`` while the handle is in use.
+    :param refresh_s: between two reads of ``latest`` while the handle is in use.
     :param merger: None: the handle only reads.
     """
 
@@ -50,7 +50,7 @@ class Follower:
         self._list_at = math.inf
         self._inbox_at = -math.inf
         self._is_merged_regularly = False
-        """Whether another engine merges, as the last look has shown."""
+        """Whether another engine merges regularly, as ``latest`` has shown."""
 
     def start(self) -> None:
         """Begin to follow, after the index was read."""
@@ -75,7 +75,7 @@ class Follower:
         return min(self._follow_at, self._list_at)
 
     def step(self) -> None:
-        """Read what is due.
+        """Read ``latest`` and the lists, each if it is due.
 
         :raises StoreError: the medium failed; later steps read the rest.
         """
@@ -85,13 +85,13 @@ class Follower:
         if now >= self._follow_at:
             self._look(now)
         elif self._merger is not None and self._merger.is_merge_due():
-            # Commits that others have merged meanwhile need not be merged again. If the medium
-            # fails, so does the merge, which is then repeated after a pause.
+            # Another engine may have merged the commits. If the medium fails, so does the merge,
+            # which is then repeated after a pause.
             with suppress(StoreError):
                 self._look(now)
 
     def _list(self, now: float) -> None:
-        """Read the lists, and what they show."""
+        """Read the lists, and the objects in them."""
         pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
         self._list_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
         with_inbox = not self._is_merged_regularly or now >= self._inbox_at
@@ -103,15 +103,15 @@ class Follower:
             self._plan_merge(now, commits)
 
     def _plan_merge(self, now: float, commits: Sequence[BlobInfo]) -> None:
-        """Plan a merge of commits that nobody seems to merge."""
+        """Plan a merge if commits are so old that no engine seems to merge them."""
         if self._merger is None or not commits:
             return
         age_s = self._time.now() - min(info.time for info in commits)
         if age_s > _OLD_COMMIT_S:
-            self._merger.turns.look_soon(now, is_left=age_s > _LEFT_COMMIT_S)
+            self._merger.schedule.plan_merge(now, anyway=age_s > _LEFT_COMMIT_S)
 
     def _look(self, now: float) -> None:
-        """Read ``latest``, and what it names."""
+        """Read ``latest``, and the objects that it names."""
         pause_s = max(self._refresh_s, _LEAST_FOLLOW_S)
         if self.is_idle():
             pause_s = max(pause_s, _IDLE_FOLLOW_S)
@@ -125,16 +125,17 @@ class Follower:
             self._follow_at = max(self._follow_at, merge_at)
 
     def _until_next_merge(self, merged: float) -> float:
-        """Return the seconds until a merge is expected after one that was announced at this time on
-        the medium's clock; 0: it is not known. Until then, nothing new is announced.
+        """Return the seconds until the next regular merge; 0: unknown. Until then, ``latest`` does
+        not change.
+
+        :param merged: time of the last merge, on the medium's clock.
         """
-        pause_s = AGAIN_S + MERGE_S
+        pause_s = REGULAR_PAUSE_S + MERGE_S
         rest_s = merged + pause_s - self._time.now()
         return rest_s if 0 < rest_s <= pause_s else 0.0
 
     def _is_merging(self, latest: Latest) -> bool:
-        """Return whether another engine merges the commits of all: nobody else needs to look for
-        old ones."""
+        """Return whether another engine merges regularly. Then this one lists the inbox seldom."""
         if self._merger is not None and latest.writer == self._merger.writer:
             return False
         return 0 <= self._time.now() - latest.time < _REGULAR_S

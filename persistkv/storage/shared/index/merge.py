@@ -1,18 +1,18 @@
 """Merging of one namespace's index: segments, bases, evictions, and the deletion of included
 objects.
 
-1. A *segment* includes commits: their contents and names, and the evictions that they require. Then
-   the commits are deleted. An object may be deleted whenever a durable object includes it, now or
-   after any pause.
-2. A segment also includes older segments that are not larger than its own content
-   (``_older_segments``). So the segments that no other one includes are few, and each byte is
-   written again only when the segment that contains it doubles.
-3. A *base* includes all objects of the index that its writer has read. What is included in a base
-   or a segment is deleted ten minutes later: a slow reader must be able to finish.
-4. Any engine may merge at any time, and two may merge the same commits: that only costs requests.
-   Who does is a matter of cost (``Turns``).
-5. The work of one merge is bounded in commits, bytes and evictions. The next merge follows at once
-   if any are left.
+1. A *segment* includes commits: their contents, their names, and the evictions that they require.
+   Afterwards, the commits are deleted. An object may be deleted whenever a durable object includes
+   it, also after a pause of any length.
+2. A segment also includes older segments of at most its own size (``_older_segments``). So few
+   segments remain that no other one includes, and each byte is written again only when the segment
+   that contains it doubles.
+3. A *base* includes all objects of the index that its writer has read. Objects that a base or a
+   segment includes are deleted ten minutes later: a slow reader must be able to finish.
+4. Any engine may merge at any time, and two engines may merge the same commits, which costs
+   requests. ``MergeSchedule`` decides which engine merges.
+5. The work of one merge is bounded in commits, bytes and evictions. If any are left, the next merge
+   follows at once.
 6. The blobs of removed packs are deleted an hour after their tombstone: engines may still read
    them.
 """
@@ -45,7 +45,7 @@ from persistkv.storage.shared.format import (
     union,
 )
 from persistkv.storage.shared.index.deletions import Deletions
-from persistkv.storage.shared.index.merge_schedule import Turns
+from persistkv.storage.shared.index.merge_schedule import MergeSchedule
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.replica import Removals, Replica
 
@@ -58,8 +58,8 @@ _MOST_SEGMENT_BYTES = 24 << 20  # 24 MiB: of a segment that includes older ones
 _PART_BYTES = 28 << 20  # 28 MiB: of a base
 _LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
 _MOST_SEGMENTS = 64  # that nothing includes: a new reader reads all of them
-_STALE_S = 3600.0  # a merge or base whose first list is older is abandoned
-_EVICTION_STALE_S = 30.0  # evictions that were planned before are planned again
+_STALE_S = 3600.0  # age of the first list at which a merge or a base is abandoned
+_EVICTION_STALE_S = 30.0  # age of a plan of evictions at which its merge is abandoned
 _INCLUDED_S = 600.0  # until included objects of the index are deleted
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
 _OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a base
@@ -70,7 +70,7 @@ _MOST_CARRIED = 10_000
 
 
 class Limits(NamedTuple):
-    """What a merge enforces."""
+    """Limits that a merge enforces."""
 
     capacity: int | None
     """Bytes that this namespace may take; None: no bound."""
@@ -93,31 +93,31 @@ class Merger:
         self._clock = medium.clock
         self.writer = self._clock.random.randbytes(NONCE_BYTES)
         """Random name of this handle in ``latest``."""
-        self.turns = Turns(self._clock.random.random)
+        self.schedule = MergeSchedule(self._clock.random.random)
         self.own: dict[str, tuple[float, Delta]] = {}
         """Own commits that no segment includes: name → monotonic time of the acknowledgement,
         content."""
         self.last_writer = b""
-        """Who has written ``latest``."""
+        """Name of the writer of ``latest``."""
         self._written: deque[tuple[float, str]] = deque()
         """Objects of the index that this handle has written recently: monotonic time, name."""
         self._base_wanted_at = math.inf
         self.deletions = Deletions(medium, names)
 
-    # Turns
+    # Schedule
 
     def due_at(self) -> float:
         """Return the monotonic time of the next merge, base or deletion."""
-        merge = self.turns.due_at(self._clock.monotonic(), self._oldest_own())
+        merge = self.schedule.due_at(self._clock.monotonic(), self._oldest_own())
         return min(merge, self._base_wanted_at, self.deletions.due_at())
 
     def is_merge_due(self) -> bool:
         """Return whether the next ``step`` merges."""
         now = self._clock.monotonic()
-        return now >= self.turns.due_at(now, self._oldest_own())
+        return now >= self.schedule.due_at(now, self._oldest_own())
 
     def step(self, limits: Limits) -> None:
-        """Merge, write a base, and delete blobs, as far as they are due."""
+        """Merge, write a base, and delete blobs, each if it is due."""
         now = self._clock.monotonic()
         if self.is_merge_due():
             self.merge(limits)
@@ -134,24 +134,24 @@ class Merger:
         return min((time for time, _ in list(self.own.values())), default=None)
 
     def _forget_own(self, listed: set[str], began: float) -> None:
-        """Forget own commits that a list lacks which began after they were acknowledged: they were
-        included elsewhere. A suspended engine may never read the segment that includes them, only a
-        base that includes the segment.
+        """Forget own commits that are missing in a list that began after their acknowledgement:
+        another object includes them. This engine may never read that object if it was suspended,
+        but a base that includes it.
         """
         for name, (acknowledged, _) in list(self.own.items()):
             if acknowledged < began and name not in listed:
                 self.own.pop(name, None)
 
     def followed(self, latest: Latest | None) -> None:
-        """Record what ``latest`` says. Write it again if it lacks an own segment: of two engines
-        that merge at once, one replaces what the other has written.
+        """Record the content of ``latest``. Write it again if it lacks an own segment: of two
+        engines that merge at the same time, one overwrites the ``latest`` of the other.
 
         :raises StoreError: the medium failed.
         """
         if latest is not None:
             self.last_writer = latest.writer
             is_own = latest.writer == self.writer
-            self.turns.followed(is_own=is_own, announced=self._announced_at(latest))
+            self.schedule.note_latest(is_own=is_own, written=self._announced_at(latest))
             if self._is_missing_in(latest):
                 self._announce()
         self._plan_base()
@@ -176,7 +176,7 @@ class Merger:
         """Plan a merge if content has expired or exceeds the capacity: also without commits."""
         removals = self._plan_eviction(limits)
         if removals.packs or removals.manifests:
-            self.turns.look_soon(self._clock.monotonic())
+            self.schedule.plan_merge(self._clock.monotonic())
 
     # Merges
 
@@ -186,7 +186,7 @@ class Merger:
         :raises StoreError: the medium failed; a later merge does the rest.
         """
         began = self._clock.monotonic()
-        self.turns.began(began)
+        self.schedule.begin_merge(began)
         commits = self._list_commits(began)
         contained = self._replica.contained
         included = [info.name for info in commits if contained.get(info.name)]
@@ -214,12 +214,14 @@ class Merger:
                 # segment, too.
                 self._reader.follow()
             self._announce()
-        # only now: what a durable segment includes is not needed any more
+        # after the segment is durable, because it includes them
         self.deletions.delete([*included, *deltas])
 
         is_full = len(removals.packs) + len(removals.manifests) >= _MOST_EVICTED
         is_left = is_full or len(new) > len(some)
-        self.turns.ended(found=bool(deltas), others=others, left=is_left)
+        self.schedule.end_merge(
+            found=bool(deltas), found_others=others, incomplete=is_left
+        )
         self._plan_base()
 
     def _list_commits(self, began: float) -> list[BlobInfo]:
@@ -239,9 +241,8 @@ class Merger:
         return not is_included and not is_waiting
 
     def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
-        """Return the content of commits by name, and add it to the replica. Those that are missing
-        or unreadable are left out.
-        """
+        """Return the content of commits by name, without missing and unreadable ones, and add it to
+        the replica."""
         found: dict[str, Delta] = {}
         others: list[BlobInfo] = []
         for info in infos:
@@ -261,8 +262,8 @@ class Merger:
     def _older_segments(self, num_bytes: int) -> dict[str, Delta]:
         """Return the older segments that the next one includes: name → content.
 
-        The smallest first, until one is larger by the power of two than all content so far. So
-        those that stay are of different powers of two, and a segment that is included at least
+        The smallest first, until one has more binary digits of bytes than all content so far. So
+        the remaining ones have different numbers of digits, and an included segment at least
         doubles.
 
         :param num_bytes: of the commits that the next one includes.
@@ -286,9 +287,9 @@ class Merger:
         return found
 
     def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
-        """Return the names of the objects of the index that these include and that are not deleted
-        yet: whoever reads the next segment need not read them. While deletions are refused, there
-        are many: then only the newest ones.
+        """Return the names of the listed objects that these segments include. The next segment
+        includes them, too, so that its readers skip them. While deletions are refused, they are
+        many, and only the newest ones are returned.
         """
         names: set[str] = set()
         for delta in deltas:
@@ -331,13 +332,13 @@ class Merger:
         now = self._clock.monotonic()
         if now - began > _STALE_S or now - planned > _EVICTION_STALE_S:
             raise StoreError(
-                f"{self._names.base}: the process was paused; the merge is begun anew"
+                f"{self._names.base}: the process was paused; the merge is repeated"
             )
         written = self._medium.put_sealed(name, body, self._replica.namespace)
-        news = Delta(
+        changes = Delta(
             removed=segment.removed, dropped=segment.dropped, includes=segment.includes
         )
-        self._reader.apply([(name, news)])
+        self._reader.apply([(name, changes)])
         self._note_written(written)
 
     def _note_written(self, info: BlobInfo) -> None:
@@ -362,8 +363,8 @@ class Merger:
     # Bases
 
     def _plan_base(self) -> None:
-        """Plan a base if the segments that nothing includes are large against the last base, or
-        many."""
+        """Plan a base if the segments that no object includes are many, or large in comparison with
+        the last base."""
         base, segments = self._base_and_segments()
         total = sum(info.size for info in segments)
         is_wanted = len(segments) >= 2 and (
@@ -379,14 +380,14 @@ class Merger:
             self._base_wanted_at = self._clock.monotonic() + pause_s
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
-        """Return the bytes of the last base, and the segments; of both only what is listed and not
-        included."""
+        """Return the bytes of the last base and the segments, without objects that are included or
+        not listed."""
         base = 0
         segments: list[BlobInfo] = []
         for name, info in self._reader.listed.items():
             found = self._names.index_name(name)
             if found is None or self._replica.contained.get(name, True):
-                continue  # included in another one, or not read
+                continue  # another object includes it, or it was not read
             if found.is_base:
                 base += info.size
             else:
@@ -396,8 +397,8 @@ class Merger:
     def write_base(self) -> None:
         """Write a base: an object that includes all listed objects of the index that were read.
 
-        :raises StoreError: the medium failed; the index is as before, perhaps with some parts of
-            the base more.
+        :raises StoreError: the medium failed. The index has the content of before; some parts of
+            the base may be in it.
         """
         began = self._clock.monotonic()
         self._base_wanted_at = math.inf
@@ -405,7 +406,7 @@ class Merger:
         listed = self._to_include()
         if len(listed) < 2:
             return
-        # a clock that is ahead must not end tombstones early: what they removed could return
+        # A clock that is ahead must not drop tombstones early: the removed packs could return.
         self._replica.purge(self._expiry_time() - _TOMBSTONES_KEPT_S)
         level = max(BASE_LEVEL, 1 + max(self._level(name) for name in listed))
         parts: list[str] = []
@@ -421,8 +422,8 @@ class Merger:
         self._announce()
 
     def _to_include(self) -> list[str]:
-        """Return the listed objects that were read: all that nothing includes, and others up to a
-        bound."""
+        """Return the listed objects that were read: all that no object includes, and a bounded
+        number of the others."""
         read = [name for name in self._reader.listed if name in self._replica.contained]
         new = [name for name in read if not self._replica.contained[name]]
         included = [name for name in read if self._replica.contained[name]]
@@ -433,7 +434,7 @@ class Merger:
         body = encode_delta(part)
         if self._clock.monotonic() - began > _STALE_S:
             raise StoreError(
-                f"{self._names.base}: a base took more than an hour; it is begun anew"
+                f"{self._names.base}: a base took more than an hour; it is repeated"
             )
         written = self._medium.put_sealed(name, body, self._replica.namespace)
         self._reader.apply([(name, Delta(includes=part.includes))])

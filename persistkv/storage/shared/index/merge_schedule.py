@@ -1,12 +1,14 @@
-"""Who merges an index, and when: a matter of cost, not of safety.
+"""When an engine merges an index. Any engine may merge at any time: the schedule only affects cost
+and delay.
 
-1. Whoever merged last goes on while it commits: the others read what it announces.
-2. An engine whose own commit waits too long merges it. While ``latest`` moves, another engine
-   merges for all: then it waits until ``latest`` has stood still, but for a bounded time, since
-   ``latest`` is not trusted. Else many engines merge at once, replace what the others have
-   announced in ``latest``, and so cause further merges by engines that do not find their commits.
-3. Anybody merges commits that are old, after a random pause, unless another engine has merged
-   meanwhile. Commits that are older than that engine needs are merged in any case.
+1. The engine that has written ``latest`` merges regularly while it commits, for all engines.
+2. Another engine merges its own commits when they have waited. While ``latest`` is rewritten, it
+   waits longer, because the regular merges include its commits. That wait is bounded: ``latest``
+   may be wrong, and the other engine may be unable to read the commits. Without the wait, many
+   engines merge at the same time and overwrite each other's ``latest``, so that readers miss
+   segments and more engines merge.
+3. An engine that finds old commits of others merges them after a random pause, unless ``latest`` is
+   written during the pause. Commits that regular merges have left for minutes are merged anyway.
 """
 
 from __future__ import annotations
@@ -14,112 +16,129 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-# after a merge: until the same engine merges again. Readers look for it then
-AGAIN_S = 2.6
-MERGE_S = 0.3  # usual time of a merge
-_ALONE_S = 10.0  # the same, if it has found only its own commits for a while
-# after a commit of another engine was found: until this one counts as alone
-_COMPANY_S = 60.0
-_FAILED_S = 1.0  # doubled for each merge that failed: pause after it
-# Longer than a pause and the time until others have seen the merge, or engines merge what is merged
-# already.
-_WAIT_S, _JITTER_S = 3.5, 1.0  # until an engine merges its own commits
-_LONGEST_WAIT_S = 10.0  # the same, while another engine seems to merge
-# After ``latest`` was written: until nobody seems to merge. Longer than the pause between merges,
-# whose times differ.
-_STILL_S = 3.2
-_OLD_S = 10.0  # age of a commit that anybody may merge
-_LONGEST_PAUSE_S = 60.0  # between merges that fail
-_ACTIVE_S = 60.0  # an engine that has committed within this time merges regularly
+REGULAR_PAUSE_S = 2.6
+"""Seconds from one regular merge to the next. Readers read ``latest`` again after it."""
+MERGE_S = 0.3
+"""Usual duration of a merge in seconds."""
+# the same pause if the merges of the last minute have found only the engine's own commits
+_ALONE_PAUSE_S = 10.0
+_ALONE_AFTER_S = 60.0
+# A regular merge and its announcement take less. With a shorter wait, commits are merged twice.
+_OWN_WAIT_S, _JITTER_S = 3.5, 1.0
+# the longest wait of an own commit, while other engines merge
+_LONGEST_OWN_WAIT_S = 10.0
+# since ``latest`` was written: no regular merges any more. They are up to 3 s apart
+_NOT_REGULAR_S = 3.2
+_OLD_PAUSE_S = 10.0  # the longest random pause before a merge of old commits
+_FAILED_PAUSE_S = 1.0  # after a failed merge; doubled for each one in a row
+_LONGEST_FAILED_PAUSE_S = 60.0
+_ACTIVE_S = 60.0  # since the last commit: regular merges end
 
 
-class Turns:
-    """Decides when one engine merges an index. Times are monotonic.
+class MergeSchedule:
+    """Schedule of the merges of one engine in one index. All times are monotonic, in seconds.
 
-    :param jitter: returns a random number from 0 to 1.
+    :param random: returns a random number from 0 to 1.
     """
 
-    def __init__(self, jitter: Callable[[], float]) -> None:
-        self._random = jitter
-        self._jitter_s = _JITTER_S * jitter()
+    def __init__(self, random: Callable[[], float]) -> None:
+        self._random = random
+        self._jitter_s = _JITTER_S * random()
         self._merged_at = -math.inf
         self._committed_at = -math.inf
-        self._is_last = False  # whether this engine has written ``latest``
-        self._announced_at = -math.inf  # when ``latest`` was written
-        self._company_at = -math.inf  # when its list showed commits of others
-        self._left = False  # whether its last merge left commits
-        self._failures = 0  # merges in a row that have not ended
-        self._old_at = math.inf  # when to look whether old commits are still there
-        # when they were noticed; infinity: another engine that merges does not end the wait
-        self._noticed_at = math.inf
+        self._is_regular = False
+        """Whether this engine has written ``latest``."""
+        self._announced_at = -math.inf
+        """Time at which ``latest`` was written."""
+        self._found_others_at = -math.inf
+        """Time of the last merge that found commits of other engines."""
+        self._is_incomplete = False
+        """Whether the last merge left commits."""
+        self._failures = 0
+        """Failed merges in a row."""
+        self._planned_at = math.inf
+        """Time of a planned merge of old commits."""
+        self._planned_since = math.inf
+        """Time at which it was planned; infinity: other engines' merges do not cancel it."""
 
-    def committed(self, now: float) -> None:
+    def note_commit(self, now: float) -> None:
         """Record that this engine has committed."""
         self._committed_at = now
 
-    def began(self, now: float) -> None:
-        """Record that this engine begins to merge. Until ``ended``, it counts as failed."""
+    def begin_merge(self, now: float) -> None:
+        """Record that this engine begins to merge. Without ``end_merge``, the merge has failed."""
         self._merged_at = now
         self._failures += 1
-        self._old_at = self._noticed_at = math.inf
+        self._planned_at = math.inf
 
-    def ended(self, *, found: bool, others: bool, left: bool) -> None:
-        """Record whether the merge has found commits in the inbox, also those of others, and
-        whether it left some."""
-        self._failures = 0
-        if others:
-            self._company_at = self._merged_at
-        self._is_last = self._is_last or found
-        self._left = left
+    def end_merge(self, *, found: bool, found_others: bool, incomplete: bool) -> None:
+        """Record that the merge has succeeded.
 
-    def followed(self, *, is_own: bool, announced: float) -> None:
-        """Record who has written ``latest``, and when."""
-        self._is_last = is_own
-        self._announced_at = announced
-        if announced > self._noticed_at:
-            # An engine that does not commit would take the place of the one that merges for all,
-            # and not go on.
-            self._old_at = self._noticed_at = math.inf
-
-    def look_soon(self, now: float, *, is_left: bool = False) -> None:
-        """Record that old commits may wait, or that content may exceed the limits. A thousand
-        engines may notice it at once: each looks again after a random pause.
-
-        :param is_left: the engine that merges has left the commits for minutes. It may be unable to
-            read them, so this one merges them even if the other one continues.
+        :param found: whether there were commits.
+        :param found_others: whether there were commits of other engines.
+        :param incomplete: whether commits are left.
         """
-        if self._old_at == math.inf:
-            self._old_at = now + _OLD_S * self._random()
-            self._noticed_at = now
-        if is_left:
-            self._noticed_at = math.inf
+        self._failures = 0
+        if found_others:
+            self._found_others_at = self._merged_at
+        self._is_regular = self._is_regular or found
+        self._is_incomplete = incomplete
+
+    def note_latest(self, *, is_own: bool, written: float) -> None:
+        """Record that ``latest`` was read.
+
+        :param is_own: whether this engine has written it.
+        :param written: time of writing.
+        """
+        self._is_regular = is_own
+        self._announced_at = written
+        if written > self._planned_since:
+            # Otherwise, this engine would replace the one with regular merges, and not continue
+            # them, because it does not commit.
+            self._planned_at = math.inf
+
+    def plan_merge(self, now: float, *, anyway: bool = False) -> None:
+        """Plan a merge of old commits, or of content that exceeds the limits. Many engines may find
+        the same ones at the same time: each merges after a random pause.
+
+        :param anyway: merge even if another engine merges during the pause.
+        """
+        if self._planned_at == math.inf:
+            self._planned_at = now + _OLD_PAUSE_S * self._random()
+            self._planned_since = now
+        if anyway:
+            self._planned_since = math.inf
 
     def due_at(self, now: float, oldest_own: float | None) -> float:
-        """Return when to merge next; infinity: not before something happens.
+        """Return the time of the next merge; infinity: there is none.
 
-        :param oldest_own: when the oldest own commit was acknowledged that no segment includes;
-            None: there is none.
+        :param oldest_own: time of acknowledgement of the oldest own commit that no segment
+            includes; None: there is none.
         """
-        due = self._old_at
-        if self._left:
+        due = self._planned_at
+        if self._is_incomplete:
             due = min(due, self._merged_at)
         if oldest_own is not None:
-            due = min(due, max(self._waited_at(oldest_own), self._merged_at + AGAIN_S))
-        if self._is_last and now - self._committed_at < _ACTIVE_S:
-            due = min(due, self._merged_at + self._regular_pause_s(now))
+            own_due = max(
+                self._own_due_at(oldest_own), self._merged_at + REGULAR_PAUSE_S
+            )
+            due = min(due, own_due)
+        if self._is_regular and now - self._committed_at < _ACTIVE_S:
+            due = min(due, self._merged_at + self._pause_s(now))
         if self._failures:
-            pause_s = min(_FAILED_S * 2.0**self._failures, _LONGEST_PAUSE_S)
+            pause_s = _FAILED_PAUSE_S * 2.0**self._failures
+            pause_s = min(pause_s, _LONGEST_FAILED_PAUSE_S)
             due = max(due, self._merged_at + pause_s)
         return due
 
-    def _waited_at(self, oldest_own: float) -> float:
-        """Return when an own commit that was acknowledged at this time has waited too long."""
-        waited = max(oldest_own + _WAIT_S, self._announced_at + _STILL_S)
-        return min(waited, oldest_own + _LONGEST_WAIT_S) + self._jitter_s
+    def _own_due_at(self, oldest_own: float) -> float:
+        """Return the time at which this engine merges an own commit, see rule 2."""
+        has_waited_at = oldest_own + _OWN_WAIT_S
+        not_regular_at = self._announced_at + _NOT_REGULAR_S
+        latest = oldest_own + _LONGEST_OWN_WAIT_S
+        return min(max(has_waited_at, not_regular_at), latest) + self._jitter_s
 
-    def _regular_pause_s(self, now: float) -> float:
-        """Return the seconds between merges of the engine that merges for all. Alone, it merges its
-        own commits when they have waited, and others that begin to commit merge theirs.
-        """
-        is_alone = now - self._company_at > _COMPANY_S
-        return _ALONE_S if is_alone else AGAIN_S
+    def _pause_s(self, now: float) -> float:
+        """Return the pause between regular merges. Without commits of others, they are rarer."""
+        is_alone = now - self._found_others_at > _ALONE_AFTER_S
+        return _ALONE_PAUSE_S if is_alone else REGULAR_PAUSE_S

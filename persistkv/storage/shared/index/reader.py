@@ -84,14 +84,15 @@ class IndexReader:
     def open(self) -> list[BlobInfo]:
         """Read the whole index; return the commits in the inbox, without those that cannot be read.
 
-        :raises StoreError: the medium or the replica failed; what was read before stays read.
+        :raises StoreError: the medium or the replica failed; the replica keeps the objects that
+            were read before.
         """
         return self._read(with_inbox=True, settled=True)
 
     def refresh(
         self, *, with_inbox: bool = False, settled: bool = False
     ) -> list[BlobInfo]:
-        """Read what is new. Result and errors are as in ``open``; without ``with_inbox``, no
+        """Read new objects. Result and errors are as in ``open``; without ``with_inbox``, no
         commits."""
         return self._read(with_inbox=with_inbox, settled=settled)
 
@@ -309,7 +310,9 @@ class IndexReader:
     def _report(self, name: str, bad: Unreadable) -> None:
         if name not in self.unreadable:
             logger.warning(
-                "%s does not read (%s): what it alone names is missed", name, bad.reason
+                "%s is unreadable (%s): packs that it alone names are misses",
+                name,
+                bad.reason,
             )
         self.unreadable[name] = bad
 

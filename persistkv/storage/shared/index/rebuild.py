@@ -1,8 +1,8 @@
 """Finds packs that the index does not name, by their own tables, and names them again.
 
 Index objects may be lost: deleted by an operator, or damaged. Each pack's blob ends with its table,
-which says what it contains. Packs that have a tombstone stay deleted. Requests, labels and pins are
-lost with the index objects.
+which lists its keys. Packs that have a tombstone stay deleted. Requests, labels and pins are lost
+with the index objects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UnnamedPack(NamedTuple):
 class Rebuilder:
     """Rebuilds the index of one namespace.
 
-    :param replica: has read what is left of the index.
+    :param replica: has read the objects of the index that are left.
     :param progress: called with the bytes of the blobs that were examined, and with all of them.
     """
 
@@ -112,8 +112,8 @@ class Rebuilder:
         return list(blobs.values())
 
     def _tail(self, info: BlobInfo) -> bytes | None:
-        """Return what follows the payload of a pack: tags, and the encoded table; None: they do not
-        read."""
+        """Return the bytes behind the payload of a pack: its tags and its encoded table; None: they
+        are unreadable."""
         length = min(info.size, _TAIL_BYTES)
         try:
             tail = self._read(info, length)

@@ -166,8 +166,8 @@ class Sweeper:
         raise _BlockedError("listed objects of the index are missing")
 
     def _list_objects(self) -> list[BlobInfo]:
-        """Return the commits, then the objects of the index: what is merged meanwhile is in one of
-        them."""
+        """Return the commits, then the objects of the index. Commits that are merged between the
+        lists are in both, or in objects of the second one."""
         infos = self._medium.listed(self._names.inbox, settled=True)
         infos += self._medium.listed(self._names.index, settled=True)
         return [info for info in infos if self._names.is_object(info.name)]

@@ -1,11 +1,10 @@
 """Capacity of a store with several namespaces.
 
 Each engine that merges publishes, once a minute, how many bytes of its namespace were last used
-before which time. From these *totals* of all namespaces follows a horizon: if everything that was
-last used before it were evicted, the store would fit its capacity. Each namespace evicts what is
-older. Totals that are not up to date do no harm: the next ones correct them. A namespace that no
-engine uses is evicted by the engine that finds its totals oldest. A namespace without content has
-no totals.
+before which time. From these *totals* of all namespaces follows a horizon: without the content that
+was last used before it, the store fits its capacity. Each namespace evicts older content. Totals
+that are not up to date do no harm: the next ones correct them. A namespace that no engine uses is
+evicted by the engine that finds its totals oldest. A namespace without content has no totals.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class TotalsBoard:
             return None
 
     def limits(self, policy: Policy, namespace: bytes) -> Limits:
-        """Return what merges of a namespace enforce until the next exchange.
+        """Return the limits of a namespace until the next exchange.
 
         The namespaces share the free space equally. A part of the capacity is kept free, so that a
         growing namespace evicts the oldest content of the store, and not only its own.
@@ -178,7 +177,7 @@ class TotalsBoard:
 
 
 class NamespaceLimits:
-    """What merges of one namespace enforce, brought up to date once a minute. One thread at a time
+    """Limits that merges of one namespace enforce, updated once a minute. One thread at a time
     may use it.
 
     :param policy: that the store probably has: another one acts at once.

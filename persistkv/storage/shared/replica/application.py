@@ -322,8 +322,8 @@ class Application:
 
 
 def _content_digest(entry: ManifestEntry) -> bytes:
-    """Return a digest of what a version of a request says: of two equal versions, the one with the
-    greater digest counts."""
+    """Return a digest of the content of a version of a request. Of two equal versions, the one with
+    the greater digest counts."""
     place = KEYS.pack(entry.keys, entry.offset, entry.length, 0)
     content = b"".join([entry.head, entry.packs, entry.keys, place])
     return blake2b(content, digest_size=16).digest()

@@ -97,7 +97,7 @@ class _Part:
     def add_request(
         self, digest: bytes, version: Version, entry: ManifestEntry | None
     ) -> None:
-        """Add what is known of a request.
+        """Add a request: its newest version, deletion and pin.
 
         :param entry: its content; None: there is none.
         """

@@ -38,7 +38,7 @@ class ReplicaFolder:
         """Directory of the opened replica."""
 
     def open(self, namespace: bytes) -> Replica:
-        """Open the first replica that no process uses. One that did not end cleanly is begun anew.
+        """Open the first replica that no process uses. One that did not end cleanly is emptied.
 
         :raises StoreError: the directory cannot be used.
         """
@@ -59,7 +59,7 @@ class ReplicaFolder:
         try:
             return Replica(self.path, namespace)
         except StoreError:
-            with suppress(OSError):  # a damaged one is begun anew
+            with suppress(OSError):  # a damaged one is emptied
                 self._clear()
             return Replica(self.path, namespace)
 

@@ -110,7 +110,7 @@ class Removals:
 
 
 class CommitPlan(NamedTuple):
-    """What a commit must upload and remove."""
+    """Packs to upload and content to remove in a commit."""
 
     cursor: bytes
     missing: list[NewPack]
@@ -301,7 +301,7 @@ class Replica:
     # Plans
 
     def plan(self, batch: CommitBatch) -> CommitPlan:
-        """Return what a commit of the batch must upload and remove; change nothing."""
+        """Return the packs that a commit of the batch must upload and remove; change nothing."""
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
             keep = kept_names(self.namespace, batch)
@@ -491,7 +491,7 @@ class _Goal:
         self._counted = 0
 
     def is_met(self) -> bool:
-        """Return whether the goal is reached by what was removed so far."""
+        """Return whether the removals so far reach the goal."""
         for pack in self._removed[self._counted :]:
             for name in names_of(self._rows, pack[ID_BYTES:]):
                 self._excess -= blob_row(self._rows, name).counted

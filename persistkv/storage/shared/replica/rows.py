@@ -31,7 +31,7 @@ _VERSION = struct.Struct("<Q16sQQ?d")
 
 
 class Version(NamedTuple):
-    """What is known of a request: the newest version that was written, deleted and pinned; 0:
+    """State of a request: the newest version that was written, deleted and pinned; 0:
     none."""
 
     written: int = 0

@@ -118,7 +118,9 @@ def engine_facts() -> dict[str, Any]:
     import vllm
     from vllm.platforms import current_platform
 
-    release = ".".join(str(vllm.__version__).split(".")[:2])
+    numbers = str(vllm.__version__).split(".")
+    # a patch release keeps the namespace
+    release = ".".join(numbers[:2])
     device = str(current_platform.device_type)
     facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}
     if device == "cpu":

@@ -156,7 +156,9 @@ def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
     """Return the value for each group index that a key may have; for a group that is not offloaded,
     the first one."""
     first = next(iter(groups.values()))
-    return tuple(groups.get(index, first) for index in range(max(groups) + 1))
+    # keys name groups by index, and vLLM may leave some out
+    indices = range(max(groups) + 1)
+    return tuple(groups.get(index, first) for index in indices)
 
 
 def _is_plain(spec: Any, tokens: int, device: str) -> bool:

@@ -118,11 +118,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._metrics = MetricsReader(scheme)
         self._steps = StepRequests(find_wake())
         offloading = offloading_spec.config
-        chunk_tokens = {}
-        for group in offloading.groups:
-            blocks_per_chunk = offloading.cache.blocks_per_chunk
-            chunk_tokens[group.group_id] = group.tokens_per_block * blocks_per_chunk
-        self._group_tokens = by_group_index(chunk_tokens)
+        self._group_tokens = _chunk_tokens(offloading)
         self._region_fds: tuple[int, ...] = ()
         if self.options.host == "process":
             self._region_fds = open_region(primary_kv_view)
@@ -293,6 +289,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     def _result(self, result: TierResult) -> JobResult:
         success = result.success and not result.failed_keys
         good: list[OffloadKey] | None = None
+        observed = self._metrics.observed
         load = self._loads.pop(result.job_id, None)
         if load is not None:
             request, keys = load
@@ -301,11 +298,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             request.failed |= failed
             if not success:
                 good = [key for key in keys if key not in failed]
-            self._metrics.observed.load_bytes += result.num_bytes
-            self._metrics.observed.load_seconds += result.seconds
-            self._metrics.observed.load_failed_chunks += len(failed)
+            observed.load_bytes += result.num_bytes
+            observed.load_seconds += result.seconds
+            observed.load_failed_chunks += len(failed)
         else:
-            self._metrics.observed.store_seconds += result.seconds
+            observed.store_seconds += result.seconds
         return JobResult(result.job_id, success, good, result.seconds, result.num_bytes)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -484,6 +481,15 @@ def _job(
     return JobMetadata(
         job.job_id, keys, np.array(job.chunk_ids, np.int64), job.is_promotion, context
     )
+
+
+def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
+    """Return the tokens of one chunk for each group index that a key may have."""
+    blocks_per_chunk = offloading.cache.blocks_per_chunk
+    tokens = {}
+    for group in offloading.groups:
+        tokens[group.group_id] = group.tokens_per_block * blocks_per_chunk
+    return by_group_index(tokens)
 
 
 def is_only_source(engine: Any) -> bool:

@@ -57,7 +57,7 @@ class BlockingStore:
         self.namespace = self.store.namespace
         self.index = self.store.index
         self.contains = self.store.contains
-        self.take_news = self.store.take_news
+        self.take_report = self.store.take_report
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._loop.wait(self._in_turn(coroutine))

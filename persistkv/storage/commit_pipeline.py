@@ -234,7 +234,7 @@ class Blocks(NamedTuple):
         return Blocks._make(map(pick, self))
 
     @property
-    def chained(self) -> bool:
+    def is_one_run(self) -> bool:
         """Whether all blocks are of one group and have consecutive, known depths. This is the usual
         case."""
         if not self.keys or UNKNOWN_DEPTH in self.depths:
@@ -270,7 +270,7 @@ def plan_packs(
         equal in both.
     """
     cut = blocks_per_pack(rows, max_bytes)
-    if blocks.chained:  # 0.2 instead of 3 ms for 4,096 blocks
+    if blocks.is_one_run:  # 0.2 instead of 3 ms for 4,096 blocks
         return [[_segment(rows, part)] for part in _parts(blocks, cut)]
     packs: dict[tuple[bool, int], list[int]] = {}
     for place, depth in enumerate(blocks.depths):

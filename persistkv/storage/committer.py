@@ -36,7 +36,7 @@ class _Attempt(NamedTuple):
     writers: Sequence[PackWriter]
     """The packs of the batch; other packs of the transaction were held already."""
     persisted: Sequence[tuple[str, bool]]
-    """``News.persisted`` of the requests."""
+    """``StoreReport.persisted`` of the requests."""
     result: CommitResult
 
     @property
@@ -69,7 +69,7 @@ class Committer:
         self.turn = asyncio.Lock()
         """Held during ``work``. Another task that changes the catalogue acquires it, too."""
         self.changed = asyncio.Event()
-        """Set when the index or the news may have changed; the owner clears it."""
+        """Set when the index or the report may have changed; the owner clears it."""
 
     def wake(self) -> None:
         """Have ``run`` look for due work now."""
@@ -198,13 +198,13 @@ class Committer:
             if writer not in done.writers:
                 self._counters.held_blocks += len(writer.keys)
             self._queue.end(writer)
-        catalogue.news.persisted += done.persisted
+        catalogue.report.persisted += done.persisted
         self.changed.set()
         return True
 
     def _drop(self, transaction: Transaction) -> None:
         """Count what a failed transaction lost."""
-        persisted = self._catalogue.news.persisted
+        persisted = self._catalogue.report.persisted
         persisted += [(end.request, False) for end in transaction.ends]
         self.drop(transaction.packs)
 

@@ -8,12 +8,12 @@
    larger table is being filled.
 2. An entry is a pair of fingerprint and pack. A key in several packs has several entries, and so do
    colliding keys.
-3. A fingerprint only hints: a probe may find a key that is not held. Callers compare full keys
+3. A fingerprint proves nothing: a probe may find a key that is not held. Callers compare full keys
    before they use a block.
 4. A reader needs no lock: a slot is written with one 8-byte instruction. A probe that races with a
    write may miss.
-5. Hints are entries without a pack: keys of another namespace, for readers of the table only. They
-   make a key readable (``in``), but the methods that return packs do not find them.
+5. Adopted keys are entries without a pack: keys of another namespace, for readers of the table.
+   They make a key readable (``in``), but the methods that return packs do not find them.
 6. A large index is saved when its store closes: loading the file takes a fifth of the time of
    reading the catalogue. It names a position in the change log, and is used only if the log still
    has all later changes.
@@ -55,7 +55,7 @@ _SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
 # each slice.
 _KEYS_PER_SLICE = 4096
 _SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
-_HINT = 0xFFFFFFFF  # in the place of a pack number
+_ADOPTED = 0xFFFFFFFF  # in the place of a pack number
 _FEW = 12  # keys; for fewer, NumPy is slower
 # dicts over which packs are spread: with a million packs, one grows in 0.1 ms
 _PARTS = 256
@@ -199,7 +199,7 @@ class LookupTable:
         held = self.held(keys)
         return held.index(False) if False in held else len(held)
 
-    def set_collided(self, keys: Mapping[bytes, bool]) -> None:
+    def set_collisions(self, keys: Mapping[bytes, bool]) -> None:
         """Remember (True) or forget (False) that keys are not held although other keys have their
         fingerprints. Of more than 4,096, the oldest are forgotten: a load of one fails as a miss.
         """
@@ -447,7 +447,7 @@ class Index:
         """The table that was shared last."""
         self._packs = _PackNumbers()
         self._last = 0
-        self._hints = 0
+        self._num_adopted = 0
         self.reloads = 0
         """Number of calls of ``reload``."""
         self.version = 0
@@ -457,7 +457,7 @@ class Index:
         return next(self._table.packs_of(_fingerprint(key)), 0) != 0
 
     def __len__(self) -> int:
-        """Number of entries: blocks in all packs, and hints."""
+        """Number of entries: blocks in all packs, and adopted keys."""
         return self._table.live
 
     def pack_ids(self) -> list[bytes]:
@@ -487,8 +487,8 @@ class Index:
         # consecutive keys are mostly in one pack
         ids = {number: self._packs.id(number) for number in set(listed)}
         first = [ids[number] for number in listed]
-        if self._hints:  # an entry with a pack may follow the hint
-            for number in np.flatnonzero(numbers == _HINT).tolist():
+        if self._num_adopted:  # an entry with a pack may follow the adopted one
+            for number in np.flatnonzero(numbers == _ADOPTED).tolist():
                 first[number] = next(iter(self.candidates(keys[number])), None)
         return first
 
@@ -501,8 +501,8 @@ class Index:
     # Changes
 
     def reload(self, tables: Iterable[PackTable], blocks: int | None = None) -> None:
-        """Replace the whole content, hints included. If iterating over ``tables`` raises, some
-        packs are missing.
+        """Replace the whole content, adopted keys included. If iterating over ``tables`` raises,
+        some packs are missing.
 
         :param blocks: estimated number of blocks in ``tables``. None: they are counted, with all
             tables in memory.
@@ -514,7 +514,7 @@ class Index:
         new = _FingerprintTable(self._size_for(blocks))
         new.prefault(0, new.slots)
         self._packs = _PackNumbers()
-        self._hints = 0
+        self._num_adopted = 0
         self.reloads += 1
         self._new = None
         self._replace(new)
@@ -552,9 +552,9 @@ class Index:
     def _number(self, pack_id: bytes) -> int:
         """Assign a number to a new pack. Numbers are not reused before all others were used, so
         that a caller notices when a pack was removed and added again."""
-        self._last = self._last % (_HINT - 1) + 1
+        self._last = self._last % (_ADOPTED - 1) + 1
         while self._packs.id(self._last) is not None:  # after four billion packs
-            self._last = self._last % (_HINT - 1) + 1
+            self._last = self._last % (_ADOPTED - 1) + 1
         # a copy: not among the parser's short-lived objects
         self._packs.put(bytes(bytearray(pack_id)), self._last)
         return self._last
@@ -601,35 +601,35 @@ class Index:
     def _tables(self) -> list[_FingerprintTable]:
         return [self._table] if self._new is None else [self._table, self._new]
 
-    def add_hints(self, keys: Sequence[bytes]) -> None:
-        """Add keys of another namespace's packs as hints, so that lookups find them."""
+    def add_adopted(self, keys: Sequence[bytes]) -> None:
+        """Add keys of another namespace's packs, so that lookups find them."""
         if keys:
-            self._hints += len(keys)
+            self._num_adopted += len(keys)
             self._insert(
-                _stored_fingerprints(keys), np.full(len(keys), _HINT, np.uint32)
+                _stored_fingerprints(keys), np.full(len(keys), _ADOPTED, np.uint32)
             )
 
-    def remove_hints(self, fingerprints: bytes | None = None) -> None:
-        """Remove the hints of keys, given as ``PackedKeys.fingerprints``; None: all hints, by a
+    def remove_adopted(self, fingerprints: bytes | None = None) -> None:
+        """Remove adopted keys, given as ``PackedKeys.fingerprints``; None: all of them, by a
         search of all slots."""
         for table in self._tables:
             if fingerprints is None:
-                at = np.flatnonzero(table.packs == _HINT)
+                at = np.flatnonzero(table.packs == _ADOPTED)
             else:
                 wanted = _unpack_fingerprints(fingerprints)
-                at = table.find(wanted, _HINT)
+                at = table.find(wanted, _ADOPTED)
             table.remove(at)
             if table is self._table:
-                self._hints -= len(at)
+                self._num_adopted -= len(at)
 
     # The file
 
     def save(self, path: Path, cursor: bytes) -> None:
         """Write the index as of ``cursor`` to a file for the next opening, unless it has fewer than
-        65,536 entries. Hints are removed. A failure is only logged; the old file remains.
+        65,536 entries. Adopted keys are removed. A failure is only logged; the old file remains.
         """
-        if self._hints:
-            self.remove_hints()
+        if self._num_adopted:
+            self.remove_adopted()
         if len(self) < _SAVED_FROM:
             return
         num_bytes = len(self) * _ENTRY.itemsize + len(self._packs) * (ID_BYTES + 4)

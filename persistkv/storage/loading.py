@@ -86,7 +86,7 @@ class Loader:
         self._counters.loaded_blocks += len(keys) - len(outcome.failed)
         self._counters.loaded_bytes += outcome.raw_bytes
         # before the caller stores a failed block again: it must not count as held
-        self._suspect(outcome)
+        self._suspect_packs(outcome)
         return outcome
 
     async def probe(self, keys: Sequence[bytes], deadline: float) -> ReadOutcome:
@@ -97,7 +97,7 @@ class Loader:
         num_bytes = len(keys) * layout.row_stride
         rows = Rows(memoryview(huge_memory(num_bytes))[:num_bytes], layout)
         outcome = await self._read(_Wanted(keys, range(len(keys)), rows, deadline))
-        self._suspect(outcome)
+        self._suspect_packs(outcome)
         return outcome
 
     async def _read(self, wanted: _Wanted) -> ReadOutcome:
@@ -178,7 +178,7 @@ class Loader:
         for part in parts:
             self._queue.touch(read.pack.pack_id for read in part)
 
-    def _suspect(self, outcome: ReadOutcome) -> None:
+    def _suspect_packs(self, outcome: ReadOutcome) -> None:
         """Remove packs with bad or missing frames from the index that they are in."""
         for source in self._sources():
             packs: list[HeldPack] = []
@@ -186,4 +186,4 @@ class Loader:
                 if pack.table.namespace == source.namespace:
                     packs.append(pack)
             if packs:
-                source.distrust(packs, outcome.bad_frames)
+                source.suspect(packs, outcome.bad_frames)

@@ -1,5 +1,5 @@
-"""One namespace of an open backend: its blocking calls, the index of durable keys, ``News`` for the
-engine, manifests.
+"""One namespace of an open backend: its blocking calls, the index of durable keys, the report to
+the engine, manifests.
 
 One task at a time may await the methods that commit, refresh or repair, so that the index applies
 changes in order. Any task may await ``holders``.
@@ -37,7 +37,12 @@ from persistkv.storage.format.manifest import (
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.index import HeldPack, Index, set_bounded
-from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.records import (
+    RequestEnd,
+    StoreCounters,
+    StoreOptions,
+    StoreReport,
+)
 from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -61,7 +66,7 @@ class _Suspect(NamedTuple):
     """Frames that did not verify and that no counter contains yet."""
 
 
-class _Doubts:
+class _RepairWork:
     """Packs that a read or a lookup of their tables has found missing or damaged."""
 
     def __init__(self) -> None:
@@ -99,7 +104,7 @@ class _RecentTables:
 
 
 class NamespaceView:
-    """One namespace of an open backend, with the index of its durable keys and ``News``. Not
+    """One namespace of an open backend, with the index of its durable keys and its report. Not
     thread-safe."""
 
     def __init__(
@@ -111,8 +116,8 @@ class NamespaceView:
         layout: RowLayout,
         options: StoreOptions,
     ) -> None:
-        """Read the catalogue into the index, on the caller's thread. Its keys are not reported as
-        news.
+        """Read the catalogue into the index, on the caller's thread. Its keys are not in the
+        report.
 
         :param threads: run the blocking calls; the caller closes them.
 
@@ -125,7 +130,7 @@ class NamespaceView:
         self.cursor: bytes | None = None
         """Position in the backend's change log up to which the index is complete. None: unknown, so
         the next refresh reads the whole catalogue."""
-        self.news = News()
+        self.report = StoreReport()
         self._counters = counters
         self._announced: dict[bytes, PackedKeys] | None = {} if options.events else None
         """Keys of the packs that were reported as stored, by pack id: other processes that remove
@@ -133,8 +138,8 @@ class NamespaceView:
         self.block_bytes = [group.block_bytes for group in layout.groups]
         """Raw bytes of one block of each KV cache group."""
         self._recent = _RecentTables()
-        self._collided: dict[bytes, None] = {}
-        self._doubts = _Doubts()
+        self._collisions: dict[bytes, None] = {}
+        self._repair_work = _RepairWork()
         self._failure_logged_at: float | None = None
         self._file: Path | None = None
         self._saved: bytes | None = None
@@ -145,7 +150,7 @@ class NamespaceView:
         except BaseException:
             self.index.close()
             raise
-        self.news = News()
+        self.report = StoreReport()
         trim_heap()  # about 50 bytes per block
 
     def _load(self) -> Changes:
@@ -171,8 +176,8 @@ class NamespaceView:
         self.backend.close()
         is_whole = (
             self.backend.capabilities.writable
-            and not self._doubts.suspects
-            and not self._doubts.index_lacks
+            and not self._repair_work.suspects
+            and not self._repair_work.index_lacks
         )
         file, self._file = self._file, None
         is_new = self.cursor is not None and self.cursor != self._saved
@@ -249,8 +254,8 @@ class NamespaceView:
 
     def _learn(self, changes: Changes) -> None:
         if changes.reset:
-            self.news.lost |= self._announced is not None and len(self.index) > 0
-            self._doubts.suspects.clear()
+            self.report.lost |= self._announced is not None and len(self.index) > 0
+            self._repair_work.suspects.clear()
             self.index.reload(changes.added, changes.blocks)
             self._announce_gone()
         else:
@@ -260,11 +265,11 @@ class NamespaceView:
 
     def _add(self, tables: Sequence[PackTable]) -> None:
         for table in tables:
-            self._doubts.suspects.pop(table.pack_id, None)
-            if self._collided or self._announced is not None:
+            self._repair_work.suspects.pop(table.pack_id, None)
+            if self._collisions or self._announced is not None:
                 keys = table.keys.unpack()
-                self._set_collided(
-                    [key for key in keys if key in self._collided], collided=False
+                self._set_collisions(
+                    [key for key in keys if key in self._collisions], collided=False
                 )
                 self._announce(table, keys)
         self.index.add(tables)
@@ -274,7 +279,7 @@ class NamespaceView:
         if self._announced is None or self.index.number_of(table.pack_id):
             return
         self._announced[table.pack_id] = table.keys
-        self.news.add(stored=self.index.absent(keys))
+        self.report.add(stored=self.index.absent(keys))
 
     def _announce_gone(self) -> None:
         """Report the packs as removed that were reported as stored and that the reloaded index
@@ -286,10 +291,10 @@ class NamespaceView:
         ]
         for pack_id in gone:
             keys = self._announced.pop(pack_id)
-            self.news.add(removed=self.index.absent(keys.unpack()))
+            self.report.add(removed=self.index.absent(keys.unpack()))
 
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
-        """Remove packs from the index, and record their keys in ``news``, or that keys are lost.
+        """Remove packs from the index, and record their keys in ``report``, or that keys are lost.
 
         :param packs: pack id → the pack's table, or ``PackedKeys.fingerprints`` if the caller does
             not have it.
@@ -297,7 +302,7 @@ class NamespaceView:
         fingerprints: dict[bytes, bytes] = {}
         removed: list[PackedKeys | None] = []
         for pack_id, known in packs.items():
-            self._doubts.suspects.pop(pack_id, None)
+            self._repair_work.suspects.pop(pack_id, None)
             number = self.index.number_of(pack_id)
             if not number:
                 continue
@@ -313,9 +318,9 @@ class NamespaceView:
         # after the removal: keys that other packs hold can still be loaded
         for keys in removed:
             if keys is None:
-                self.news.lost = True
+                self.report.lost = True
             else:
-                self.news.add(removed=self.index.absent(keys.unpack()))
+                self.report.add(removed=self.index.absent(keys.unpack()))
         for pack_id in fingerprints:
             self._announced.pop(pack_id, None)
 
@@ -375,8 +380,8 @@ class NamespaceView:
                 for pack_id in pack_ids
                 if pack_id not in packs
             )
-        self._set_collided(collided, collided=True)
-        self._doubts.unread.update(unread)
+        self._set_collisions(collided, collided=True)
+        self._repair_work.unread.update(unread)
 
     async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
         """Return these packs by id, without those whose tables are missing or damaged."""
@@ -420,21 +425,21 @@ class NamespaceView:
     @property
     def needs_repair(self) -> bool:
         """Whether ``repair`` has work to do."""
-        return self._doubts.undecided or bool(self._doubts.unread)
+        return self._repair_work.undecided or bool(self._repair_work.unread)
 
     async def repair(self) -> None:
         """Decide about packs that a read, or a lookup of their tables, found missing or damaged.
         Failures are logged."""
-        if self._doubts.unread:
+        if self._repair_work.unread:
             await self._drop_unread()
-        if self._doubts.undecided:
+        if self._repair_work.undecided:
             await self._quarantine()
 
     async def _drop_unread(self) -> None:
         """Refresh, and remove from the index the packs whose tables are damaged or no longer held,
         unless they were added since the failed lookup or the medium fails.
         """
-        packs, self._doubts.unread = self._doubts.unread, {}
+        packs, self._repair_work.unread = self._repair_work.unread, {}
         await self.refresh_or_log()
         left = [
             pack_id
@@ -450,20 +455,20 @@ class NamespaceView:
                     partial(self.backend.tables, self.namespace, left)
                 )
             }
-            self._doubts.index_lacks = True
+            self._repair_work.index_lacks = True
             self._forget({pack_id: b"" for pack_id in left if pack_id not in there})
 
-    def _set_collided(self, keys: Sequence[bytes], *, collided: bool) -> None:
+    def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
         if keys:
             changes = dict.fromkeys(keys, collided)
-            set_bounded(self._collided, changes)
-            self.news.collided.update(changes)
+            set_bounded(self._collisions, changes)
+            self.report.collisions.update(changes)
 
     async def committed(
         self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool
     ) -> None:
         """Apply the result of this store's own commit of these packs to the index, the counters and
-        the news.
+        the report.
 
         :param followed: whether it is certain that no other process committed between the last
             refresh and this commit. If not, this method refreshes.
@@ -514,7 +519,7 @@ class NamespaceView:
         self._counters.evicted_blocks += sum(map(_num_keys, evicted.values()))
         self._forget(evicted)
 
-    def distrust(
+    def suspect(
         self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
     ) -> None:
         """Remove from the index the packs of which a read failed; ``repair`` decides about them. A
@@ -531,8 +536,8 @@ class NamespaceView:
         self._forget(bad)
         for pack_id, table in bad.items():
             suspect = _Suspect(table, bad_frames.get(pack_id, 0))
-            self._doubts.suspects[pack_id] = suspect
-        self._doubts.undecided = True
+            self._repair_work.suspects[pack_id] = suspect
+        self._repair_work.undecided = True
 
     async def _quarantine(self) -> None:
         """Refresh, and delete the suspected packs that no process has removed or replaced since, if
@@ -541,8 +546,8 @@ class NamespaceView:
         If the refresh fails, all of them are restored to the index: a later read decides. If a
         deletion fails, they stay out of the index.
         """
-        self._doubts.undecided = False
-        suspects = self._doubts.suspects
+        self._repair_work.undecided = False
+        suspects = self._repair_work.suspects
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
                 await self.refresh()
@@ -573,7 +578,7 @@ class NamespaceView:
             if result.stale:
                 return False
             for pack_id in bad:
-                self._doubts.suspects.pop(pack_id, None)
+                self._repair_work.suspects.pop(pack_id, None)
             names = ", ".join(pack_id.hex() for pack_id in bad)
             logger.warning(
                 "deleted packs whose bytes do not verify: %s; their blocks will be computed again",
@@ -655,7 +660,7 @@ def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitRes
         return backend.commit(namespace, batch)
     finally:
         for writer in batch.packs:
-            writer.settle()
+            writer.end_reads()
 
 
 def make_manifest(

@@ -46,7 +46,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``canary``: use the namespace of another engine release after comparisons have proven its
     blocks valid. ``never``: use only the own namespace."""
     events: bool = False
-    """Whether ``News`` reports stored and removed keys."""
+    """Whether ``StoreReport`` reports stored and removed keys."""
 
 
 class StoreCounters(msgspec.Struct):
@@ -83,8 +83,8 @@ class StoreCounters(msgspec.Struct):
     """Transactions of this store that succeeded, including those that wrote no pack."""
 
 
-class News(msgspec.Struct, array_like=True, tag=True):
-    """Changes of the store's keys and requests since the last ``take_news``. The first three are
+class StoreReport(msgspec.Struct, array_like=True, tag=True):
+    """Changes of the store's keys and requests since the last ``take_report``. The first three are
     set only if ``StoreOptions.events`` is.
     """
 
@@ -99,7 +99,7 @@ class News(msgspec.Struct, array_like=True, tag=True):
     persisted: list[tuple[str, bool]] = []
     """(request id, whether its whole context is durable), for each request whose end was
     processed."""
-    collided: dict[bytes, bool] = {}
+    collisions: dict[bytes, bool] = {}
     """Key → True: the key is not held, although a held key has the same fingerprint, so the engine
     must treat it as a miss. False: it was stored since, so the engine can trust the lookup table
     again."""

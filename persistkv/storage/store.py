@@ -3,8 +3,7 @@
 Invariants of this file:
 
 1. A key is in the index if and only if, as of the last refresh, a committed pack holds it and no
-   read has found that pack bad. Hints, which are keys of an adopted namespace, are the only
-   exception.
+   read has found that pack bad. Keys of an adopted namespace are the only exception.
 2. The store may read the rows passed to ``put`` until ``StoredJob.writes`` are done, or
    ``in_flight`` returns none of their keys.
 3. When ``read`` returns, a row holds the bytes stored under its key, or the outcome lists the key
@@ -47,7 +46,12 @@ from persistkv.storage.index import Index
 from persistkv.storage.load import ReadOutcome
 from persistkv.storage.loading import Loader
 from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.records import (
+    RequestEnd,
+    StoreCounters,
+    StoreOptions,
+    StoreReport,
+)
 from persistkv.storage.savings import SavingsRecorder
 from persistkv.storage.threads import StoreThreads
 
@@ -125,7 +129,7 @@ class Store:
         self._max_pack_bytes = MemoryShares.of(options.staging_bytes).transaction
 
         def make_writer(segments: Sequence[Segment]) -> PackWriter:
-            return PackWriter(identity.digest, codec, segments, threads.ahead)
+            return PackWriter(identity.digest, codec, segments, threads.start)
 
         # not a method: in a reference cycle, a closed store would keep the rows mapped
         self.queue = CommitQueue(
@@ -299,8 +303,8 @@ class Store:
         """End a request: the next commit writes its staged blocks and its manifest.
 
         It starts at once, or, with ``interval:`` durability, after the interval at the latest. When
-        it has ended, ``News.persisted`` reports the request. A read-only store writes nothing and
-        reports it at once.
+        it has ended, ``StoreReport.persisted`` names the request. A read-only store writes nothing
+        and reports it at once.
 
         :raises ValueError: ``end.group_keys`` has more or fewer groups than the rows; nothing was
             accepted.
@@ -313,7 +317,7 @@ class Store:
         if self._is_writable:
             self.queue.ends.add(end)
         else:
-            self.catalogue.news.persisted.append((end.request, False))
+            self.catalogue.report.persisted.append((end.request, False))
         self._announce()
 
     async def delete(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -333,7 +337,7 @@ class Store:
 
     async def flush(self) -> None:
         """Commit all accepted work; return when it is durable, or dropped and counted in
-        ``counters``. Dropped ends of requests are reported in ``News.persisted``. Errors are not
+        ``counters``. Dropped ends of requests are in ``StoreReport.persisted``. Errors are not
         raised. Another task must await ``committer.run``."""
         await self.committer.flush()
 
@@ -378,25 +382,25 @@ class Store:
         self._announce()
         return outcome
 
-    # News
+    # Report
 
     def _announce(self) -> None:
-        """Have the other tasks look for due work, and for news."""
+        """Have the other tasks look for due work, and for a report to send."""
         self.committer.wake()
-        if self.catalogue.news != News():
+        if self.catalogue.report != StoreReport():
             self.committer.changed.set()
 
     @property
-    def news(self) -> News:
-        """Changes since the last ``take_news``. The caller may drop keys from it to bound
+    def report(self) -> StoreReport:
+        """Changes since the last ``take_report``. The caller may drop keys from it to bound
         memory."""
-        return self.catalogue.news
+        return self.catalogue.report
 
-    def take_news(self) -> News:
-        """Return and clear ``news``. Keys that the store held when it was opened are not
+    def take_report(self) -> StoreReport:
+        """Return and clear ``report``. Keys that the store held when it was opened are not
         included."""
-        news, self.catalogue.news = self.catalogue.news, News()
-        return news
+        report, self.catalogue.report = self.catalogue.report, StoreReport()
+        return report
 
     def close(self, *, is_sound: bool = True) -> None:
         """Close the backend; drop what is not committed. No task may use the store. Idempotent.

@@ -28,7 +28,7 @@ class StoreThreads:
     """One thread that writes, and several that read, for the tasks of one event loop."""
 
     def __init__(self, readers: int) -> None:
-        """:param readers: number of ``read`` and ``ahead`` calls that can run at once, at least 1.
+        """:param readers: number of ``read`` and ``start`` calls that can run at once, at least 1.
         :raises RuntimeError: the system cannot start so many threads; none is left.
         """
         self.readers = readers
@@ -82,7 +82,7 @@ class StoreThreads:
             futures.clear()
         return results
 
-    def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
+    def start(self, call: Callable[[], T]) -> Callable[[], T]:
         """Start a call that may run concurrently with the caller. Return a function that waits for
         it, and returns its result or raises its exception. Thread-safe.
         """

@@ -106,8 +106,8 @@ def test_index_file_unchanged_store_opens_without_catalogue_scan(
         assert None not in cursors
         assert holds(store, packs) == [True] * PACKS + [False]
         assert len(store.index) == PACKS * BLOCKS
-        news = store.take_news()
-        assert (news.stored, news.removed, news.lost) == ([], [], False)
+        report = store.take_report()
+        assert (report.stored, report.removed, report.lost) == ([], [], False)
         assert store.read(packs[3].keys.unpack()[:1], [0]) == []
     assert version(url) == before, "nothing has changed, so it is not written again"
 

@@ -77,7 +77,7 @@ def test_put_blocks_are_found_only_after_flush(
     assert store.store.missing(large) == large
     store.flush()
     assert all(map(store.contains, small + large))
-    assert sorted(store.take_news().stored) == sorted(small + large)
+    assert sorted(store.take_report().stored) == sorted(small + large)
 
 
 def test_put_staged_blocks_survive_overwritten_rows(
@@ -153,7 +153,7 @@ def test_end_request_manifest_names_whole_context(
     store.put("b", names, range(4), range(4))
     store.end_request(end("b", names, tokens=70, labels={"user": "x"}))
     store.flush()
-    assert store.take_news().persisted == [("b", True)]
+    assert store.take_report().persisted == [("b", True)]
     (manifest,) = manifests(store)
     assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == (
         "manifest-b",
@@ -181,7 +181,7 @@ def test_end_request_missing_block_shortens_manifest(
     store.end_request(end("nothing", keys(2)))
     store.end_request(end("empty", []))
     store.flush()
-    assert dict(store.take_news().persisted) == {
+    assert dict(store.take_report().persisted) == {
         "r": False,
         "nothing": False,
         "empty": True,
@@ -253,7 +253,7 @@ def test_tick_applies_stores_and_deletions_of_other_handles(
         writer.put(f"r{number}", some, range(len(some)), None)
         writer.flush()
     reader.work()
-    assert sorted(reader.take_news().stored) == sorted(names + kept)
+    assert sorted(reader.take_report().stored) == sorted(names + kept)
 
     def delete(some: list[bytes]) -> None:
         packs = writer.index.candidates(some[0])
@@ -262,12 +262,14 @@ def test_tick_applies_stores_and_deletions_of_other_handles(
         reader.work()
 
     delete(names)
-    news = reader.take_news()
-    assert (sorted(news.removed), news.lost) == (sorted(names), False)
+    report = reader.take_report()
+    assert (sorted(report.removed), report.lost) == (sorted(names), False)
     assert not any(map(reader.contains, names))
     assert reader.read(names, range(64)) == names
     delete(old)
-    assert reader.take_news().lost, "its keys, held at the opening, are not known here"
+    assert reader.take_report().lost, (
+        "its keys, held at the opening, are not known here"
+    )
 
 
 def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
@@ -457,11 +459,11 @@ def test_durability_interval_copies_blocks_and_flush_commits_once(
     assert store.store.committer.seconds_to_work() != 0
     store.work()
     assert not any(map(store.contains, large + small))
-    assert store.take_news().persisted == []
+    assert store.take_report().persisted == []
     store.flush()
     assert store.counters.commits == 1, "one transaction for all"
     assert all(map(store.contains, large + small))
-    assert store.take_news().persisted == [("a", True)]
+    assert store.take_report().persisted == [("a", True)]
     assert store.read(large, range(64)) == []
     assert (store.rows.array == before).all()
 

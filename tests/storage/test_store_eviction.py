@@ -46,14 +46,14 @@ def test_store_full_evicts_oldest_requests_first(
     held = [all(map(store.contains, names)) for names in requests]
     assert held == sorted(held), "the oldest go first"
     assert 4 <= sum(held) < 20
-    news = store.take_news()
+    report = store.take_report()
     gone = [
         name
         for names, there in zip(requests, held, strict=True)
         if not there
         for name in names
     ]
-    assert sorted(news.removed) == sorted(gone)
+    assert sorted(report.removed) == sorted(gone)
     assert store.counters.evicted_blocks == len(gone)
     assert store.counters.dropped_blocks == 0
     assert {manifest.id for manifest in manifests(store)} == {
@@ -149,7 +149,7 @@ def test_tick_idle_store_expires_old_blocks(
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 31)
     store.work()
     assert not any(map(store.contains, names))
-    assert store.take_news().removed == names
+    assert store.take_report().removed == names
 
 
 def test_tick_blocks_evicted_by_another_handle_are_removed(
@@ -187,7 +187,7 @@ def test_store_full_request_larger_than_store_drops_only_its_blocks(
     assert sum("the store is full" in line for line in caplog.messages) == 1, (
         "one warning a minute"
     )
-    assert dict(store.take_news().persisted) == {
+    assert dict(store.take_report().persisted) == {
         "small": True,
         "large0": False,
         "large1": False,

@@ -97,7 +97,7 @@ def test_read_flipped_byte_misses_and_deletes_pack(
     names = keys(32)
     store.put("r", names, range(32), range(32))
     store.flush()
-    store.take_news()
+    store.take_report()
     flip_reads(backend)
     with caplog.at_level(logging.WARNING):
         failed = store.read(names, range(32))
@@ -106,7 +106,7 @@ def test_read_flipped_byte_misses_and_deletes_pack(
     assert set(failed) < set(names)
     assert "do not verify" in caplog.text
     assert store.counters.verification_failures == 1
-    assert sorted(store.take_news().removed) == sorted(names)
+    assert sorted(store.take_report().removed) == sorted(names)
     assert not any(map(store.contains, names))
     store.put("r", names, range(32), range(32))
     store.flush()
@@ -133,13 +133,13 @@ def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
     theirs.rows.array[:] ^= 0xFF
     theirs.put("r", names, range(64), None)
     theirs.flush()
-    ours.take_news()
+    ours.take_report()
     assert ours.read(names, range(64)), "our table is of the old bytes"
     assert all(map(theirs.contains, names))
     assert theirs.read(names, range(64)) == []
     assert ours.read(names, range(64)) == [], "the new table was learnt"
-    news = ours.take_news()
-    assert set(names) <= set(news.stored)
+    report = ours.take_report()
+    assert set(names) <= set(report.stored)
 
 
 def test_read_pack_without_payload_misses_and_can_be_stored_again(

@@ -175,7 +175,7 @@ def test_ahead_returns_or_raises_as_its_call(
             raise OSError("gone")
         return 5
 
-    wait = threads.ahead(call)
+    wait = threads.start(call)
     if fails:
         with pytest.raises(OSError, match="gone"):
             wait()

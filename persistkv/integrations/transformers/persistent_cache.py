@@ -243,7 +243,7 @@ class PersistentCache(RequestCache):
             )
             store.end_request(end)
             store.flush()
-            whole = dict(store.take_news().persisted)[request]
+            whole = dict(store.take_report().persisted)[request]
             # A context is also whole without the blocks outside of the window, which the cache does
             # not have.
             if not whole and (not _holds(store, present) or _holds(store, group_keys)):

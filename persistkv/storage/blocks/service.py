@@ -1,4 +1,5 @@
-"""The coroutines behind ``BlockStore``: one store, its commit task, and its news."""
+"""The coroutines behind ``BlockStore``: one store, its commit task, and its
+reports."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from persistkv.storage.blocks.usage import (
     UsageLedger,
     stored_blocks,
 )
-from persistkv.storage.records import News, RequestEnd
+from persistkv.storage.records import RequestEnd, StoreReport
 from persistkv.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class BlockService:
         self._memory = memory
         self._tokens_per_block = tokens_per_block
         self._ledger = UsageLedger(tenant_of)
-        self._events = News()
+        self._events = StoreReport()
         self._ended: dict[str, asyncio.Future[bool]] = {}
         """Requests whose end is not committed yet."""
         # one more than can be read at once: its packs are looked up meanwhile
@@ -105,16 +106,16 @@ class BlockService:
         while True:
             await changed.wait()
             changed.clear()
-            self._take_news()
+            self._take_report()
 
-    def _take_news(self) -> None:
-        news = self.store.take_news()
-        for request, is_whole in news.persisted:
+    def _take_report(self) -> None:
+        report = self.store.take_report()
+        for request, is_whole in report.persisted:
             ended = self._ended.pop(request, None)
             if ended is not None and not ended.done():
                 ended.set_result(is_whole)
-        self._events.lost |= news.lost
-        self._events.add(stored=news.stored, removed=news.removed)
+        self._events.lost |= report.lost
+        self._events.add(stored=report.stored, removed=report.removed)
 
     # Blocks
 
@@ -269,9 +270,9 @@ class BlockService:
 
     async def take_events(self) -> StoreEvents:
         """Return the events since the last call."""
-        self._take_news()
-        news, self._events = self._events, News()
-        return StoreEvents(_split(news.stored), _split(news.removed), news.lost)
+        self._take_report()
+        report, self._events = self._events, StoreReport()
+        return StoreEvents(_split(report.stored), _split(report.removed), report.lost)
 
     # The end
 

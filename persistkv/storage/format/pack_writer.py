@@ -28,8 +28,8 @@ from persistkv.storage.format.pack import (
 if TYPE_CHECKING:
     from persistkv.memory.rows import ByteArray
 
-# maximum number of frames that are encoded ahead of the one being written
-FRAMES_AHEAD = 4
+# maximum number of frames that are encoded while an earlier one is written
+MOST_STARTED = 4
 
 
 class BlockSource(Protocol):
@@ -84,7 +84,7 @@ class _StoredFrame(NamedTuple):
 
 
 _StoreFrame = Callable[[], _StoredFrame]
-Ahead = Callable[[_StoreFrame], _StoreFrame]
+StartFrame = Callable[[_StoreFrame], _StoreFrame]
 """Starts a call in another thread; returns a function that waits for the call and returns its
 result."""
 
@@ -131,12 +131,12 @@ class NewPack(ABC):
         """
 
     def restart(self) -> None:
-        """Prepare for an attempt to commit: call ``settle``, and set ``written`` to False."""
-        self.settle()
+        """Prepare for an attempt to commit: call ``end_reads``, and set ``written`` to False."""
+        self.end_reads()
         self.written = False
 
     @abstractmethod
-    def settle(self) -> None:
+    def end_reads(self) -> None:
         """Wait until this object no longer reads the blocks, after a ``stream`` that ended or was
         abandoned."""
 
@@ -170,16 +170,16 @@ class PackCopy(NewPack):
         yield self.payload
         self.written = True
 
-    def settle(self) -> None:
+    def end_reads(self) -> None:
         """Do nothing: ``stream`` starts no work in other threads."""
 
 
 class PackWriter(NewPack):
     """A pack whose frames are encoded from segments during ``stream``. Holds one encoded frame in
-    memory, or a few if frames are encoded ahead.
+    memory, or a few if other threads encode frames.
 
-    :param ahead: starts the encoding of frames ahead of the stream; None: each frame is encoded
-        when the stream reaches it.
+    :param start_frame: starts the encoding of a frame in another thread; None: each frame is
+        encoded when the stream reaches it.
     :raises ValueError: a key occurs twice (``PackTable.parse`` would reject the pack), is empty, or
         is too long.
     """
@@ -189,7 +189,7 @@ class PackWriter(NewPack):
         namespace: bytes,
         codec: Codec,
         segments: Sequence[Segment],
-        ahead: Ahead | None = None,
+        start_frame: StartFrame | None = None,
     ) -> None:
         all_keys: list[bytes] = []
         num_frames = 0
@@ -219,7 +219,7 @@ class PackWriter(NewPack):
         self.segments = segments
         """The blocks; empty after ``release``."""
         self._codec = codec
-        self._ahead = ahead
+        self._start_frame = start_frame
         self._table: PackTable | None = None
         # frames whose encoding has started in other threads, in order
         self._started: deque[_StoreFrame] = deque()
@@ -285,12 +285,12 @@ class PackWriter(NewPack):
             self._table = make_table()
 
     def restart(self) -> None:
-        # before ``settle``, which would make the table of the attempt before
+        # before ``end_reads``, which would make the table of the attempt before
         self._make_pending_table = None
         super().restart()
         self._table = None
 
-    def settle(self) -> None:
+    def end_reads(self) -> None:
         while self._started:
             wait_for_frame = self._started.popleft()
             # of an abandoned stream: no caller needs the error
@@ -303,21 +303,21 @@ class PackWriter(NewPack):
         does not keep them alive. All other attributes remain available; do not call ``stream``
         again.
         """
-        self.settle()
+        self.end_reads()
         self.segments = ()
 
     def _stored_frames(self) -> Iterator[_StoredFrame]:
-        """Yield the frames in order, encoded ahead in other threads if they are encoded at all."""
-        ahead = self._ahead if self.encodes else None
+        """Yield the frames in order, encoded in other threads if they are encoded at all."""
+        start_frame = self._start_frame if self.encodes else None
         for segment in self.segments:
             for start, stop in segment.frame_bounds():
-                if ahead is None:
+                if start_frame is None:
                     yield self._store(segment, start, stop)
                     continue
-                started = ahead(partial(self._store, segment, start, stop))
+                started = start_frame(partial(self._store, segment, start, stop))
                 self._started.append(started)
                 # bounds the memory of encoded frames
-                if len(self._started) > FRAMES_AHEAD:
+                if len(self._started) > MOST_STARTED:
                     wait_for_frame = self._started.popleft()
                     yield wait_for_frame()
         while self._started:

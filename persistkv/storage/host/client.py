@@ -45,8 +45,8 @@ from persistkv.storage.index import LookupTable
 from persistkv.storage.records import (
     Choice,
     LoadReport,
-    News,
     RequestEnd,
+    StoreReport,
     are_encodable,
 )
 
@@ -229,7 +229,7 @@ class StoreClient:
         """Whether store jobs must be submitted even if ``table`` contains all of their keys."""
         self._others_load = False
         self._touched: set[bytes] = set()
-        self._events = News()
+        self._events = StoreReport()
         self._in_flight = InFlight(max_queue_bytes)
         self._questions = _Questions()
         self._recent: list[list[bytes]] | None = None
@@ -551,20 +551,20 @@ class StoreClient:
         connection.send(protocol.Touch(PackedKeys.of(touched)))
 
     @_exclusive
-    def take_events(self) -> News:
-        """Return the keys that were stored or removed since the last call; ``News.lost`` is set if
-        some are missing.
+    def take_events(self) -> StoreReport:
+        """Return the keys that were stored or removed since the last call;
+        ``StoreReport.lost`` is set if some are missing.
 
         Empty unless ``StoreOptions.events`` is set. Keys that the store held when it was opened are
         not included.
         """
-        events, self._events = self._events, News()
+        events, self._events = self._events, StoreReport()
         return events
 
     @property
     def has_events(self) -> bool:
         """Whether ``take_events`` has something to return."""
-        return self._events != News()
+        return self._events != StoreReport()
 
     @_exclusive
     def take_persisted(self) -> dict[str, bool]:
@@ -616,11 +616,11 @@ class StoreClient:
     def _job_done(self, message: protocol.JobDone) -> None:
         self._in_flight.answer_job(message)
 
-    def _news(self, news: News) -> None:
-        self.table.set_collided(news.collided)
-        self._events.lost |= news.lost
-        self._events.add(stored=news.stored, removed=news.removed)
-        for request, whole in news.persisted:
+    def _take_report(self, report: StoreReport) -> None:
+        self.table.set_collisions(report.collisions)
+        self._events.lost |= report.lost
+        self._events.add(stored=report.stored, removed=report.removed)
+        for request, whole in report.persisted:
             self._in_flight.answer_end(request, whole)
 
     def _answer(self, message: protocol.Flushed | protocol.HostStats) -> None:
@@ -744,7 +744,7 @@ class StoreClient:
     _HANDLERS: Mapping[type, Callable[[StoreClient, Any], None]] = {
         protocol.JobDone: _job_done,
         protocol.Table: _map,
-        News: _news,
+        StoreReport: _take_report,
         protocol.Flushed: _answer,
         protocol.HostStats: _answer,
         protocol.Recent: _take_contexts,

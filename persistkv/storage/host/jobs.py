@@ -19,7 +19,7 @@ from persistkv.errors import CorruptPackError, HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.channel import Channel
-from persistkv.storage.host.publishing import NewsPublisher
+from persistkv.storage.host.publishing import ReportPublisher
 from persistkv.storage.records import LoadReport, RequestEnd
 from persistkv.storage.store import Store, StoredJob
 
@@ -109,7 +109,7 @@ class Jobs:
         self,
         store: Store,
         channel: Channel,
-        publisher: NewsPublisher,
+        publisher: ReportPublisher,
         tasks: asyncio.TaskGroup,
     ) -> None:
         """:param tasks: the group to which the tasks of jobs are added."""
@@ -203,7 +203,7 @@ class Jobs:
         except ValueError as error:
             why = str(error)
             logger.error("the end of request %s is refused: %s", end.request, why)
-            self._store.news.persisted.append((end.request, False))
+            self._store.report.persisted.append((end.request, False))
 
     async def _flush(self, message: protocol.Flush) -> None:
         """Commit until no accepted work is left, then answer.
@@ -260,7 +260,7 @@ class Jobs:
             return
         if outcome.failed:
             # collisions first: the engine skips stores of keys that it counts as held
-            self._publisher.send_news()
+            self._publisher.send_report()
         self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
 
     def add_report(self, report: LoadReport) -> None:

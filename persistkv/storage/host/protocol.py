@@ -25,10 +25,10 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.records import (
     Choice,
     LoadReport,
-    News,
     RequestEnd,
     StoreCounters,
     StoreOptions,
+    StoreReport,
 )
 
 _ERRORS: dict[str, type[PersistKVError]] = {
@@ -354,7 +354,7 @@ ToEngine = (
     | OpenFailed
     | JobDone
     | Probed
-    | News
+    | StoreReport
     | Flushed
     | HostStats
     | Recent

@@ -1,4 +1,4 @@
-"""Publishing of a store's changes to its engine: lookup tables and news."""
+"""Publishing of a store's changes to its engine: lookup tables and reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 
 from persistkv.storage.host import protocol
 from persistkv.storage.host.channel import Channel
-from persistkv.storage.records import News
+from persistkv.storage.records import StoreReport
 from persistkv.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.1  # seconds between attempts to send
 
 
-class NewsPublisher:
-    """Sends the engine each new lookup table, and the store's news."""
+class ReportPublisher:
+    """Sends the engine each new lookup table, and the store's reports."""
 
     def __init__(self, store: Store, channel: Channel) -> None:
         self._store = store
@@ -33,11 +33,11 @@ class NewsPublisher:
         while True:
             await changed.wait()
             changed.clear()
-            while not self.send_news():
+            while not self.send_report():
                 await asyncio.sleep(_RETRY_S)
 
-    def send_news(self) -> bool:
-        """Send the new lookup table and the news; return False if some of it could not be sent.
+    def send_report(self) -> bool:
+        """Send the new lookup table and the report; return False if some of it could not be sent.
 
         An idle engine may receive nothing for hours, and the outbox must not grow meanwhile.
         """
@@ -52,8 +52,8 @@ class NewsPublisher:
                 # the error references rows
                 logger.warning("the new lookup table is not sent yet: %s", str(error))
                 is_sent = False
-        if self._store.news != News():
-            self._channel.send(self._store.take_news())
+        if self._store.report != StoreReport():
+            self._channel.send(self._store.take_report())
         self._sent.set()
         return is_sent
 
@@ -77,8 +77,8 @@ class NewsPublisher:
 
     async def wait_until_sent(self) -> None:
         """Wait until the engine has been sent all changes."""
-        self.send_news()
-        while self._has_new_table or self._store.news != News():
+        self.send_report()
+        while self._has_new_table or self._store.report != StoreReport():
             self._sent.clear()
             await self._sent.wait()
 

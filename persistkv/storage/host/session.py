@@ -17,7 +17,7 @@ from persistkv.storage.host import protocol
 from persistkv.storage.host.channel import Channel
 from persistkv.storage.host.jobs import Jobs
 from persistkv.storage.host.prewarm import recent_contexts
-from persistkv.storage.host.publishing import NewsPublisher
+from persistkv.storage.host.publishing import ReportPublisher
 from persistkv.storage.host.status_publisher import StatusPublisher
 from persistkv.storage.identity import Identity
 from persistkv.storage.namespace_view import NamespaceView
@@ -101,7 +101,7 @@ class Session:
         self.store = store
         self._channel = channel
         self._tasks = tasks
-        self._publisher = NewsPublisher(store, channel)
+        self._publisher = ReportPublisher(store, channel)
         self._jobs = Jobs(store, channel, self._publisher, tasks)
         self._status = StatusPublisher(store, self._jobs, hello.engine_pid)
         table = self._publisher.share_table()

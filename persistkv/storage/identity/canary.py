@@ -48,7 +48,7 @@ from persistkv.storage.identity.verdict import (
 from persistkv.storage.index import HeldPack
 from persistkv.storage.load import Scratch, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.records import News, StoreCounters, StoreOptions
+from persistkv.storage.records import StoreCounters, StoreOptions, StoreReport
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class _Evidence:
 
 class OtherNamespace(NamespaceView):
     """View of another release's namespace, as a read-only source of blocks. Its usable keys are
-    added to the index of the engine's own namespace as hints, so that lookups find them.
+    added to the index of the engine's own namespace as adopted keys, so that lookups find them.
 
     A block is usable if its pack records its depth (the number of blocks before it in its context),
     and the depth is below the limit of its KV cache group. Nothing is written to the other
@@ -162,7 +162,7 @@ class OtherNamespace(NamespaceView):
         )
 
     def _load(self) -> Changes:
-        # the tables of all packs are needed for the hints
+        # the tables of all packs are needed for the adopted keys
         return self.backend.changes(self.namespace, None)
 
     def use(self, depths: tuple[int, ...]) -> None:
@@ -172,11 +172,11 @@ class OtherNamespace(NamespaceView):
         self.cursor = None
 
     async def refresh(self) -> None:
-        # a reload of the own index deletes the hints
+        # a reload of the own index deletes the adopted keys
         if self._own.index.reloads != self._own_reloads:
             self.cursor = None
         await super().refresh()
-        self.news = News()  # of keys that only the hints make readable
+        self.report = StoreReport()  # of keys that only adopted entries make readable
 
     def _learn(self, changes: Changes) -> None:
         if not any(self.depths):
@@ -186,19 +186,19 @@ class OtherNamespace(NamespaceView):
         # they are used twice, and an iterator would be empty the second time
         added = list(changes.added)
         if changes.reset:
-            index.remove_hints()
+            index.remove_adopted()
         for fingerprints in changes.removed.values():
-            index.remove_hints(fingerprints)
+            index.remove_adopted(fingerprints)
         super()._learn(replace(changes, added=added))
         self._own_reloads = index.reloads
         keys: list[bytes] = []
         for table in added:
             keys += self._usable_keys(table)
         if self._own_events:
-            # before the hints are added: afterwards no key is absent
-            self._own.news.add(stored=index.absent(keys))
-            self._own.news.lost |= bool(changes.removed)
-        index.add_hints(keys)
+            # before they are added: afterwards no key is absent
+            self._own.report.add(stored=index.absent(keys))
+            self._own.report.lost |= bool(changes.removed)
+        index.add_adopted(keys)
 
     def _usable_keys(self, table: PackTable) -> list[bytes]:
         """Return the keys of a pack's blocks whose depths are known and below the limits."""
@@ -233,19 +233,19 @@ class OtherNamespace(NamespaceView):
         """Return, for each key, a pack that holds it, at any depth."""
         return await super().holders(keys)
 
-    def distrust(
+    def suspect(
         self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
     ) -> None:
-        super().distrust(packs, {})
+        super().suspect(packs, {})
         for pack in packs:
             bad_count = bad_frames.get(pack.pack_id, 0)
             self._counters.verification_failures += bad_count
             # lookups must not find its keys again
-            self._own.index.remove_hints(pack.table.keys.fingerprints)
+            self._own.index.remove_adopted(pack.table.keys.fingerprints)
 
     async def _quarantine(self) -> None:
         """Delete nothing: the engines of the other release decide about their packs."""
-        self._doubts.undecided = False
+        self._repair_work.undecided = False
 
     def close(self, *, saves: bool = True) -> None:
         """Release the view's index, which is not saved; the backend stays open. Idempotent."""

@@ -139,7 +139,7 @@ def test_read_only_engine_promotes_and_writes_nothing(
     assert store.put("q", [*keys, *fresh], range(8), range(8)), "the rows are free"
     store.end_request(RequestEnd("q", "manifest", ([*keys, *fresh],), 128, 16))
     assert store.store.queue.is_empty
-    assert store.take_news().persisted == [("q", False)]
+    assert store.take_report().persisted == [("q", False)]
     store.work()
     store.flush()
     assert set(client.take()) <= {"GET", "HEAD"}, "nothing was even tried"

@@ -72,8 +72,8 @@ def test_store_keys_become_visible_after_last_upload(open_store: Opener) -> None
     store.end_request(end("r", keys))
     store.flush()
     assert seen == [("PUT", False)] * 3, "the pack, the manifest's keys, the index"
-    news = store.take_news()
-    assert (sorted(news.stored), news.persisted) == (sorted(keys), [("r", True)])
+    report = store.take_report()
+    assert (sorted(report.stored), report.persisted) == (sorted(keys), [("r", True)])
 
 
 def test_read_contiguous_blocks_sends_one_request_per_run(open_store: Opener) -> None:

@@ -277,7 +277,7 @@ def test_pack_format_matches_documentation() -> None:
 
 
 @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
-def test_pack_writer_frames_encoded_ahead_give_same_pack(codec: Codec) -> None:
+def test_pack_writer_frames_encoded_in_threads_give_same_pack(codec: Codec) -> None:
     """Frames keep their order, and pieces that are still referenced keep their content."""
     blocks = np.random.default_rng(5).integers(0, 8, (40, 256 << 10), dtype=np.uint8)
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(40)]
@@ -285,18 +285,18 @@ def test_pack_writer_frames_encoded_ahead_give_same_pack(codec: Codec) -> None:
         Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)
     ]
     threads = StoreThreads(3)
-    plain, ahead = (
-        PackWriter(NAMESPACE, codec, segments, ahead) for ahead in (None, threads.ahead)
+    plain, threaded = (
+        PackWriter(NAMESPACE, codec, segments, start) for start in (None, threads.start)
     )
-    expected, pieces = b"".join(plain.stream()), list(ahead.stream())
+    expected, pieces = b"".join(plain.stream()), list(threaded.stream())
     assert b"".join(pieces) == expected
-    assert ahead.table == plain.table
-    assert b"".join(ahead.stream()) == expected, "a commit that is retried"
+    assert threaded.table == plain.table
+    assert b"".join(threaded.stream()) == expected, "a commit that is retried"
     threads.close()
 
 
-def test_pack_writer_settle_waits_for_frames_being_encoded() -> None:
-    """After ``settle`` returns, no thread reads the blocks, even if frames were being encoded."""
+def test_pack_writer_end_reads_waits_for_frames_being_encoded() -> None:
+    """After ``end_reads``, no thread reads the blocks, even if frames were being encoded."""
     inside, release = threading.Semaphore(0), threading.Event()
     reading: list[int] = []
 
@@ -313,14 +313,14 @@ def test_pack_writer_settle_waits_for_frames_being_encoded() -> None:
     source = Slow([np.zeros((12, 1 << 20), np.uint8)])
     threads = StoreThreads(2)
     writer = PackWriter(
-        NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], threads.ahead
+        NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], threads.start
     )
     stream = writer.stream()
     next(stream)
     inside.acquire(timeout=30)
     assert reading
     threading.Timer(0.02, release.set).start()
-    writer.settle()
+    writer.end_reads()
     assert not reading
     assert not writer.written
     threads.close()

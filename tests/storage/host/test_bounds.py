@@ -16,7 +16,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Touch
 from persistkv.storage.host.supervisor import State
-from persistkv.storage.records import News, RequestEnd
+from persistkv.storage.records import RequestEnd, StoreReport
 from tests.storage.host.jobs import BLOCK, make_keys, pid_of
 
 
@@ -119,20 +119,20 @@ def test_events_overflow_of_idle_engine_reports_loss(
     assert next_events(idle).lost, "the removal names no keys"
     assert len(idle) == 0
     assert not idle.contains(make_keys(1)[0])
-    news = News()
+    report = StoreReport()
     for start in range(0, 200_000, 4_000):
-        news.add(stored=make_keys(4_000, start))
-        assert len(news.stored) + len(news.removed) <= 70_000
-    assert news.lost
+        report.add(stored=make_keys(4_000, start))
+        assert len(report.stored) + len(report.removed) <= 70_000
+    assert report.lost
 
 
-def next_events(client: StoreClient) -> News:
+def next_events(client: StoreClient) -> StoreReport:
     """Poll until there are events; return them."""
     deadline = time.monotonic() + 90
     while True:
         client.poll()
         events = client.take_events()
-        if events != News():
+        if events != StoreReport():
             return events
         assert time.monotonic() < deadline
 
@@ -145,7 +145,7 @@ def test_take_events_without_subscription_is_empty(hosted: Any, tmp_path: Path) 
     client.submit_store(1, "a", make_keys(3), range(3), None, 3 * BLOCK)
     assert client.flush(90)
     assert all(map(client.contains, make_keys(3)))
-    assert client.take_events() == News()
+    assert client.take_events() == StoreReport()
 
 
 def delete_all_of(client: StoreClient, key: bytes) -> None:

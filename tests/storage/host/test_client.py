@@ -28,7 +28,7 @@ from persistkv.storage.host.protocol import (
 )
 from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import News, RequestEnd, StoreOptions
+from persistkv.storage.records import RequestEnd, StoreOptions, StoreReport
 from tests.host_processes import host_processes
 from tests.storage.host.jobs import (
     BLOCK,
@@ -89,7 +89,7 @@ def test_client_stored_blocks_load_after_reopen(
     again = hosted.connect(url, kind)
     again.open()
     assert all(map(again.contains, large + small))
-    assert again.take_events() == News(), "what opening found is no event"
+    assert again.take_events() == StoreReport(), "what opening found is no event"
     again.submit_load(7, [*large, b"x" * 32 + bytes(4), *small], range(74))
     outcome = hosted.finish(again, 7)
     assert (outcome.failed, outcome.num_bytes) == ([b"x" * 32 + bytes(4)], 73 * BLOCK)
@@ -259,7 +259,7 @@ def test_client_killed_host_fails_jobs_and_restarts(
     durable = make_keys(70)
     client.submit_store(1, "a", durable, range(70), None, 70 * BLOCK)
     hosted.finish(client, 1)
-    assert client.flush(90), "the news of these blocks arrived"
+    assert client.flush(90), "the report of these blocks arrived"
     first_pid = pid_of(hosted)
     os.kill(first_pid, signal.SIGSTOP)
     client.submit_load(2, durable, range(70))

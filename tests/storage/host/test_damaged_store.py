@@ -16,7 +16,7 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import discard
 from persistkv.storage.host.protocol import JobDone, LoadJob, Mapped, Opened
 from persistkv.storage.host.supervisor import State
-from persistkv.storage.records import News
+from persistkv.storage.records import StoreReport
 from tests.storage.host.jobs import Served
 
 COUNT = 32
@@ -93,9 +93,9 @@ def test_load_corrupt_pack_reports_removal_before_job_ends(
     served.connection.send(Mapped())
     rows = array("I", range(COUNT, 2 * COUNT)).tobytes()
     served.connection.send(LoadJob(1, PackedKeys.of(KEYS), rows))
-    news, done = served.receive_until(JobDone)[:2]
-    assert isinstance(news, News)
-    assert sorted(news.removed) == sorted(KEYS)
+    report, done = served.receive_until(JobDone)[:2]
+    assert isinstance(report, StoreReport)
+    assert sorted(report.removed) == sorted(KEYS)
     assert isinstance(done, JobDone)
     assert done.failed is not None
     assert KEYS[5] in done.failed.unpack()

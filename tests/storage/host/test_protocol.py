@@ -17,7 +17,7 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.connection import SocketConnection, ThreadConnection
 from persistkv.storage.host.protocol import Flush, JobDone, Table, ToEngine, ToStore
 from persistkv.storage.host.server import serve
-from persistkv.storage.records import News
+from persistkv.storage.records import StoreReport
 
 MakePair = Callable[[], tuple[SocketConnection, SocketConnection]]
 
@@ -33,13 +33,13 @@ def test_connection_large_and_small_messages_arrive_in_order(make: MakePair) -> 
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
     sent: list[Any] = [
         JobDone(1, PackedKeys(), 5),
-        News(
+        StoreReport(
             stored=keys.unpack(),
             removed=[b"a", b"bcd"],
             lost=True,
-            collided={b"a": True, b"bcd": False},
+            collisions={b"a": True, b"bcd": False},
         ),
-        News(persisted=[("r", True), ("s", False)]),
+        StoreReport(persisted=[("r", True), ("s", False)]),
         JobDone(2, keys, 0),
     ]
     for message in sent:
@@ -61,10 +61,10 @@ def test_connection_descriptor_arrives_with_its_message(make: MakePair) -> None:
     engine, store = make()
     keys = [number.to_bytes(36, "little") for number in range(100_000)]
     reader, writer = os.pipe()
-    sent: list[News | Table] = [
-        News(stored=keys),
+    sent: list[StoreReport | Table] = [
+        StoreReport(stored=keys),
         Table(3, os.dup(writer)),
-        News(removed=keys),
+        StoreReport(removed=keys),
         Table(4, writer),
     ]
     for message in sent:

@@ -239,11 +239,11 @@ class Blocks(NamedTuple):
         case."""
         if not self.keys or UNKNOWN_DEPTH in self.depths:
             return False
-        first, count = self.depths[0], len(self.keys)
-        return (
-            list(self.depths) == list(range(first, first + count))
-            and self.groups.count(self.groups[0]) == count
-        )
+        count = len(self.keys)
+        if self.groups.count(self.groups[0]) < count:
+            return False
+        first = self.depths[0]
+        return list(self.depths) == list(range(first, first + count))
 
 
 def blocks_per_pack(rows: BlockMemory, max_bytes: int = TARGET_PACK_BYTES) -> int:
@@ -252,9 +252,9 @@ def blocks_per_pack(rows: BlockMemory, max_bytes: int = TARGET_PACK_BYTES) -> in
     ``max_bytes``; at least 1.
     """
     one_of_each = sum(group.block_bytes for group in rows.layout.groups)
-    return 1 << max(
-        0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1
-    )
+    most = min(TARGET_PACK_BYTES, max_bytes) // one_of_each
+    power = max(1, most.bit_length()) - 1
+    return 1 << power
 
 
 def plan_packs(
@@ -272,12 +272,12 @@ def plan_packs(
     cut = blocks_per_pack(rows, max_bytes)
     if blocks.is_one_run:  # 0.2 instead of 3 ms for 4,096 blocks
         return [[_segment(rows, part)] for part in _parts(blocks, cut)]
+    # whether the depth is unknown, and the number of the cut
     packs: dict[tuple[bool, int], list[int]] = {}
     for place, depth in enumerate(blocks.depths):
         is_unknown = depth == UNKNOWN_DEPTH
-        packs.setdefault(
-            (is_unknown, (place if is_unknown else depth) // cut), []
-        ).append(place)
+        number = (place if is_unknown else depth) // cut
+        packs.setdefault((is_unknown, number), []).append(place)
     return [_segments(rows, blocks, places) for places in packs.values()]
 
 

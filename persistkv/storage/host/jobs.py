@@ -14,6 +14,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
+from typing import Any
 
 from persistkv.errors import CorruptPackError, HostError
 from persistkv.storage.format.pack import PackedKeys
@@ -135,17 +136,28 @@ class Jobs:
         """Number of store jobs and ends of requests that have not begun."""
         return len(self._queue)
 
-    def enqueue(self, message: protocol.StoreJob | RequestEnd | protocol.Flush) -> None:
-        """Queue a store job, the end of a request, or a flush. What arrives after a flush waits
-        for its end."""
-        if isinstance(message, protocol.StoreJob):
-            self._queue.append(_Job(message, self.counts))
-        else:
-            self._queue.append(message)
+    def handle(self, message: Any) -> None:
+        """Process a message from the engine about jobs; ignore other messages."""
+        match message:
+            case protocol.StoreJob():
+                self._enqueue(_Job(message, self.counts))
+            case RequestEnd() | protocol.Flush():
+                self._enqueue(message)
+            case protocol.LoadJob():
+                self._begin_load(message)
+            case protocol.Probe():
+                # without a slot: a medium whose loads hang must show when it is fast again
+                self._tasks.create_task(self._probe(message))
+            case protocol.Reported():
+                self.load_counts[message.report.reason] += 1
+                self.load_reports.append(message.report)
+
+    def _enqueue(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
+        """Queue work that keeps its order. What arrives after a flush waits for its end."""
+        self._queue.append(entry)
         self._has_arrived.set()
 
-    def begin_load(self, message: protocol.LoadJob) -> None:
-        """Start a load job."""
+    def _begin_load(self, message: protocol.LoadJob) -> None:
         self.num_loads += 1
         self._tasks.create_task(self._load(_Job(message, self.counts)))
 
@@ -262,16 +274,6 @@ class Jobs:
             # collisions first: the engine skips stores of keys that it counts as held
             self._publisher.send_report()
         self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
-
-    def add_report(self, report: LoadReport) -> None:
-        """Count what became of the blocks of a request."""
-        self.load_counts[report.reason] += 1
-        self.load_reports.append(report)
-
-    def begin_probe(self, message: protocol.Probe) -> None:
-        """Start a probe. It has no slot: a medium whose loads hang must show when it is fast
-        again."""
-        self._tasks.create_task(self._probe(message))
 
     async def _probe(self, message: protocol.Probe) -> None:
         num_bytes = 0

@@ -21,7 +21,6 @@ from persistkv.storage.host.publishing import ReportPublisher
 from persistkv.storage.host.status_publisher import StatusPublisher
 from persistkv.storage.identity import Identity
 from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.records import RequestEnd
 from persistkv.storage.savings import SavingsRecorder
 from persistkv.storage.stats import BackendStats
 from persistkv.storage.store import Store, start_threads
@@ -126,14 +125,6 @@ class Session:
     def handle(self, message: Any) -> None:
         """Process one message from the engine, other than the first and the last one."""
         match message:
-            case protocol.StoreJob() | RequestEnd() | protocol.Flush():
-                self._jobs.enqueue(message)
-            case protocol.LoadJob():
-                self._jobs.begin_load(message)
-            case protocol.Probe():
-                self._jobs.begin_probe(message)
-            case protocol.Reported():
-                self._jobs.add_report(message.report)
             case protocol.Touch():
                 self.store.touch(_keys_of(message))
             case protocol.Loaded():
@@ -152,6 +143,8 @@ class Session:
                 self._tasks.create_task(self._answer_stats(message))
             case protocol.AskRecent():
                 self._tasks.create_task(self._answer_recent(message))
+            case _:
+                self._jobs.handle(message)
 
     async def _log_opening(self, hello: protocol.Hello) -> None:
         """Log what the store holds: one line for operators after each start."""
@@ -183,13 +176,15 @@ class Session:
         store = self.store
         backend = store.catalogue.backend
         totals = await self._read_totals()
+        disk_bytes = None if totals is None else totals.disk_bytes
+        capacity = None if totals is None else totals.capacity
         stats = protocol.HostStats(
             ask.token,
             store.counters,
             held_blocks=len(store.index),
             staged_bytes=store.queue.staging.num_bytes,
-            disk_bytes=None if totals is None else totals.disk_bytes,
-            capacity=None if totals is None else totals.capacity,
+            disk_bytes=disk_bytes,
+            capacity=capacity,
             cpu_seconds=time.process_time(),
             requests=dict(backend.requests),
             breaker=backend.breaker_state,

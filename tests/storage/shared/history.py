@@ -627,7 +627,12 @@ class History:
     def _check_calm(self, shown: dict[bytes, View]) -> None:
         """Compare engines with the newest reader."""
         damaged = self.model.damaged
-        ended = ended_in(self.world, since=START + self.time.calm.end - 2 * MINUTE_S)
+        since = START + self.time.calm.end - 2 * MINUTE_S
+        if self._clock_jumps:
+            # A base drops a tombstone early that has the time of a clock that was months back. An
+            # engine that was suspended keeps the pack until it reads it, which is a miss.
+            since = 0.0
+        ended = ended_in(self.world, since)
         ignored = (
             damaged
             | {name[:ID_BYTES] for name in ended.blobs}

@@ -128,10 +128,13 @@ class Merger:
     def _oldest_own(self) -> float | None:
         """Return when the oldest own commit was acknowledged that no segment includes; None: there
         is none."""
+        # copies, because another thread may commit meanwhile
         for name in list(self.own):
             if self._replica.contained.get(name):
                 self.own.pop(name, None)
-        return min((time for time, _ in list(self.own.values())), default=None)
+        waiting = list(self.own.values())
+        acknowledged = [time for time, _ in waiting]
+        return min(acknowledged, default=None)
 
     def _forget_own(self, listed: set[str], began: float) -> None:
         """Forget own commits that are missing in a list that began after their acknowledgement:
@@ -165,12 +168,16 @@ class Merger:
     def _is_missing_in(self, latest: Latest) -> bool:
         """Return whether ``latest`` lacks an object that this handle has written recently, and none
         includes."""
-        now = self._clock.monotonic()
-        while self._written and now - self._written[0][0] > _ANNOUNCED_S:
+        since = self._clock.monotonic() - _ANNOUNCED_S
+        while self._written and self._written[0][0] < since:
             self._written.popleft()
         named = {name for name, _ in latest.recent}
-        missing = [name for _, name in self._written if name not in named]
-        return any(not self._replica.contained.get(name, True) for name in missing)
+        contained = self._replica.contained
+        for _, name in self._written:
+            is_included = contained.get(name, True)
+            if name not in named and not is_included:
+                return True
+        return False
 
     def check_limits(self, limits: Limits) -> None:
         """Plan a merge if content has expired or exceeds the capacity: also without commits."""
@@ -193,18 +200,16 @@ class Merger:
         new = [info for info in commits if self._is_new(info.name)]
         some = _bounded(new)
         deltas = self._read(some)
-        others = any(name not in self.own for name in deltas)
+        found_others = not self.own.keys() >= deltas.keys()
         older: dict[str, Delta] = {}
         if deltas:
-            # the next segment contains the commits and their names
-            older = self._older_segments(
-                sum(info.size + len(info.name) for info in some)
-            )
+            older = self._older_segments(some)
 
         planned = self._clock.monotonic()
         removals = self._plan_eviction(limits)
         contents = [*deltas.values(), self.tombstones(removals), *older.values()]
-        includes = [*deltas, *older, *self._included_in(older.values())]
+        carried = self._included_in(older.values())
+        includes = [*deltas, *older, *carried]
         segment = union(contents, includes)
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
@@ -217,10 +222,12 @@ class Merger:
         # after the segment is durable, because it includes them
         self.deletions.delete([*included, *deltas])
 
-        is_full = len(removals.packs) + len(removals.manifests) >= _MOST_EVICTED
-        is_left = is_full or len(new) > len(some)
+        num_removed = len(removals.packs) + len(removals.manifests)
+        is_incomplete = num_removed >= _MOST_EVICTED or len(new) > len(some)
         self.schedule.end_merge(
-            found=bool(deltas), found_others=others, incomplete=is_left
+            found=bool(deltas),
+            found_others=found_others,
+            incomplete=is_incomplete,
         )
         self._plan_base()
 
@@ -259,18 +266,23 @@ class Merger:
         self._reader.apply(new)
         return found
 
-    def _older_segments(self, num_bytes: int) -> dict[str, Delta]:
+    def _older_segments(self, commits: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the older segments that the next one includes: name → content.
 
         The smallest first, until one has more binary digits of bytes than all content so far. So
         the remaining ones have different numbers of digits, and an included segment at least
         doubles.
 
-        :param num_bytes: of the commits that the next one includes.
+        :param commits: that the next one includes.
         """
+        num_bytes = 0
+        for info in commits:
+            # the segment contains their names, too
+            num_bytes += info.size + len(info.name)
         _, segments = self._base_and_segments()
+        segments.sort(key=lambda info: info.size)
         chosen: list[BlobInfo] = []
-        for info in sorted(segments, key=lambda info: info.size):
+        for info in segments:
             is_larger = info.size.bit_length() > num_bytes.bit_length()
             if is_larger or num_bytes + info.size > _MOST_SEGMENT_BYTES:
                 break
@@ -326,11 +338,13 @@ class Merger:
 
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
-        level = 1 + max(self._level(name) for name in segment.includes or [""])
+        included_levels = [self._level(name) for name in segment.includes]
+        level = 1 + max(included_levels, default=0)
         name = self._names.new_index(level, self._medium.time.now(), self._clock.random)
         body = encode_delta(segment)
         now = self._clock.monotonic()
-        if now - began > _STALE_S or now - planned > _EVICTION_STALE_S:
+        is_stale = now - began > _STALE_S
+        if is_stale or now - planned > _EVICTION_STALE_S:
             raise StoreError(
                 f"{self._names.base}: the process was paused; the merge is repeated"
             )
@@ -365,34 +379,37 @@ class Merger:
     def _plan_base(self) -> None:
         """Plan a base if the segments that no object includes are many, or large in comparison with
         the last base."""
-        base, segments = self._base_and_segments()
-        total = sum(info.size for info in segments)
-        is_wanted = len(segments) >= 2 and (
-            len(segments) > _MOST_SEGMENTS or total > max(_LEAST_BASE_BYTES, base // 4)
-        )
-        if not is_wanted:
+        if not self._is_base_wanted():
             self._base_wanted_at = math.inf
         elif self._base_wanted_at == math.inf:
-            is_turn = self.last_writer == self.writer
             pause_s = 0.0
-            if not is_turn:
+            if self.last_writer != self.writer:
                 pause_s = _OTHERS_BASE_S * (1 + self._clock.random.random())
             self._base_wanted_at = self._clock.monotonic() + pause_s
+
+    def _is_base_wanted(self) -> bool:
+        base_bytes, segments = self._base_and_segments()
+        if len(segments) < 2:
+            return False
+        num_bytes = sum(info.size for info in segments)
+        least_bytes = max(_LEAST_BASE_BYTES, base_bytes // 4)
+        return len(segments) > _MOST_SEGMENTS or num_bytes > least_bytes
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
         """Return the bytes of the last base and the segments, without objects that are included or
         not listed."""
-        base = 0
+        base_bytes = 0
         segments: list[BlobInfo] = []
+        contained = self._replica.contained
         for name, info in self._reader.listed.items():
             found = self._names.index_name(name)
-            if found is None or self._replica.contained.get(name, True):
+            if found is None or contained.get(name, True):
                 continue  # another object includes it, or it was not read
             if found.is_base:
-                base += info.size
+                base_bytes += info.size
             else:
                 segments.append(info)
-        return base, segments
+        return base_bytes, segments
 
     def write_base(self) -> None:
         """Write a base: an object that includes all listed objects of the index that were read.
@@ -424,9 +441,15 @@ class Merger:
     def _to_include(self) -> list[str]:
         """Return the listed objects that were read: all that no object includes, and a bounded
         number of the others."""
-        read = [name for name in self._reader.listed if name in self._replica.contained]
-        new = [name for name in read if not self._replica.contained[name]]
-        included = [name for name in read if self._replica.contained[name]]
+        contained = self._replica.contained
+        new: list[str] = []
+        included: list[str] = []
+        for name in self._reader.listed:
+            is_included = contained.get(name)
+            if is_included:
+                included.append(name)
+            elif is_included is not None:
+                new.append(name)
         return new + included[-_MOST_CARRIED:]
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:

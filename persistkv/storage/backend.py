@@ -188,7 +188,7 @@ class Backend(ABC):
     def close(self) -> None:
         """Release the store; idempotent. Committed data is kept."""
 
-    # Content: what an engine needs
+    # Content, for engines
 
     @abstractmethod
     def open_namespace(self, identity: Identity) -> Namespace:
@@ -365,7 +365,7 @@ class Backend(ABC):
         """
         return None
 
-    # Status: what engines show to other processes
+    # Status of engines, for other processes
 
     @abstractmethod
     def publish_status(self, engine: str, row: bytes | None) -> None:

@@ -104,7 +104,7 @@ class BlockingStore:
         await asyncio.gather(self.store.flush(), self.store.committer.work())
 
     def work(self) -> None:
-        """Commit and refresh what is due; see ``Committer.work``."""
+        """Do the due commits and refreshes; see ``Committer.work``."""
         self._wait(self.store.committer.work())
 
     def refresh(self) -> None:

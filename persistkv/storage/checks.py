@@ -62,7 +62,7 @@ class CallsCheck:
         self, blobs: Blobs, remedies: Mapping[str, str], *, writes: bool
     ) -> None:
         self.answers = True
-        """Whether the medium answered every call; if not, others would wait for it in vain."""
+        """Whether the medium answered every call; if not, other calls would time out."""
         self._blobs = blobs
         self._remedies = remedies
         self._writes = writes

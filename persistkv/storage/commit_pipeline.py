@@ -37,7 +37,7 @@ class StagedPack:
     segments: list[Segment] = field(default_factory=list)
     num_bytes: int = 0
     closed: bool = False
-    """True: the pack is complete; it accepts no more blocks."""
+    """True: the pack is complete; no blocks are added."""
 
 
 class Staging:

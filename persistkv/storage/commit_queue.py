@@ -1,4 +1,4 @@
-"""What a store has accepted and not committed yet: blocks, ends of requests, uses of packs.
+"""Accepted work of a store that is not committed yet: blocks, ends of requests, uses of packs.
 
 A block is absent, in flight, staged or held:
 
@@ -206,7 +206,7 @@ class CommitQueue:
             await self._freed.wait()
 
     def take(self, *, everything: bool) -> deque[Transaction]:
-        """Remove what is due, and all ends of requests with the staged blocks of their contexts;
+        """Remove the due packs, and all ends of requests with the staged blocks of their contexts;
         return at least one transaction.
 
         :param everything: take all staged blocks.

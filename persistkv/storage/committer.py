@@ -46,7 +46,7 @@ class _Attempt(NamedTuple):
 
 
 class Committer:
-    """Commits what waits in a queue, and applies the changes of other processes to the index."""
+    """Commits the work in a queue, and applies the changes of other processes to the index."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Committer:
         await flushed
 
     async def work(self) -> None:
-        """Do what is due: a slice of the index's replacement, the removal of damaged packs, a
+        """Do the due work: a slice of the index's replacement, the removal of damaged packs, a
         commit, a refresh."""
         async with self.turn:
             await self._work()
@@ -203,7 +203,7 @@ class Committer:
         return True
 
     def _drop(self, transaction: Transaction) -> None:
-        """Count what a failed transaction lost."""
+        """Count the lost packs and ends of requests of a failed transaction."""
         persisted = self._catalogue.report.persisted
         persisted += [(end.request, False) for end in transaction.ends]
         self.drop(transaction.packs)

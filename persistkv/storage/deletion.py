@@ -48,7 +48,7 @@ class Deleter:
         self._committer = committer
         self._make_writer = make_writer
         self._memory = ScatteredBlocks(catalogue.block_bytes)
-        # counters of its own: what it reads is not loaded by the engine
+        # counters of its own: the engine does not load these blocks
         self._loader = Loader(
             catalogue,
             self._memory,
@@ -66,7 +66,7 @@ class Deleter:
                 await self._catalogue.refresh()
                 return await self._delete(frozenset(keys))
             finally:
-                # the owner has to learn what is gone
+                # the owner has to learn of the deletions
                 self._committer.changed.set()
 
     async def _delete(self, keys: frozenset[bytes]) -> set[bytes]:

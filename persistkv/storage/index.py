@@ -293,7 +293,7 @@ class _FingerprintTable:
             slots = probed[left]
             free = np.flatnonzero(self.fingerprints[slots] <= _GONE)
             # Several entries may have reached one free slot. Each writes its index there; the one
-            # that is read back gets the slot, and the others go on.
+            # that is read back gets the slot, and the others continue.
             free_slots = slots[free]
             claimants = left[free]
             self.packs[free_slots] = claimants

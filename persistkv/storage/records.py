@@ -151,7 +151,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What became of the blocks that a store held for a request. The engine sends it to the host
+    """Use of the blocks that a store held for a request. The engine sends it to the host
     process, which shows the last ones in its status."""
 
     request: str

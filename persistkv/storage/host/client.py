@@ -442,7 +442,7 @@ class StoreClient:
 
     @_exclusive
     def report_load(self, report: LoadReport) -> None:
-        """Tell the host what became of the blocks that the store held for a request, for its
+        """Report to the host how the blocks that the store held for a request were used, for its
         status; dropped if the store is not open or the host is slow to receive."""
         connection = self.supervisor.connection
         is_congested = connection.outbox_bytes > CONGESTED_BYTES

@@ -54,7 +54,7 @@ class _Job(NamedTuple):
 
 
 class InFlight:
-    """What the host has not answered yet, and the results that the engine has not taken yet."""
+    """Jobs that the host has not answered yet, and results that the engine has not taken yet."""
 
     def __init__(self, max_queue_bytes: int) -> None:
         """:param max_queue_bytes: bound on the raw bytes of store jobs in flight."""

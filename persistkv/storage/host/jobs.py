@@ -153,7 +153,7 @@ class Jobs:
                 self.load_reports.append(message.report)
 
     def _enqueue(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
-        """Queue work that keeps its order. What arrives after a flush waits for its end."""
+        """Queue work that keeps its order. Work that arrives after a flush waits for its end."""
         self._queue.append(entry)
         self._has_arrived.set()
 
@@ -162,7 +162,7 @@ class Jobs:
         self._tasks.create_task(self._load(_Job(message, self.counts)))
 
     async def run(self) -> None:
-        """Pass what is queued to the store, in order, until the engine ends."""
+        """Pass the queued work to the store, in order, until the engine ends."""
         while not self._is_ending:
             if not self._queue:
                 self._has_arrived.clear()

@@ -114,8 +114,8 @@ class Touch(_Message):
 
 
 class Saved(_Message):
-    """What a request restored from the store, and a measured prefill; ``storage.savings`` adds them
-    up. Statistics: no answer is sent."""
+    """Tokens that a request restored from the store, and a measured prefill;
+    ``storage.savings`` adds them up. Statistics: no answer is sent."""
 
     restored_tokens: int = 0
     """Prompt tokens whose KV the store loaded for the request."""

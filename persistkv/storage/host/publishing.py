@@ -28,7 +28,7 @@ class ReportPublisher:
         self._sent = asyncio.Event()
 
     async def run(self) -> None:
-        """Send what is new, until the task is cancelled."""
+        """Send new tables and reports until the task is cancelled."""
         changed = self._store.committer.changed
         while True:
             await changed.wait()

@@ -141,7 +141,7 @@ class _Server:
             await self._session.end(self._release)
 
     def _begin_end(self) -> None:
-        """Handle no further messages, and tell the owner, which bounds the time of the end.
+        """Handle no further messages, and inform the owner, which bounds the time of the end.
         Idempotent: after an error during the end, the bound stays."""
         if self._has_begun_end:
             return

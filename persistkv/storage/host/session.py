@@ -91,7 +91,7 @@ class Session:
         tasks: asyncio.TaskGroup,
         hello: protocol.Hello,
     ) -> None:
-        """Start the tasks of the store, and tell the engine that it is open.
+        """Start the tasks of the store, and inform the engine that it is open.
 
         :param tasks: the group to which tasks are added.
         :param hello: the message for which the store was opened.

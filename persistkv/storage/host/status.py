@@ -56,7 +56,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     load_counts: dict[str, int] = {}
     """Number of requests for which the store held blocks, by ``LoadReport.reason``."""
     load_reports: list[LoadReport] = []
-    """What became of the blocks of the last of these requests, at most 64."""
+    """Use of the stored blocks of the last of these requests, at most 64."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

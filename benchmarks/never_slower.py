@@ -9,9 +9,13 @@ computing. Printed: the time to the first token, divided by that of the referenc
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import math
 import random
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.tiering.load_cost import (
@@ -26,14 +30,14 @@ from persistkv.tiering.probing import PROBE_S, ProbeTimer
 TOKEN_BYTES = 128 << 10  # KV of one token of a model of 8B parameters
 PART_BYTES = 16 << 20  # of a load: what a deadline does not interrupt
 PROBE_BYTES = 8 << 20
+BLOCK_BYTES = 16 * TOKEN_BYTES
 PREFIXES = [256 << step for step in range(8)]  # 256 to 32,768 tokens
 SUFFIX_TOKENS = 64  # not stored
-HALF_SPEED_DEPTH = (
-    16_384  # tokens at which the engine computes half as fast as at the start
-)
+HALF_SPEED_DEPTH = 16_384  # tokens before those that are computed half as fast
 PREFILL_SPEEDS = (2_000, 10_000, 50_000)
 REQUESTS = 600
 GAP_S = 0.5  # mean time between two requests
+LOAD_NOISE, COMPUTE_NOISE = 0.15, 0.03  # standard deviations of the logarithms
 ALL_RUN = (0.0, math.inf)
 
 
@@ -74,7 +78,7 @@ def changing_media() -> Iterator[Medium]:
 class Simulation:
     """One engine and one store on a clock."""
 
-    def __init__(self, medium: Medium, tokens_per_s: float, seed: int) -> None:
+    def __init__(self, medium: Medium, tokens_per_s: float) -> None:
         self.now = 0.0
         self.times = LoadTimes()
         self.prefill = PrefillSpeed()
@@ -89,7 +93,6 @@ class Simulation:
         self._probe_s = 0.0
         self._probe_bytes = 0
         self._chooser = LoadChooser(self.prefill)
-        self._random = random.Random(seed)
 
     def compute_s(self, start: int, stop: int, noise: float) -> float:
         squares = (stop * stop - start * start) / 2
@@ -154,7 +157,8 @@ class Simulation:
     def _probe(self, num_bytes: int) -> None:
         if not self._probes.begin():
             return
-        probe_bytes = min(num_bytes, PROBE_BYTES)
+        most = BLOCK_BYTES if self._probes.is_small else PROBE_BYTES
+        probe_bytes = min(num_bytes, most)
         took_s = sum(self.transfer_s(probe_bytes, 1.0, self.now))
         self._probe_end = self.now + min(took_s, PROBE_S)
         self._probe_s = took_s
@@ -181,25 +185,103 @@ class Served:
     computed: list[float] = field(default_factory=list)
 
 
-def run(medium: Medium, tokens_per_s: float, seed: int) -> tuple[Served, Simulation]:
+def serve_all(medium: Medium, tokens_per_s: float, seed: int) -> tuple[Served, float]:
+    """Serve the requests of a run; return their times, and the time of the last request that was
+    computed by mistake."""
     chance = random.Random(seed)
-    simulation = Simulation(medium, tokens_per_s, seed)
+    simulation = Simulation(medium, tokens_per_s)
     served = Served()
     for _ in range(REQUESTS):
         simulation.now += chance.expovariate(1 / GAP_S)
         prefix = chance.choice(PREFIXES)
-        load_noise = chance.lognormvariate(0.0, 0.15)
-        compute_noise = chance.lognormvariate(0.0, 0.03)
+        load_noise = chance.lognormvariate(0.0, LOAD_NOISE)
+        compute_noise = chance.lognormvariate(0.0, COMPUTE_NOISE)
+        num_bytes = prefix * TOKEN_BYTES
+        load_s = sum(simulation.transfer_s(num_bytes, load_noise, simulation.now))
         stop = prefix + SUFFIX_TOKENS
-        load_s = sum(
-            simulation.transfer_s(prefix * TOKEN_BYTES, load_noise, simulation.now)
-        )
-        usual_s = load_s / load_noise
-        load_s += simulation.compute_s(prefix, stop, compute_noise)
+        suffix_s = simulation.compute_s(prefix, stop, compute_noise)
         served.prefixes.append(prefix)
-        served.loaded.append(load_s)
+        served.loaded.append(load_s + suffix_s)
         served.computed.append(simulation.compute_s(0, stop, compute_noise))
-        served.decided.append(
-            simulation.serve(prefix, load_noise, compute_noise, usual_s)
-        )
-    return served, simulation
+        usual_s = load_s / load_noise
+        decided = simulation.serve(prefix, load_noise, compute_noise, usual_s)
+        served.decided.append(decided)
+    return served, simulation.last_mistake
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def p50_ratios(served: Served) -> Iterator[tuple[int, float]]:
+    """Yield each length of a prefix with the median time, divided by the smaller median of the two
+    references."""
+    for prefix in PREFIXES:
+        places = [at for at, found in enumerate(served.prefixes) if found == prefix]
+        medians = []
+        for times in (served.decided, served.loaded, served.computed):
+            medians.append(statistics.median(times[at] for at in places))
+        yield prefix, medians[0] / min(medians[1:])
+
+
+def decision_us() -> float:
+    """Return the microseconds of a decision with 11 known sizes: the median of 2,000."""
+    times, prefill = LoadTimes(), PrefillSpeed(10_000)
+    for power in range(11):
+        times.observe(1 << (20 + power), 0.01 * 1.5**power)
+
+    class Store:
+        def expected_load_s(self, num_bytes: int) -> float:
+            return times.expected_s(num_bytes)
+
+    chooser = LoadChooser(prefill)
+    run = LoadRun(Store(), 8_192, 8_192 * TOKEN_BYTES)
+    taken = []
+    for _ in range(2_000):
+        begin = time.perf_counter()
+        chooser.choose([run], 0)
+        taken.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    seeds = range(1, parser.parse_args().seeds + 1)
+
+    ratios: list[tuple[float, str]] = []
+    for seed, medium, speed in itertools.product(seeds, static_media(), PREFILL_SPEEDS):
+        served, _ = serve_all(medium, speed, seed)
+        for prefix, ratio in p50_ratios(served):
+            ratios.append((ratio, f"{medium.name}, {speed} tokens/s, {prefix} tokens"))
+    ratios.sort(reverse=True)
+    good = sum(1 for ratio, _ in ratios if ratio <= 1.05)
+    worst, where = ratios[0]
+    median = statistics.median(ratio for ratio, _ in ratios)
+    print("p50 of TTFT / min(p50 always load, p50 always compute):")
+    print(f"  {good} of {len(ratios)} cases <= 1.05; median {median:.3f}")
+    print(f"  worst {worst:.3f} ({where})")
+
+    print()
+    print(
+        "| medium changes for 100 s | tokens/s | p99 / p99 always compute | always load |"
+    )
+    print("|---|---|---|---|")
+    late: list[float] = []
+    for medium, speed in itertools.product(changing_media(), PREFILL_SPEEDS):
+        worst_p99 = worst_load = 0.0
+        for seed in seeds:
+            served, last_mistake = serve_all(medium, speed, seed)
+            computed = percentile(served.computed, 0.99)
+            worst_p99 = max(worst_p99, percentile(served.decided, 0.99) / computed)
+            worst_load = max(worst_load, percentile(served.loaded, 0.99) / computed)
+            late.append(last_mistake - medium.between[1])
+        print(f"| {medium.name} | {speed:,} | {worst_p99:.2f} | {worst_load:.2f} |")
+    print()
+    print(f"recovery after the change: {max(0.0, *late):.1f} s at most")
+    print(f"decision: {decision_us():.1f} us")
+
+
+if __name__ == "__main__":
+    main()

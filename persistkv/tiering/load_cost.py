@@ -14,11 +14,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 LoadPolicy = Literal["auto", "always", "never"]
 """``auto``: load what is expected to be faster than computing it. ``always``: load whatever a store
 holds. ``never``: load nothing; blocks are stored only."""
+LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 
 # Unknown sizes count as loads with so many times the bandwidth: parallel reads may reach it, and
 # only a trial shows it. The deadline of the load bounds the cost of a trial that fails.
@@ -39,13 +40,13 @@ _LATE = 3.0
 _LATE_SHARE = 0.2
 UNKNOWN_DEADLINE_S = 10.0
 """Deadline in seconds of a load while the engine's speed is unknown."""
-_LONG = (
-    16  # times the tokens of a short prefix, to tell a slow store from a short prefix
-)
+# An abandoned load would have taken longer than its deadline: at least by a tenth.
+_LONGER = 1.1
+# A store is not too slow, but the prefix too short, if one of 16 times its tokens would be loaded.
+_LONG = 16
 _MEMORY = 0.97  # weight of the earlier samples of the prefill speed after each new one
-_FLAT = (
-    1e-3  # variance of depths, relative to their square, below which they show no slope
-)
+# Depths whose variance is below this share of their mean square show no slope.
+_FLAT = 1e-3
 
 
 class Reason(StrEnum):
@@ -133,11 +134,15 @@ class LoadTimes:
         self._add(num_bytes, seconds, _PROBE_RATE if is_probe else _SLOWDOWN_RATE)
 
     def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
-        """Add a load that was abandoned at its deadline, of ``loaded_bytes`` of its bytes."""
-        if loaded_bytes:
-            self._add(num_bytes, seconds * num_bytes / loaded_bytes, 1.0)
-        else:
+        """Add a load that was abandoned at its deadline, of ``loaded_bytes`` of its bytes: it shows
+        the time of these, and that all would have taken longer."""
+        if not loaded_bytes:
             self.stall()
+            return
+        self._add(loaded_bytes, seconds, 1.0)
+        least_s = _LONGER * seconds / self._slowdown
+        if self._usual_s(num_bytes) < least_s:
+            self._set_usual(num_bytes, least_s)
 
     def stall(self) -> None:
         """Count a load, or a probe, that brought nothing before its deadline."""
@@ -145,19 +150,23 @@ class LoadTimes:
 
     def _add(self, num_bytes: int, seconds: float, rate: float) -> None:
         seconds = max(seconds, 1e-6)
-        size_class = num_bytes.bit_length()
-        usual = self._by_class.get(size_class)
+        usual = self._by_class.get(num_bytes.bit_length())
         if usual is None:
             # the first one of its size shows the shape, not the slowdown
-            usual = _Usual(num_bytes, seconds / self._slowdown)
-            self._by_class[size_class] = usual
-            self._sizes = [self._by_class[name] for name in sorted(self._by_class)]
+            usual = self._set_usual(num_bytes, seconds / self._slowdown)
         ratio = seconds / self._usual_s(num_bytes)
         if self.is_stalled:
             rate = 1.0  # earlier samples say nothing about the time after a stall
         self._slowdown *= (ratio / self._slowdown) ** rate
         self.is_stalled = False
         usual.add(num_bytes, seconds / self._slowdown)
+
+    def _set_usual(self, num_bytes: int, seconds: float) -> _Usual:
+        """Replace what is known of loads of about this size."""
+        usual = _Usual(num_bytes, seconds)
+        self._by_class[num_bytes.bit_length()] = usual
+        self._sizes = [self._by_class[name] for name in sorted(self._by_class)]
+        return usual
 
     def expected_s(self, num_bytes: int) -> float:
         """Return the expected seconds of a load that begins now; 0 if nothing is known."""

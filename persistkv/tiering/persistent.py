@@ -242,6 +242,10 @@ class PersistentTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self._contains(key)
 
+    def holds(self, key: OffloadKey) -> bool:
+        """Return ``lookup``, for callers without a request."""
+        return self._contains(key)
+
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
         if self._detached or self.options.load_policy == "never":
             return 0
@@ -307,7 +311,8 @@ class PersistentTier(SecondaryTierManager):
         discards them: this shows when the store is fast again."""
         self._count_load(req_context, decision.reason, decision, decision.load_s)
         if self._probes.begin():
-            self.client.probe(keys[:_PROBED_KEYS], PROBE_S)
+            most = 1 if self._probes.is_small else _PROBED_KEYS
+            self.client.probe(keys[:most], PROBE_S)
 
     def _end_probe(self) -> None:
         probed = self.client.take_probed()

@@ -23,6 +23,9 @@ class ProbeTimer:
         self._lost_at: float | None = None  # None: no probe runs
         self._next_at = 0.0
         self._distance_s = _FIRST_S
+        self.is_small = True
+        """Whether the probe that begins now reads one block, to show the latency; each second one
+        reads more, to show the bandwidth."""
 
     def begin(self) -> bool:
         """Return whether the caller must begin a probe now."""
@@ -30,6 +33,7 @@ class ProbeTimer:
         is_running = self._lost_at is not None and now < self._lost_at
         if is_running or now < self._next_at:
             return False
+        self.is_small = not self.is_small
         self._lost_at = now + _LOST_S
         self._next_at = now + self._distance_s
         self._distance_s = min(_LONGEST_S, 2 * self._distance_s)

@@ -60,6 +60,8 @@ def adapt(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     defaults = Engine.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
     monkeypatch.setitem(defaults, "cpu_bytes", "64MiB")
     monkeypatch.setitem(defaults, "lookup_deadline_s", 100.0)
+    # so small a model computes about as fast as a store loads
+    monkeypatch.setitem(defaults, "load_policy", "always")
 
     def rewrite(text: str) -> str:
         text = text.replace("path/to/checkpoint", str(checkpoint)).replace(

@@ -38,6 +38,7 @@ from persistkv.integrations.transformers.stream import TokenStream
 from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.storage import BACKENDS
 from persistkv.storage.format.codec import parse_codec
+from persistkv.tiering.load_cost import LOAD_POLICIES
 
 _DEFAULT_DEVICE_TOKENS = 8192
 _CLOSE_S = 60.0
@@ -95,6 +96,8 @@ class Engine:
         required: bool = False,
         lookup_deadline_s: float = 10.0,
         prewarm_share: float = 0.0,
+        load_policy: str = "auto",
+        prefill_tokens_per_s: float | None = None,
         dtype: torch.dtype | str = "auto",
         attn_implementation: str | None = None,
         device: torch.device | str | None = None,
@@ -125,6 +128,9 @@ class Engine:
             store.
         :param prewarm_share: part of the primary tier, 0 to 1, to fill with the store's most
             recently used contexts before this returns, which takes up to a minute.
+        :param load_policy: ``auto`` loads what is expected to be faster than computing it;
+            ``always`` and ``never`` do not compare.
+        :param prefill_tokens_per_s: speed of the model for this comparison; None: as measured.
         :param dtype: data type of a model that is loaded here, not a model object;
             ``attn_implementation`` and ``device`` likewise.
         :param tokenizer: for prompts and answers as text: a tokenizer of transformers, or a
@@ -154,6 +160,9 @@ class Engine:
             arguments.flag(name, value)
         deadline_s = arguments.number("lookup_deadline_s", lookup_deadline_s, 0.0)
         share = arguments.number("prewarm_share", prewarm_share, 0.0, 1.0)
+        if load_policy not in LOAD_POLICIES:
+            expected = f"one of {', '.join(LOAD_POLICIES)}"
+            raise ConfigurationError("load_policy", load_policy, expected)
         loaded, checkpoint, texts = _open_model(
             model, dtype, attn_implementation, device, tokenizer
         )
@@ -176,6 +185,8 @@ class Engine:
                 host=host,
                 strict_identity=strict_identity,
                 required=required,
+                load_policy=load_policy,
+                prefill_tokens_per_s=prefill_tokens_per_s,
             )
         except ConfigurationError as error:
             if error.field != "cpu_bytes_to_use":
@@ -327,6 +338,7 @@ class Engine:
                 self._tiers.num_blocks,
                 self._device.block_bytes,
                 self._tiers.scheduler.stats,
+                self._tiers.load_reasons(),
                 tuple(tier.client.stats() for tier in self._tiers.persistent),
             )
 

@@ -156,7 +156,7 @@ class Request:
         now = time.perf_counter()
         self._stats.prefill_s = now - prefill_begin
         self._stats.ttft_s = now - begin
-        self._tiers.record_prefill(self._stats.computed_tokens, now - prefill_begin)
+        self._tiers.record_prefill(restored, len(prompt), now - prefill_begin)
         self._stats.saved_s = self._tiers.prefill_s(self._stats.persistent_tokens)
         self._keep(cache, len(prompt))
         while True:
@@ -213,6 +213,7 @@ class Request:
         )
         self._stats.cpu_tokens = loaded - self._stats.persistent_tokens
         self._stats.bytes_loaded = progress.num_bytes
+        self._stats.load_reason = self._tiers.load_reason(self.req_id)
         return on_device + loaded
 
     def _acquire_resident(self, limit: int) -> int:

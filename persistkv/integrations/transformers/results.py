@@ -32,6 +32,10 @@ class RequestStats:
     """Prompt tokens that the model computed; at least one."""
     bytes_loaded: int = 0
     """Bytes copied from the primary tier to the device for this request."""
+    load_reason: str | None = None
+    """What became of the blocks that a store held for this request: ``loaded``, or computed because
+    the store was ``too_slow``, the prefix ``too_short``, or the load had passed its ``deadline``.
+    None: no store held any, or the primary tier did, too."""
     lookup_s: float = 0.0
     """Seconds from the call until the restorable prefix was known, including the wait for
     promotions."""
@@ -107,6 +111,9 @@ class EngineStats:
     block_bytes: int
     """Sum over all KV cache groups of the bytes of one block."""
     connector: ConnectorStats
+    load_reasons: dict[str, int]
+    """Number of requests, and for several stores of their parts, by ``RequestStats.load_reason``.
+    """
     persistent: tuple[StoreStats, ...]
     """For each store, in the order of the URLs: totals of its client in the engine, and of its
     host."""

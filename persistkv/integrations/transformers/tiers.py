@@ -16,6 +16,7 @@ from persistkv.cpu.layout import cell_bytes, group_layouts
 from persistkv.cpu.shared_offload_region import remove_leftover_regions
 from persistkv.cpu.spec import WorkerGeometry
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
+from persistkv.tiering.load_cost import Reason
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import REMEMBERED_ENDS, PersistentTier
 from persistkv.tiering.spec import TieringOffloadingSpec
@@ -44,6 +45,7 @@ class Tiers:
         cpu_bytes: int,
         lookup_deadline_s: float,
         prewarm_share: float = 0.0,
+        prefill_tokens_per_s: float | None = None,
         **options: Any,
     ) -> None:
         """Build the tiers behind a paged cache. If one part cannot be built, the others are
@@ -66,6 +68,7 @@ class Tiers:
             extra_config={
                 "cpu_bytes_to_use": cpu_bytes,
                 "prewarm_share": prewarm_share,
+                "prefill_tokens_per_s": prefill_tokens_per_s,
                 "secondary_tiers": [{**common, "url": url} for url in urls],
             },
             geometry=WorkerGeometry(
@@ -190,11 +193,15 @@ class Tiers:
             loads = self.step()
         return loads[req_id]
 
-    def record_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record how long a prefill took, for ``prefill_s`` and for the stores' savings. Prefills
-        of less than 64 tokens are ignored: they do not show the speed of long ones."""
+    def record_prefill(self, start: int, stop: int, seconds: float) -> None:
+        """Record how long the prefill of the tokens from ``start`` to ``stop - 1`` took, to compare
+        loads with computing, for ``prefill_s`` and for the stores' savings. Prefills of less than
+        64 tokens are ignored: they do not show the speed of long ones."""
+        num_tokens = stop - start
         if num_tokens < _MEASURED_TOKENS:
             return
+        if self._tiering is not None:
+            self._tiering.prefill.observe(start, stop, seconds)
         self._prefill_tokens += num_tokens
         self._prefill_s += seconds
         for tier in self.persistent:
@@ -209,6 +216,20 @@ class Tiers:
                 tokens += tier.client.prefill[0]
                 seconds += tier.client.prefill[1]
         return num_tokens * seconds / tokens if tokens else None
+
+    def load_reasons(self) -> dict[str, int]:
+        """Return the number of requests by what became of the blocks that a store held for them."""
+        counts = dict.fromkeys(map(str, Reason), 0)
+        for tier in self.persistent:
+            for reason, count in tier.load_counts.items():
+                counts[reason] += count
+        return counts
+
+    def load_reason(self, req_id: str) -> str | None:
+        """See ``RequestStats.load_reason``."""
+        if self._tiering is None:
+            return None
+        return self._tiering.load_reason(req_id)
 
     def drain(self, deadline: float) -> bool:
         """Repeat ``step`` until the transfers of all ended requests, and those of running ones that

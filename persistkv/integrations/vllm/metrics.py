@@ -21,6 +21,11 @@ COUNTERS: Mapping[str, str] = {
     "store_bytes": "Bytes written to the store, before the codec; blocks that it held are "
     "not counted",
     "store_seconds": "Seconds from the submission of stores to their end, added up",
+    "requests_loaded": "Requests that loaded the chunks that the store held for them",
+    "requests_too_slow": "Requests that the engine computed: the store is slower",
+    "requests_too_short": "Requests that the engine computed: only a longer prefix is worth "
+    "the latency of the store",
+    "requests_deadline": "Requests whose load was abandoned at its deadline",
     "changed_weights_chunks": "Chunks in flight that were not stored or not served because "
     "weights changed",
     "stores_refused": "Store jobs that were refused because the queue was full or the store "
@@ -57,6 +62,10 @@ class Observed:
     load_seconds: float = 0.0
     load_failed_chunks: int = 0
     store_seconds: float = 0.0
+    requests_loaded: int = 0
+    requests_too_slow: int = 0
+    requests_too_short: int = 0
+    requests_deadline: int = 0
     changed_weights_chunks: int = 0
 
 

@@ -17,6 +17,7 @@ from persistkv.base import (
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.request_options import REQUEST_PARAMETER, RequestOptions
 from persistkv.storage.records import Choice
+from persistkv.tiering.load_cost import LoadDecision
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,11 @@ class LiveRequest(RequestDescription):
         self.failed: set[OffloadKey] = set()
         """Keys that failed to load, which are misses for this request: an engine never retries one
         for ever."""
+        self.load_decision: LoadDecision | None = None
+        """Whether the request loads what the store holds; None: not decided yet."""
+        self.first_computed: int | None = None
+        """Tokens of the request that the engine has not computed, because it found or loaded them;
+        None: not known."""
         self.epoch: int | None = None
         """See ``GuardedTier.begin_request``."""
         self._req_id = req_id
@@ -166,6 +172,16 @@ class LiveRequest(RequestDescription):
     @property
     def context(self) -> ReqContext:
         return ReqContext(self._req_id, description=self if self._lists_keys else None)
+
+    @property
+    def is_declined(self) -> bool:
+        """Whether the engine computes what the store holds."""
+        decision = self.load_decision
+        return decision is not None and not decision.num_runs
+
+    def position(self, key: OffloadKey) -> int | None:
+        """Return the tokens of the request up to the end of a key's chunk; None: not known."""
+        return self._position(key)
 
     def load_context(self, keys: Sequence[OffloadKey]) -> ReqContext:
         """Return the context for a load of chunks. Without positions it is that of prewarming,

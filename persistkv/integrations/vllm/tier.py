@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -53,6 +54,11 @@ from persistkv.integrations.vllm.identity import (
     has_random_hashes,
     shared_layout,
 )
+from persistkv.integrations.vllm.loading import (
+    PrefixLoads,
+    StepMeter,
+    shared_prefill,
+)
 from persistkv.integrations.vllm.logs import use_vllm_logging
 from persistkv.integrations.vllm.metrics import MetricsReader, metric_definitions
 from persistkv.integrations.vllm.numbers import by_group_index, number_layout
@@ -68,6 +74,7 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.base import JobResult as TierResult
+from persistkv.tiering.load_cost import Reason
 from persistkv.tiering.persistent import PersistentTier
 
 logger = logging.getLogger(__name__)
@@ -119,6 +126,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._steps = StepRequests(find_wake())
         offloading = offloading_spec.config
         self._group_tokens = _chunk_tokens(offloading)
+        prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
+        self._meter = StepMeter(prefill)
+        self._prefix_loads = PrefixLoads(offloading, self._group_tokens, prefill)
         self._region_fds: tuple[int, ...] = ()
         if self.options.host == "process":
             self._region_fds = open_region(primary_kv_view)
@@ -251,16 +261,59 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if request is not None and not request.options.load:
             return LookupResult.MISS
         epoch = 0 if request is None else request.epoch
-        has_failed = request is not None and key in request.failed
-        if self._guard.lookup(key, req_context, epoch) and not has_failed:
+        is_held = self._guard.lookup(key, req_context, epoch)
+        if is_held and (request is None or self._loads_key(request, key)):
             self._metrics.observed.lookup_hits += 1
             return LookupResult.HIT
         self._metrics.observed.lookup_misses += 1
         return LookupResult.MISS
 
+    def _loads_key(self, request: LiveRequest, key: OffloadKey) -> bool:
+        """Return whether the request loads a chunk that the store holds."""
+        if key in request.failed or request.is_declined:
+            return False
+        if request.load_decision is not None or self.options.load_policy == "always":
+            return True
+        end = request.position(key)
+        waiting = _find_request(request.context.req_id)
+        # prewarming has no request
+        if end is None or waiting is None:
+            return True
+        with self._isolation.guard("decide", "the chunks are loaded"):
+            decision = self._prefix_loads.decide(
+                self._tiers, self._tier, waiting, key, end
+            )
+            if decision is None:
+                return False
+            request.load_decision = decision
+            if not decision.num_runs:
+                self._tier.on_load_declined([key], request.context, decision)
+        return not request.is_declined
+
+    def _measure(self, request: LiveRequest, keys: Sequence[OffloadKey]) -> None:
+        """Count the tokens that the engine has computed of a request whose chunks it stores."""
+        ends = [request.position(key) for key in keys if key[-1] == keys[0][-1]]
+        known = [end for end in ends if end is not None]
+        if not known:
+            return
+        if request.first_computed is None:
+            running = _find_request(request.context.req_id)
+            if running is None:
+                return
+            request.first_computed = max(0, running.num_cached_tokens)
+        if max(known) > request.first_computed:
+            self._meter.add(request.context.req_id, request.first_computed, max(known))
+            request.first_computed = max(known)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._meter.end_schedule()
+
     def submit_store(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
+        with self._isolation.guard("measure", "the speed of prefills is not measured"):
+            if keys:
+                self._measure(request, keys)
         if not self._guard.is_detached and request.wants(keys, self.options.min_tokens):
             job = _job(job_metadata, keys, request.learn(keys))
             self._guard.submit_store(job, request.epoch)
@@ -278,6 +331,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
         job = _job(job_metadata, keys, request.load_context(keys))
+        decision = request.load_decision
+        if decision is not None and math.isfinite(decision.deadline_s):
+            deadline = time.monotonic() + decision.deadline_s
+            job = dataclasses.replace(job, deadline=deadline, decision=decision)
         self._guard.submit_load(job, request.epoch)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -444,7 +501,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Return vLLM's metrics object with the growth of the counters; None: too early, see
         ``MetricsReader``."""
         self._steps.note_step()
-        self._metrics.observed.changed_weights_chunks = self._guard.dropped_blocks
+        observed = self._metrics.observed
+        observed.changed_weights_chunks = self._guard.dropped_blocks
+        counts = self._tier.load_counts
+        observed.requests_loaded = counts[Reason.LOADED]
+        observed.requests_too_slow = counts[Reason.TOO_SLOW]
+        observed.requests_too_short = counts[Reason.TOO_SHORT]
+        observed.requests_deadline = counts[Reason.DEADLINE]
         if self._guard.is_opening or not self._metrics.is_due(time.monotonic()):
             return None
         client = self._tier.client
@@ -490,6 +553,12 @@ def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
     for group in offloading.groups:
         tokens[group.group_id] = group.tokens_per_block * blocks_per_chunk
     return by_group_index(tokens)
+
+
+def _find_request(req_id: str) -> Any:
+    """Return vLLM's ``Request`` of this id; None if no scheduler calls, or it has none."""
+    scheduler = find_scheduler()
+    return None if scheduler is None else scheduler.requests.get(req_id)
 
 
 def is_only_source(engine: Any) -> bool:

@@ -391,3 +391,46 @@ def test_savings_of_restored_requests_are_recorded(
     assert total.prefill_s == pytest.approx(cold.stats.prefill_s)
     assert warm.stats.saved_s == pytest.approx(96 * total.prefill_s / 100)
     assert warm.stats.saved_s == pytest.approx(total.seconds(96))
+
+
+@pytest.mark.parametrize("tokens_per_s", [1.0, 1e12])
+def test_generate_loads_only_what_is_faster_than_computing(
+    model: Any, tmp_path: Path, tokens_per_s: float
+) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    prompts = []
+    for start in range(2):
+        prompts.append([(start + 7 * number) % 250 for number in range(200)])
+    with open_engine(model, url) as first:
+        cold = [first.generate(prompt, 1) for prompt in prompts]
+        assert all(map(first.wait_persisted, cold))
+    options = {"load_policy": "auto", "prefill_tokens_per_s": tokens_per_s}
+    with open_engine(model, url, **options) as second:
+        # nothing is known of the store before the end of the first load
+        trial = second.generate(prompts[0], 1)
+        deadline = time.monotonic() + 60
+        while not any(second.stats().load_reasons.values()):
+            assert time.monotonic() < deadline
+            second.wait_persisted(trial, 0.01)
+        warm = second.generate(prompts[1], 1)
+        counts = second.stats().load_reasons
+    assert warm.tokens == cold[1].tokens
+    if tokens_per_s == 1.0:
+        assert counts["loaded"] == 2
+        assert warm.stats.load_reason == "loaded"
+        assert warm.stats.persistent_tokens == 196
+    else:
+        assert counts["too_slow"] + counts["too_short"] == 1
+        assert warm.stats.load_reason in ("too_slow", "too_short")
+        assert warm.stats.persistent_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("load_policy", "often"), ("prefill_tokens_per_s", 0)]
+)
+def test_open_invalid_load_option_raises(
+    model: Any, tmp_path: Path, name: str, value: object
+) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigurationError, match=name):
+        Engine.open(model, tmp_path / "store", **options)

@@ -70,8 +70,9 @@ PREWARM: dict[str, Any] = {"type": "persistkv-prewarm", "share": 0.9}
 
 
 def tier(url: str, **options: Any) -> dict[str, Any]:
-    """Return an entry of ``secondary_tiers``."""
-    return {"type": "persistkv", "url": url, **options}
+    """Return an entry of ``secondary_tiers``. Whatever the store holds is loaded by default: such
+    small models compute about as fast as a store loads."""
+    return {"type": "persistkv", "url": url, "load_policy": "always", **options}
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,23 @@ def test_engine_restart_after_kill_and_after_exit_starts_warm(
     assert "in a thread" not in last.log  # the store runs in a host process
 
 
+@pytest.mark.parametrize("tokens_per_s", [1.0, 1e12])
+def test_engine_loads_only_what_is_faster_than_computing(
+    start_engine, url, expected, tokens_per_s
+):
+    writer = start_engine(tier(url))
+    assert writer.generate(*PROMPTS[:2])["tokens"] == expected[:2]
+    writer.generate(SHORT)
+    writer.close()
+    wait_stored(url, 2)
+    options = {"load_policy": "auto", "prefill_tokens_per_s": tokens_per_s}
+    reader = start_engine(tier(url, **options))
+    found = reader.generate(*PROMPTS[:2])
+    assert found["tokens"] == expected[:2]
+    assert found["cached"] == ([384, 384] if tokens_per_s == 1.0 else [0, 0])
+    reader.close()
+
+
 def test_engine_changed_model_misses_and_answers_correctly(
     start_engine, url, tmp_path, expected
 ):

@@ -1,0 +1,157 @@
+"""Whether vLLM loads the chunks that a store holds for a request, or computes them.
+
+1. The decision is taken at the first lookup that the store could serve, for the whole prefix that
+   it holds from there on, and applies to the request until it ends: vLLM looks up chunk by chunk,
+   and again in every step.
+2. The engine's speed is measured by steps: the chunks that are stored between two ends of schedules
+   are those that the step before the first one has computed.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from persistkv.base import (
+    OffloadKey,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from persistkv.tiering.load_cost import (
+    LoadChooser,
+    LoadDecision,
+    LoadRun,
+    PrefillSpeed,
+)
+from persistkv.tiering.persistent import PersistentTier
+
+_FEWEST_TOKENS = 64  # of a step that shows the speed of prefills
+_LONGEST_STEP_S = 30.0  # a longer one includes a wait of the engine for requests
+_SURPRISE = (
+    5.0  # times the expected time of a step, above which it includes such a wait
+)
+
+
+class StepMeter:
+    """Measures the engine's prefills from the chunks that its steps have computed."""
+
+    def __init__(
+        self, prefill: PrefillSpeed, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """:param clock: returns seconds."""
+        self._prefill = prefill
+        self._clock = clock
+        self._ended_at: float | None = None  # of the last schedule
+        self._step_s: float | None = None  # of the step before it
+        # by request: tokens that this step has computed
+        self._computed: dict[str, tuple[int, int]] = {}
+
+    def add(self, req_id: str, start: int, stop: int) -> None:
+        """Count computed tokens of a request whose chunks are stored now."""
+        first, last = self._computed.get(req_id, (start, stop))
+        self._computed[req_id] = (min(first, start), max(last, stop))
+
+    def end_schedule(self) -> None:
+        """End the schedule of a step."""
+        now = self._clock()
+        computed, self._computed = self._computed, {}
+        step_s, self._step_s = self._step_s, None
+        if self._ended_at is not None:
+            self._step_s = now - self._ended_at
+        self._ended_at = now
+        if step_s is not None and computed:
+            self._observe(list(computed.values()), step_s)
+
+    def _observe(self, computed: Sequence[tuple[int, int]], step_s: float) -> None:
+        num_tokens = sum(stop - start for start, stop in computed)
+        if num_tokens < _FEWEST_TOKENS or step_s > _LONGEST_STEP_S:
+            return
+        expected_s = 0.0
+        for start, stop in computed:
+            expected_s += self._prefill.expected_s(start, stop) or step_s
+        if step_s > _SURPRISE * expected_s:
+            return
+        for start, stop in computed:
+            share = (stop - start) / num_tokens
+            self._prefill.observe(start, stop, share * step_s)
+
+
+class PrefixLoads:
+    """Decides about the loads of one store."""
+
+    def __init__(
+        self, offloading: Any, group_tokens: Sequence[int], prefill: PrefillSpeed
+    ) -> None:
+        """:param offloading: vLLM's ``OffloadingConfig``.
+        :param group_tokens: for each KV cache group, the tokens of one chunk.
+        :param prefill: the engine's speed, shared by its stores.
+        """
+        self._hash_tokens = offloading.cache.tokens_per_hash
+        self._group_tokens = group_tokens
+        self._chooser = LoadChooser(prefill)
+
+    def decide(
+        self,
+        tiers: Sequence[PersistentTier],
+        tier: PersistentTier,
+        request: Any,
+        key: OffloadKey,
+        end: int,
+    ) -> LoadDecision | None:
+        """Return the decision about the prefix that ``tier`` holds; None: another tier is expected
+        to load it faster.
+
+        :param tiers: all stores of the engine.
+        :param request: vLLM's ``Request``.
+        :param key: the first chunk to load, which the tier holds.
+        :param end: tokens of the request up to the end of this chunk.
+        """
+        group = get_offload_group_idx(key)
+        chunk_tokens = self._group_tokens[group]
+        hashes = request.block_hashes
+        first = end // chunk_tokens - 1
+        # at least one token is computed
+        num_chunks = max(end, request.num_tokens - 1) // chunk_tokens
+
+        def key_at(chunk: int) -> OffloadKey:
+            last_hash = (chunk + 1) * chunk_tokens // self._hash_tokens - 1
+            return make_offload_key(bytes(hashes[last_hash]), group)
+
+        def num_held(of_tier: PersistentTier) -> int:
+            # A store evicts the deepest chunks of a context first, so what it holds is a prefix.
+            chunks = range(first + 1, num_chunks)
+            return 1 + bisect_left(
+                chunks, True, key=lambda chunk: not of_tier.holds(key_at(chunk))
+            )
+
+        num_chunks_held = num_held(tier)
+        block_bytes = tier.config.layout.groups[group].block_bytes
+        num_bytes = num_chunks_held * block_bytes
+        for other in tiers:
+            if other is tier or not other.holds(key_at(first + num_chunks_held - 1)):
+                continue
+            if _is_faster(other, tier, num_bytes):
+                return None
+        stop = end + (num_chunks_held - 1) * chunk_tokens
+        run = LoadRun(tier, stop, num_bytes)
+        return self._chooser.choose([run], end - chunk_tokens)
+
+
+def _is_faster(other: PersistentTier, tier: PersistentTier, num_bytes: int) -> bool:
+    """Return whether another tier is expected to load so many bytes faster."""
+    other_s = other.expected_load_s(num_bytes)
+    own_s = tier.expected_load_s(num_bytes)
+    if other_s is None or own_s is None:
+        return False
+    return other_s < own_s
+
+
+def shared_prefill(offloading_spec: Any, tokens_per_s: float | None) -> PrefillSpeed:
+    """Return the speed of this engine, shared by all of its stores and kept in the spec; the first
+    store's option applies."""
+    prefill: PrefillSpeed = vars(offloading_spec).setdefault(
+        "_persistkv_prefill", PrefillSpeed(tokens_per_s)
+    )
+    return prefill

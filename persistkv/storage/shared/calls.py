@@ -149,16 +149,16 @@ class Medium:
         """
         return unseal(name, self.whole(name, limit), self.authenticator, namespace)
 
-    def listed(self, prefix: str, *, settled: bool = False) -> list[BlobInfo]:
+    def listed(self, prefix: str, *, stable: bool = False) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.
 
-        :param settled: repeat the list until it shows all that the one before it has shown: a
+        :param stable: repeat the list until it shows all that the one before it has shown: a
             single one is no snapshot, and may lack both a deleted blob and the one that includes
             it. While blobs are deleted all the time, return all blobs of several lists: readers
             skip missing ones.
         """
         found = self._list(prefix)
-        if not settled:
+        if not stable:
             return found
         shown = {info.name: info for info in found}
         for _ in range(_MOST_LISTS - 1):

@@ -19,7 +19,7 @@ class Clock:
     snapshot of the machine: the default reads the operating system's source."""
 
     def monotonic(self) -> float:
-        """Return seconds since some moment; the clock never jumps."""
+        """Return seconds since an arbitrary time; the clock never jumps."""
         return time.monotonic()
 
     def wall(self) -> float:

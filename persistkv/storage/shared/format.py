@@ -182,7 +182,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Latest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Content of ``latest``: a hint for readers, overwritten by each merge and never trusted."""
+    """Content of ``latest``. Each merge overwrites it. It affects how soon readers find new
+    objects, and which engine merges, but no content depends on it."""
 
     writer: bytes
     """Random name of the handle that merged last."""

@@ -34,7 +34,7 @@ def plant_unread(patch: pytest.MonkeyPatch) -> None:
     write_base = Merger.write_base
 
     def planted(self: Merger) -> None:
-        infos = self._medium.listed(self._names.index, settled=True)
+        infos = self._medium.listed(self._names.index, stable=True)
         self._reader._note_list(infos)
         self._replica.mark_contained(
             [info.name for info in infos if self._names.is_object(info.name)]
@@ -50,9 +50,7 @@ def plant_inbox(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         IndexReader,
         "_read",
-        lambda self, *, with_inbox, settled: read(
-            self, with_inbox=False, settled=settled
-        ),
+        lambda self, *, with_inbox, stable: read(self, with_inbox=False, stable=stable),
     )
 
 
@@ -67,7 +65,7 @@ def plant_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Sweeper,
         "_all_deltas",
-        lambda self, now: _read_once(self, ("index", "inbox"), settled=True),
+        lambda self, now: _read_once(self, ("index", "inbox"), stable=True),
     )
 
 
@@ -77,7 +75,7 @@ def plant_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Sweeper,
         "_all_deltas",
-        lambda self, now: _read_once(self, ("inbox", "index"), settled=False),
+        lambda self, now: _read_once(self, ("inbox", "index"), stable=False),
     )
 
 
@@ -85,14 +83,14 @@ _is_second: defaultdict[Sweeper, bool] = defaultdict(bool)
 
 
 def _read_once(
-    sweeper: Sweeper, order: Sequence[str], *, settled: bool
+    sweeper: Sweeper, order: Sequence[str], *, stable: bool
 ) -> Iterator[Delta]:
     _is_second[sweeper] = not _is_second[sweeper]
     if not _is_second[sweeper]:
         return
     for part in order:
         for info in sweeper._medium.listed(
-            getattr(sweeper._names, part), settled=settled
+            getattr(sweeper._names, part), stable=stable
         ):
             found = sweeper._fetch(info)
             if isinstance(found, Delta):

@@ -419,7 +419,7 @@ class Merger:
         """
         began = self._clock.monotonic()
         self._base_wanted_at = math.inf
-        self._reader.refresh(settled=True)
+        self._reader.refresh(stable=True)
         listed = self._to_include()
         if len(listed) < 2:
             return

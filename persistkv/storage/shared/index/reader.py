@@ -87,14 +87,14 @@ class IndexReader:
         :raises StoreError: the medium or the replica failed; the replica keeps the objects that
             were read before.
         """
-        return self._read(with_inbox=True, settled=True)
+        return self._read(with_inbox=True, stable=True)
 
     def refresh(
-        self, *, with_inbox: bool = False, settled: bool = False
+        self, *, with_inbox: bool = False, stable: bool = False
     ) -> list[BlobInfo]:
         """Read new objects. Result and errors are as in ``open``; without ``with_inbox``, no
         commits."""
-        return self._read(with_inbox=with_inbox, settled=settled)
+        return self._read(with_inbox=with_inbox, stable=stable)
 
     def follow(self) -> Latest | None:
         """Read the objects that ``latest`` names; return it, or None if there is none that can be
@@ -239,17 +239,17 @@ class IndexReader:
         ]
         del self.recent[:-_KNOWN_NAMES]
 
-    def _read(self, *, with_inbox: bool, settled: bool) -> list[BlobInfo]:
+    def _read(self, *, with_inbox: bool, stable: bool) -> list[BlobInfo]:
         inbox: list[BlobInfo] = []
         missing: list[str] = []
         for _ in range(_TRIES):
             before, missing = missing, []
             if with_inbox:
-                inbox = self._medium.listed(self._names.inbox, settled=settled)
+                inbox = self._medium.listed(self._names.inbox, stable=stable)
                 self._forget_unreadable(inbox, is_inbox=True)
                 self.note_shown(inbox)
                 missing += self.read_objects(inbox, is_inbox=True)
-            index = self._medium.listed(self._names.index, settled=settled)
+            index = self._medium.listed(self._names.index, stable=stable)
             self._note_list(index)
             missing += self.read_objects(index)
             if not missing:

@@ -168,8 +168,8 @@ class Sweeper:
     def _list_objects(self) -> list[BlobInfo]:
         """Return the commits, then the objects of the index. Commits that are merged between the
         lists are in both, or in objects of the second one."""
-        infos = self._medium.listed(self._names.inbox, settled=True)
-        infos += self._medium.listed(self._names.index, settled=True)
+        infos = self._medium.listed(self._names.inbox, stable=True)
+        infos += self._medium.listed(self._names.index, stable=True)
         return [info for info in infos if self._names.is_object(info.name)]
 
     def _fetch(self, info: BlobInfo) -> Delta | str | None:

@@ -157,6 +157,8 @@ class LiveRequest(RequestDescription):
         for ever."""
         self.load_decision: LoadDecision | None = None
         """Whether the request loads what the store holds; None: not decided yet."""
+        self.loads_elsewhere = False
+        """Whether another store of the engine is expected to load the request's chunks faster."""
         self.first_computed: int | None = None
         """Tokens of the request that the engine has not computed, because it found or loaded them;
         None: not known."""
@@ -175,9 +177,10 @@ class LiveRequest(RequestDescription):
 
     @property
     def is_declined(self) -> bool:
-        """Whether the engine computes what the store holds."""
+        """Whether the request loads nothing from this store, although it holds chunks."""
         decision = self.load_decision
-        return decision is not None and not decision.num_runs
+        is_computed = decision is not None and not decision.num_runs
+        return is_computed or self.loads_elsewhere
 
     def position(self, key: OffloadKey) -> int | None:
         """Return the tokens of the request up to the end of a key's chunk; None: not known."""

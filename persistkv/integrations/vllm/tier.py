@@ -283,10 +283,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             decision = self._prefix_loads.decide(
                 self._tiers, self._tier, waiting, key, end
             )
-            if decision is None:
-                return False
             request.load_decision = decision
-            if not decision.num_runs:
+            # decided once: vLLM asks for each chunk, and again in each step
+            request.loads_elsewhere = decision is None
+            if decision is not None and not decision.num_runs:
                 self._tier.on_load_declined([key], request.context, decision)
         return not request.is_declined
 

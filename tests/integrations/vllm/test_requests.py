@@ -8,6 +8,7 @@ from persistkv.base import Retention, make_offload_key
 from persistkv.integrations.request_options import RequestOptions
 from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
 from persistkv.storage.records import Choice
+from persistkv.tiering.load_cost import LoadDecision, Reason
 
 CHUNK = 16
 
@@ -212,3 +213,15 @@ def test_request_options_malformed_hint_is_ignored_and_logged_once(
     )
     (record,) = caplog.records
     assert kind in record.getMessage()
+
+
+def test_is_declined_computed_or_loaded_elsewhere():
+    found = request({})
+    assert not found.is_declined
+    found.load_decision = LoadDecision(1, Reason.LOADED, 0.1, 1.0, 0.3)
+    assert not found.is_declined
+    found.load_decision = LoadDecision(0, Reason.TOO_SLOW, 2.0, 1.0, 0.0)
+    assert found.is_declined
+    found.load_decision = None
+    found.loads_elsewhere = True
+    assert found.is_declined

@@ -330,7 +330,7 @@ class Database:
         """Wait until no reader of any process has a snapshot before transaction ``number``; return
         False on timeout, or at once if a reader that caused an earlier timeout still runs.
         """
-        # Without the wait, commits of a full store with inline payloads are refused beside reads of
+        # Without the wait, commits of a full store with inline payloads are refused during reads of
         # 20 ms: LMDB reuses no page that a snapshot needs.
         deadline = time.monotonic() + timeout_s
         while True:

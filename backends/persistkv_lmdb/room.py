@@ -164,8 +164,8 @@ class Room:
         return Amount(catalogue - reserve, payload - payload_reserve)
 
     def reserve_ahead(self, writer: int) -> None:
-        """Reserve extents for the next commit of a writer that has none reserved, as far as there
-        is room."""
+        """Reserve extents for the next commit of a writer that has none reserved, if there is
+        room; fewer if there is less."""
         allocator = self.payloads.allocator
         limit_pages = self.payloads.limit // PAGE_BYTES
         growth = max(0, limit_pages - allocator.total)

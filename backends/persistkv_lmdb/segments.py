@@ -282,7 +282,7 @@ class SegmentFiles:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
             is_short = length < _THREAD_BYTES
-            # beside other writes, this thread would wait for the disk
+            # while others are written, this thread would wait for the disk
             if is_short and not self._writes:
                 self._write_runs(runs, buffers)
             else:

@@ -339,6 +339,9 @@ def _build_report(
     cold_ttft = median(answer.stats.ttft_s for answer in cold.answers)
     restored_shared = min(first.restored_tokens, shared_tokens)
     differences = [request.max_logit_difference or 0.0 for request in requests]
+    has_same_tokens = all(request.has_same_tokens for request in requests)
+    has_same_logits = all(request.has_same_logits for request in requests)
+    may_agree_with_cold = all(request.may_agree_with_cold for request in requests)
     has_same_pages = warm.pages.items() <= cold.pages.items()
     codec_ratio = 1.0
     if stats.stored_bytes:
@@ -356,9 +359,9 @@ def _build_report(
         speed_up=cold_ttft / first.ttft_s,
         cold_start_to_first_token_s=cold.start_to_first_token_s,
         warm_start_to_first_token_s=warm.start_to_first_token_s,
-        tokens_identical=all(request.has_same_tokens for request in requests),
-        logits_identical=all(request.has_same_logits for request in requests),
-        agrees_with_cold=all(request.may_agree_with_cold for request in requests),
+        tokens_identical=has_same_tokens,
+        logits_identical=has_same_logits,
+        agrees_with_cold=may_agree_with_cold,
         max_logit_difference=max(differences),
         pages_identical=bool(warm.pages) and has_same_pages,
         pages_compared=len(warm.pages),

@@ -211,7 +211,7 @@ def parse_codec(text: str) -> Codec:
     is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
     if is_number:
         return make_codec(int(argument))
-    # the constructor refuses text, and names what it expects
+    # the constructor refuses text, and its error names the expected values
     return make_codec(argument)
 
 

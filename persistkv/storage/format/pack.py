@@ -123,7 +123,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         # one split for all, if their keys have one length: the usual case in a store
         lengths = {keys.key_length for keys in many}
         length = lengths.pop() if len(lengths) == 1 else 0
-        # malformed data is left to ``unpack``, which says what is wrong
+        # malformed data is left to ``unpack``, whose error names the field
         if length > 0 and not any(len(keys.data) % length for keys in many):
             joined = b"".join([keys.data for keys in many])
             return _cut(joined, length)

@@ -270,7 +270,6 @@ class Canary:
         """Find candidates, and open the adopted namespace if one is recorded. Runs on the caller's
         thread."""
         self._own = own
-        self._layout = rows.layout
         self._rows = rows
         self._options = options
         self.other: OtherNamespace | None = None
@@ -303,7 +302,12 @@ class Canary:
         requests, including those that a lookup finds."""
 
     @property
+    def _layout(self) -> RowLayout:
+        return self._rows.layout
+
+    @property
     def _groups(self) -> int:
+        """Number of KV cache groups."""
         return len(self._layout.groups)
 
     def _may_compare(self) -> bool:
@@ -386,19 +390,11 @@ class Canary:
         compared by rules 2 and 3 of the module, sorted by depth. Empty if any block of the request
         breaks the rules.
         """
-        if request not in self._requests:
-            self._requests[request] = _Request(counts=[0] * self._groups)
-        state = self._requests[request]
-        if len(self._requests) > _MOST_REQUESTS:
-            self._requests.popitem(last=False)
+        state = self._request(request)
         adopted_depths = (0,) * self._groups
         if self.verdict is not None:
             adopted_depths = self.verdict.depths
-        holders = self._own.index.first_candidates(blocks.keys)
-        held: set[bytes] = set()
-        for key, pack in zip(blocks.keys, holders, strict=True):
-            if pack is not None:
-                held.add(key)
+        held = self._held_keys(blocks.keys)
         offered = map(Block._make, zip(*blocks, strict=True))
         comparable: list[Block] = []
         for block in sorted(offered, key=_depth_of):
@@ -412,6 +408,25 @@ class Canary:
         if not self._is_evidence(state):
             return []
         return comparable
+
+    def _request(self, request: str) -> _Request:
+        """Return the state of a request, new if it has offered no blocks yet."""
+        if request not in self._requests:
+            self._requests[request] = _Request(counts=[0] * self._groups)
+        state = self._requests[request]
+        # the oldest one: it will not be compared any more
+        if len(self._requests) > _MOST_REQUESTS:
+            self._requests.popitem(last=False)
+        return state
+
+    def _held_keys(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return the keys of the blocks that the engine's namespace probably holds."""
+        holders = self._own.index.first_candidates(keys)
+        held: set[bytes] = set()
+        for key, pack in zip(keys, holders, strict=True):
+            if pack is not None:
+                held.add(key)
+        return held
 
     def _is_evidence(self, request: _Request) -> bool:
         """Return whether the engine has computed all blocks of a request, by rules 2 and 3."""

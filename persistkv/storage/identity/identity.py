@@ -419,6 +419,7 @@ def _read_header(
     length_field = os.pread(descriptor, _LENGTH_BYTES, 0)
     length = int.from_bytes(length_field, "little")
     max_length = min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES)
+    # the length is checked before so many bytes are read
     if size < _LENGTH_BYTES or length > max_length:
         raise _invalid(path, f"its header cannot have {length} of {size} bytes")
     encoded = os.pread(descriptor, length, _LENGTH_BYTES)

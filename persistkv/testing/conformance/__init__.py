@@ -425,7 +425,7 @@ class BackendConformance(BackendSuite):
         rig.commit(others)
         needs = [needed.pack_id]
         result = rig.commit(pack, seen=cursor, needs=needs)
-        # a driver may refuse what it could also interleave
+        # a driver may refuse such a batch, or interleave it
         assert result.interleaved is not result.stale
         expected = {others.pack_id}
         if not result.stale:

@@ -80,7 +80,9 @@ def test_idle_engine_host_keeps_few_lookup_tables(
         wait_until(lambda: len(reloads) > already + REFRESHES)  # noqa: B023
         # a listing also finds tables that are opened and closed while it is made
         most = min(lookup_tables() for _ in range(10))
-        assert most - before <= 5, "one is built, and one released, meanwhile"
+        # meanwhile, the host builds one and releases one, and the engine, whose idle thread maps
+        # one each second, releases the one before
+        assert most - before <= 6
     assert all(map(idle.contains, make_keys(2))), "its table is intact"
     wait_until(lambda: idle.poll() == [] and all(map(idle.contains, make_keys(2, 100))))
     assert all(map(idle.contains, make_keys(2)))

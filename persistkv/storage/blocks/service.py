@@ -180,20 +180,17 @@ class BlockService:
     async def get(self, keys: Sequence[bytes], blocks: Sequence[Regions]) -> list[bool]:
         """Read blocks; return for each key whether its memory holds the verified block. The memory
         of other keys has undefined content. No memory is in use after the return."""
-        absent = set(self.store.index.absent(keys))
-        if len(absent) == len(keys):
-            return [False] * len(keys)
-        wanted = [place for place, key in enumerate(keys) if key not in absent]
-        wanted_keys = [keys[place] for place in wanted]
         with self._call():
             async with self._load_slots:
-                places = self._memory.add(blocks[place] for place in wanted)
+                places = self._memory.add(blocks)
                 try:
-                    outcome = await self.store.read(wanted_keys, places)
+                    outcome = await self.store.read(keys, places)
                 finally:
                     self._memory.remove(places)
-        absent.update(outcome.failed)
-        return [key not in absent for key in keys]
+        if not outcome.failed:
+            return [True] * len(keys)
+        failed = set(outcome.failed)
+        return [key not in failed for key in keys]
 
     async def contains(
         self, keys: Sequence[bytes], *, touch: bool = False

@@ -1,0 +1,132 @@
+"""LMCache's own benchmark of second levels, ``bench l2``, with persistkv and with LMCache's ``fs``
+and ``fs_native`` adapters, in the same run.
+
+Each round starts LMCache anew for each adapter, in changing order, with an empty store: LMCache
+skips stores of keys that are held. It verifies every byte that it loads. persistkv syncs what it
+stores; the others do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.rig import show
+
+OPERATIONS = ("Store", "Load")
+JOB_KIB = 32 << 10  # 32 MiB
+_MEDIAN = re.compile(r"Duration p50 \(ms\): +([\d.]+)")
+_SUCCESS = re.compile(r"Total success: +(\d+)")
+_TOTAL = re.compile(r"Total keys: +(\d+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lmcache-python", default=".venv-lmcache/bin/python")
+    parser.add_argument("--kib", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--directory", help="on the disk to be measured")
+    arguments = parser.parse_args()
+    rows = []
+    for kib in arguments.kib:
+        medians = measure(
+            kib, arguments.rounds, arguments.lmcache_python, arguments.directory
+        )
+        for (name, operation), found in sorted(medians.items(), key=str):
+            ours = statistics.median(medians["persistkv", operation])
+            median = statistics.median(found)
+            row = [f"{kib} KiB", operation, name]
+            row += [f"{median:.1f} ms", f"{median / ours:.2f}"]
+            rows.append(row)
+    load = os.getloadavg()[0]
+    title = f"LMCache's bench l2 on jobs of 32 MiB (load of the machine: {load:.1f})"
+    show(title, ["object", "operation", "adapter", "median", "÷ persistkv"], rows)
+
+
+def adapters(directory: Path) -> dict[str, dict[str, object]]:
+    """Return the configuration of each adapter on an empty directory."""
+    return {
+        "persistkv": {
+            "type": "plugin",
+            "module_path": "persistkv.integrations.lmcache.adapter",
+            "class_name": "PersistKVL2Adapter",
+            "adapter_params": {
+                "url": f"lmdb://{directory}/store?capacity=4GiB",
+                "models": {"bench-model": "name:bench"},
+                "engine": "bench",
+            },
+        },
+        "fs": {"type": "fs", "base_path": str(directory), "use_odirect": True},
+        "fs_native": {
+            "type": "fs_native",
+            "base_path": str(directory),
+            "use_odirect": True,
+            "num_workers": 4,
+        },
+    }
+
+
+def measure(
+    kib: int, rounds: int, python: str, parent: str | None
+) -> dict[tuple[str, str], list[float]]:
+    """Return the medians in ms of each round, by (adapter, operation)."""
+    medians: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for number in range(rounds):
+        names = list(adapters(Path()))
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            with tempfile.TemporaryDirectory(dir=parent) as directory:
+                configuration = adapters(Path(directory))[name]
+                found = run(python, configuration, kib)
+            for operation, median in found.items():
+                medians[name, operation].append(median)
+    return medians
+
+
+def run(python: str, configuration: dict[str, object], kib: int) -> dict[str, float]:
+    """Run ``bench l2``; return the median of each operation in ms."""
+    arguments = ["--rounds", "4", "--num-keys", str(JOB_KIB // kib)]
+    arguments += ["--data-size-kb", str(kib), "--l1-align-bytes", "4096"]
+    done = subprocess.run(
+        [
+            python,
+            "-m",
+            "lmcache.cli.main",
+            "bench",
+            "l2",
+            "--l2-adapter",
+            json.dumps(configuration),
+            "--no-skip-verify",
+            "--lookup-max-hit-rate",
+            "1",
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"},
+    )
+    output = done.stdout + done.stderr
+    found: dict[str, float] = {}
+    for operation in OPERATIONS:
+        part = output.partition(f" {operation} -")[2]
+        median = _MEDIAN.search(part)
+        success, total = _SUCCESS.search(part), _TOTAL.search(part)
+        if median is None or success is None or total is None:
+            raise SystemExit(output)
+        if success[1] != total[1]:
+            raise SystemExit(f"{operation}: {success[1]} of {total[1]} keys")
+        found[operation] = float(median[1])
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -336,16 +336,20 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def report_status(self) -> dict[str, Any]:
         stores = self._stores.items()
         counters = [store.counters.store for _, store in stores]
+        stored_objects = sum(one.stored_blocks for one in counters)
+        loaded_objects = sum(one.loaded_blocks for one in counters)
+        dropped_objects = sum(one.dropped_blocks for one in counters)
+        failures = sum(one.verification_failures for one in counters)
         return {
             "is_healthy": True,
             "type": type(self).__name__,
             "url": self.options.url.partition("?")[0],
             "layouts": len(stores),
             "locked_keys": len(self._leases),
-            "stored_objects": sum(one.stored_blocks for one in counters),
-            "loaded_objects": sum(one.loaded_blocks for one in counters),
-            "dropped_objects": sum(one.dropped_blocks for one in counters),
-            "verification_failures": sum(one.verification_failures for one in counters),
+            "stored_objects": stored_objects,
+            "loaded_objects": loaded_objects,
+            "dropped_objects": dropped_objects,
+            "verification_failures": failures,
         }
 
     def close(self) -> None:

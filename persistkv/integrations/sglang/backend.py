@@ -222,8 +222,10 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         if not store.is_copied or target_locations is None:
             return [None] * len(keys)
         found = store.read_tensors(keys, target_locations)
-        targets = zip(target_locations, found, strict=True)
-        return [target if is_found else None for target, is_found in targets]
+        tensors: list[Any] = []
+        for target, is_found in zip(target_locations, found, strict=True):
+            tensors.append(target if is_found else None)
+        return tensors
 
     def set(
         self,

@@ -44,9 +44,18 @@ class Transfers:
         with self._lock:
             read, self._read = self._read, []
             written, self._written = self._written, []
+        read_pages, read_bandwidths = _columns(read)
+        written_pages, written_bandwidths = _columns(written)
         return StorageMetrics(
-            prefetch_pgs=[pages for pages, _ in read],
-            backup_pgs=[pages for pages, _ in written],
-            prefetch_bandwidth=[bandwidth for _, bandwidth in read],
-            backup_bandwidth=[bandwidth for _, bandwidth in written],
+            prefetch_pgs=read_pages,
+            backup_pgs=written_pages,
+            prefetch_bandwidth=read_bandwidths,
+            backup_bandwidth=written_bandwidths,
         )
+
+
+def _columns(calls: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    """Return the pages and the bandwidths of calls."""
+    pages = [num_pages for num_pages, _ in calls]
+    bandwidths = [bandwidth for _, bandwidth in calls]
+    return pages, bandwidths

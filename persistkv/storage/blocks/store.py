@@ -27,6 +27,7 @@ import msgspec
 from persistkv.base import GROUP_INDEX_BYTES, Retention
 from persistkv.config import parse_size, store_url
 from persistkv.errors import HostError, StoreError, StoreTimeoutError
+from persistkv.memory.budget import default_io_threads
 from persistkv.memory.pool import BufferPool
 from persistkv.memory.scattered import ScatteredBlocks
 from persistkv.storage import open_backend
@@ -118,7 +119,7 @@ class BlockStore:
         block_bytes: Sequence[int],
         *,
         codec: str = "raw",
-        io_threads: int = 2,
+        io_threads: int | None = None,
         staging_bytes: int | str = "256MiB",
         strict_identity: bool = False,
         events: bool = False,
@@ -132,7 +133,8 @@ class BlockStore:
             store.
         :param block_bytes: for each KV cache group, the bytes of one block, at most 256 MiB.
         :param codec: codec of new packs, such as ``planes`` or ``zstd:1``.
-        :param io_threads: threads that read and decode.
+        :param io_threads: threads that read and decode; a remote store always has 8. None: 4 on a
+            machine with 8 cores or more, otherwise 2.
         :param staging_bytes: bound on the store's memory beyond its index, at least 64 MiB.
         :param strict_identity: raise IdentityMismatchError if the store holds only other
             identities.
@@ -145,6 +147,8 @@ class BlockStore:
         :raises StoreError: the store cannot be opened.
         """
         name = store_url(url)
+        if io_threads is None:
+            io_threads = default_io_threads()
         options = StoreOptions(
             codec=codec,
             io_threads=io_threads,

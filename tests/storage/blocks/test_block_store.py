@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from persistkv import (
+    BlockStore,
     CompletionQueue,
     ConfigurationError,
     StoreError,
@@ -283,3 +285,20 @@ def test_calls_after_close_and_in_a_child_raise(open_blocks: OpenBlocks) -> None
         store.contains(keys)
     with pytest.raises(StoreError, match="closed"):
         store.put(keys, list(random_blocks(1)))
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 2), (8, 4)])
+def test_open_reads_with_more_threads_on_more_cores(
+    cores: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    with BlockStore.open(tmp_path / "default", identity(), [BLOCK_BYTES]):
+        assert reading_threads() == threads
+    with BlockStore.open(tmp_path / "chosen", identity(), [BLOCK_BYTES], io_threads=3):
+        assert reading_threads() == 3
+
+
+def reading_threads() -> int:
+    """Return the number of this process's threads that read for a store."""
+    names = [thread.name for thread in threading.enumerate()]
+    return sum(name.startswith("persistkv-reader") for name in names)

@@ -171,6 +171,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         results = self._lookup_tasks.take_one(task_id)
         if results is None:
             return None
+        self._leases.expire()
         keys = self._looked_up.pop(task_id)
         found = [key for key, is_held in zip(keys, results, strict=True) if is_held]
         self._leases.acquire(found)

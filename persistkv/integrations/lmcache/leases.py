@@ -52,10 +52,9 @@ class Leases:
         """Forget what has expired."""
         now = time.monotonic()
         with self._lock:
-            for key in [
-                key for key, lease in self._leases.items() if lease.expires_at <= now
-            ]:
-                del self._leases[key]
+            for key, lease in list(self._leases.items()):
+                if lease.expires_at <= now:
+                    del self._leases[key]
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -192,6 +192,7 @@ def test_locked_keys_are_not_deleted(open_adapter: Open) -> None:
     time.sleep(1.1)
     driver.adapter.delete(keys[:1])
     assert driver.lookup(keys[:1]) == [False]
+    assert driver.adapter.report_status()["locked_keys"] == 0
     driver.adapter.submit_unlock(object_keys([500]))
 
 

@@ -23,7 +23,6 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
-from itertools import compress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -37,11 +36,12 @@ from persistkv.errors import (
 )
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
+from persistkv.storage.host.answers import GLANCE_TOKEN, Answers
 from persistkv.storage.host.connection import CONGESTED_BYTES, discard
 from persistkv.storage.host.idle import IdleSupervision
 from persistkv.storage.host.in_flight import InFlight, JobOutcome
+from persistkv.storage.host.stored_keys import StoredKeys
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
-from persistkv.storage.index import LookupTable
 from persistkv.storage.records import (
     Choice,
     LoadReport,
@@ -55,10 +55,6 @@ logger = logging.getLogger(__name__)
 _OPEN_ATTEMPTS = 4
 # reasons why a store does not open that may pass; all others are the caller's
 _TEMPORARY = (StoreError, HostError)
-_GLANCE_S = 5.0  # seconds between the requests for totals of ``glance``
-_TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
-_MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
-_GLANCE_TOKEN = 0  # tokens of requests with a waiting caller start at 1
 _NAP_S = 0.0005  # between polls of the calls that wait
 
 P = ParamSpec("P")
@@ -95,40 +91,6 @@ class StoreStats(msgspec.Struct, frozen=True):
     time."""
     queued_bytes: int = 0
     """Raw bytes of store jobs in flight; set by ``glance`` only."""
-
-
-class _Questions:
-    """Questions to the host that a caller waits for, one at a time."""
-
-    def __init__(self) -> None:
-        self.token = _GLANCE_TOKEN
-        """Token of the last question."""
-        self.answer: protocol.Flushed | protocol.HostStats | None = None
-        """The answer to the last question; None: it has not arrived."""
-        self.totals: protocol.HostStats | None = None
-        """The last totals of the host that arrived."""
-        self._next_glance = 0.0
-
-    def ask(self) -> int:
-        """Return the token of a new question."""
-        self.token += 1
-        self.answer = None
-        return self.token
-
-    def may_glance(self) -> bool:
-        """Return whether totals may be asked for without a waiting caller; at most every 5 s."""
-        now = time.monotonic()
-        if now < self._next_glance:
-            return False
-        self._next_glance = now + _GLANCE_S
-        return True
-
-    def take(self, answer: protocol.Flushed | protocol.HostStats) -> None:
-        """Note an answer; only totals if its caller has timed out."""
-        if isinstance(answer, protocol.HostStats):
-            self.totals = answer
-        if answer.token == self.token:
-            self.answer = answer
 
 
 class _OpenFailures:
@@ -221,19 +183,15 @@ class StoreClient:
         self._pid = os.getpid()
         self.idle = IdleSupervision(self._look)
         """Looks after the host about once a second while there is no ``poll``."""
-        self.table = LookupTable()
-        """Fingerprints of the keys that are durable and can be loaded; empty while the host is
-        down."""
+        self._stored_keys = StoredKeys(reports_events=hello.options.events)
+        self.table = self._stored_keys.table
+        """Fingerprints of the keys that are durable and can be loaded; see ``StoredKeys``."""
         self.contains = self.table.contains
         self.wants_all = False
         """Whether store jobs must be submitted even if ``table`` contains all of their keys."""
         self._others_load = False
-        self._touched: set[bytes] = set()
-        self._events = StoreReport()
         self._in_flight = InFlight(max_queue_bytes)
-        self._questions = _Questions()
-        self._recent: list[list[bytes]] | None = None
-        self._probed: protocol.Probed | None = None
+        self._answers = Answers()
         self._next_look = 0.0
         self._open_failures = _OpenFailures()
 
@@ -424,7 +382,7 @@ class StoreClient:
         ``take_probed`` returns the result; a call before it replaces the probe. Return False if the
         store is not open.
         """
-        self._probed = None
+        self._answers.probed = None
         if self.state is not State.OPEN:
             return False
         now = time.monotonic()
@@ -437,7 +395,8 @@ class StoreClient:
     def take_probed(self) -> protocol.Probed | None:
         """Return the result of ``probe`` once; None: it has not arrived, and never will if the host
         ended."""
-        probed, self._probed = self._probed, None
+        answers = self._answers
+        probed, answers.probed = answers.probed, None
         return probed
 
     @_exclusive
@@ -459,9 +418,8 @@ class StoreClient:
         Keys that are not stored are ignored. All keys of the call are dropped if the store is not
         open, or if more than 65,536 keys would wait to be sent.
         """
-        if self.state is State.OPEN and len(self._touched) + len(keys) <= _MOST_TOUCHED:
-            keys = list(keys)
-            self._touched.update(compress(keys, self.table.held(keys)))
+        if self.state is State.OPEN:
+            self._stored_keys.touch(keys)
 
     @_exclusive
     def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
@@ -517,7 +475,7 @@ class StoreClient:
         poll is too old.
         """
         is_due = self.idle.note_poll() >= self._next_look
-        if is_due or self.has_pending_work or self._touched:
+        if is_due or self.has_pending_work or self._stored_keys.has_touched:
             self._look()
         return self._in_flight.take_outcomes()
 
@@ -542,13 +500,12 @@ class StoreClient:
     def _send_touched(self) -> None:
         """Send some keys recorded by ``touch``, unless the host is slow to receive: the outbox must
         stay bounded."""
-        connection = self.supervisor.connection
-        is_congested = connection.outbox_bytes > CONGESTED_BYTES
-        if not self._touched or self.state is not State.OPEN or is_congested:
+        if not self._stored_keys.has_touched or self.state is not State.OPEN:
             return
-        count = min(len(self._touched), _TOUCHED_A_STEP)
-        touched = [self._touched.pop() for _ in range(count)]
-        connection.send(protocol.Touch(PackedKeys.of(touched)))
+        connection = self.supervisor.connection
+        if connection.outbox_bytes <= CONGESTED_BYTES:
+            touched = self._stored_keys.take_touched()
+            connection.send(protocol.Touch(PackedKeys.of(touched)))
 
     @_exclusive
     def take_events(self) -> StoreReport:
@@ -558,13 +515,12 @@ class StoreClient:
         Empty unless ``StoreOptions.events`` is set. Keys that the store held when it was opened are
         not included.
         """
-        events, self._events = self._events, StoreReport()
-        return events
+        return self._stored_keys.take_events()
 
     @property
     def has_events(self) -> bool:
         """Whether ``take_events`` has something to return."""
-        return self._events != StoreReport()
+        return self._stored_keys.has_events
 
     @_exclusive
     def take_persisted(self) -> dict[str, bool]:
@@ -585,7 +541,8 @@ class StoreClient:
     def take_recent(self) -> list[list[bytes]] | None:
         """Return the answer to ``ask_recent`` once. None: none has arrived; none will if the host
         ended meanwhile."""
-        recent, self._recent = self._recent, None
+        answers = self._answers
+        recent, answers.recent = answers.recent, None
         return recent
 
     def _receive(self) -> bool:
@@ -617,25 +574,23 @@ class StoreClient:
         self._in_flight.answer_job(message)
 
     def _take_report(self, report: StoreReport) -> None:
-        self.table.set_collisions(report.collisions)
-        self._events.lost |= report.lost
-        self._events.add(stored=report.stored, removed=report.removed)
+        self._stored_keys.add_report(report)
         for request, whole in report.persisted:
             self._in_flight.answer_end(request, whole)
 
     def _answer(self, message: protocol.Flushed | protocol.HostStats) -> None:
-        self._questions.take(message)
+        self._answers.add(message)
 
     def _take_contexts(self, message: protocol.Recent) -> None:
-        self._recent = [keys.unpack() for keys in message.contexts]
+        self._answers.recent = [keys.unpack() for keys in message.contexts]
 
     def _take_probed(self, message: protocol.Probed) -> None:
-        self._probed = message
+        self._answers.probed = message
 
     def _open_failed(self, message: protocol.OpenFailed) -> None:
         self._open_failures.last = message.error()
         self.supervisor.end_failed_open()
-        self._forget_content()
+        self._stored_keys.forget()
 
     def _pong(self, message: protocol.Pong) -> None:
         if self.supervisor.watchdog.call_hangs(message.longest_s):
@@ -666,13 +621,7 @@ class StoreClient:
 
     def _mark_lost(self) -> None:
         self.supervisor.mark_lost()
-        self._forget_content()
-
-    def _forget_content(self) -> None:
-        """Forget what the store holds: another host reads it again."""
-        self.table.clear()
-        self._touched.clear()
-        self._events.lost |= self.supervisor.hello.options.events
+        self._stored_keys.forget()
 
     # Blocking calls, for shutdown, tests and tools
 
@@ -695,9 +644,9 @@ class StoreClient:
         """Return totals of client and host without waiting, and ask the host for new ones for later
         calls, at most every 5 s. The host's totals are the last that arrived.
         """
-        if self.state is State.OPEN and self._questions.may_glance():
-            self.supervisor.connection.send(protocol.AskStats(_GLANCE_TOKEN))
-        totals, queued_bytes = self._questions.totals, self._in_flight.queued_bytes
+        if self.state is State.OPEN and self._answers.may_glance():
+            self.supervisor.connection.send(protocol.AskStats(GLANCE_TOKEN))
+        totals, queued_bytes = self._answers.totals, self._in_flight.queued_bytes
         return StoreStats(self.state.value, self.counters, totals, queued_bytes)
 
     @_exclusive
@@ -709,15 +658,15 @@ class StoreClient:
         """Send a message with a new token, and return the answer; None if the store is not open or
         does not answer."""
         deadline = time.monotonic() + timeout_s
-        token = self._questions.ask()
+        token = self._answers.ask()
         if self.state is State.OPEN:
             self.supervisor.connection.send(question(token))
         while self.state is State.OPEN:
             self._receive()
-            if self._questions.answer is not None or time.monotonic() >= deadline:
+            if self._answers.awaited is not None or time.monotonic() >= deadline:
                 break
             time.sleep(_NAP_S)
-        return self._questions.answer
+        return self._answers.awaited
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Have the host commit its work and exit. Idempotent. The rows are free on return, unless

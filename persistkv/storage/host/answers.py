@@ -1,0 +1,52 @@
+"""The host's answers to questions of the engine, such as its totals."""
+
+from __future__ import annotations
+
+import time
+
+from persistkv.storage.host import protocol
+
+GLANCE_TOKEN = 0
+"""Token of requests for totals without a waiting caller; those with one start at 1."""
+_GLANCE_S = 5.0  # seconds between two requests for totals without a waiting caller
+
+
+class Answers:
+    """The last answer to each kind of question.
+
+    A caller waits for the answer to ``ask``, one caller at a time. Nobody waits for the other
+    answers: they are read after they have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.awaited: protocol.Flushed | protocol.HostStats | None = None
+        """The answer to the last ``ask``; None: it has not arrived."""
+        self.totals: protocol.HostStats | None = None
+        """The last totals of the host that arrived."""
+        self.recent: list[list[bytes]] | None = None
+        """Keys of each context in the answer to ``AskRecent``, until they are taken."""
+        self.probed: protocol.Probed | None = None
+        """The answer to ``Probe``, until it is taken."""
+        self._token = GLANCE_TOKEN
+        self._next_glance = 0.0
+
+    def ask(self) -> int:
+        """Return the token of a new question, for which a caller waits."""
+        self._token += 1
+        self.awaited = None
+        return self._token
+
+    def may_glance(self) -> bool:
+        """Return whether totals may be asked for without a waiting caller; at most every 5 s."""
+        now = time.monotonic()
+        if now < self._next_glance:
+            return False
+        self._next_glance = now + _GLANCE_S
+        return True
+
+    def add(self, answer: protocol.Flushed | protocol.HostStats) -> None:
+        """Add an answer that has a token. If its caller has timed out, only totals are kept."""
+        if isinstance(answer, protocol.HostStats):
+            self.totals = answer
+        if answer.token == self._token:
+            self.awaited = answer

@@ -1,0 +1,74 @@
+"""The keys of a hosted store, as its engine knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import compress
+
+from persistkv.storage.index import LookupTable
+from persistkv.storage.records import StoreReport
+
+_TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
+_MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
+
+
+class StoredKeys:
+    """Which keys are stored, which of them were used, and which have changed.
+
+    ``forget`` begins anew when the host ends: another host reads the store again.
+    """
+
+    def __init__(self, *, reports_events: bool) -> None:
+        """:param reports_events: whether the host reports events, ``StoreOptions.events``."""
+        self.table = LookupTable()
+        """Fingerprints of the keys that are durable and can be loaded; empty while the host is
+        down."""
+        self._reports_events = reports_events
+        self._touched: set[bytes] = set()
+        self._events = StoreReport()
+
+    # Uses
+
+    @property
+    def has_touched(self) -> bool:
+        """Whether ``take_touched`` has keys to return."""
+        return bool(self._touched)
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        """Record the use of those keys that are stored; of none if more than 65,536 keys would wait
+        for ``take_touched``."""
+        if len(self._touched) + len(keys) <= _MOST_TOUCHED:
+            keys = list(keys)
+            self._touched.update(compress(keys, self.table.held(keys)))
+
+    def take_touched(self) -> list[bytes]:
+        """Return some used keys, at most 2,048, and forget their use."""
+        count = min(len(self._touched), _TOUCHED_A_STEP)
+        return [self._touched.pop() for _ in range(count)]
+
+    # Changes
+
+    @property
+    def has_events(self) -> bool:
+        """Whether ``take_events`` has something to return."""
+        return self._events != StoreReport()
+
+    def add_report(self, report: StoreReport) -> None:
+        """Add the changes of keys in a report of the host."""
+        self.table.set_collisions(report.collisions)
+        self._events.lost |= report.lost
+        self._events.add(stored=report.stored, removed=report.removed)
+
+    def take_events(self) -> StoreReport:
+        """Return the keys that were stored or removed since the last call."""
+        events, self._events = self._events, StoreReport()
+        return events
+
+    # The end of the host
+
+    def forget(self) -> None:
+        """Forget which keys are stored and used. Changes from now on are missing: the events are
+        marked as lost."""
+        self.table.clear()
+        self._touched.clear()
+        self._events.lost |= self._reports_events

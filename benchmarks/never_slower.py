@@ -172,7 +172,7 @@ class Simulation:
         if self._probe_s > PROBE_S:
             self.times.abandon(self._probe_bytes, 0, PROBE_S)
         else:
-            self.times.observe(self._probe_bytes, self._probe_s, is_probe=True)
+            self.times.observe(self._probe_bytes, self._probe_s)
 
 
 @dataclass

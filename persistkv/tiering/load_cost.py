@@ -24,9 +24,11 @@ LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 # Unknown sizes count as loads with so many times the bandwidth: parallel reads may reach it, and
 # only a trial shows it. The deadline of the load bounds the cost of a trial that fails.
 _TRIAL_SPEEDUP = 4.0
-_SHAPE_RATE = 0.1  # share of a new sample in the usual time of its size
-_SLOWDOWN_RATE = 0.5  # share of a new sample in the present slowdown
-_PROBE_RATE = 0.75  # the same for a probe: there are few, and they decide alone
+_SHAPE_RATE = 0.1  # least share of a new sample in the usual time of its size
+# Single loads vary by some tenths, which are averaged: a fifth of a new sample counts. A load of
+# more than twice the expected time, or less than half of it, shows that the store has changed.
+_NOISE_RATE = 0.2
+_CHANGE = 2.0
 # A load is chosen from 0.96 of the computing time on, and until 1.0 if the last one was: noise
 # within these bounds does not alternate, and the wrong choice costs less than 5 %.
 _HYSTERESIS = 0.04
@@ -67,12 +69,16 @@ class _Usual:
     def __init__(self, num_bytes: int, seconds: float) -> None:
         self._log_bytes = math.log(num_bytes)
         self._log_seconds = math.log(seconds)
+        self._num_samples = 1
         self.num_bytes = float(num_bytes)
         self.seconds = seconds
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        self._log_bytes += _SHAPE_RATE * (math.log(num_bytes) - self._log_bytes)
-        self._log_seconds += _SHAPE_RATE * (math.log(seconds) - self._log_seconds)
+        self._num_samples += 1
+        # the mean of all, until there are enough for one that forgets
+        rate = max(_SHAPE_RATE, 1 / self._num_samples)
+        self._log_bytes += rate * (math.log(num_bytes) - self._log_bytes)
+        self._log_seconds += rate * (math.log(seconds) - self._log_seconds)
         self.num_bytes = math.exp(self._log_bytes)
         self.seconds = math.exp(self._log_seconds)
 
@@ -82,8 +88,8 @@ class LoadTimes:
     and the queue before a load are included.
 
     Sizes are classes of powers of two, with linear interpolation between them. A sample moves the
-    time of its class slowly, and the slowdown, which applies to all sizes, quickly. Means are those
-    of logarithms, so that one outlier has little effect.
+    time of its class slowly, and the slowdown, which applies to all sizes, quickly: at once, if it
+    differs by more than a factor of two. Means are those of logarithms.
     """
 
     def __init__(self) -> None:
@@ -123,15 +129,24 @@ class LoadTimes:
         _, num_bytes = self._in_flight.pop(job_id)
         self._queued_bytes -= num_bytes
 
-    def observe(
-        self, num_bytes: int, seconds: float, *, is_probe: bool = False
-    ) -> None:
-        """Add a load that ended.
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Add a load, or a probe, that ended.
 
         :param num_bytes: bytes of the load and of those in flight before it, above 0.
-        :param is_probe: whether no request waited for it.
         """
-        self._add(num_bytes, seconds, _PROBE_RATE if is_probe else _SLOWDOWN_RATE)
+        seconds = max(seconds, 1e-6)
+        usual = self._by_class.get(num_bytes.bit_length())
+        if usual is None:
+            # the first one of its size shows the shape, not the slowdown
+            self._set_usual(num_bytes, seconds / self._slowdown)
+        change = seconds / self._usual_s(num_bytes) / self._slowdown
+        is_noise = 1 / _CHANGE < change < _CHANGE
+        # earlier samples say nothing about the time after a stall
+        rate = _NOISE_RATE if is_noise and not self.is_stalled else 1.0
+        self._slowdown *= change**rate
+        self.is_stalled = False
+        if usual is not None:
+            usual.add(num_bytes, seconds / self._slowdown)
 
     def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
         """Add a load that was abandoned at its deadline, of ``loaded_bytes`` of its bytes: it shows
@@ -139,34 +154,25 @@ class LoadTimes:
         if not loaded_bytes:
             self.stall()
             return
-        self._add(loaded_bytes, seconds, 1.0)
+        self.observe(loaded_bytes, seconds)
         least_s = _LONGER * seconds / self._slowdown
-        if self._usual_s(num_bytes) < least_s:
+        if self._usual_s(num_bytes) >= least_s:
+            return
+        usual = self._by_class.get(num_bytes.bit_length())
+        if usual is None:
             self._set_usual(num_bytes, least_s)
+        else:
+            # one sample of many: a single late load must not exclude its size
+            usual.add(num_bytes, least_s)
 
     def stall(self) -> None:
         """Count a load, or a probe, that brought nothing before its deadline."""
         self.is_stalled = True
 
-    def _add(self, num_bytes: int, seconds: float, rate: float) -> None:
-        seconds = max(seconds, 1e-6)
-        usual = self._by_class.get(num_bytes.bit_length())
-        if usual is None:
-            # the first one of its size shows the shape, not the slowdown
-            usual = self._set_usual(num_bytes, seconds / self._slowdown)
-        ratio = seconds / self._usual_s(num_bytes)
-        if self.is_stalled:
-            rate = 1.0  # earlier samples say nothing about the time after a stall
-        self._slowdown *= (ratio / self._slowdown) ** rate
-        self.is_stalled = False
-        usual.add(num_bytes, seconds / self._slowdown)
-
-    def _set_usual(self, num_bytes: int, seconds: float) -> _Usual:
-        """Replace what is known of loads of about this size."""
-        usual = _Usual(num_bytes, seconds)
-        self._by_class[num_bytes.bit_length()] = usual
+    def _set_usual(self, num_bytes: int, seconds: float) -> None:
+        """Set the usual time of loads of about this size, of which nothing is known."""
+        self._by_class[num_bytes.bit_length()] = _Usual(num_bytes, seconds)
         self._sizes = [self._by_class[name] for name in sorted(self._by_class)]
-        return usual
 
     def expected_s(self, num_bytes: int) -> float:
         """Return the expected seconds of a load that begins now; 0 if nothing is known."""

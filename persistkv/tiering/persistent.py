@@ -320,7 +320,7 @@ class PersistentTier(SecondaryTierManager):
             return
         self._probes.end()
         if probed.num_bytes:
-            self._load_times.observe(probed.num_bytes, probed.seconds, is_probe=True)
+            self._load_times.observe(probed.num_bytes, probed.seconds)
         else:
             self._load_times.stall()
 

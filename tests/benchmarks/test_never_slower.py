@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from benchmarks.never_slower import (
@@ -21,7 +23,7 @@ def test_requests_are_as_fast_as_better_reference(medium: Medium) -> None:
     for speed in PREFILL_SPEEDS:
         served, _ = serve_all(medium, speed, seed=1)
         ratios += [ratio for _, ratio in p50_ratios(served)]
-    assert max(ratios) < 1.16
+    assert max(ratios) < 1.09
     assert sum(1 for ratio in ratios if ratio > 1.05) <= 2
 
 
@@ -29,8 +31,8 @@ def test_requests_are_as_fast_as_better_reference(medium: Medium) -> None:
     "medium", list(changing_media()), ids=lambda medium: medium.name
 )
 def test_medium_that_stalls_or_slows_delays_few_requests(medium: Medium) -> None:
-    for speed in PREFILL_SPEEDS:
-        served, last_mistake = serve_all(medium, speed, seed=1)
+    for speed, seed in itertools.product(PREFILL_SPEEDS, (1, 2, 3)):
+        served, last_mistake = serve_all(medium, speed, seed)
         computed = percentile(served.computed, 0.99)
         assert percentile(served.decided, 0.99) <= 1.2 * computed
-        assert last_mistake <= medium.between[1] + 30
+        assert last_mistake <= medium.between[1] + 10

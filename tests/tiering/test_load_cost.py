@@ -63,7 +63,7 @@ def test_load_times_slowdown_of_one_size_applies_to_all() -> None:
         times.observe(MIB, 10 * MIB / 1e9)
     assert times.expected_s(1 << 30) > 5 * (1 << 30) / 1e9
     for _ in range(5):
-        times.observe(MIB, MIB / 1e9, is_probe=True)
+        times.observe(MIB, MIB / 1e9)
     assert times.expected_s(1 << 30) < 1.5 * (1 << 30) / 1e9
 
 
@@ -82,12 +82,28 @@ def test_load_times_abandoned_load_counts_with_its_speed() -> None:
     assert times.expected_s(64 * MIB) == pytest.approx(64 * MIB / 1e8, rel=0.1)
 
 
+def test_load_times_load_that_is_a_little_late_changes_little() -> None:
+    """One of many takes a fifth longer than usual, and is abandoned shortly before its end."""
+    times = settled(0.0, 1e9)
+    times.begin(1, 64 * MIB)
+    times.end(1, 60 * MIB, 1.2 * 60 * MIB / 1e9, is_late=True)
+    assert times.expected_s(64 * MIB) == pytest.approx(64 * MIB / 1e9, rel=0.06)
+
+
+def test_load_times_change_by_more_than_noise_counts_at_once() -> None:
+    times = settled(0.0, 1e9)
+    for observed, expected in [(1.2, 1.0), (10.0, 10.0), (1.0, 1.0)]:
+        times.observe(8 * MIB, observed * 8 * MIB / 1e9)
+        expected_s = expected * 64 * MIB / 1e9
+        assert times.expected_s(64 * MIB) == pytest.approx(expected_s, rel=0.06)
+
+
 def test_load_times_stalled_load_is_infinite_until_one_ends() -> None:
     times = settled(0.0, 1e9)
     times.begin(1, 64 * MIB)
     times.end(1, 0, 5.0, is_late=True)
     assert times.expected_s(1) == math.inf
-    times.observe(8 * MIB, 8 * MIB / 1e9, is_probe=True)
+    times.observe(8 * MIB, 8 * MIB / 1e9)
     assert times.expected_s(64 * MIB) == pytest.approx(64 * MIB / 1e9, rel=0.1)
 
 

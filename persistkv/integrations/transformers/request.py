@@ -157,7 +157,8 @@ class Request:
         self._stats.prefill_s = now - prefill_begin
         self._stats.ttft_s = now - begin
         self._tiers.record_prefill(restored, len(prompt), now - prefill_begin)
-        self._stats.saved_s = self._tiers.prefill_s(self._stats.persistent_tokens)
+        first_loaded = restored - self._stats.persistent_tokens
+        self._stats.saved_s = self._tiers.prefill_s(first_loaded, restored)
         self._keep(cache, len(prompt))
         while True:
             self._stats.total_s = time.perf_counter() - begin

@@ -103,8 +103,6 @@ class Tiers:
         self.running: dict[str, int] = {}
         # requests whose persistence can be asked for, oldest first
         self._known: dict[str, None] = {}
-        self._prefill_tokens = 0
-        self._prefill_s = 0.0
         # ended requests that the scheduler does not know of yet
         self._ended: deque[str] = deque()
 
@@ -198,24 +196,27 @@ class Tiers:
         loads with computing, for ``prefill_s`` and for the stores' savings. Prefills of less than
         64 tokens are ignored: they do not show the speed of long ones."""
         num_tokens = stop - start
-        if num_tokens < _MEASURED_TOKENS:
+        if num_tokens < _MEASURED_TOKENS or self._tiering is None:
             return
-        if self._tiering is not None:
-            self._tiering.prefill.observe(start, stop, seconds)
-        self._prefill_tokens += num_tokens
-        self._prefill_s += seconds
+        self._tiering.prefill.observe(start, stop, seconds)
         for tier in self.persistent:
             tier.record_prefill(num_tokens, seconds)
 
-    def prefill_s(self, num_tokens: int) -> float | None:
-        """Return the seconds that a prefill of so many tokens would take, from those that were
-        measured here, or else by earlier engines on the stores; None: there were none."""
-        tokens, seconds = self._prefill_tokens, self._prefill_s
-        if not tokens:
-            for tier in self.persistent:
-                tokens += tier.client.prefill[0]
-                seconds += tier.client.prefill[1]
-        return num_tokens * seconds / tokens if tokens else None
+    def prefill_s(self, start: int, stop: int) -> float | None:
+        """Return the expected seconds of a prefill of the tokens from ``start`` to ``stop - 1``: at
+        the speed with which loads are compared, or else at that which earlier engines have recorded
+        in the stores. None: neither is known."""
+        if start == stop:
+            return 0.0
+        if self._tiering is not None:
+            expected_s = self._tiering.prefill.expected_s(start, stop)
+            if expected_s is not None:
+                return expected_s
+        tokens, seconds = 0, 0.0
+        for tier in self.persistent:
+            tokens += tier.client.prefill[0]
+            seconds += tier.client.prefill[1]
+        return (stop - start) * seconds / tokens if tokens else None
 
     def load_reasons(self) -> dict[str, int]:
         """Return the number of requests by what became of the blocks that a store held for them."""

@@ -38,10 +38,17 @@ class StepMeter:
     """Measures the engine's prefills from the chunks that its steps have computed."""
 
     def __init__(
-        self, prefill: PrefillSpeed, clock: Callable[[], float] = time.monotonic
+        self,
+        prefill: PrefillSpeed,
+        record: Callable[[int, float], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """:param clock: returns seconds."""
+        """:param prefill: learns from each measurement.
+        :param record: called with the tokens and the seconds of each measured step.
+        :param clock: returns seconds.
+        """
         self._prefill = prefill
+        self._record = record
         self._clock = clock
         self._ended_at: float | None = None  # of the last schedule
         self._step_s: float | None = None  # of the step before it
@@ -76,6 +83,7 @@ class StepMeter:
         for start, stop in computed:
             share = (stop - start) / num_tokens
             self._prefill.observe(start, stop, share * step_s)
+        self._record(num_tokens, step_s)
 
 
 class PrefixLoads:

@@ -127,7 +127,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         offloading = offloading_spec.config
         self._group_tokens = _chunk_tokens(offloading)
         prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
-        self._meter = StepMeter(prefill)
+        self._meter = StepMeter(prefill, self._record_prefill)
         self._prefix_loads = PrefixLoads(offloading, self._group_tokens, prefill)
         self._region_fds: tuple[int, ...] = ()
         if self.options.host == "process":
@@ -304,6 +304,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if max(known) > request.first_computed:
             self._meter.add(request.context.req_id, request.first_computed, max(known))
             request.first_computed = max(known)
+
+    def _record_prefill(self, num_tokens: int, seconds: float) -> None:
+        if not self._guard.is_opening:
+            self._tier.record_prefill(num_tokens, seconds)
 
     def on_schedule_end(self, context: Any) -> None:
         self._meter.end_schedule()

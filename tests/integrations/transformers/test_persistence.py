@@ -393,6 +393,17 @@ def test_savings_of_restored_requests_are_recorded(
     assert warm.stats.saved_s == pytest.approx(total.seconds(96))
 
 
+def test_generate_saved_seconds_are_at_speed_that_loads_are_compared_with(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
+    with open_engine(model, url) as first:
+        assert first.wait_persisted(first.generate(prompt, 1))
+    with open_engine(model, url, prefill_tokens_per_s=1_000.0) as second:
+        warm = second.generate(prompt, 1)
+    assert warm.stats.persistent_tokens == 96
+    assert warm.stats.saved_s == pytest.approx(0.096)
+
+
 @pytest.mark.parametrize("tokens_per_s", [1.0, 1e12])
 def test_generate_loads_only_what_is_faster_than_computing(
     model: Any, tmp_path: Path, tokens_per_s: float

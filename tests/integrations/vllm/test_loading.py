@@ -90,7 +90,8 @@ class Clock:
 
 def test_step_meter_stores_show_tokens_of_step_before() -> None:
     clock, prefill = Clock(), PrefillSpeed()
-    meter = StepMeter(prefill, clock)
+    recorded = []
+    meter = StepMeter(prefill, lambda *measured: recorded.append(measured), clock)
     meter.end_schedule()
     clock.now += 2.0  # the step that computes 1,000 tokens
     meter.end_schedule()
@@ -100,11 +101,13 @@ def test_step_meter_stores_show_tokens_of_step_before() -> None:
     clock.now += 0.1
     meter.end_schedule()
     assert prefill.expected_s(0, 1000) == pytest.approx(2.0)
+    assert recorded == [(1000, 2.0)]
 
 
 def test_step_meter_ignores_decoding_and_waits() -> None:
     clock, prefill = Clock(), PrefillSpeed()
-    meter = StepMeter(prefill, clock)
+    recorded = []
+    meter = StepMeter(prefill, lambda *measured: recorded.append(measured), clock)
 
     def step(num_tokens: int, seconds: float) -> None:
         meter.end_schedule()
@@ -120,6 +123,7 @@ def test_step_meter_ignores_decoding_and_waits() -> None:
     step(1000, 1.0)
     step(1000, 10.0)  # no request for 9 s
     assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
+    assert recorded == [(1000, 1.0)]
 
 
 def test_shared_prefill_is_one_per_engine() -> None:

@@ -421,6 +421,28 @@ def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
     assert stored_contexts(url) == 1
 
 
+def test_tier_measured_prefills_are_recorded_as_savings(make_tier, url, monkeypatch):
+    """The chunks that are stored between two ends of schedules show what the step before computed;
+    the store tells from it how long the computation of restored tokens would have taken."""
+    from persistkv.integrations.vllm import tier as module
+
+    tier, keys = make_tier(), keys_of(8)
+    context = context_of(keys)
+    running = {context.req_id: SimpleNamespace(num_cached_tokens=2 * CHUNK)}
+    scheduler = SimpleNamespace(requests=running)
+    monkeypatch.setattr(module, "find_scheduler", lambda: scheduler)
+    tier.on_schedule_end(None)
+    time.sleep(0.05)
+    tier.on_schedule_end(None)
+    store(tier, keys, context)
+    tier.on_schedule_end(None)
+    tier.shutdown()
+    with closing(open_backend(url, read_only=True)) as backend:
+        (total,) = read_savings(backend)
+    assert total.prefill_tokens == 6 * CHUNK
+    assert 0.05 <= total.prefill_s < 5
+
+
 def test_tier_region_of_several_segments_uses_host_process(make_tier):
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 

@@ -23,6 +23,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.adoptions import AdoptionView
 from persistkv.storage.records import LoadReport
+from persistkv.storage.savings import SavingsRecorder
 from persistkv_tools.inspect.why import LoadView
 from tests.storage.statuses import make_status
 from tests.tools.conftest import Run
@@ -64,6 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
         writer.add("longer", "0-a 0-b c", age_s=10.0)
         writer.add("branch", "1-a z", age_s=5.0)
+        record_savings(backend)
     with closing(open_backend(urls["damaged"])) as backend:
         writer = Contexts(backend)
         writer.add("one", "a b")
@@ -76,6 +78,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.truncate(place / "cut" / "data.mdb", 3 * 4096)
     (place / "text").write_text("hello\n")
     return place
+
+
+def record_savings(backend: Backend) -> None:
+    recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
+    recorder.add(100, {"user": "anna"}, 10, 1.0)
+    recorder.write()
 
 
 FINDINGS = [
@@ -263,6 +271,7 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
                 time.sleep(0.01)
 
     publish(writer.backend)
+    record_savings(writer.backend)
     thread = threading.Thread(target=run_engine)
     thread.start()
     try:

@@ -162,7 +162,7 @@ def test_set_policy_other_placement_is_refused(
 ) -> None:
     backend = open_store()
     other = {"inline": "extents", "extents": "inline"}[placement]
-    with pytest.raises(ConfigurationError, match="push"):
+    with pytest.raises(ConfigurationError, match="persistkv copy"):
         backend.set_policy(replace(backend.policy(), placement=other))
     assert backend.policy().placement == placement
 

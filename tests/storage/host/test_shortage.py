@@ -80,9 +80,9 @@ def test_idle_engine_host_keeps_few_lookup_tables(
         wait_until(lambda: len(reloads) > already + REFRESHES)  # noqa: B023
         # a listing also finds tables that are opened and closed while it is made
         most = min(lookup_tables() for _ in range(10))
-        # meanwhile, the host builds one and releases one, and the engine, whose idle thread maps
-        # one each second, releases the one before
-        assert most - before <= 6
+        # Each host has three, and builds one meanwhile; each engine, whose idle thread maps one
+        # each second, releases the one before. Without a bound, 30 more come with each round.
+        assert most - before <= 8
     assert all(map(idle.contains, make_keys(2))), "its table is intact"
     wait_until(lambda: idle.poll() == [] and all(map(idle.contains, make_keys(2, 100))))
     assert all(map(idle.contains, make_keys(2)))

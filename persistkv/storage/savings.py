@@ -8,7 +8,9 @@
    engine that begins a source folds all of that day into one note, and deletes them. A source whose
    day is folded does not count, so a fold that was killed, repeated or done twice counts nothing
    twice. (A fold lists the sources, then looks for the folded note, and only if there is none,
-   writes it before it deletes: a list that lacks a source was made after the note was written.)
+   writes it before it deletes: a list that lacks a source was made after the note was written. A
+   source that is listed but cannot be read was deleted by another fold, which has written the note:
+   then this one writes none.)
 4. Seconds are not recorded, but the measured speed of prefills, as tokens and seconds: the seconds
    that restored tokens would have taken follow from all measurements of the model.
 
@@ -21,7 +23,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -39,6 +41,7 @@ _MOST_LABEL_BYTES = 128  # of name and value together
 _DAY_S = 86_400
 _FINAL_DAYS = 2
 _FOLDED = "all"
+_READ_ATTEMPTS = 3  # of a sum beside folds, each of which takes moments, once a day
 _NAME = re.compile(
     r"s(?P<day>\d{5})(?P<namespace>[0-9a-f]{8})(?P<source>[0-9a-f]{16}|all)"
 )
@@ -117,6 +120,8 @@ class SavingsRecorder:
         self._namespace = identity.digest
         self._model = identity.model_name
         self._folded_day = 0
+        # calls of ``add``: all of them, and those that the last write included
+        self._num_added = self._num_written = 0
         self._begin(today())
         self.interval_s = _LOCAL_S
         self.prefill = (0, 0.0)
@@ -139,7 +144,6 @@ class SavingsRecorder:
         self._day = day
         self._name = f"s{day:05}{self._namespace.hex()[:8]}{secrets.token_hex(8)}"
         self._total = Savings(self._namespace.hex(), self._model)
-        self._changed = False
 
     def add(
         self,
@@ -150,16 +154,20 @@ class SavingsRecorder:
     ) -> None:
         """Add what a request restored, and a measured prefill; either may be 0."""
         day = today()
-        if day != self._day and not self._changed:
+        # what is not written yet, perhaps since a failed write, belongs to the earlier source
+        if day != self._day and self._num_added == self._num_written:
             self._begin(day)
-        self._changed = True
         self._total.prefill_tokens += prefill_tokens
         self._total.prefill_s += prefill_s
-        if not restored_tokens:
-            return
-        restored = Restored(1, restored_tokens)
+        if restored_tokens:
+            self._add_restored(restored_tokens, labels)
+        # last: a write that runs meanwhile may not include all of it
+        self._num_added += 1
+
+    def _add_restored(self, tokens: int, labels: Mapping[str, str]) -> None:
+        restored = Restored(1, tokens)
         self._total.requests += 1
-        self._total.tokens += restored_tokens
+        self._total.tokens += tokens
         for name, value in labels.items():
             label = f"{name}={value}"
             if len(label.encode()) <= _MOST_LABEL_BYTES:
@@ -168,19 +176,20 @@ class SavingsRecorder:
     def write(self) -> None:
         """Write what was added since the last call; a failure is logged, and the next call writes
         it. Blocks; ``add`` may run in another thread meanwhile."""
-        if not self._changed or not self._backend.capabilities.writable:
+        num_added = self._num_added
+        is_changed = num_added != self._num_written
+        if not is_changed or not self._backend.capabilities.writable:
             return
-        self._changed = False
         day = today()
         try:
             self._backend.put_note(
                 STORE, self._name, msgspec.msgpack.encode(self._total)
             )
+            self._num_written = num_added
             if day != self._folded_day:
                 fold(self._backend, day - _FINAL_DAYS)
                 self._folded_day = day
         except StoreError as error:
-            self._changed = True
             logger.info("savings are written later: %s", str(error))
 
 
@@ -202,7 +211,10 @@ def fold(backend: Backend, last_day: int) -> None:
     for prefix, sources in groups.items():
         folded = prefix + _FOLDED
         if backend.note(STORE, folded) is None:
-            totals = _sum(backend, sources)
+            contents = list(backend.notes(STORE, sources))
+            if None in contents:
+                continue  # another engine folds this day
+            totals = _sum(contents)
             # namespaces with the same first digits, or damage: they are left as they are
             if len(totals) != 1:
                 continue
@@ -217,6 +229,19 @@ def read_savings(backend: Backend) -> list[Savings]:
 
     :raises StoreError: the medium failed.
     """
+    contents: list[bytes | None] = []
+    for _ in range(_READ_ATTEMPTS):
+        names = _counted_names(backend)
+        contents = list(backend.notes(STORE, names))
+        # a fold has deleted sources since the list: without them, counters would fall
+        if None not in contents:
+            break
+    totals = _sum(contents)
+    return sorted(totals.values(), key=lambda total: total.tokens, reverse=True)
+
+
+def _counted_names(backend: Backend) -> list[str]:
+    """Return the names of the notes that count: the folded ones, and sources of other days."""
     sources: list[tuple[str, str]] = []
     counted: list[str] = []
     for name in backend.note_names(STORE):
@@ -229,15 +254,13 @@ def read_savings(backend: Backend) -> list[Savings]:
             sources.append((name, name.removesuffix(found["source"]) + _FOLDED))
     folded = set(counted)
     counted += [name for name, sum_name in sources if sum_name not in folded]
-    totals = _sum(backend, counted)
-    return sorted(totals.values(), key=lambda total: total.tokens, reverse=True)
+    return counted
 
 
-def _sum(backend: Backend, names: Sequence[str]) -> dict[str, Savings]:
-    """Return the sum of the notes with these names, by namespace; damaged and missing ones do not
-    count."""
+def _sum(contents: Iterable[bytes | None]) -> dict[str, Savings]:
+    """Return the sum of notes, by namespace; damaged and missing ones do not count."""
     totals: dict[str, Savings] = {}
-    for content in backend.notes(STORE, names):
+    for content in contents:
         if content is None:
             continue
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -147,6 +147,78 @@ def test_engine_that_runs_over_midnight_begins_a_source(
     assert read_savings(backend)[0].tokens == 30
 
 
+def test_write_that_fails_over_midnight_loses_nothing(
+    store: Open, day: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = store()
+    recorder = SavingsRecorder(backend, ONE)
+    recorder.add(10, {}, 0, 0.0)
+
+    def fail_after_midnight(*_: object) -> None:
+        day(20_001)
+        recorder.add(20, {}, 0, 0.0)  # by the thread of the loop
+        raise StoreError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend), "put_note", fail_after_midnight)
+        recorder.write()
+    recorder.write()
+    assert read_savings(backend)[0].tokens == 30
+
+
+def test_fold_beside_another_fold_loses_nothing(
+    store: Open, day: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine folds the same day, between the list of the sources and their reads."""
+    backend = store()
+    for tokens in (10, 20, 30):
+        record(backend, tokens)
+    other = store()
+    notes = type(backend).notes
+    put_note = type(backend).put_note
+
+    def delete_one_and_stop(
+        own: Any, namespace: bytes, name: str, content: bytes | None
+    ) -> None:
+        put_note(own, namespace, name, content)
+        if content is None:
+            raise KeyboardInterrupt
+
+    def read_late(own: Any, namespace: bytes, names: Any) -> Any:
+        monkeypatch.setattr(type(backend), "notes", notes)
+        monkeypatch.setattr(type(backend), "put_note", delete_one_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            fold(other, 20_000)
+        monkeypatch.setattr(type(backend), "put_note", put_note)
+        return notes(own, namespace, names)
+
+    monkeypatch.setattr(type(backend), "notes", read_late)
+    fold(backend, 20_000)
+    assert read_savings(backend)[0].tokens == 60
+    fold(backend, 20_000)
+    assert len(backend.note_names(STORE)) == 1
+    assert read_savings(backend)[0].tokens == 60
+
+
+def test_read_beside_a_fold_never_counts_less(
+    store: Open, day: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A counter that falls and rises again would count as growth in Prometheus."""
+    backend = store()
+    for tokens in (10, 20, 30):
+        record(backend, tokens)
+    other = store()
+    notes = type(backend).notes
+
+    def read_late(own: Any, namespace: bytes, names: Any) -> Any:
+        monkeypatch.setattr(type(backend), "notes", notes)
+        fold(other, 20_000)
+        return notes(own, namespace, names)
+
+    monkeypatch.setattr(type(backend), "notes", read_late)
+    assert read_savings(backend)[0].tokens == 60
+
+
 @pytest.mark.parametrize("deleted", [0, 1, 2])
 def test_fold_killed_between_its_steps_counts_nothing_twice(
     store: Open,

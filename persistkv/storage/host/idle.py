@@ -51,7 +51,8 @@ class IdleSupervision:
     def stop(self) -> None:
         """Wait for a running look, and make no further one. Idempotent."""
         self._stopped.set()
-        if self._thread is not None:
+        # a garbage collection in the thread itself may close the client that it looks after
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join()
 
     def _run(self) -> None:

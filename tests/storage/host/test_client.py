@@ -301,6 +301,27 @@ def test_client_idle_host_killed_is_restarted_without_poll(
     assert client.counters.restarts == 1
 
 
+def test_close_in_idle_thread_ends_host(hosted: Any, tmp_path: Path) -> None:
+    """A garbage collection may close an engine in any thread."""
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    ends: list[bool | Exception] = []
+
+    def close() -> None:
+        try:
+            ends.append(client.close())
+        except RuntimeError as error:
+            ends.append(error)
+
+    client.idle.callback = close
+    deadline = time.monotonic() + 60
+    while not ends:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert ends == [True]
+    assert client.state is State.CLOSED
+
+
 def test_client_nobody_refers_to_is_not_kept_by_its_idle_thread(tmp_path: Path) -> None:
     layout = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),))
     hello = Hello(

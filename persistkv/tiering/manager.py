@@ -730,6 +730,7 @@ class TieringOffloadingManager(OffloadingManager):
         if request.finished:
             request.finished = False
             request.missed.clear()
+            request.decision = request.load_reason = None
         request.context = req_context
         policy = OffloadPolicy.BLOCK_LEVEL
         if request.request_level_tiers:

@@ -228,6 +228,33 @@ def test_promotion_beyond_deadline_is_miss_and_keeps_its_rows(
     assert lookup(stack, req, names) == [True] * 8, "the blocks arrived late"
 
 
+def test_on_new_request_reused_id_decides_again(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    """The id is used again while a block of the first request is being written."""
+    names = keys(8)
+    stack = warm_stack(make_stack, names, described, TimedTier)
+    (tier,) = stack.tiers
+    tier.block_s = 1.0
+    first = described("twice", names)
+    stack.manager.on_new_request(first)
+    assert lookup(stack, first, names) == []
+    written = keys(9)[8:]
+    assert stack.manager.prepare_store(written, first) is not None
+    stack.manager.on_request_finished(first)
+
+    tier.block_s = 0.0
+    second = described("twice", names)
+    stack.manager.on_new_request(second)
+    assert stack.manager.load_reason("twice") is None
+    assert lookup(stack, second, names) == [None] * 8
+    stack.step(3)
+    assert tier.loads[0].decision.num_runs == 1
+    assert stack.manager.load_reason("twice") is Reason.LOADED
+    assert lookup(stack, second, names) == [True] * 8
+    stack.manager.complete_store(written, first)
+
+
 def test_prefill_speed_out_of_range_raises() -> None:
     from persistkv.tiering.spec import TieringOffloadingSpec
 

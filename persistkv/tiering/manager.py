@@ -22,12 +22,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from persistkv.base import (
@@ -43,9 +41,10 @@ from persistkv.base import (
 )
 from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.errors import ConfigurationError
-from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from persistkv.tiering.base import JobResult, SecondaryTierManager
 from persistkv.tiering.cascades import Cascade, CascadeQueue
 from persistkv.tiering.isolated_tier import IsolatedTier
+from persistkv.tiering.jobs import JobsInFlight, TierJob
 from persistkv.tiering.load_cost import LoadChooser, LoadRun, PrefillSpeed, Reason
 from persistkv.tiering.load_runs import TierRun, assign_runs
 from persistkv.tiering.prewarming import Prewarming
@@ -55,9 +54,6 @@ from persistkv.tiering.requests import TieredRequest
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
-# A tier has a tenth of a load's time, and 20 ms, to report at its deadline what it has loaded.
-_ANSWER_S = 0.02
-_ANSWER_SHARE = 0.1
 # pseudo-request that owns the promotions of recently used contexts
 _PREWARM = ReqContext("prewarm")
 
@@ -84,19 +80,6 @@ class TieringStats:
     expired_holds: int = 0
     """Promoted blocks that a waiting request did not load within ``hold_s`` seconds, per
     request."""
-
-
-@dataclass
-class _TierJob:
-    """Job in flight of a secondary tier: a store (cascade) or load (promotion)."""
-
-    tier: IsolatedTier
-    data: JobMetadata
-    is_reset: bool = False
-    """Whether the cache was reset after the submission. The job still uses its rows, but no request
-    waits for its blocks."""
-    give_up_at: float = math.inf
-    """``time.monotonic`` time at which requests no longer wait for a promotion."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -131,9 +114,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._enable_events = enable_events
         self._hold_s = hold_s
         self._room_wait_s = room_wait_s
-        self.prefill = PrefillSpeed(prefill_tokens_per_s)
-        """Speed of the engine's computation, which the engine reports."""
-        self._chooser = LoadChooser(self.prefill)
+        self.load_chooser = LoadChooser(PrefillSpeed(prefill_tokens_per_s))
+        """Decides what requests load. The engine reports its speed to its ``prefill``."""
 
         self._requests: dict[str, TieredRequest] = {}
         # ids of requests by the block in TieredRequest.awaited_writes
@@ -142,8 +124,7 @@ class TieringOffloadingManager(OffloadingManager):
         # Each tier has a share of its own: one that hangs must not stop the cascades to the others.
         share = primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
         self._cascades = {tier: CascadeQueue(share) for tier in self._tiers}
-        self._job_ids = itertools.count()
-        self._jobs: dict[int, _TierJob] = {}
+        self._jobs = JobsInFlight()
         # Whether finished jobs were polled in this step. While there is no room, each call of
         # ``prepare_store`` would poll again.
         self._polled = False
@@ -233,7 +214,7 @@ class TieringOffloadingManager(OffloadingManager):
             stop = start + run.stop * block_size
             num_bytes = (run.stop - run.start) * block_bytes
             loads.append(LoadRun(run.tier, stop, num_bytes))
-        decision = self._chooser.choose(loads, start)
+        decision = self.load_chooser.choose(loads, start)
         request.decision = decision
         if decision.num_runs < len(runs):
             declined = runs[decision.num_runs]
@@ -340,13 +321,16 @@ class TieringOffloadingManager(OffloadingManager):
                 # a store or another promotion has begun to write it since the lookup
                 del self._promotions.waiters[key]
         if output.keys_to_store:
-            self._submit(
+            request = self._requests.get(context.req_id)
+            job = self._jobs.add_promotion(
                 promotion.tier,
                 output.keys_to_store,
-                output.store_spec,
+                cast(CPULoadStoreSpec, output.store_spec),
                 context,
-                is_promotion=True,
+                self._load_limit_s(promotion.tier, context),
+                None if request is None else request.decision,
             )
+            self._submit(job)
         return True
 
     def _readable_blocks(self, context: ReqContext) -> list[OffloadKey]:
@@ -383,7 +367,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _is_prewarming(self) -> bool:
         if self._promotions.has_queued(_PREWARM.req_id):
             return True
-        return any(job.data.req_context is _PREWARM for job in self._jobs.values())
+        return self._jobs.has_jobs_of(_PREWARM)
 
     def _queue_prewarmed(self, key: OffloadKey) -> None:
         for tier in self._tiers:
@@ -543,7 +527,8 @@ class TieringOffloadingManager(OffloadingManager):
             rows = self.primary_tier.prepare_read(keys, cascade.context)
             self.stats.cascaded_blocks += len(keys)
             self._cascades[tier].num_submitted_blocks += len(keys)
-            self._submit(tier, keys, rows, cascade.context, is_promotion=False)
+            job = self._jobs.add_cascade(tier, keys, rows, cascade.context)
+            self._submit(job)
         self._end_cascade(cascade)
 
     def _drop_cascade(self, cascade: Cascade) -> None:
@@ -560,34 +545,10 @@ class TieringOffloadingManager(OffloadingManager):
 
     # Jobs
 
-    def _submit(
-        self,
-        tier: IsolatedTier,
-        keys: list[OffloadKey],
-        rows: LoadStoreSpec,
-        context: ReqContext,
-        *,
-        is_promotion: bool,
-    ) -> None:
-        """Submit a job to a tier. If the tier raises, end the job as failed."""
-        block_ids = cast(CPULoadStoreSpec, rows).block_ids
-        job_id = next(self._job_ids)
-        data = JobMetadata(job_id, keys, block_ids, is_promotion, context)
-        job = _TierJob(tier, data)
-        if is_promotion:
-            limit_s = self._load_limit_s(tier, context)
-            if math.isfinite(limit_s):
-                now = time.monotonic()
-                data = replace(data, deadline=now + limit_s)
-                job.give_up_at = now + limit_s + _ANSWER_S + _ANSWER_SHARE * limit_s
-            request = self._requests.get(context.req_id)
-            if request is not None:
-                data = replace(data, decision=request.decision)
-            job.data = data
-        # before the call: the tier may run the job within it
-        self._jobs[job_id] = job
-        if not tier.submit(data):
-            self._end_job(JobResult(data.job_id, success=False))
+    def _submit(self, job: TierJob) -> None:
+        """Submit a job to its tier. If the tier raises, end the job as failed."""
+        if not job.tier.submit(job.data):
+            self._end_job(JobResult(job.data.job_id, success=False))
 
     def _load_limit_s(self, tier: IsolatedTier, context: ReqContext) -> float:
         """Return the seconds after which a load for this request is abandoned."""
@@ -600,13 +561,10 @@ class TieringOffloadingManager(OffloadingManager):
     def _give_up_late(self) -> None:
         """Make the blocks of promotions that exceed their deadline misses. Their tiers may still
         write the rows."""
-        now = time.monotonic()
-        for job in self._jobs.values():
-            if now >= job.give_up_at and not job.is_reset:
-                job.give_up_at = math.inf
-                self._give_up(job)
+        for job in self._jobs.take_late():
+            self._give_up(job)
 
-    def _give_up(self, job: _TierJob) -> None:
+    def _give_up(self, job: TierJob) -> None:
         """Make the blocks of a promotion misses, although its end has not been reported."""
         keys = job.data.keys
         self._promotions.lost.update(keys)
@@ -614,7 +572,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._miss(keys)
         self._end_awaited_writes(keys)
 
-    def _set_load_reason(self, job: _TierJob, reason: Reason) -> None:
+    def _set_load_reason(self, job: TierJob, reason: Reason) -> None:
         request = self._requests.get(job.data.req_context.req_id)
         if request is not None and request.load_reason is not Reason.DEADLINE:
             request.load_reason = reason
@@ -633,12 +591,11 @@ class TieringOffloadingManager(OffloadingManager):
     def _lose_promotions(self, tier: IsolatedTier) -> None:
         """Treat the promotions of a tier that cannot be polled as misses. It may still write to
         their rows."""
-        for job in self._jobs.values():
-            if job.tier is tier and job.data.is_promotion and not job.is_reset:
-                self._give_up(job)
+        for job in self._jobs.promotions_of(tier):
+            self._give_up(job)
 
     def _end_job(self, result: JobResult) -> None:
-        job = self._jobs.pop(result.job_id, None)
+        job = self._jobs.take(result.job_id)
         if job is None:
             logger.error(
                 "a secondary tier reported job %d, which is not in flight",
@@ -656,7 +613,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascades[job.tier].num_submitted_blocks -= len(keys)
             self.primary_tier.complete_read(keys, job.data.req_context)
 
-    def _end_promotion(self, job: _TierJob, failed: set[OffloadKey]) -> None:
+    def _end_promotion(self, job: TierJob, failed: set[OffloadKey]) -> None:
         keys = job.data.keys
         context = job.data.req_context
         loaded = [key for key in keys if key not in failed]
@@ -800,7 +757,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._prewarming is not None and not self._prewarming.ended:
             return True
         # Jobs of a tier that cannot be polled may never end; an engine must not step for them.
-        if any(job.tier.is_usable for job in self._jobs.values()):
+        if self._jobs.can_end():
             return True
         return any(tier.has_pending_work() for tier in self._tiers)
 
@@ -808,8 +765,7 @@ class TieringOffloadingManager(OffloadingManager):
         for request in self._requests.values():
             self._release_held(request, request.held)
             request.received.clear()
-        for job in self._jobs.values():
-            job.is_reset = True
+        self._jobs.reset()
         self._promotions.clear()
         for queue in self._cascades.values():
             while queue.waiting:

@@ -287,7 +287,7 @@ def test_persistent_tier_stopped_host_is_computed_then_tried_again(
     tier = partial(PersistentTier, url=f"lmdb://{tmp_path}/store")
     stack = store_blocks(make_stack, names, described("cold", names), tier)
     (store,) = stack.tiers
-    stack.manager.prefill.observe(0, 1000, 1000.0)
+    stack.manager.load_chooser.prefill.observe(0, 1000, 1000.0)
     (pid,) = host_processes()
     os.kill(pid, signal.SIGSTOP)
     req = described("warm", names)
@@ -331,7 +331,7 @@ def test_persistent_tier_load_policy_decides(
     stack = store_blocks(make_stack, names, described("cold", names), tier)
     (store,) = stack.tiers
     # computing takes no time, so no load is faster
-    stack.manager.prefill.observe(0, 1000, 1e-9)
+    stack.manager.load_chooser.prefill.observe(0, 1000, 1e-9)
     for req_id in ("first", "second"):
         req = described(req_id, names)
         stack.manager.on_new_request(req)

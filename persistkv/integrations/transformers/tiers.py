@@ -198,7 +198,7 @@ class Tiers:
         num_tokens = stop - start
         if num_tokens < _MEASURED_TOKENS or self._tiering is None:
             return
-        self._tiering.prefill.observe(start, stop, seconds)
+        self._tiering.load_chooser.prefill.observe(start, stop, seconds)
         for tier in self.persistent:
             tier.record_prefill(num_tokens, seconds)
 
@@ -209,7 +209,7 @@ class Tiers:
         if start == stop:
             return 0.0
         if self._tiering is not None:
-            expected_s = self._tiering.prefill.expected_s(start, stop)
+            expected_s = self._tiering.load_chooser.prefill.expected_s(start, stop)
             if expected_s is not None:
                 return expected_s
         tokens, seconds = 0, 0.0

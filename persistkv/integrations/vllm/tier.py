@@ -65,6 +65,7 @@ from persistkv.integrations.vllm.numbers import by_group_index, number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
+from persistkv.integrations.vllm.results import JobResults
 from persistkv.integrations.vllm.wake import StepRequests, find_wake
 from persistkv.integrations.vllm.weights.guarded_tier import GuardedTier
 from persistkv.integrations.vllm.weights.watch import WeightsWatch, attach_watch
@@ -73,7 +74,6 @@ from persistkv.storage import BACKENDS
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.tiering.base import JobMetadata
-from persistkv.tiering.base import JobResult as TierResult
 from persistkv.tiering.load_cost import Reason
 from persistkv.tiering.persistent import PersistentTier
 
@@ -119,8 +119,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         is_remote = backend.capabilities.remote
         default = "REMOTE" if is_remote else "LOCAL"
         self.locality = Locality(self.options.locality or default)
-        self._tiers = persistent_tiers(offloading_spec)
-        self._made: PersistentTier | None = None  # last, in ``_tiers``
+        self._tiers = EngineTiers(persistent_tiers(offloading_spec))
         self._isolation = Isolation("tier persistkv")
         self._metrics = MetricsReader(scheme)
         self._steps = StepRequests(find_wake())
@@ -153,8 +152,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             **self.options.labels,
         }
         self._requests: dict[str, LiveRequest] = {}
-        self._loads: dict[int, tuple[LiveRequest, Sequence[OffloadKey]]] = {}
-        self._passed_over: list[JobResult] = []  # store jobs that were not submitted
+        self._results = JobResults(self._metrics)
 
     def _make_tier(
         self,
@@ -173,11 +171,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
         tier.client.idle.callback = partial(self._request_step, tier.client, watch)
-        if self._made is not None and self._made in self._tiers:
-            self._tiers[self._tiers.index(self._made)] = tier
-        else:
-            self._tiers.append(tier)
-        self._made = tier
+        self._tiers.put_own(tier)
         return tier
 
     @property
@@ -188,7 +182,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self, engine: Any, spec: Any, rows: memoryview
     ) -> OffloadingConfig:
         offloading = spec.config
-        if not self._tiers:  # the first of several stores
+        if not self._tiers.all:  # the first of several stores
             self._check_primary_size(engine.model_config.max_model_len, rows)
         algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm):
@@ -281,7 +275,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             return True
         with self._isolation.guard("decide", "the chunks are loaded"):
             decision = self._prefix_loads.decide(
-                self._tiers, self._tier, waiting, key, end
+                self._tiers.all, self._tier, waiting, key, end
             )
             request.load_decision = decision
             # decided once: vLLM asks for each chunk, and again in each step
@@ -322,16 +316,15 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             job = _job(job_metadata, keys, request.learn(keys))
             self._guard.submit_store(job, request.epoch)
         else:
-            result = JobResult(job_metadata.job_id, True, transfer_bytes=0)
-            self._passed_over.append(result)
+            self._results.pass_over(job_metadata.job_id)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
-        self._loads[job_metadata.job_id] = (request, keys)
+        self._results.begin_load(job_metadata.job_id, request, keys)
         # The other stores must not take these blocks for computed ones: a comparison with another
         # release would compare stored bytes with stored bytes.
-        for tier in self._tiers:
+        for tier in self._tiers.all:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
         job = _job(job_metadata, keys, request.load_context(keys))
@@ -342,35 +335,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._guard.submit_load(job, request.epoch)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        finished, self._passed_over = self._passed_over, []
-        for result in self._guard.get_finished_jobs():
-            finished.append(self._result(result))
-        return finished
-
-    def _result(self, result: TierResult) -> JobResult:
-        success = result.success and not result.failed_keys
-        good: list[OffloadKey] | None = None
-        observed = self._metrics.observed
-        load = self._loads.pop(result.job_id, None)
-        if load is not None:
-            request, keys = load
-            failed = set(result.failed_keys if result.success else keys)
-            # misses from now on, so that vLLM computes them instead of retrying for ever
-            request.failed |= failed
-            if not success:
-                good = [key for key in keys if key not in failed]
-            observed.load_bytes += result.num_bytes
-            observed.load_seconds += result.seconds
-            observed.load_failed_chunks += len(failed)
-        else:
-            observed.store_seconds += result.seconds
-        return JobResult(result.job_id, success, good, result.seconds, result.num_bytes)
+        return self._results.translate(self._guard.get_finished_jobs())
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._tier.touch(list(keys), req_context)
 
     def has_pending_work(self) -> bool:
-        if self._passed_over or self._steps.is_waiting:
+        if self._results.has_passed_over or self._steps.is_waiting:
             return True
         return self._guard.has_pending_work()
 
@@ -404,7 +375,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 options = RequestOptions(False, False, options.labels)
                 prefetches = []
             # of several stores, the first one takes the hints
-            if self._tier is self._tiers[0]:
+            if self._tier is self._tiers.all[0]:
                 for prefetch in prefetches:
                     self._prefetch(prefetch)
             request = LiveRequest(
@@ -434,7 +405,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _is_stored(self, key: OffloadKey) -> bool:
         """Return whether any of the engine's stores holds a block."""
-        return any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers)
+        return any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers.all)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
@@ -536,10 +507,33 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         with self._isolation.guard("shutdown", "its resources may not be released"):
             self._guard.shutdown()
         # an engine may build its tiers again on this spec
-        if self._made is not None and self._made in self._tiers:
-            self._tiers.remove(self._made)
+        self._tiers.remove_own()
         fds, self._region_fds = self._region_fds, ()
         close_region(fds)
+
+
+class EngineTiers:
+    """The persistent tiers of an engine, as one of its adapters sees them.
+
+    :ivar all: those of all adapters, in the order of construction; shared by the adapters.
+    """
+
+    def __init__(self, tiers: list[PersistentTier]) -> None:
+        self.all = tiers
+        self._own: PersistentTier | None = None
+
+    def put_own(self, tier: PersistentTier) -> None:
+        """Add this adapter's tier, in the place of its earlier one."""
+        if self._own is not None and self._own in self.all:
+            self.all[self.all.index(self._own)] = tier
+        else:
+            self.all.append(tier)
+        self._own = tier
+
+    def remove_own(self) -> None:
+        """Remove this adapter's tier; idempotent."""
+        if self._own is not None and self._own in self.all:
+            self.all.remove(self._own)
 
 
 def _job(

@@ -255,7 +255,8 @@ class TieringOffloadingManager(OffloadingManager):
         if in_primary is None:
             # The end of a lost promotion may never come; the engine computes the block instead.
             return False if key in self._promotions.lost else None
-        if key in request.missed:
+        # the refusal includes the blocks of other groups, and those at other depths
+        if key in request.missed or request.is_declined:
             return False
 
         return self._lookup_secondary(key, req_context, holders.get(key))

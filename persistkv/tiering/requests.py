@@ -44,6 +44,11 @@ class TieredRequest:
     """For each request-level tier, promoted blocks that it received before the request offered them
     for storing."""
 
+    @property
+    def is_declined(self) -> bool:
+        """Whether the request loads nothing from the secondary tiers, although they hold blocks."""
+        return self.decision is not None and not self.decision.num_runs
+
     def not_received(
         self, tier: IsolatedTier, keys: Iterable[OffloadKey]
     ) -> list[OffloadKey]:

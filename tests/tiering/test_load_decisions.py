@@ -18,7 +18,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.tiering.load_cost import LoadDecision, Reason
 from persistkv.tiering.persistent import PersistentTier
 from tests.host_processes import host_processes
-from tests.tiering.conftest import GROUPS
+from tests.tiering.conftest import GROUPS, context
 from tests.tiering.tiers import RecordingTier
 
 Keys = Callable[..., list[OffloadKey]]
@@ -123,6 +123,29 @@ def test_lookup_prefix_declined_request_asks_no_second_time(
     other = described("other", names)
     stack.manager.on_new_request(other)
     assert lookup(stack, other, names) == [None] * 8
+
+
+def test_lookup_prefix_declined_request_loads_no_other_group(
+    make_stack: MakeStack, keys: Keys
+) -> None:
+    """A load under the refusal's deadline, 0 s, would be abandoned, and the store taken for
+    stalled."""
+    chains = keys(8), keys(8, 1)
+    stack = warm_stack(
+        make_stack,
+        [*chains[0], *chains[1]],
+        lambda req_id, _: context(req_id, *chains),
+        TimedTier,
+    )
+    (tier,) = stack.tiers
+    tier.block_s = 1.0
+    req = context("warm", *chains)
+    stack.manager.on_new_request(req)
+    assert [lookup(stack, req, chain) for chain in chains] == [[], []]
+    assert [stack.manager.lookup(chain[1], req) for chain in chains] == [False, False]
+    stack.step(3)
+    assert tier.loads == []
+    assert len(tier.declined) == 1
 
 
 def test_lookup_prefix_fastest_tier_loads_what_both_hold(

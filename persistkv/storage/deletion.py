@@ -3,11 +3,16 @@
 Packs are immutable and hold many blocks, so a pack with other blocks is replaced: the others are
 written to a new pack before the old one is deleted. A process that dies between the two steps
 leaves the deleted blocks readable, and nothing is lost.
+
+Two processes may replace the same pack, each without its own keys: both new packs would hold what
+the other process has deleted. Only the one that deletes the old pack keeps its new pack, the other
+begins again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +20,7 @@ import numpy as np
 from persistkv.errors import StoreError
 from persistkv.memory.rows import ByteArray, StagedBlocks, runs
 from persistkv.memory.scattered import ScatteredBlocks
-from persistkv.storage.backend import CommitBatch
+from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.commit_queue import CommitQueue
 from persistkv.storage.committer import Committer
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackedKeys
@@ -30,6 +35,9 @@ from persistkv.storage.namespace_view import (
     shortened,
 )
 from persistkv.storage.records import StoreCounters, StoreOptions
+
+_MOST_ATTEMPTS = 10
+"""Beginnings of a deletion, while other processes replace the same packs."""
 
 
 class Deleter:
@@ -63,18 +71,30 @@ class Deleter:
         ``Store.delete``."""
         async with self._committer.turn:
             try:
-                await self._catalogue.refresh()
-                return await self._delete(frozenset(keys))
+                return await self._delete_everywhere(frozenset(keys))
             finally:
                 # the owner has to learn of the deletions
                 self._committer.changed.set()
 
-    async def _delete(self, keys: frozenset[bytes]) -> set[bytes]:
-        packs = await self._catalogue.packs_with(keys)
+    async def _delete_everywhere(self, keys: frozenset[bytes]) -> set[bytes]:
         deleted: set[bytes] = set()
+        for _ in range(_MOST_ATTEMPTS):
+            await self._catalogue.refresh()
+            packs = await self._catalogue.packs_with(keys)
+            if not packs:
+                return deleted
+            for pack in packs:
+                deleted.update(keys.intersection(pack.keys))
+            await self._delete(packs, keys)
+        raise StoreError(
+            f"other processes replaced or stored the blocks during {_MOST_ATTEMPTS} attempts to "
+            f"delete them"
+        )
+
+    async def _delete(self, packs: Sequence[HeldPack], keys: frozenset[bytes]) -> None:
+        """Delete blocks from packs, unless another process replaces a pack meanwhile."""
         whole: list[HeldPack] = []
         for pack in packs:
-            deleted.update(keys.intersection(pack.keys))
             if keys.issuperset(pack.keys):
                 whole.append(pack)
         if whole:
@@ -83,11 +103,15 @@ class Deleter:
         for pack in packs:
             if pack not in whole:
                 await self._rewrite(pack, keys)
-        return deleted
 
-    async def _rewrite(self, pack: HeldPack, keys: Collection[bytes]) -> None:
+    async def _rewrite(self, pack: HeldPack, keys: frozenset[bytes]) -> None:
         """Replace a pack by one without these keys."""
-        segments = await self._kept_segments(pack, keys)
+        try:
+            segments = await self._kept_segments(pack, keys)
+        except StoreError:
+            if await self._are_held([pack.pack_id], keys):
+                raise
+            return  # another process has replaced it
         writer = self._make_writer(segments) if segments else None
         try:
             await self._replace([pack], writer, keys)
@@ -143,17 +167,52 @@ class Deleter:
         self,
         packs: Sequence[HeldPack],
         writer: PackWriter | None,
-        keys: Collection[bytes],
+        keys: frozenset[bytes],
     ) -> None:
         """Write a pack, if there is one, then delete others, and remove the keys from the manifests
-        that name them."""
+        that name them. If another process has deleted one of the others, delete the new pack."""
         replaced = {pack.pack_id: b"" for pack in packs}
         if writer is not None:
             await self._commit(CommitBatch([writer]), [writer])
             for pack in packs:
                 replaced[pack.pack_id] = writer.pack_id
-        for batch in await self._manifests_without(replaced, keys):
+        if await self._delete_replaced(replaced, keys) or writer is None:
+            return
+        batches = await self._manifests_without({writer.pack_id: b""}, keys)
+        for batch in batches:
             await self._commit(batch, [])
+
+    async def _delete_replaced(
+        self, replaced: Mapping[bytes, bytes], keys: frozenset[bytes]
+    ) -> bool:
+        """Delete packs, and remove the keys from the manifests that name them. Return False if
+        another process has deleted one of them."""
+        catalogue = self._catalogue
+        packs = list(replaced)
+        for _ in range(_MOST_ATTEMPTS):
+            *others, last = await self._manifests_without(replaced, keys)
+            for batch in others:
+                await self._commit(batch, [])
+            checked = replace(last, seen=catalogue.cursor, needs=packs)
+            if not (await self._commit(checked, [])).stale:
+                return True
+            # some drivers report all commits of other processes as stale
+            if not await self._are_held(packs, keys):
+                return False
+        # a busy store: a simultaneous deletion from these packs is less likely than no end
+        await self._commit(last, [])
+        return True
+
+    async def _are_held(self, packs: Iterable[bytes], keys: Collection[bytes]) -> bool:
+        """Return whether packs with some of these keys are still held, or may be."""
+        catalogue = self._catalogue
+        await catalogue.refresh()
+        # a failed read has removed them from the index
+        await catalogue.repair()
+        if catalogue.needs_repair:
+            return True
+        held = {pack.pack_id for pack in await catalogue.packs_with(keys)}
+        return held.issuperset(packs)
 
     async def _manifests_without(
         self, replaced: Mapping[bytes, bytes], keys: Collection[bytes]
@@ -184,13 +243,17 @@ class Deleter:
         batches.append(CommitBatch(manifests=last.manifests, pins=last.pins, bad=packs))
         return batches
 
-    async def _commit(self, batch: CommitBatch, writers: Sequence[PackWriter]) -> None:
-        """Commit, and apply the result to the index.
+    async def _commit(
+        self, batch: CommitBatch, writers: Sequence[PackWriter]
+    ) -> CommitResult:
+        """Commit, and apply the result to the index, unless it is stale.
 
         :raises StoreError: the commit failed.
         """
         result = await self._catalogue.commit(batch)
-        await self._catalogue.committed(writers, result, followed=False)
+        if not result.stale:
+            await self._catalogue.committed(writers, result, followed=False)
+        return result
 
 
 def _without(request: NamedRequest, keys: Collection[bytes]) -> NamedRequest:

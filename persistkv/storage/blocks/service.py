@@ -269,7 +269,10 @@ class BlockService:
         """Return the events since the last call."""
         self._take_report()
         report, self._events = self._events, StoreReport()
-        return StoreEvents(_split(report.stored), _split(report.removed), report.lost)
+        # a pack that replaces another one is reported as stored, then the other as removed
+        absent = set(self.store.index.absent(report.removed))
+        removed = [key for key in report.removed if key in absent]
+        return StoreEvents(_split(report.stored), _split(removed), report.lost)
 
     # The end
 

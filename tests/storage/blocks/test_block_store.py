@@ -6,8 +6,10 @@ import itertools
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -211,6 +213,55 @@ def test_delete_keeps_the_other_blocks_of_a_pack(open_blocks: OpenBlocks) -> Non
     assert store.usage().namespace_bytes == 0
     # they can be stored again
     assert all(store.put(keys, list(blocks)))
+
+
+def test_simultaneous_deletions_from_one_pack_both_hold(tmp_path: Path) -> None:
+    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
+    with ExitStack() as stack:
+        stores = []
+        for _ in range(3):
+            opened = BlockStore.open(url, identity(), [BLOCK_BYTES])
+            stores.append(stack.enter_context(opened))
+        first, second, reader = stores
+        for number in range(5):
+            keys, blocks = new_keys(4), random_blocks(4, seed=number)
+            assert all(first.put(keys, list(blocks)))
+            wait_until_held(second, keys)
+            with ThreadPoolExecutor(2) as threads:
+                calls = [
+                    threads.submit(first.delete, keys[:1]),
+                    threads.submit(second.delete, keys[1:2]),
+                ]
+                assert [call.result() for call in calls] == [[True], [True]]
+            held = {block.key for block in reader.stored_blocks()}
+            assert held.intersection(keys) == set(keys[2:])
+
+
+def test_deletion_reports_the_kept_blocks_of_a_pack_as_held(tmp_path: Path) -> None:
+    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
+    with (
+        BlockStore.open(url, identity(), [BLOCK_BYTES], events=True) as store,
+        BlockStore.open(url, identity(), [BLOCK_BYTES], events=True) as other,
+    ):
+        keys = new_keys(4)
+        assert all(store.put(keys, list(random_blocks(4))))
+        wait_until_held(other, keys)
+        other.take_events()
+        assert store.delete(keys[:1]) == [True]
+        removed = set()
+        deadline = time.monotonic() + 30
+        while not removed and time.monotonic() < deadline:
+            removed = {key for key, _ in other.take_events().removed}
+            time.sleep(0.05)
+        assert removed == {keys[0]}
+
+
+def wait_until_held(store: BlockStore, keys: list[bytes]) -> None:
+    """Wait until a store knows what another one has stored."""
+    deadline = time.monotonic() + 30
+    while not all(store.contains(keys)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert all(store.contains(keys))
 
 
 def test_usage_is_exact_per_tenant(open_blocks: OpenBlocks) -> None:

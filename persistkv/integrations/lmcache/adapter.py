@@ -79,6 +79,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._opener = ThreadPool(1, "persistkv-opener")
         self._announcer = Announcer(self._stores, self._announce)
         self._unknown: set[str] = set()
+        self._usage: dict[Place, Mapping[str, int]] = {}
+        """Bytes of each salt at the last call of ``get_usage``."""
         self._stores.open_stored()
         self._announcer.start()
 
@@ -121,7 +123,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         done = {}
         for task, results in self._store_tasks.take().items():
-            size = self._sizes.pop(task)
+            # a task without keys may end before its size is known
+            size = self._sizes.pop(task, 0)
             done[task] = L2StoreResult(all(results), size)
         if done:
             self._announcer.wake()
@@ -294,13 +297,12 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Return the bytes on the medium of each salt, exact as of the last commit of any process;
         those of the last call if the store does not answer in time."""
         by_salt: dict[str, int] = {}
-        for _, store in self._stores.items():
+        for place, store in self._stores.items():
             try:
-                usage = store.usage(timeout_s=_USAGE_S)
+                self._usage[place] = store.usage(timeout_s=_USAGE_S).tenants
             except StoreError as error:
-                logger.warning("the usage of a namespace is not known: %s", error)
-                continue
-            for salt, num_bytes in usage.tenants.items():
+                logger.warning("the usage of a namespace may have changed: %s", error)
+            for salt, num_bytes in self._usage.get(place, {}).items():
                 by_salt[salt] = by_salt.get(salt, 0) + num_bytes
         return AdapterUsage(
             total_bytes_used=sum(by_salt.values()),

@@ -64,6 +64,8 @@ class Announcer:
                         self._announce(place, stored, removed)
                 except PersistKVError as error:
                     logger.warning("events of a store are lost: %s", error)
+                except Exception:  # of a listener: the thread must not end
+                    logger.exception("a listener of LMCache failed: events are lost")
 
     def announce_stored(
         self, announce: Callable[[Place, Sequence[bytes]], None]

@@ -104,7 +104,10 @@ class PoolStore:
         store = self._opened()
         if store is None or not keys:
             return [False] * len(keys)
-        return store.contains(_encoded(keys), timeout_s=self._options.timeout_s)
+        try:
+            return store.contains(_encoded(keys), timeout_s=self._options.timeout_s)
+        except StoreError as error:
+            return _misses(keys, error)
 
     # Pages of the pool
 
@@ -148,7 +151,10 @@ class PoolStore:
         if store is None or not keys:
             return [False] * len(keys)
         begin = time.monotonic()
-        found = store.get(_encoded(keys), pages, timeout_s=self._options.timeout_s)
+        try:
+            found = store.get(_encoded(keys), pages, timeout_s=self._options.timeout_s)
+        except StoreError as error:
+            return _misses(keys, error)
         num_bytes = sum(found) * self._page_bytes
         self._transfers.read(sum(found), num_bytes, time.monotonic() - begin)
         return found
@@ -160,13 +166,16 @@ class PoolStore:
         if store is None or not keys:
             return [False] * len(keys)
         begin = time.monotonic()
-        stored = store.put(
-            _encoded(keys),
-            pages,
-            depth=depth,
-            labels=self._labels,
-            timeout_s=self._options.timeout_s,
-        )
+        try:
+            stored = store.put(
+                _encoded(keys),
+                pages,
+                depth=depth,
+                labels=self._labels,
+                timeout_s=self._options.timeout_s,
+            )
+        except StoreError as error:
+            return _misses(keys, error)
         num_bytes = sum(stored) * self._page_bytes
         self._transfers.wrote(sum(stored), num_bytes, time.monotonic() - begin)
         return stored
@@ -194,6 +203,12 @@ class PoolStore:
             store, self._store = self._store, None
         if store is not None:
             store.close()
+
+
+def _misses(keys: Sequence[str], error: StoreError) -> list[bool]:
+    """Log why a call failed, and return its results: an exception would end SGLang's thread."""
+    logger.warning("%d pages are misses, or are not stored: %s", len(keys), error)
+    return [False] * len(keys)
 
 
 def _encoded(keys: Sequence[str]) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -117,8 +118,8 @@ def pool_identity(
     pool = memory.pool
     geometry = {}
     for field in _GEOMETRY:
-        value = getattr(pool, field, None)
-        if isinstance(value, int):
+        value = plain_number(getattr(pool, field, None))
+        if value is not None:
             geometry[field] = value
     layout = getattr(pool, "layout", None)
     if not isinstance(layout, str):
@@ -147,8 +148,11 @@ def pool_identity(
 
 
 def plain_number(value: Any) -> int | None:
-    """Return an integer attribute of a pool; None if it is none."""
-    return value if isinstance(value, int) else None
+    """Return an integer attribute of a pool, also one of NumPy; None if it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,35 @@ def test_other_process_stores_are_announced(open_adapter: Open) -> None:
         time.sleep(0.1)
     assert set(more) <= set(listener.stored)
     assert other.load(more, memories(2)) == [True, True]
+
+
+def test_failing_listener_does_not_end_announcements(
+    open_adapter: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FailingListener(Listener):
+        has_failed = False
+
+        def on_l2_keys_stored(self, keys: Any, sizes: Any) -> None:
+            if keys and not self.has_failed:
+                self.has_failed = True
+                raise RuntimeError("listener")
+            super().on_l2_keys_stored(keys, sizes)
+
+    driver, listener = open_adapter(), FailingListener()
+    driver.adapter.register_listener(listener)
+    assert driver.store(object_keys([1]), memories(1, seed=1))
+    _wait_until(lambda: listener.has_failed)
+    keys = object_keys([2])
+    assert driver.store(keys, memories(1, seed=2))
+    _wait_until(lambda: set(keys) <= set(listener.stored))
+    assert "a listener of LMCache failed" in caplog.text
+
+
+def _wait_until(has_happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not has_happened() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert has_happened()
 
 
 def test_store_that_does_not_open_costs_misses(

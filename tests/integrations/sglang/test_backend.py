@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -323,6 +324,29 @@ def test_store_that_does_not_open_costs_misses(
     assert backend.batch_set_v1(keys, indices(0, 2)) == [False, False]
     assert backend.batch_get_v1(keys, indices(0, 2)) == [False, False]
     assert "does not open" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1", "batch_exists"])
+def test_call_during_close_misses(open_backend: Open, call: str) -> None:
+    """An exception would end SGLang's storage thread."""
+    backend = open_backend(make_pool())
+
+    class ClosingKey(str):
+        def encode(self, *_: Any, **__: Any) -> bytes:
+            backend.close()
+            return super().encode()
+
+    keys = [ClosingKey(key) for key in page_keys(range(1))]
+    arguments = [] if call == "batch_exists" else [indices(0, 1)]
+    assert getattr(backend, call)(keys, *arguments) in (0, [False])
+
+
+def test_geometry_in_numpy_integers_is_in_the_identity(open_backend: Open) -> None:
+    pool, other, keys = make_pool(), make_pool(), page_keys(range(6))
+    pool.head_num, pool.head_dim = np.int64(2), np.int64(32)
+    other.head_num, other.head_dim = np.int64(4), np.int64(16)
+    assert all(open_backend(pool).batch_set_v1(keys, indices(0, 6)))
+    assert open_backend(other).batch_exists(keys) == 0
 
 
 @pytest.mark.skipif(not HAS_SGLANG, reason="SGLang is not installed")

@@ -248,7 +248,7 @@ def test_deletion_reports_the_kept_blocks_of_a_pack_as_held(tmp_path: Path) -> N
         wait_until_held(other, keys)
         other.take_events()
         assert store.delete(keys[:1]) == [True]
-        removed = set()
+        removed: set[bytes] = set()
         deadline = time.monotonic() + 30
         while not removed and time.monotonic() < deadline:
             removed = {key for key, _ in other.take_events().removed}

@@ -49,7 +49,7 @@ class Memory:
 
     @property
     def byte_array(self) -> memoryview:
-        return memoryview(self.bytes)
+        return self.bytes.data
 
     def get_size(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()

@@ -22,7 +22,7 @@ def prepare() -> None:
     source = (Path(spec.origin).parent / "_meta_registrations.py").read_text()
     names = set(re.findall(r'register_meta\("(\w+)"', source))
     names |= set(re.findall(r"torchvision::(\w+)", source))
-    library = torch.library.Library("torchvision", "DEF")
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for name in sorted(names):
-        library.define(f"{name}(Tensor a) -> Tensor")
+        library.define(f"{name}(Tensor a) -> Tensor")  # type: ignore[no-untyped-call]
     _kept.append(library)

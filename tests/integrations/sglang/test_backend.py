@@ -12,7 +12,6 @@ import torch
 
 from persistkv import ConfigurationError
 from tests.integrations.sglang.conftest import (
-    HAS_SGLANG,
     Open,
     fill,
     indices,
@@ -21,6 +20,7 @@ from tests.integrations.sglang.conftest import (
     page_keys,
     pages_of,
 )
+from tests.integrations.sglang.preparation import HAS_SGLANG
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.sglang.conftest import (
-    HAS_SGLANG,
     PAGES,
     Open,
     fill,
@@ -22,6 +21,7 @@ from tests.integrations.sglang.conftest import (
     page_keys,
     pages_of,
 )
+from tests.integrations.sglang.preparation import HAS_SGLANG
 from tests.integrations.sglang.writer_program import BATCH, batch_keys, open_storage
 
 

@@ -21,7 +21,9 @@ READY := $(VENV)/.ready
 WHEEL_VENV := $(VENV)-wheel
 NEWEST_VENV := $(VENV)-newest
 OLDEST_VENV := $(VENV)-oldest
-PYTEST := -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow"
+# Tests wait for processes and media half of their time: two per core, and at most eight.
+WORKERS := --numprocesses $(shell expr 2 '*' $$(nproc)) --maxprocesses 8 --dist worksteal
+PYTEST := -m pytest $(WORKERS) -m "not slow"
 TORCH := $(shell grep '^torch==' constraints-dev.txt)
 VLLM ?= 0.32.0
 VLLM_VENV := $(VENV)-vllm-$(VLLM)
@@ -82,9 +84,9 @@ $(READY): pyproject.toml constraints-dev.txt
 demo: setup
 	@$(BIN)/python -m examples.demo.demo $(ARGS)
 
-# Two processes of tests share the cores with torch's threads, which must not spin while they wait for each other.
+# The processes of tests share the cores with torch's threads, which must not spin while they wait for each other.
 test: lint
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python $(PYTEST) $(ARGS)
 
 # Each run installs what is newest on that day; torch remains at the CPU build of constraints-dev.txt.
 test-newest: install-newest

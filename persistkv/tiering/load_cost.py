@@ -318,7 +318,7 @@ class LoadChooser:
             reason = Reason.LOADED if refused is None else refused.reason
             if load_s is None:
                 return LoadDecision(num_runs, reason, 0.0, compute_s, math.inf)
-            if compute_s is None or self._is_worth(load_s, compute_s):
+            if self._is_worth(load_s, compute_s):
                 self._was_chosen = True
                 deadline_s = _deadline_s(load_s, compute_s)
                 return LoadDecision(num_runs, reason, load_s, compute_s, deadline_s)
@@ -330,7 +330,9 @@ class LoadChooser:
         self._was_chosen = False
         return refused
 
-    def _is_worth(self, load_s: float, compute_s: float) -> bool:
+    def _is_worth(self, load_s: float, compute_s: float | None) -> bool:
+        if compute_s is None:
+            return math.isfinite(load_s)  # a stalled store is slower than any engine
         margin = 1.0 if self._was_chosen else 1 - _HYSTERESIS
         if load_s <= margin * compute_s:
             return True
@@ -366,9 +368,10 @@ def _reason(runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed) -> Reaso
     stop = start + _LONG * (runs[-1].stop - start)
     load_s = _together_s(runs, _LONG)
     compute_s = prefill.expected_s(start, stop)
-    if load_s is None or compute_s is None or load_s <= compute_s:
+    if load_s is None:
         return Reason.TOO_SHORT
-    return Reason.TOO_SLOW
+    is_shorter = math.isfinite(load_s) if compute_s is None else load_s <= compute_s
+    return Reason.TOO_SHORT if is_shorter else Reason.TOO_SLOW
 
 
 def _deadline_s(load_s: float, compute_s: float | None) -> float:

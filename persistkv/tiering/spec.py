@@ -75,7 +75,7 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     prewarm_share: float = 0.0
     """Fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most
     recently used contexts of the first tier that lists them; 0: none."""
-    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     """Tokens per second, above 0, that the engine computes: blocks of secondary tiers are loaded if
     that is expected to be faster. None: as the engine reports it; until it has
     reported any, every block is loaded."""

@@ -215,6 +215,12 @@ def test_choose_unknown_speed_loads() -> None:
     assert quick.deadline_s == UNKNOWN_DEADLINE_S
 
 
+def test_choose_unknown_speed_does_not_load_from_stalled_store() -> None:
+    stalled = LoadRun(Store(math.inf, 1e9), 1000, 1)
+    decision = LoadChooser(PrefillSpeed()).choose([stalled], 0)
+    assert (decision.num_runs, decision.reason) == (0, Reason.TOO_SLOW)
+
+
 def test_choose_store_that_is_not_compared_has_no_deadline() -> None:
     class Always:
         def expected_load_s(self, num_bytes: int) -> float | None:

@@ -278,12 +278,13 @@ def test_on_new_request_reused_id_decides_again(
     stack.manager.complete_store(written, first)
 
 
-def test_prefill_speed_out_of_range_raises() -> None:
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
+def test_prefill_speed_out_of_range_raises(value: float) -> None:
     from persistkv.tiering.spec import TieringOffloadingSpec
 
     with pytest.raises(ConfigurationError, match="prefill_tokens_per_s"):
         TieringOffloadingSpec(
-            extra_config={"cpu_bytes_to_use": 1 << 20, "prefill_tokens_per_s": 0},
+            extra_config={"cpu_bytes_to_use": 1 << 20, "prefill_tokens_per_s": value},
             geometry=Any,  # type: ignore[arg-type]
         )
 

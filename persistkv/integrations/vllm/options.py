@@ -36,7 +36,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Requests that have fewer tokens when their first chunks arrive are not persisted. 0: no
     minimum."""
-    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     """Tokens per second, above 0, that the engine computes, for ``load_policy``. Of several stores,
     the first one's value applies. None: as measured."""
     labels: dict[str, str] = msgspec.field(default_factory=dict)

@@ -571,7 +571,8 @@ class StoreClient:
         return bool(messages)
 
     def _job_done(self, message: protocol.JobDone) -> None:
-        self._in_flight.answer_job(message)
+        if self._in_flight.answer_job(message):
+            self.supervisor.watchdog.load_ended_in_time()
 
     def _take_report(self, report: StoreReport) -> None:
         self._stored_keys.add_report(report)

@@ -365,6 +365,9 @@ class BlockStore:
         """Delete blocks; return for each key whether it was held. A pack with other blocks is
         written again without these, so delete many keys with one call.
 
+        On a shared store, a process that deletes other blocks of the same pack within the seconds
+        until it knows of this deletion may store the blocks again.
+
         :param timeout_s: seconds until the call raises; the deletion then continues.
         :raises StoreTimeoutError: the deadline has passed.
         :raises StoreError: the medium failed, or the store is read-only. Some blocks may have been

@@ -233,7 +233,7 @@ def test_host_process_driver_log_reaches_engine(
     body = seal(names.latest, latest, Authenticator(), namespace)
     raw_client.put_object(Bucket=bucket, Key=f"store/{damaged}", Body=b"damaged")
     raw_client.put_object(Bucket=bucket, Key=f"store/{names.latest}", Body=body)
-    wait_for(client, lambda: "does not read" in caplog.text)
+    wait_for(client, lambda: "is unreadable" in caplog.text)
 
 
 def _deletion(store: BlockingStore) -> CommitBatch:

@@ -6,6 +6,9 @@ import configparser
 import json
 import re
 import shlex
+import socket
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from persistkv_tools.cli import main
 DOCS = Path(__file__).parents[2] / "docs"
 DEPLOY = DOCS / "deploy"
 HOST_EXIT_S = 20  # time for the host process to exit after the engine
+SCRAPE_TIMEOUT_S = 10  # default of Prometheus
 
 
 def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -161,7 +165,30 @@ def test_deploy_exports_every_store_of_the_engines() -> None:
     tiers = connector(containers["vllm"]["command"])["secondary_tiers"]
     stores = {tier["url"].partition("?")[0] for tier in tiers if "url" in tier}
     exporters = (containers["store-metrics"], bucket_exporter())
-    assert {exporter["command"][2] for exporter in exporters} == stores
+    exported = {exporter["command"][2].partition("?")[0] for exporter in exporters}
+    assert exported == stores
+
+
+@pytest.mark.slow
+def test_deploy_exporter_of_hanging_bucket_answers_within_scrape_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("boto3")
+    from persistkv_tools.inspect.serve_metrics import StoreCollector
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    url = bucket_exporter()["command"][2]
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, never answers
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with closing(
+            StoreCollector(f"{url}&endpoint_url={endpoint}&region=us-east-1")
+        ) as collector:
+            began = time.monotonic()
+            (up,) = collector.collect()
+            assert time.monotonic() - began < SCRAPE_TIMEOUT_S
+    assert up.samples[0].value == 0
 
 
 def test_alert_rules_metrics_exist_and_alerts_are_documented() -> None:

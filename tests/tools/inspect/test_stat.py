@@ -144,3 +144,7 @@ def test_stat_shows_savings_by_model_and_label(run, known):
         ("user=anna", 4000, 8.0),
         ("user=ben", 1000, 2.0),
     ]
+
+
+def test_stat_of_local_store_shows_no_commits_to_merge(run, known):
+    assert "merged" not in run("stat", known).stdout

@@ -143,7 +143,8 @@ def _print_merging(namespaces: list[NamespaceTotals]) -> None:
         merged=lambda space: _age(space.merged_at),
         by=lambda space: (space.merged_by or "-")[:8],
     )
-    render.show_table(columns, shared, left="namespace")
+    if shared:
+        render.show_table(columns, shared, left="namespace")
 
 
 def _age(time: float | None) -> str:

@@ -21,9 +21,7 @@ READY := $(VENV)/.ready
 WHEEL_VENV := $(VENV)-wheel
 NEWEST_VENV := $(VENV)-newest
 OLDEST_VENV := $(VENV)-oldest
-# Tests wait for processes and media half of their time: two per core, and at most eight.
-WORKERS := --numprocesses $(shell expr 2 '*' $$(nproc)) --maxprocesses 8 --dist worksteal
-PYTEST := -m pytest $(WORKERS) -m "not slow"
+PYTEST := -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow"
 TORCH := $(shell grep '^torch==' constraints-dev.txt)
 VLLM ?= 0.32.0
 VLLM_VENV := $(VENV)-vllm-$(VLLM)

@@ -18,6 +18,7 @@ Chat = Sequence[Mapping[str, Any]]
 Prompt = str | Chat | TokenIds
 
 _FORMS = 'text, a chat ([{"role": "user", "content": "…"}]), or token ids in one row'
+_SPECIAL_TOKENS = 16  # no vocabulary is so small
 _REPLACEMENT = "\ufffd"  # what tokenizers show for bytes that are no whole character
 
 
@@ -85,7 +86,11 @@ class Tokenizer:
         """Load the tokenizer of a checkpoint's directory or name; without one, or if it cannot be
         loaded, text is refused with the reason."""
         try:
-            return cls(AutoTokenizer.from_pretrained(source))
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            # transformers 4 makes a tokenizer of special tokens alone if there are no files
+            if len(tokenizer.get_vocab()) <= _SPECIAL_TOKENS:
+                return cls(None, f"{source} has none: its vocabulary is empty")
+            return cls(tokenizer)
         # whatever is wrong with it, token ids do without
         except Exception as error:
             return cls(None, f"{source} has none that can be loaded ({_reason(error)})")

@@ -1,12 +1,12 @@
 """Deletion of single blocks from a namespace.
 
-Packs are immutable and hold many blocks, so a pack with other blocks is replaced: the others are
-written to a new pack before the old one is deleted. A process that dies between the two steps
-leaves the deleted blocks readable, and nothing is lost.
+Packs are immutable and hold many blocks, so a pack with other blocks is replaced by a new one
+without the deleted blocks.
 
 Two processes may replace the same pack, each without its own keys: both new packs would hold what
-the other process has deleted. Only the one that deletes the old pack keeps its new pack, the other
-begins again.
+the other process has deleted. So one commit writes the new pack and deletes the old one, if it is
+still held; otherwise the deletion begins again. A pack that more than 64 requests name is written
+in a commit of its own first: there, a simultaneous deletion can be undone.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Deleter:
         try:
             segments = await self._kept_segments(pack, keys)
         except StoreError:
-            if await self._are_held([pack.pack_id], keys):
+            is_held, _ = await self._are_held([pack.pack_id], keys)
+            if is_held:
                 raise
             return  # another process has replaced it
         writer = self._make_writer(segments) if segments else None
@@ -169,50 +170,54 @@ class Deleter:
         writer: PackWriter | None,
         keys: frozenset[bytes],
     ) -> None:
-        """Write a pack, if there is one, then delete others, and remove the keys from the manifests
-        that name them. If another process has deleted one of the others, delete the new pack."""
-        replaced = {pack.pack_id: b"" for pack in packs}
-        if writer is not None:
-            await self._commit(CommitBatch([writer]), [writer])
-            for pack in packs:
-                replaced[pack.pack_id] = writer.pack_id
-        if await self._delete_replaced(replaced, keys) or writer is None:
-            return
-        batches = await self._manifests_without({writer.pack_id: b""}, keys)
-        for batch in batches:
-            await self._commit(batch, [])
-
-    async def _delete_replaced(
-        self, replaced: Mapping[bytes, bytes], keys: frozenset[bytes]
-    ) -> bool:
-        """Delete packs, and remove the keys from the manifests that name them. Return False if
-        another process has deleted one of them."""
-        catalogue = self._catalogue
-        packs = list(replaced)
+        """Write a pack, if there is one, delete others, and remove the keys from the manifests that
+        name them: in one commit, unless there are many manifests. If another process has deleted
+        one of the packs, change nothing."""
+        writers = [] if writer is None else [writer]
+        new_id = b"" if writer is None else writer.pack_id
+        replaced = dict.fromkeys([pack.pack_id for pack in packs], new_id)
         for _ in range(_MOST_ATTEMPTS):
+            is_held, position = await self._are_held(replaced, keys)
+            if not is_held:
+                return
             *others, last = await self._manifests_without(replaced, keys)
-            for batch in others:
-                await self._commit(batch, [])
-            checked = replace(last, seen=catalogue.cursor, needs=packs)
-            if not (await self._commit(checked, [])).stale:
-                return True
             # some drivers report all commits of other processes as stale
-            if not await self._are_held(packs, keys):
-                return False
+            checked = replace(last, seen=position, needs=list(replaced))
+            if not (await self._commit_all(others, checked, writers)).stale:
+                return
+            for each in writers:
+                each.restart()
         # a busy store: a simultaneous deletion from these packs is less likely than no end
-        await self._commit(last, [])
-        return True
+        await self._commit_all(others, last, writers)
 
-    async def _are_held(self, packs: Iterable[bytes], keys: Collection[bytes]) -> bool:
-        """Return whether packs with some of these keys are still held, or may be."""
+    async def _commit_all(
+        self,
+        others: Sequence[CommitBatch],
+        last: CommitBatch,
+        writers: Sequence[PackWriter],
+    ) -> CommitResult:
+        """Commit batches of manifests, the first one with new packs, which all of them name."""
+        first, *rest = [*others, last]
+        result = await self._commit(replace(first, packs=writers), writers)
+        for batch in rest:
+            result = await self._commit(batch, [])
+        return result
+
+    async def _are_held(
+        self, packs: Iterable[bytes], keys: Collection[bytes]
+    ) -> tuple[bool, bytes | None]:
+        """Refresh. Return whether packs with some of these keys are held, or may be, and a position
+        in the log of changes up to which this is known."""
         catalogue = self._catalogue
         await catalogue.refresh()
         # a failed read has removed them from the index
         await catalogue.repair()
+        # before the packs are looked up: meanwhile, another task may refresh the index
+        position = catalogue.cursor
         if catalogue.needs_repair:
-            return True
+            return True, position
         held = {pack.pack_id for pack in await catalogue.packs_with(keys)}
-        return held.issuperset(packs)
+        return held.issuperset(packs), position
 
     async def _manifests_without(
         self, replaced: Mapping[bytes, bytes], keys: Collection[bytes]

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from persistkv import (
     StoreError,
 )
 from persistkv.errors import HostError
-from persistkv.storage.backend import Backend
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.records import StoreOptions
 from tests.storage.blocks.conftest import (
     BLOCK_BYTES,
     OpenBlocks,
@@ -235,6 +238,33 @@ def test_simultaneous_deletions_from_one_pack_both_hold(tmp_path: Path) -> None:
                 assert [call.result() for call in calls] == [[True], [True]]
             held = {block.key for block in reader.stored_blocks()}
             assert held.intersection(keys) == set(keys[2:])
+
+
+def test_deletion_begins_again_if_another_one_ends_before_its_first_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
+    backend = open_backend(url)
+    options = StoreOptions(adopt="never")
+    with (
+        BlockStore.open(url, identity(), [BLOCK_BYTES]) as first,
+        BlockStore(backend, identity(), [BLOCK_BYTES], options, url=url) as second,
+    ):
+        keys, blocks = new_keys(4), random_blocks(4)
+        assert all(first.put(keys, list(blocks)))
+        wait_until_held(second, keys)
+        commit, deletions = backend.commit, []
+
+        def commit_after_other_deletion(namespace: bytes, batch: CommitBatch) -> Any:
+            if not deletions:
+                deletions.append(first.delete(keys[:1]))
+            return commit(namespace, batch)
+
+        monkeypatch.setattr(backend, "commit", commit_after_other_deletion)
+        assert second.delete(keys[1:2]) == [True]
+        assert deletions == [[True]]
+        held = {block.key for block in first.stored_blocks()}
+        assert held == set(keys[2:])
 
 
 def test_deletion_reports_the_kept_blocks_of_a_pack_as_held(tmp_path: Path) -> None:

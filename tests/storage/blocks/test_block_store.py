@@ -253,7 +253,8 @@ def test_deletion_begins_again_if_another_one_ends_before_its_first_commit(
         keys, blocks = new_keys(4), random_blocks(4)
         assert all(first.put(keys, list(blocks)))
         wait_until_held(second, keys)
-        commit, deletions = backend.commit, []
+        commit = backend.commit
+        deletions: list[list[bool]] = []
 
         def commit_after_other_deletion(namespace: bytes, batch: CommitBatch) -> Any:
             if not deletions:

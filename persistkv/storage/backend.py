@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What callers must know of a kind of store, or of an open one."""
+    """Properties of a kind of store, or of an open one, for its callers."""
 
     shared: bool = True
     """Several processes may have the store open and write to it. False: it ends with its handle."""

@@ -61,7 +61,7 @@ class Restored(msgspec.Struct):
 
 
 class Savings(msgspec.Struct):
-    """What requests of one namespace restored, and the speed of its prefills."""
+    """Tokens that requests of one namespace restored, and the speed of its prefills."""
 
     namespace: str
     """Id of the namespace, hexadecimal."""
@@ -152,9 +152,9 @@ class SavingsRecorder:
         prefill_tokens: int,
         prefill_s: float,
     ) -> None:
-        """Add what a request restored, and a measured prefill; either may be 0."""
+        """Add the restored tokens of a request, and a measured prefill; either may be 0."""
         day = today()
-        # what is not written yet, perhaps since a failed write, belongs to the earlier source
+        # unwritten counts, perhaps since a failed write, belong to the earlier source
         if day != self._day and self._num_added == self._num_written:
             self._begin(day)
         self._total.prefill_tokens += prefill_tokens
@@ -174,7 +174,7 @@ class SavingsRecorder:
                 self._total.add_label(label, restored)
 
     def write(self) -> None:
-        """Write what was added since the last call; a failure is logged, and the next call writes
+        """Write the counts since the last call; a failure is logged, and the next call writes
         it. Blocks; ``add`` may run in another thread meanwhile."""
         num_added = self._num_added
         is_changed = num_added != self._num_written

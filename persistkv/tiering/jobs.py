@@ -14,7 +14,7 @@ from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.isolated_tier import IsolatedTier
 from persistkv.tiering.load_cost import LoadDecision
 
-# A tier has a tenth of a load's time, and 20 ms, to report at its deadline what it has loaded.
+# A tier has a tenth of a load's time, and 20 ms, to report the loaded blocks at its deadline.
 _ANSWER_S = 0.02
 _ANSWER_SHARE = 0.1
 

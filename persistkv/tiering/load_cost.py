@@ -17,8 +17,8 @@ from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol, get_args
 
 LoadPolicy = Literal["auto", "always", "never"]
-"""``auto``: load what is expected to be faster than computing it. ``always``: load whatever a store
-holds. ``never``: load nothing; blocks are stored only."""
+"""``auto``: load a prefix if that is expected to be faster than computing it. ``always``: load
+every block that a store holds. ``never``: load nothing; blocks are stored only."""
 LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 
 # Unknown sizes count as loads with so many times the bandwidth: parallel reads may reach it, and
@@ -60,7 +60,7 @@ class Reason(StrEnum):
     TOO_SHORT = "too_short"
     """Computed: only a longer prefix would be worth the latency of the store."""
     DEADLINE = "deadline"
-    """The load was abandoned at its deadline; the engine computed what was not loaded."""
+    """The load was abandoned at its deadline; the engine computed the other blocks."""
 
 
 class _Usual:
@@ -278,7 +278,7 @@ class LoadRun(NamedTuple):
 
 
 class LoadDecision(NamedTuple):
-    """What to load for a request, and why."""
+    """The number of runs to load for a request, and the reason."""
 
     num_runs: int
     """Number of runs to load, from the first one on; 0: compute everything."""

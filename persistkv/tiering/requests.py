@@ -32,7 +32,7 @@ class TieredRequest:
     """Blocks whose promotion failed or found no row: misses for this request, so that it does not
     retry forever."""
     decision: LoadDecision | None = None
-    """What to load from the secondary tiers; None: not decided yet."""
+    """Runs to load from the secondary tiers; None: not decided yet."""
     load_reason: Reason | None = None
     """What became of the blocks that secondary tiers held for the request; None: they held none, or
     their load has not ended."""

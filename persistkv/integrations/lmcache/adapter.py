@@ -313,7 +313,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Announcements
 
     def register_listener(self, listener: Any) -> None:
-        """Announce all changes to a listener, beginning with what is stored now."""
+        """Announce all changes to a listener, beginning with the present content."""
         super().register_listener(listener)
 
         def announce(place: Place, stored: Sequence[bytes]) -> None:

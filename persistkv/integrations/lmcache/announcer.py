@@ -53,7 +53,7 @@ class Announcer:
             self.announce()
 
     def announce(self) -> None:
-        """Announce what has happened since the last call. Failures are logged."""
+        """Announce the changes since the last call. Failures are logged."""
         with self._turn:
             for place, store in self._stores.items():
                 try:

@@ -49,7 +49,7 @@ class Leases:
             return lease is not None and lease.expires_at > time.monotonic()
 
     def expire(self) -> None:
-        """Forget what has expired."""
+        """Forget expired locks."""
         now = time.monotonic()
         with self._lock:
             for key, lease in list(self._leases.items()):

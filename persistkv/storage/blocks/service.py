@@ -83,7 +83,7 @@ class BlockService:
         """Whether an internal error has ended ``run``: no call would end any more."""
 
     async def run(self) -> None:
-        """Commit what is due and apply the changes of other processes, until ``stop``."""
+        """Run the commit task and apply the changes of other processes, until ``stop``."""
         self._running = asyncio.current_task()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -208,7 +208,7 @@ class BlockService:
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Delete blocks; return for each key whether it was held."""
         with self._call():
-            # what is on its way would be stored after the deletion
+            # staged blocks would be stored after the deletion
             await self.store.flush()
             held = await self.store.delete(keys)
         return [key in held for key in keys]
@@ -242,7 +242,7 @@ class BlockService:
                 result = await catalogue.commit(batch)
                 await catalogue.committed([], result, followed=False)
 
-    # What is held
+    # Content
 
     async def usage(self) -> Usage:
         """Return the bytes of each tenant, and those of the store."""
@@ -289,7 +289,7 @@ class BlockService:
             self._has_ended.set()
 
     async def wait_until_idle(self) -> None:
-        """Wait until no call is running, then commit what is left."""
+        """Wait until no call is running, then flush the store."""
         while self._calls:
             self._has_ended.clear()
             await self._has_ended.wait()

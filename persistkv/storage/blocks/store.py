@@ -8,7 +8,7 @@ Invariants of this file:
    identity.
 3. The caller's memory is not in use after a call has returned, or after its completion. A call with
    a deadline therefore copies: a hung disk may use the copy for as long as it likes.
-4. The bytes of stores that wait are bounded. What exceeds the bound is refused and counted.
+4. The bytes of stores that wait are bounded. Blocks beyond the bound are refused and counted.
 """
 
 from __future__ import annotations
@@ -416,7 +416,7 @@ class BlockStore:
         """
         self._wait(self._service.unpin(pin), timeout_s)
 
-    # What is held
+    # Content
 
     def usage(self, *, timeout_s: float | None = None) -> Usage:
         """Return the bytes of each tenant in the namespace, exact as of the last commit, and those

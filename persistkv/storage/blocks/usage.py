@@ -1,4 +1,4 @@
-"""What a namespace holds, per tenant and per key, from the tables of its packs."""
+"""Content of a namespace, per tenant and per key, from the tables of its packs."""
 
 from __future__ import annotations
 

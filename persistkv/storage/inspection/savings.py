@@ -9,7 +9,7 @@ from persistkv.storage.savings import Savings, read_savings
 
 
 class SavedTotals(msgspec.Struct, frozen=True):
-    """What requests of one namespace, or those of them with one label, restored from the store."""
+    """Tokens that requests of one namespace, or those with one label, restored from the store."""
 
     namespace: str
     """Id of the namespace, hexadecimal. It may hold nothing any more."""

@@ -54,7 +54,7 @@ class ComparisonView(msgspec.Struct, frozen=True):
 
 
 class LoadView(msgspec.Struct, frozen=True):
-    """What became of the blocks that the store held for a request of an engine."""
+    """Use of the blocks that the store held for a request of an engine."""
 
     engine: str
     host: str

@@ -148,17 +148,8 @@ class Request:
         self._stats.lookup_s = time.perf_counter() - begin - self._stats.load_s
         cache = RequestCache(self._device.geometry, len(prompt) + max_new_tokens)
         self._gather(cache)
-        prefill_begin = time.perf_counter()
-        logits = self._forward(prompt[restored:], cache)
-        self._logits = logits.to("cpu", copy=True)
-        self._stats.computed_tokens = len(prompt) - restored
-        self._tokens.append(sampler.choose(logits))
-        now = time.perf_counter()
-        self._stats.prefill_s = now - prefill_begin
-        self._stats.ttft_s = now - begin
-        self._tiers.record_prefill(restored, len(prompt), now - prefill_begin)
-        first_loaded = restored - self._stats.persistent_tokens
-        self._stats.saved_s = self._tiers.prefill_s(first_loaded, restored)
+        self._prefill(prompt, restored, cache, sampler)
+        self._stats.ttft_s = time.perf_counter() - begin
         self._keep(cache, len(prompt))
         while True:
             self._stats.total_s = time.perf_counter() - begin
@@ -171,6 +162,26 @@ class Request:
             logits = self._forward([token], cache)
             self._tokens.append(sampler.choose(logits))
             self._keep(cache, len(prompt) + len(self._tokens) - 1)
+
+    def _prefill(
+        self,
+        prompt: Sequence[int],
+        restored: int,
+        cache: RequestCache,
+        sampler: Sampler,
+    ) -> None:
+        """Compute the prompt from token ``restored`` on, and choose the first token of the answer;
+        measure the time that this took and the time that the restored tokens saved."""
+        begin = time.perf_counter()
+        logits = self._forward(prompt[restored:], cache)
+        self._logits = logits.to("cpu", copy=True)
+        self._stats.computed_tokens = len(prompt) - restored
+        self._tokens.append(sampler.choose(logits))
+        self._stats.prefill_s = time.perf_counter() - begin
+        self._tiers.record_prefill(restored, len(prompt), self._stats.prefill_s)
+        # tokens that the device held would not have been computed either way
+        first_loaded = restored - self._stats.persistent_tokens
+        self._stats.saved_s = self._tiers.prefill_s(first_loaded, restored)
 
     def result(self, text: str | None) -> GenerateResult:
         """Return the result of the tokens computed so far, at least one; ``text`` is theirs."""

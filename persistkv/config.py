@@ -437,6 +437,9 @@ class OffloadingConfig:
     enable_events: bool = False
     """Whether the engine uses the events of the tier's ``take_events``; False: the tier may return
     none."""
+    windows: tuple[int | None, ...] = ()
+    """For each KV cache group, the number of tokens at the end of a prefix whose blocks a load
+    needs; None: all. Empty: each group needs all blocks. For estimates only."""
 
     def __post_init__(self) -> None:
         if self.block_size <= 0:

@@ -162,7 +162,7 @@ class ReadSpan:
 
 TakeFrame = Callable[[int, memoryview], None]
 """Receives a frame that ``Backend.read_frames`` has read: its index in ``frames``, and its stored
-bytes, which are valid until the call returns. Must not raise."""
+bytes, which are valid until the call returns. May raise, to end the read."""
 
 
 class Backend(ABC):
@@ -254,7 +254,7 @@ class Backend(ABC):
         :param buffer: at least as large as the largest frame's stored bytes.
         :param take: called for each frame that was read.
         :raises StoreError: the medium failed; frames that were passed to ``take`` before are
-            complete.
+            complete. Errors of ``take`` are raised unchanged, and end the read.
         """
         for number, frame in enumerate(frames):
             stored = buffer[: frame.stored_length]

@@ -84,7 +84,8 @@ class Blobs(ABC):
 
         A buffer is taken from the iterable only when the buffers before it are full: an iterator
         can process each buffer when the next one is taken. It is exhausted when all buffers are
-        full.
+        full. Its exceptions pass unchanged, and end the call: a load that is late ends so. A call
+        that hangs is left behind, so it needs no deadline, but should have one.
 
         :param length: the number of bytes that the buffers hold together. A medium that requests a
             range from a server must know its end before it takes the first buffer.

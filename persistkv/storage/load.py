@@ -7,15 +7,17 @@ decoded straight into consecutive rows if they are encoded; other frames pass th
 buffers (scratch memory). The thread that read a part verifies and decodes it, while other threads
 continue to read.
 
-A call to a remote store has high latency, so one call reads all adjacent frames if some are
-encoded. All of them, raw ones too, pass through a buffer of the size of the largest frame, as they
-arrive.
+A call to a remote store has high latency, so one call reads all neighbouring frames if some are
+encoded, or if the load has a deadline. They pass through a buffer of the size of the largest frame,
+as they arrive. Such a read can be abandoned: only this module writes rows, frame by frame, so a
+server that hangs keeps none.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +52,9 @@ _PART_BYTES = (1 << 20, 16 << 20)
 """Bounds of a part, 1 to 16 MiB; between them, each thread gets an equal share of the job. Shorter
 parts keep the disk waiting: with reads of 4 MiB, cold jobs of 512 x 64 KiB took 18.4 ms alone and
 16.3 ms in a queue; with one part per thread, 17.3 and 14.3 ms. The disk alone took 13.3 ms."""
+
+# 256 KiB: a call reads the bytes between two frames if they are fewer, see ``shared.packs``
+_MOST_GAP_BYTES = 256 << 10
 
 Take = Callable[[int], memoryview]
 """Returns page-aligned scratch memory of a number of bytes."""
@@ -92,7 +97,7 @@ class Scratch:
             nonlocal rest
             taken = align(num_bytes)
             if taken > len(rest):
-                return memoryview(mmap.mmap(-1, max(taken, PAGE_BYTES)))[:num_bytes]
+                return memoryview(huge_memory(max(taken, PAGE_BYTES)))[:num_bytes]
             piece, rest = rest[:num_bytes], rest[taken:]
             return piece
 
@@ -118,9 +123,11 @@ class ReadOutcome:
     raw_bytes: int = 0
     """Raw bytes of the blocks that were verified and put into rows."""
     is_late: bool = False
-    """Whether blocks failed because their reads had not begun at the deadline of the job."""
+    """Whether blocks failed because their reads had not begun, or had not ended, at the deadline of
+    the job."""
 
     def add(self, other: ReadOutcome) -> None:
+        self.is_late |= other.is_late
         self.failed += other.failed
         self.suspects.update(other.suspects)
         self.bad_frames.update(other.bad_frames)
@@ -164,6 +171,7 @@ def plan_reads(
     scratch_bytes: int,
     *,
     remote: bool = False,
+    is_timed: bool = False,
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
     """Return the frames that hold ``keys``, divided into parts, and the missing keys.
 
@@ -173,8 +181,9 @@ def plan_reads(
     :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the
         current one has fewer than ``scratch_bytes``.
     :param scratch_bytes: bound on the bytes of a part that are not read straight into rows.
-    :param remote: whether the store is remote. Then adjacent encoded frames are a part of their
-        own, without the bound ``scratch_bytes``: they pass through a buffer for one frame.
+    :param remote: whether the store is remote. Then neighbouring frames to stream are a part of
+        their own, without the bound ``scratch_bytes``: they pass through a buffer for one frame.
+    :param is_timed: whether the load has a deadline: then a remote store streams all frames.
     """
     wanted: dict[HeldPack, dict[bytes, int]] = {}
     missing: dict[bytes, None] = {}
@@ -194,46 +203,47 @@ def plan_reads(
             else:
                 missing.update(dict.fromkeys(read.wanted))
         if remote:
-            runs, reads = _encoded_runs(reads)
+            runs, reads = _streamed_runs(reads, is_timed=is_timed)
             for run in runs:
                 streamed += _cut(run, part_bytes)
         gathered += reads
     return [*streamed, *_parts(gathered, part_bytes, scratch_bytes)], list(missing)
 
 
-def _encoded_runs(
-    reads: Iterable[FrameRead],
+def _streamed_runs(
+    reads: Iterable[FrameRead], *, is_timed: bool
 ) -> tuple[list[list[FrameRead]], list[FrameRead]]:
-    """Return the runs of adjacent frames of which some are encoded, and the frames of the other
-    runs."""
-    encoded: list[list[FrameRead]] = []
-    raw: list[FrameRead] = []
-    for run in _adjacent(reads):
-        if _any_encoded(run):
-            encoded.append(run)
+    """Return the runs of neighbouring frames to stream, and the frames of the other runs."""
+    streamed: list[list[FrameRead]] = []
+    others: list[FrameRead] = []
+    for run in _runs(reads, _MOST_GAP_BYTES):
+        if is_timed or _any_encoded(run):
+            streamed.append(run)
         else:
-            raw += run
-    return encoded, raw
+            others += run
+    return streamed, others
 
 
-def _adjacent(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
-    """Divide frames into runs that are consecutive in one pack, apart from padding."""
+def _any_encoded(reads: Iterable[FrameRead]) -> bool:
+    return any(read.frame.encoded for read in reads)
+
+
+def _runs(reads: Iterable[FrameRead], most_gap_bytes: int) -> Iterator[list[FrameRead]]:
+    """Divide frames into runs in one pack, with at most so many bytes between two frames, apart
+    from padding."""
     run: list[FrameRead] = []
     for read in reads:
         if run:
             before = run[-1].frame
-            if read.pack is not run[-1].pack or read.frame.offset != align(
-                before.offset + before.stored_length
-            ):
+            end = align(before.offset + before.stored_length)
+            gap_bytes = read.frame.offset - end
+            is_near = 0 <= gap_bytes <= most_gap_bytes
+            if not is_near or read.pack is not run[-1].pack:
                 yield run
                 run = []
         run.append(read)
     if run:
         yield run
-
-
-def _any_encoded(reads: Iterable[FrameRead]) -> bool:
-    return any(read.frame.encoded for read in reads)
 
 
 def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
@@ -276,56 +286,73 @@ def _parts(
         yield part
 
 
-def read_part(
-    backend: Backend,
-    namespace: bytes,
-    rows: BlockMemory,
-    scratch: Scratch,
-    part: Sequence[FrameRead],
-) -> ReadOutcome:
-    """Read, verify and decode one part into its rows. Thread-safe. Raises no errors: see
-    ``ReadOutcome.failed``."""
-    reading = _PartRead(backend, namespace, rows, part)
-    try:
-        with scratch.lend() as take:
-            if backend.capabilities.remote and _any_encoded(part):
-                reading.stream(take)
-            else:
-                reading.gather(take)
-    except Exception as error:
-        # the exception keeps references to the rows
-        why = str(error) if isinstance(error, StoreError) else repr(error)
-        logger.warning(
-            "reading %d frames failed (%s): their blocks are misses",
-            reading.num_unread,
-            why,
-        )
-    else:
-        reading.suspect_unread()
-    return reading.end()
-
-
-class _PartRead:
-    """The read of one part: which of its frames are not read and verified yet."""
+class PartRead:
+    """The read of one part into rows: a call for ``StoreThreads``."""
 
     def __init__(
         self,
         backend: Backend,
         namespace: bytes,
         rows: BlockMemory,
+        scratch: Scratch,
         part: Sequence[FrameRead],
+        *,
+        is_timed: bool = False,
+        is_private: bool = False,
     ) -> None:
+        """:param is_timed: as for ``plan_reads``, which has made the part.
+        :param is_private: whether the rows have no other use, also after the call.
+        """
         self._backend = backend
         self._namespace = namespace
-        self._rows = rows
+        self._scratch = scratch
         self._part = part
+        is_remote = backend.capabilities.remote
+        self._streams = is_remote and (is_timed or _any_encoded(part))
+        self._may_abandon = self._streams or is_private
+        # held while rows are written, without I/O
+        self._lock = threading.Lock()
+        self._rows: BlockMemory | None = rows
+        """None: the read has ended, or was abandoned."""
         self._unread = dict(enumerate(part))
         self._outcome = ReadOutcome()
 
-    def stream(self, take: Take) -> None:
+    def __call__(self) -> ReadOutcome:
+        """Read, verify and decode the part into its rows. Raises no errors: see
+        ``ReadOutcome.failed``."""
+        try:
+            with self._scratch.lend() as take:
+                if self._streams:
+                    self._stream(take)
+                else:
+                    self._gather(take)
+        except _AbandonedError:
+            return self._outcome
+        except Exception as error:
+            if self._rows is not None:
+                # the exception keeps references to the rows
+                why = str(error) if isinstance(error, StoreError) else repr(error)
+                logger.warning(
+                    "reading %d frames failed (%s): their blocks are misses",
+                    len(self._unread),
+                    why,
+                )
+            return self._end(is_lost=False)
+        return self._end(is_lost=True)
+
+    def abandon(self) -> ReadOutcome | None:
+        """See ``AbandonableCall``. Frames that are not verified yet have failed. Waits until the
+        frame that is being decoded is in its rows."""
+        if not self._may_abandon:
+            return None
+        return self._end(is_lost=False, is_late=True)
+
+    def _stream(self, take: Take) -> None:
         """Read frames of one pack through one buffer, and verify each as it arrives."""
-        raw = self._take_raw(take)
         frames = [read.frame for read in self._part]
+        raw = memoryview(b"")
+        if _any_encoded(self._part):
+            raw = self._take_raw(take)
         buffer = take(max(frame.stored_length for frame in frames))
 
         def finish(number: int, stored: memoryview) -> None:
@@ -334,13 +361,13 @@ class _PartRead:
         pack_id = self._part[0].pack.pack_id
         self._backend.read_frames(self._namespace, pack_id, frames, buffer, finish)
 
-    def gather(self, take: Take) -> None:
+    def _gather(self, take: Take) -> None:
         """Read all frames with one call, and verify them afterwards."""
         raw, padding = self._take_raw(take), take(PAGE_BYTES)
         spans: list[ReadSpan] = []
         buffers: list[list[list[memoryview]]] = []
-        for run in _adjacent(self._part):
-            buffers.append([_buffers(read, self._rows, take) for read in run])
+        for run in _runs(self._part, 0):
+            buffers.append([self._buffers(read, take) for read in run])
             spans.append(_span(run, buffers[-1], padding))
         number = 0
         answers = self._backend.read(self._namespace, spans)
@@ -351,20 +378,17 @@ class _PartRead:
                     self._finish(number, stored, raw, in_rows=in_rows)
                 number += 1
 
-    @property
-    def num_unread(self) -> int:
-        return len(self._unread)
+    def _buffers(self, read: FrameRead, take: Take) -> list[memoryview]:
+        """Return the memory into which the frame's stored bytes are read, in their order."""
+        if read.direct:
+            return self._memory().pieces(read.frame.group, read.rows)
+        # reads that bypass the page cache need whole pages
+        return [take(align(read.frame.stored_length))]
 
-    def suspect_unread(self) -> None:
-        """Suspect the packs of the frames that the medium lacks."""
-        packs = [read.pack for read in self._unread.values()]
-        self._outcome.suspects.update((pack.pack_id, pack) for pack in packs)
-
-    def end(self) -> ReadOutcome:
-        """Return the result; frames that were not read have failed."""
-        for read in self._unread.values():
-            self._outcome.failed += read.wanted
-        return self._outcome
+    def _memory(self) -> BlockMemory:
+        if self._rows is None:
+            raise _AbandonedError
+        return self._rows
 
     def _take_raw(self, take: Take) -> memoryview:
         """Return memory for one decoded frame."""
@@ -383,33 +407,52 @@ class _PartRead:
         :param raw: temporary memory for one decoded frame.
         :param in_rows: whether ``stored`` is memory of the rows.
         """
-        read, outcome = self._unread[number], self._outcome
+        read = self._part[number]
         frame = read.frame
         if not in_rows:
             stored = [stored[0][: frame.stored_length]]
         seed = frame_seed(self._namespace, b"".join(read.keys))
-        try:
-            verify_frame(frame, stored, seed)
-            if not in_rows:
-                _decode(read, stored[0], self._rows, raw)
-        except CorruptPackError as error:
-            outcome.failed += read.wanted
-            # a codec of another release is not damage: that release can read the pack
-            if error.field != "codec":
-                outcome.bad_frames[read.pack.pack_id] += 1
-                outcome.suspects[read.pack.pack_id] = read.pack
-        else:
-            num_blocks = len(read.rows) - read.rows.count(_UNWANTED)
-            outcome.raw_bytes += num_blocks * frame.block_bytes
-        del self._unread[number]
+        with self._lock:
+            rows = self._memory()
+            try:
+                verify_frame(frame, stored, seed)
+                if not in_rows:
+                    _decode(read, stored[0], rows, raw)
+            except CorruptPackError as error:
+                self._fail(read, error)
+            else:
+                num_blocks = len(read.rows) - read.rows.count(_UNWANTED)
+                self._outcome.raw_bytes += num_blocks * frame.block_bytes
+            del self._unread[number]
+
+    def _fail(self, read: FrameRead, error: CorruptPackError) -> None:
+        """Add a frame whose bytes are bad to the outcome."""
+        self._outcome.failed += read.wanted
+        # a codec of another release is not damage: that release can read the pack
+        if error.field != "codec":
+            self._outcome.bad_frames[read.pack.pack_id] += 1
+            self._outcome.suspects[read.pack.pack_id] = read.pack
+
+    def _end(self, *, is_lost: bool, is_late: bool = False) -> ReadOutcome:
+        """Return the result; frames that were not read have failed. Rows are not written any more.
+
+        :param is_lost: whether the medium lacks those frames: then their packs are suspects.
+        :param is_late: whether the deadline has passed.
+        """
+        outcome = self._outcome
+        with self._lock:
+            self._rows = None
+            for read in self._unread.values():
+                outcome.failed += read.wanted
+                outcome.is_late = is_late
+                if is_lost:
+                    outcome.suspects[read.pack.pack_id] = read.pack
+            self._unread.clear()
+        return outcome
 
 
-def _buffers(read: FrameRead, rows: BlockMemory, take: Take) -> list[memoryview]:
-    """Return the memory into which the frame's stored bytes are read, in their order."""
-    if read.direct:
-        return rows.pieces(read.frame.group, read.rows)
-    # reads that bypass the page cache need whole pages
-    return [take(align(read.frame.stored_length))]
+class _AbandonedError(Exception):
+    """Ends a read that was abandoned, or has ended."""
 
 
 def _span(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from persistkv.errors import StoreError
@@ -17,11 +16,11 @@ from persistkv.storage.committer import describe_shortage
 from persistkv.storage.index import HeldPack
 from persistkv.storage.load import (
     FrameRead,
+    PartRead,
     ReadOutcome,
     Scratch,
     part_bytes,
     plan_reads,
-    read_part,
 )
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import StoreCounters, StoreOptions
@@ -116,13 +115,20 @@ class Loader:
                 parts, missing = await self._find(wanted)
         except TimeoutError:
             return ReadOutcome(list(wanted.keys), is_late=True)
-        calls = []
+        reads = []
         for part in parts:
-            backend, namespace = part.source.backend, part.source.namespace
-            where = (backend, namespace, wanted.rows, self._scratch)
-            calls.append(partial(read_part, *where, part.frames))
+            read = PartRead(
+                part.source.backend,
+                part.source.namespace,
+                wanted.rows,
+                self._scratch,
+                part.frames,
+                is_timed=wanted.deadline is not None,
+                is_private=wanted.rows is not self._rows,
+            )
+            reads.append(read)
         threads = self._catalogue.threads
-        results = await threads.read_until(calls, wanted.deadline)
+        results = await threads.read_until(reads, wanted.deadline)
         outcome = ReadOutcome(missing)
         for part, result in zip(parts, results, strict=True):
             if result is not None:
@@ -161,6 +167,7 @@ class Loader:
                 size,
                 self._scratch_bytes,
                 remote=self._remote,
+                is_timed=wanted.deadline is not None,
             )
             if wanted.rows is self._rows:  # a probe is no use
                 self._record_uses(source, parts)

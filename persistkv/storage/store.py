@@ -355,8 +355,8 @@ class Store:
         that no process replaced it meanwhile.
 
         :param block_ids: for each key, the row to fill.
-        :param deadline: ``time.monotonic`` time at which blocks fail whose reads have not begun;
-            None: no deadline. Reads in progress end first.
+        :param deadline: ``time.monotonic`` time at which blocks fail that are not read yet; None:
+            no deadline. A local store reads into rows, so its reads in progress end first.
         :returns: the outcome. An error of the medium is not raised: the outcome lists the keys as
             failed. The content of a failed key's row is undefined.
         :raises ValueError: a row does not exist, a key occurs twice, or there is not one row for
@@ -376,7 +376,7 @@ class Store:
         then discarded, to measure the medium.
 
         :param keys: distinct; at least one.
-        :param deadline: see ``read``.
+        :param deadline: ``time.monotonic`` time at which the probe ends, whatever the medium does.
         """
         outcome = await self._loader.probe(keys, deadline)
         self._announce()

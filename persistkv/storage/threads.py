@@ -5,8 +5,10 @@
 2. Calls of ``write`` run one at a time, in order. Calls of ``read`` run concurrently with all
    others.
 3. ``read`` and ``read_until`` return or raise after all of their calls have ended, even if one
-   raised. From then on, no thread accesses the buffers of these calls. If the task is cancelled,
-   they end with ``close``.
+   raised, or were abandoned. From then on, no thread accesses the buffers of these calls. If the
+   task is cancelled, they end with ``close``.
+4. Another thread takes the place of one whose call was abandoned: a medium that hangs does not keep
+   other calls from running.
 """
 
 from __future__ import annotations
@@ -15,13 +17,28 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class AbandonableCall(Protocol[T_co]):
+    """A call that can return while it is running."""
+
+    def __call__(self) -> T_co: ...
+
+    def abandon(self) -> T_co | None:
+        """Return the result of what has been done so far. From then on, the call does not access
+        the caller's buffers, and its own result is ignored. None: it must be waited for.
+
+        Called from another thread while the call is running, or when it has just ended.
+        """
+        ...
 
 
 class StoreThreads:
@@ -56,10 +73,10 @@ class StoreThreads:
         return await _all_ended(self._submit(self._readers, calls))
 
     async def read_until(
-        self, calls: Sequence[Callable[[], T]], deadline: float | None
+        self, calls: Sequence[AbandonableCall[T]], deadline: float | None
     ) -> list[T | None]:
-        """Run calls concurrently, as ``read`` does, and drop those that have not begun at the
-        deadline: their result is None.
+        """Run calls concurrently, as ``read`` does. At the deadline, drop those that have not begun
+        (their result is None), and abandon the others if they can be.
 
         :param deadline: time of the event loop, which is ``time.monotonic``; None: no deadline.
         """
@@ -71,7 +88,8 @@ class StoreThreads:
             return [*await _all_ended(futures)]
 
         # a copy: the list is emptied when the calls have ended
-        timer = loop.call_at(deadline, _cancel_queued, list(futures))
+        running = list(zip(calls, futures, strict=True))
+        timer = loop.call_at(deadline, self._abandon, running)
         results: list[T | None] = []
         try:
             await _ends(futures)
@@ -79,8 +97,19 @@ class StoreThreads:
                 results.append(_result_or_none(futures.pop(0)))
         finally:
             timer.cancel()
+            running.clear()
             futures.clear()
         return results
+
+    def _abandon(self, running: list[tuple[AbandonableCall[T], Future[T]]]) -> None:
+        """Cancel the calls that no thread has begun, and abandon those that can be."""
+        for call, future in running:
+            if future.cancel():
+                continue
+            result = call.abandon()
+            if result is not None:
+                self._readers.abandon(future, result)
+        running.clear()
 
     def start(self, call: Callable[[], T]) -> Callable[[], T]:
         """Start a call that may run concurrently with the caller. Return a function that waits for
@@ -125,13 +154,6 @@ async def _all_ended(futures: list[Future[T]]) -> list[T]:
         futures.clear()
 
 
-def _cancel_queued(futures: list[Future[T]]) -> None:
-    """Cancel the calls that no thread has begun."""
-    for future in futures:
-        future.cancel()
-    futures.clear()
-
-
 def _result_or_none(future: Future[T]) -> T | None:
     """Return the result of a future that is done; None if it was cancelled."""
     return None if future.cancelled() else future.result()
@@ -161,6 +183,9 @@ def resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+_Queue: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
+
+
 class ThreadPool:
     """Fixed number of threads that run queued calls in order; results are futures of
     ``concurrent.futures``.
@@ -173,24 +198,26 @@ class ThreadPool:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            SimpleQueue()
-        )
-        self._threads: list[threading.Thread] = []
+        self._queue: _Queue = SimpleQueue()
+        self._name = name
+        self._num_threads = threads
+        self._num_started = 0
+        self._workers: list[_Worker] = []
+        self._replaced: list[_Worker] = []
+        """Threads whose call was abandoned; they end with it."""
         self._closed = False
         try:
-            for number in range(threads):
-                thread = threading.Thread(
-                    target=_run_calls,
-                    args=(self._queue,),
-                    name=f"{name}_{number}",
-                    daemon=True,
-                )
-                thread.start()
-                self._threads.append(thread)
+            for _ in range(threads):
+                self._start_worker()
         except BaseException:
             self.shutdown()
             raise
+
+    def _start_worker(self) -> None:
+        worker = _Worker(self._queue, f"{self._name}_{self._num_started}")
+        worker.start()
+        self._num_started += 1
+        self._workers.append(worker)
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
         """Queue a call, from any thread.
@@ -212,10 +239,34 @@ class ThreadPool:
             raise RuntimeError("the thread pool is shut down")
         self._queue.put((future, call))
 
+    def abandon(self, future: Future[T], result: T) -> None:
+        """Complete the future of a running call now, and have another thread take the place of its
+        thread. Ignored if the call has just ended.
+
+        At most as many threads are replaced at a time as the pool has. Not thread-safe.
+        """
+        running = [worker for worker in self._workers if worker.future is future]
+        try:
+            future.set_result(result)
+        except InvalidStateError:
+            return
+        for worker in running:
+            self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        self._replaced = [other for other in self._replaced if other.is_alive()]
+        if len(self._replaced) >= self._num_threads:
+            return
+        with suppress(RuntimeError):  # no thread can be started: the old one continues
+            self._start_worker()
+            self._workers.remove(worker)
+            self._replaced.append(worker)
+            worker.is_replaced = True
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse further calls, and end the threads once the queued calls have run. Idempotent.
 
-        :param wait: return only when the threads have ended.
+        :param wait: return only when the threads have ended, except those of abandoned calls.
         :param cancel_futures: cancel the queued calls instead of running them.
         """
         self._closed = True
@@ -224,23 +275,39 @@ class ThreadPool:
                 if (item := self._queue.get_nowait()) is not None:
                     item[0].cancel()
                     item[0].set_running_or_notify_cancel()
-        for _ in self._threads:
+        for _ in (*self._workers, *self._replaced):
             self._queue.put(None)
-        for thread in self._threads if wait else ():
-            thread.join()
+        for worker in self._workers if wait else ():
+            worker.join()
 
 
-def _run_calls(
-    queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None],
-) -> None:
-    while (item := queue.get()) is not None:
-        future, call = item
-        if future.set_running_or_notify_cancel():
-            try:
-                result = call()
-            except BaseException as error:  # ``Future.result`` raises it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-        del item, future, call  # they reference rows
+class _Worker(threading.Thread):
+    """Thread that runs queued calls, until it takes None from the queue or is replaced."""
+
+    def __init__(self, queue: _Queue, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._queue = queue
+        self.future: Future[Any] | None = None
+        """Future of the running call."""
+        self.is_replaced = False
+
+    def run(self) -> None:
+        while not self.is_replaced and (item := self._queue.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                self.future = future
+                _complete(future, call)
+                self.future = None
+            del item, future, call  # they reference rows
+
+
+def _complete(future: Future[T], call: Callable[[], T]) -> None:
+    """Run a call, and complete its future unless the call was abandoned."""
+    try:
+        result = call()
+    except BaseException as error:  # ``Future.result`` raises it
+        with suppress(InvalidStateError):
+            future.set_exception(error)
+        return
+    with suppress(InvalidStateError):
+        future.set_result(result)

@@ -151,6 +151,10 @@ class SecondaryTierManager(ABC):
         :param keys: the first of these blocks.
         """
 
+    def on_load_abandoned(self, job_id: int) -> None:  # noqa: B027
+        """Learn that the engine computes the blocks of a load in flight, because its deadline has
+        passed. The job still needs a result, which frees its rows."""
+
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Announce a request; called once, before its first lookup. Return which of its blocks the

@@ -1,11 +1,34 @@
-"""Which tier loads which blocks of a prefix."""
+"""Which tier loads which blocks of a prefix, and how many bytes these are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from persistkv.rounding import divide_up
 from persistkv.tiering.isolated_tier import IsolatedTier
+
+
+class GroupSize(NamedTuple):
+    """Blocks of one KV cache group."""
+
+    block_tokens: int
+    block_bytes: int
+    """Raw bytes of a block."""
+    window: int | None = None
+    """See ``OffloadingConfig.windows``."""
+
+
+def prefix_bytes(groups: Iterable[GroupSize], num_tokens: int) -> int:
+    """Return the raw bytes of the blocks that a load of so many tokens needs, of all groups."""
+    num_bytes = 0
+    for group in groups:
+        needed_tokens = num_tokens
+        if group.window is not None:
+            needed_tokens = min(num_tokens, group.window)
+        num_blocks = divide_up(needed_tokens, group.block_tokens)
+        num_bytes += num_blocks * group.block_bytes
+    return num_bytes
 
 
 class TierRun(NamedTuple):

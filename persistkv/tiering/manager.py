@@ -46,7 +46,12 @@ from persistkv.tiering.cascades import Cascade, CascadeQueue
 from persistkv.tiering.isolated_tier import IsolatedTier
 from persistkv.tiering.jobs import JobsInFlight, TierJob
 from persistkv.tiering.load_cost import LoadChooser, LoadRun, PrefillSpeed, Reason
-from persistkv.tiering.load_runs import TierRun, assign_runs
+from persistkv.tiering.load_runs import (
+    GroupSize,
+    TierRun,
+    assign_runs,
+    prefix_bytes,
+)
 from persistkv.tiering.prewarming import Prewarming
 from persistkv.tiering.promotions import Promotion, PromotionQueue
 from persistkv.tiering.requests import TieredRequest
@@ -187,7 +192,7 @@ class TieringOffloadingManager(OffloadingManager):
         block_bytes = config.layout.groups[group].block_bytes
         runs = assign_runs(held, block_bytes)
         if request.decision is None:
-            self._decide_load(request, keys, runs, block_bytes)
+            self._decide_load(request, keys, runs)
         holders: dict[OffloadKey, IsolatedTier] = {}
         for run in runs:
             holders.update(dict.fromkeys(keys[run.start : run.stop], run.tier))
@@ -198,7 +203,6 @@ class TieringOffloadingManager(OffloadingManager):
         request: TieredRequest,
         keys: Sequence[OffloadKey],
         runs: Sequence[TierRun],
-        block_bytes: int,
     ) -> None:
         """Decide which runs of keys the request loads: the first key of the others is a miss."""
         waiters = self._promotions.waiters
@@ -209,11 +213,15 @@ class TieringOffloadingManager(OffloadingManager):
         description = request.context.description
         first = None if description is None else description.depth(keys[0])
         start = (first or 0) * block_size
+        sizes = self._group_sizes(request, get_offload_group_idx(keys[0]))
         loads = []
+        bytes_before = 0
         for run in runs:
-            stop = start + run.stop * block_size
-            num_bytes = (run.stop - run.start) * block_bytes
-            loads.append(LoadRun(run.tier, stop, num_bytes))
+            num_tokens = run.stop * block_size
+            num_bytes = prefix_bytes(sizes, num_tokens)
+            load = LoadRun(run.tier, start + num_tokens, num_bytes - bytes_before)
+            loads.append(load)
+            bytes_before = num_bytes
         decision = self.load_chooser.choose(loads, start)
         request.decision = decision
         if decision.num_runs < len(runs):
@@ -223,6 +231,25 @@ class TieringOffloadingManager(OffloadingManager):
             declined.tier.on_load_declined(declined_keys, request.context, decision)
         if not decision.num_runs:
             request.load_reason = decision.reason
+
+    def _group_sizes(self, request: TieredRequest, group: int) -> list[GroupSize]:
+        """Return the sizes of the KV cache groups that a request uses.
+
+        :param group: the group that was looked up first. The others follow, and the decision
+            applies to them, too.
+        """
+        config = self.secondary_tiers[0].config
+        description = request.context.description
+        sizes = []
+        for number, layout in enumerate(config.layout.groups):
+            is_used = number == group
+            if description is not None and description.group_keys[number]:
+                is_used = True
+            window = config.windows[number] if config.windows else None
+            if is_used:
+                size = GroupSize(config.block_size, layout.block_bytes, window)
+                sizes.append(size)
+        return sizes
 
     def load_reason(self, req_id: str) -> Reason | None:
         """Return what became of the blocks that secondary tiers held for an unfinished request;
@@ -568,6 +595,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _give_up(self, job: TierJob) -> None:
         """Make the blocks of a promotion misses, although its end has not been reported."""
         keys = job.data.keys
+        job.tier.on_load_abandoned(job.data.job_id)
         self._promotions.lost.update(keys)
         self._set_load_reason(job, Reason.DEADLINE)
         self._miss(keys)
@@ -800,9 +828,9 @@ def _check_options(
         raise ConfigurationError(
             "cascade_share", cascade_share, "a share above 0 and at most 1"
         )
-    if hold_s <= 0:
+    if not hold_s > 0:  # nan, too
         raise ConfigurationError("hold_s", hold_s, "a positive number of seconds")
-    if room_wait_s < 0:
+    if not room_wait_s >= 0:
         raise ConfigurationError("room_wait_s", room_wait_s, "0 or more seconds")
     if not 0 <= prewarm_share <= 1:
         raise ConfigurationError("prewarm_share", prewarm_share, "a share from 0 to 1")

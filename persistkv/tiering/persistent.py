@@ -124,8 +124,9 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``auto``: blocks are loaded if that is expected to be faster than computing them. ``always``:
     blocks are loaded whenever the store holds them. ``never``: blocks are stored only."""
     load_deadline_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-    """Most seconds, above 0, that a load may take. Blocks whose reads have not begun then are
-    computed. With ``auto``, the deadline is the time of their computation if that is earlier."""
+    """Most seconds, above 0, that a load may take. Blocks that are not read then are computed; a
+    local store's reads in progress end first. With ``auto``, the deadline is the time of their
+    computation if that is earlier."""
 
 
 class PersistentTier(SecondaryTierManager):
@@ -181,6 +182,7 @@ class PersistentTier(SecondaryTierManager):
         # blocks of each group that load jobs have brought to a request, by request id
         self._restored: dict[str, list[int]] = {}
         self._loads: dict[int, JobMetadata] = {}  # in flight
+        self._abandoned: set[int] = set()  # ids of those for which no request waits
         self._detached = False
         self._prefetches: deque[Choice | list[OffloadKey]] = deque(
             maxlen=_MOST_PREFETCHES
@@ -312,7 +314,11 @@ class PersistentTier(SecondaryTierManager):
         self._count_load(req_context, decision.reason, decision, decision.load_s)
         if self._probes.begin():
             most = 1 if self._probes.is_small else _PROBED_KEYS
-            self.client.probe(keys[:most], PROBE_S)
+            if not self.client.probe(keys[:most], PROBE_S):
+                self._probes.end()
+
+    def on_load_abandoned(self, job_id: int) -> None:
+        self._abandoned.add(job_id)
 
     def _end_probe(self) -> None:
         probed = self.client.take_probed()
@@ -328,6 +334,8 @@ class PersistentTier(SecondaryTierManager):
         job = self._loads.pop(outcome.job_id, None)
         if job is None:
             return
+        is_late = outcome.is_late or outcome.job_id in self._abandoned
+        self._abandoned.discard(outcome.job_id)
         self._count_restored(job, outcome)
         times = self._load_times
         if outcome.refused and not outcome.is_late:  # it was not sent
@@ -339,8 +347,8 @@ class PersistentTier(SecondaryTierManager):
             outcome.seconds,
             is_late=outcome.is_late,
         )
-        reason = Reason.DEADLINE if outcome.is_late else Reason.LOADED
-        if not outcome.is_late:
+        reason = Reason.DEADLINE if is_late else Reason.LOADED
+        if not is_late:
             self._probes.reset()
         self._count_load(job.req_context, reason, job.decision, outcome.seconds)
 

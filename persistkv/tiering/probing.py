@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 PROBE_S = 10.0
 """Deadline of a probe in seconds."""
-_LOST_S = (
-    2 * PROBE_S
-)  # until the answer to a probe counts as lost, as when the host ended
 _FIRST_S = 1.0
 _LONGEST_S = 5.0
 
@@ -20,7 +17,7 @@ class ProbeTimer:
     def __init__(self, clock: Callable[[], float]) -> None:
         """:param clock: returns seconds."""
         self._clock = clock
-        self._lost_at: float | None = None  # None: no probe runs
+        self._is_running = False
         self._next_at = 0.0
         self._distance_s = _FIRST_S
         self.is_small = True
@@ -30,18 +27,17 @@ class ProbeTimer:
     def begin(self) -> bool:
         """Return whether the caller must begin a probe now."""
         now = self._clock()
-        is_running = self._lost_at is not None and now < self._lost_at
-        if is_running or now < self._next_at:
+        if self._is_running or now < self._next_at:
             return False
         self.is_small = not self.is_small
-        self._lost_at = now + _LOST_S
+        self._is_running = True
         self._next_at = now + self._distance_s
         self._distance_s = min(_LONGEST_S, 2 * self._distance_s)
         return True
 
     def end(self) -> None:
-        """The probe has ended."""
-        self._lost_at = None
+        """The probe has ended, or could not be sent."""
+        self._is_running = False
 
     def reset(self) -> None:
         """A load was chosen again: the next probe is due at once."""

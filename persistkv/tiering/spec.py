@@ -95,6 +95,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     group_layouts: tuple[GroupLayout, ...] = ()
     """For each KV cache group, the bytes of a row that its blocks use. Empty: one group, which uses
     the cells of all workers."""
+    windows: tuple[int | None, ...] = ()
+    """See ``OffloadingConfig.windows``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,6 +132,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             self.num_blocks,
             (self.get_region().fd,),
             self.options.enable_events,
+            self.windows,
         )
 
     def make_manager(self) -> OffloadingManager:

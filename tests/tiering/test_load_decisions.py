@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from typing import Any
 import pytest
 
 from persistkv.base import OffloadKey, ReqContext
+from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.load_cost import LoadDecision, Reason
 from persistkv.tiering.persistent import PersistentTier
+from persistkv_lmdb import LmdbBackend
 from tests.host_processes import host_processes
 from tests.tiering.conftest import GROUPS, context
 from tests.tiering.tiers import RecordingTier
@@ -37,6 +41,7 @@ class TimedTier(RecordingTier):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.declined: list[tuple[list[OffloadKey], LoadDecision]] = []
+        self.abandoned: list[int] = []
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
         return super().lookup_prefix(keys, req_context)
@@ -51,6 +56,9 @@ class TimedTier(RecordingTier):
         decision: LoadDecision,
     ) -> None:
         self.declined.append((list(keys), decision))
+
+    def on_load_abandoned(self, job_id: int) -> None:
+        self.abandoned.append(job_id)
 
 
 def warm_stack(
@@ -245,6 +253,7 @@ def test_promotion_beyond_deadline_is_miss_and_keeps_its_rows(
     assert stack.manager.load_reason("warm") is Reason.DEADLINE
     assert stack.primary.num_free_or_evictable() == 32 - 8, "it may still write them"
     assert tier.loads[0].deadline is not None
+    assert tier.abandoned == [tier.loads[0].job_id]
     tier.withholds_results = False
     stack.step(2)
     assert stack.primary.num_free_or_evictable() == 32
@@ -379,7 +388,13 @@ def test_persistent_tier_load_policy_decides(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("load_policy", "often"), ("load_deadline_s", 0)]
+    ("name", "value"),
+    [
+        ("load_policy", "often"),
+        ("load_deadline_s", 0),
+        ("load_deadline_s", math.nan),
+        ("max_age_s", math.nan),
+    ],
 )
 def test_persistent_tier_invalid_load_option_raises(
     make_stack: MakeStack, tmp_path: Path, name: str, value: object
@@ -388,6 +403,92 @@ def test_persistent_tier_invalid_load_option_raises(
     tier = partial(PersistentTier, **options)
     with pytest.raises(ConfigurationError, match=name):
         make_stack(4, tier)
+
+
+def test_persistent_tier_late_read_counts_as_the_manager_says(
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A read that was in progress at the deadline brings all blocks, after the request has given
+    up."""
+    names = keys(8)
+    tier = partial(
+        PersistentTier,
+        url=f"lmdb://{tmp_path}/store",
+        host="thread",
+        load_deadline_s=0.1,
+    )
+    stack = store_blocks(make_stack, names, described("cold", names), tier)
+    (store,) = stack.tiers
+    goes_on = threading.Event()
+    read = LmdbBackend.read
+
+    def late_read(*arguments: Any, **named: Any) -> list[bool]:
+        assert goes_on.wait(60)
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(LmdbBackend, "read", late_read)
+    req = described("warm", names)
+    stack.manager.on_new_request(req)
+    assert stack.promote(names, req) == [False] * 8
+    assert stack.manager.load_reason("warm") is Reason.DEADLINE
+    goes_on.set()
+    deadline = time.monotonic() + 60
+    while not sum(store.load_counts.values()):
+        assert time.monotonic() < deadline
+        stack.step()
+    assert store.load_counts[Reason.DEADLINE] == 1
+    assert sum(store.load_counts.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_second"),
+    [((), 8), ((None, 32, None), 2), ((None, 1, None), 1)],
+)
+def test_lookup_prefix_counts_the_bytes_of_all_groups(
+    make_stack: MakeStack,
+    keys: Keys,
+    windows: tuple[int | None, ...],
+    num_second: int,
+) -> None:
+    """The decision about the first group applies to the others."""
+    num_bytes = 8 * GROUPS[0].block_bytes + num_second * GROUPS[1].block_bytes
+    num_blocks = num_bytes / BLOCK_BYTES
+    chains = keys(8), keys(8, 1)
+
+    def make_tier(config: OffloadingConfig, view: memoryview) -> TimedTier:
+        return TimedTier(replace(config, windows=windows), view)
+
+    stack = warm_stack(
+        make_stack,
+        [*chains[0], *chains[1]],
+        lambda req_id, _: context(req_id, *chains),
+        make_tier,
+    )
+    (tier,) = stack.tiers
+    tier.block_s = 0.9 * 0.8 / num_blocks  # of 0.8 s for computing
+    req = context("warm", *chains)
+    stack.manager.on_new_request(req)
+    assert lookup(stack, req, chains[0]) == [None] * 8
+    stack.step(3)
+    assert tier.loads[0].decision.load_s == pytest.approx(0.72)
+    stack.manager.on_request_finished(req)
+    stack.clear_primary()
+    tier.block_s = 1.1 * 0.8 / num_blocks
+    again = context("again", *chains)
+    stack.manager.on_new_request(again)
+    assert lookup(stack, again, chains[0]) == []
+
+
+@pytest.mark.parametrize("name", ["cascade_share", "hold_s", "room_wait_s"])
+def test_manager_option_that_is_no_number_raises(
+    make_stack: MakeStack, name: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        make_stack(4, TimedTier, **{name: math.nan})
 
 
 def test_lookup_prefix_tier_without_end_is_too_slow(

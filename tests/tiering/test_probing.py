@@ -35,14 +35,6 @@ def test_probe_timer_one_probe_runs_at_once() -> None:
     assert timer.begin()
 
 
-def test_probe_timer_lost_probe_is_repeated() -> None:
-    clock = Clock()
-    timer = ProbeTimer(clock)
-    assert timer.begin()
-    clock.now += 3 * PROBE_S
-    assert timer.begin()
-
-
 def test_probe_timer_reset_makes_next_probe_due_at_once() -> None:
     clock = Clock()
     timer = ProbeTimer(clock)

@@ -78,6 +78,7 @@ class Tiers:
             ),
             identity=identity,
             group_layouts=group_layouts(caches, 1),
+            windows=tuple(group.sliding_window for group in device.specs()),
         )
         self.num_blocks = spec.num_blocks
         try:

@@ -19,18 +19,27 @@ from persistkv.base import (
     get_offload_group_idx,
     make_offload_key,
 )
+from persistkv.config import OffloadingConfig
+from persistkv.integrations.vllm.numbers import by_group_index
 from persistkv.tiering.load_cost import (
     LoadChooser,
     LoadDecision,
     LoadRun,
     PrefillSpeed,
 )
+from persistkv.tiering.load_runs import GroupSize, prefix_bytes
 from persistkv.tiering.persistent import PersistentTier
 
 _FEWEST_TOKENS = 64  # of a step that shows the speed of prefills
 _LONGEST_STEP_S = 30.0  # a longer one includes a wait of the engine for requests
 _SURPRISE = (
     5.0  # times the expected time of a step, above which it includes such a wait
+)
+
+# start of the name of a class of KV cache specs, and its field with the window
+_WINDOW_FIELDS = (
+    ("SlidingWindow", "sliding_window"),
+    ("ChunkedLocal", "attention_chunk_size"),
 )
 
 
@@ -98,6 +107,7 @@ class PrefixLoads:
         """
         self._hash_tokens = offloading.cache.tokens_per_hash
         self._group_tokens = group_tokens
+        self._used_groups = [group.group_id for group in offloading.groups]
         self._chooser = LoadChooser(prefill)
 
     def decide(
@@ -135,8 +145,8 @@ class PrefixLoads:
             )
 
         num_chunks_held = num_held(tier)
-        block_bytes = tier.config.layout.groups[group].block_bytes
-        num_bytes = num_chunks_held * block_bytes
+        sizes = self._group_sizes(tier.config)
+        num_bytes = prefix_bytes(sizes, num_chunks_held * chunk_tokens)
         for other in tiers:
             if other is tier or not other.holds(key_at(first + num_chunks_held - 1)):
                 continue
@@ -146,6 +156,18 @@ class PrefixLoads:
         run = LoadRun(tier, stop, num_bytes)
         return self._chooser.choose([run], end - chunk_tokens)
 
+    def _group_sizes(self, config: OffloadingConfig) -> list[GroupSize]:
+        """Return the sizes of the chunks of all KV cache groups: the decision applies to all."""
+        sizes = []
+        for group in self._used_groups:
+            size = GroupSize(
+                self._group_tokens[group],
+                config.layout.groups[group].block_bytes,
+                config.windows[group] if config.windows else None,
+            )
+            sizes.append(size)
+        return sizes
+
 
 def _is_faster(other: PersistentTier, tier: PersistentTier, num_bytes: int) -> bool:
     """Return whether another tier is expected to load so many bytes faster."""
@@ -154,6 +176,31 @@ def _is_faster(other: PersistentTier, tier: PersistentTier, num_bytes: int) -> b
     if other_s is None or own_s is None:
         return False
     return other_s < own_s
+
+
+def group_windows(offloading: Any, kv_cache_config: Any) -> tuple[int | None, ...]:
+    """Return ``OffloadingConfig.windows`` of vLLM's KV cache groups.
+
+    :param kv_cache_config: vLLM's ``KVCacheConfig``; None: unknown.
+    """
+    if kv_cache_config is None:
+        return ()
+    windows: dict[int, int | None] = {}
+    for group in offloading.groups:
+        spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+        windows[group.group_id] = _window_of(spec)
+    return by_group_index(windows)
+
+
+def _window_of(spec: Any) -> int | None:
+    """Return the tokens at the end of a prefix whose chunks a load needs; None: all."""
+    kind = type(spec).__name__
+    if kind.startswith("Mamba"):
+        return 1  # the state after the last token
+    for prefix, field in _WINDOW_FIELDS:
+        if kind.startswith(prefix):
+            return int(getattr(spec, field))
+    return None
 
 
 def shared_prefill(offloading_spec: Any, tokens_per_s: float | None) -> PrefillSpeed:

@@ -57,6 +57,7 @@ from persistkv.integrations.vllm.identity import (
 from persistkv.integrations.vllm.loading import (
     PrefixLoads,
     StepMeter,
+    group_windows,
     shared_prefill,
 )
 from persistkv.integrations.vllm.logs import use_vllm_logging
@@ -223,9 +224,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             )
         groups = (GroupLayout(((0, used),)),) * len(self._group_tokens)
         layout = RowLayout(stride, groups, numbers)
-        events = bool(offloading.enable_kv_cache_events)
         return OffloadingConfig(
-            identity, tokens, layout, len(rows), self._region_fds, events
+            identity,
+            tokens,
+            layout,
+            len(rows),
+            self._region_fds,
+            bool(offloading.enable_kv_cache_events),
+            group_windows(offloading, find_kv_cache_config()),
         )
 
     def _check_primary_size(self, max_tokens: int, rows: memoryview) -> None:

@@ -379,13 +379,14 @@ class StoreClient:
     @_exclusive
     def probe(self, keys: Sequence[bytes], timeout_s: float) -> bool:
         """Have the host read a few of these blocks and discard them, to measure the medium.
-        ``take_probed`` returns the result; a call before it replaces the probe. Return False if the
-        store is not open.
+        ``take_probed`` returns the result, with nothing read if the host ends meanwhile. Return
+        False if the store is not open. One probe at a time.
         """
-        self._answers.probed = None
         if self.state is not State.OPEN:
             return False
+        self._expect_reply()
         now = time.monotonic()
+        self._answers.begin_probe(now)
         self.supervisor.connection.send(
             protocol.Probe(PackedKeys.of(keys), now, now + timeout_s)
         )
@@ -393,8 +394,7 @@ class StoreClient:
 
     @_exclusive
     def take_probed(self) -> protocol.Probed | None:
-        """Return the result of ``probe`` once; None: it has not arrived, and never will if the host
-        ended."""
+        """Return the result of ``probe`` once; None: it has not arrived."""
         answers = self._answers
         probed, answers.probed = answers.probed, None
         return probed
@@ -461,8 +461,13 @@ class StoreClient:
 
     def _expect_reply(self) -> None:
         """Start the watchdog for the next answer, unless an earlier answer is still due."""
-        if not self._in_flight.owes:
+        if not self._owes:
             self.supervisor.watchdog.restart_timer()
+
+    @property
+    def _owes(self) -> bool:
+        """Whether the host has to answer."""
+        return self._in_flight.owes or self._answers.is_probing
 
     # The step
 
@@ -493,6 +498,7 @@ class StoreClient:
         self.table.release_some()
         if self.supervisor.has_exited():
             self.counters.lost_jobs += self._in_flight.fail_all()
+            self._answers.fail_probe()
         elif self.supervisor.maybe_restart():
             self.counters.restarts += 1
         return self.state is State.OPEN
@@ -563,7 +569,7 @@ class StoreClient:
             self._mark_lost()
         in_flight = self._in_flight
         if supervisor.is_lost(
-            owes=in_flight.owes,
+            owes=self._owes,
             load_due=in_flight.num_loads > 0,
             deadline=in_flight.earliest_deadline(),
         ):
@@ -571,8 +577,7 @@ class StoreClient:
         return bool(messages)
 
     def _job_done(self, message: protocol.JobDone) -> None:
-        if self._in_flight.answer_job(message):
-            self.supervisor.watchdog.load_ended_in_time()
+        self._in_flight.answer_job(message)
 
     def _take_report(self, report: StoreReport) -> None:
         self._stored_keys.add_report(report)
@@ -586,7 +591,7 @@ class StoreClient:
         self._answers.recent = [keys.unpack() for keys in message.contexts]
 
     def _take_probed(self, message: protocol.Probed) -> None:
-        self._answers.probed = message
+        self._answers.end_probe(message)
 
     def _open_failed(self, message: protocol.OpenFailed) -> None:
         self._open_failures.last = message.error()

@@ -115,13 +115,12 @@ class InFlight:
         """Add the outcome of a job that is not sent."""
         self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
 
-    def answer_job(self, answer: protocol.JobDone) -> bool:
-        """Add the outcome of a job that the host has answered; return whether it was a load that
-        ended before its deadline."""
+    def answer_job(self, answer: protocol.JobDone) -> None:
+        """Add the outcome of a job that the host has answered."""
         failed = None if answer.failed is None else answer.failed.unpack()
         job = self._jobs.pop(answer.job_id, None)
         if job is None:
-            return False
+            return
         if failed is None:
             failed = list(job.keys)
         self.queued_bytes -= job.num_bytes
@@ -133,7 +132,6 @@ class InFlight:
         self._outcomes.append(
             JobOutcome(answer.job_id, failed, False, num_bytes, seconds, answer.is_late)
         )
-        return job.is_load and not answer.is_late
 
     def take_outcomes(self) -> list[JobOutcome]:
         """Return the outcomes since the last call."""

@@ -5,8 +5,9 @@ host.
    kill and watch never uses a row.
 2. A host that owes an answer or opens the store must send messages: if it sends none for the time
    limit, not even the answer to a ``Ping``, it is killed. The limit is at most 2 s while requests
-   wait for loads. While it answers, a call of its medium may take ten times as long, but that of a
-   load at most 2 s longer than the load's deadline (twice as long after each kill for this reason).
+   wait for loads. While it answers, a call of its medium may take ten times as long. A load that is
+   not answered 2 s after its deadline has it killed, too: the disk of a local store hangs, and may
+   write rows for as long as the host lives.
 3. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may
    still use rows.
 """
@@ -297,7 +298,6 @@ class Watchdog:
         self._asked: float | None = None
         self._late_deadline = math.inf
         self._late_since = 0.0
-        self._late_limit_s = LOAD_PATIENCE_S
 
     def restart_timer(self) -> None:
         """Restart the timer. Call it when the host has sent a message, or when an answer becomes
@@ -328,8 +328,7 @@ class Watchdog:
     def is_late(self, deadline: float) -> bool:
         """Return whether a load has not ended 2 s after its deadline: a read that was in progress
         then hangs, and only the end of the host frees its rows. Time that the host waits for a CPU
-        does not count. After each kill for this reason the limit is twice as long, up to
-        ``patience_s``, until a load has ended in time.
+        does not count.
 
         :param deadline: the earliest deadline of the loads that are due; infinite if there is none.
         """
@@ -340,21 +339,13 @@ class Watchdog:
             self._late_deadline = deadline
             self._late_since = now - self._cpu_wait_s()
         late_s = now - self._cpu_wait_s() - self._late_since
-        if late_s <= self._late_limit_s:
+        if late_s <= LOAD_PATIENCE_S:
             return False
         logger.error(
             "a read has not ended %.1f s after the deadline of its load; killing the host",
             late_s,
         )
-        # a medium that hangs again and again must not cost a host, and its staged blocks, each time
-        self._late_limit_s = max(
-            LOAD_PATIENCE_S, min(2 * self._late_limit_s, self.patience_s)
-        )
         return True
-
-    def load_ended_in_time(self) -> None:
-        """A load has ended before its deadline: the medium does not hang."""
-        self._late_limit_s = LOAD_PATIENCE_S
 
     def call_hangs(self, longest_s: float) -> bool:
         """Return whether the oldest backend call exceeds ten times the time limit, while the host's

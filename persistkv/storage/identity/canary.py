@@ -46,7 +46,7 @@ from persistkv.storage.identity.verdict import (
     write_verdict,
 )
 from persistkv.storage.index import HeldPack
-from persistkv.storage.load import Scratch, plan_reads, read_part
+from persistkv.storage.load import PartRead, Scratch, plan_reads
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import StoreCounters, StoreOptions, StoreReport
 
@@ -545,11 +545,9 @@ class Canary:
             remote=backend.capabilities.remote,
         )
         scratch = Scratch(_BATCH_BYTES)
-        read = partial(read_part, backend, other.namespace, theirs, scratch)
+        read = partial(PartRead, backend, other.namespace, theirs, scratch)
         failed = set(missing)
-        for outcome in await self._own.threads.read(
-            [partial(read, part) for part in parts]
-        ):
+        for outcome in await self._own.threads.read([read(part) for part in parts]):
             failed.update(outcome.failed)
         return theirs, failed
 

@@ -475,7 +475,7 @@ class SharedBackend(Backend):
         buffer: memoryview,
         take: TakeFrame,
     ) -> None:
-        opened = self._open(namespace)
+        opened = self._searched(namespace, [pack_id])
         opened.follower.use()
         opened.packs.read_frames(pack_id, frames, buffer, take)
 

@@ -217,13 +217,20 @@ class PackBlobs:
         ]
         # receives the bytes of all gaps
         gap = memoryview(bytearray(max(1, self._gap_bytes)))
-        for run in self._ranges(spans, [False] * len(spans), gap):
-            if not self._fill(run, self._checked(run, frames, take)):
-                return
+        is_read = [False] * len(spans)
+        for _ in range(_MOST_BLOBS):
+            ranges = self._ranges(spans, is_read, gap)
+            for run in ranges:
+                if not self._fill(run, self._checked(run, frames, is_read, take)):
+                    break
+            if all(is_read) or not self._have_other_blobs(ranges):
+                break
 
-    def _checked(self, run: _Range, frames: Sequence[Frame], take: Take) -> Take:
+    def _checked(
+        self, run: _Range, frames: Sequence[Frame], is_read: list[bool], take: Take
+    ) -> Take:
         """Return a function of the index of a full buffer, which passes authentic frames to
-        ``take``."""
+        ``take``, and marks them as read."""
         offsets = [frame.offset for frame in run.held.table.frames]
         is_ours = self._medium.authenticator.frame_check(run.held.table, run.held.tags)
 
@@ -233,6 +240,7 @@ class PackBlobs:
                 return
             if is_ours(bisect_left(offsets, frames[index].offset), [stored]):
                 take(index, stored)
+                is_read[index] = True
 
         return check
 

@@ -532,3 +532,22 @@ def probed(client: StoreClient) -> Probed:
             return found
         time.sleep(0.001)
     raise AssertionError("the probe does not end")
+
+
+def test_probe_whose_host_dies_has_read_nothing(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    os.kill(pid_of(hosted), signal.SIGSTOP)
+    assert client.probe(make_keys(64), 600)
+    os.kill(pid_of(hosted), signal.SIGKILL)
+    assert probed(client).num_bytes == 0
+    assert client.probe(make_keys(64), 600) is (client.state is State.OPEN)
+
+
+def test_probe_by_stopped_host_has_it_killed(hosted: Any, tmp_path: Path) -> None:
+    """A probe is an answer that the host owes."""
+    client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=1.0)
+    client.open()
+    os.kill(pid_of(hosted), signal.SIGSTOP)
+    assert client.probe(make_keys(64), 600)
+    assert probed(client).num_bytes == 0

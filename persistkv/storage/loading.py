@@ -135,8 +135,8 @@ class Loader:
                 outcome.add(result)
                 continue
             outcome.is_late = True
-            for read in part.frames:
-                outcome.failed += read.wanted
+            for frame_read in part.frames:
+                outcome.failed += frame_read.wanted
         return outcome
 
     async def _find(self, wanted: _Wanted) -> tuple[list[_Part], list[bytes]]:

@@ -296,18 +296,15 @@ class _Worker(threading.Thread):
             future, call = item
             if future.set_running_or_notify_cancel():
                 self.future = future
-                _complete(future, call)
+                # here, not in a function: an exception references the frame, and so its arguments
+                try:
+                    result = call()
+                except BaseException as error:  # ``Future.result`` raises it
+                    with suppress(InvalidStateError):  # the call was abandoned
+                        future.set_exception(error)
+                else:
+                    with suppress(InvalidStateError):
+                        future.set_result(result)
+                    del result
                 self.future = None
             del item, future, call  # they reference rows
-
-
-def _complete(future: Future[T], call: Callable[[], T]) -> None:
-    """Run a call, and complete its future unless the call was abandoned."""
-    try:
-        result = call()
-    except BaseException as error:  # ``Future.result`` raises it
-        with suppress(InvalidStateError):
-            future.set_exception(error)
-        return
-    with suppress(InvalidStateError):
-        future.set_result(result)

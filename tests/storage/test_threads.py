@@ -7,7 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -15,6 +15,20 @@ import pytest
 from persistkv.storage.threads import StoreThreads, ThreadPool
 
 TIMEOUT_S = 30.0
+
+
+class Call:
+    """Call that can be abandoned if it has a result so far."""
+
+    def __init__(self, call: Callable[[], int], so_far: int | None = None) -> None:
+        self._call = call
+        self._so_far = so_far
+
+    def __call__(self) -> int:
+        return self._call()
+
+    def abandon(self) -> int | None:
+        return self._so_far
 
 
 @pytest.fixture
@@ -91,7 +105,7 @@ def test_read_until_drops_calls_that_have_not_begun_at_deadline(
 
     async def read() -> list[int | None]:
         loop = asyncio.get_running_loop()
-        calls = [partial(call, number) for number in range(5)]
+        calls = [Call(partial(call, number)) for number in range(5)]
         reading = asyncio.create_task(threads.read_until(calls, loop.time() + 0.05))
         while len(begun) < 3 or loop.time() < reading_ends:
             await asyncio.sleep(0.001)
@@ -104,13 +118,57 @@ def test_read_until_drops_calls_that_have_not_begun_at_deadline(
     assert sorted(begun) == [0, 1, 2]
 
 
+def test_read_until_abandons_running_calls_and_replaces_their_threads(
+    threads: StoreThreads,
+) -> None:
+    """As many threads are replaced as there are; further calls wait for those."""
+    release = threading.Event()
+
+    def call() -> int:
+        assert release.wait(TIMEOUT_S)
+        return 1
+
+    async def read(so_far: int) -> list[int | None]:
+        calls = [Call(call, so_far) for _ in range(3)]
+        now = asyncio.get_running_loop().time()
+        return await threads.read_until(calls, now + 0.2)
+
+    async def read_often() -> None:
+        assert await read(5) == [5, 5, 5]
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await threads.read([partial(int, 7)]) == [7]
+        assert await read(6) == [6, 6, 6]
+        assert await read(7) == [None, None, None], "no thread is free"
+        release.set()
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await threads.read([partial(int, 8)] * 5) == [8] * 5
+
+    asyncio.run(read_often())
+
+
+def test_close_does_not_wait_for_abandoned_calls() -> None:
+    threads = StoreThreads(1)
+    release = threading.Event()
+
+    def call() -> int:
+        return release.wait(TIMEOUT_S)
+
+    async def read() -> list[int | None]:
+        now = asyncio.get_running_loop().time()
+        return await threads.read_until([Call(call, 5)], now + 0.1)
+
+    assert asyncio.run(read()) == [5]
+    threads.close()
+    release.set()
+
+
 async def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
 def test_read_until_past_deadline_begins_no_call(threads: StoreThreads) -> None:
-    async def read() -> list[None]:
-        return await threads.read_until([pytest.fail], _past())
+    async def read() -> list[int | None]:
+        return await threads.read_until([Call(pytest.fail)], _past())
 
     def _past() -> float:
         return asyncio.get_running_loop().time() - 1
@@ -122,7 +180,8 @@ def test_read_until_without_deadline_returns_all_results(
     threads: StoreThreads,
 ) -> None:
     async def read() -> list[int | None]:
-        return await threads.read_until([partial(int, 1), partial(int, 2)], None)
+        calls = [Call(partial(int, 1)), Call(partial(int, 2))]
+        return await threads.read_until(calls, None)
 
     assert asyncio.run(read()) == [1, 2]
 

@@ -27,7 +27,7 @@ from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 
-from persistkv.errors import StoreError
+from persistkv.errors import PersistKVError
 from persistkv.integrations.lmcache.announcer import Announcer
 from persistkv.integrations.lmcache.keys import (
     ObjectLayout,
@@ -228,7 +228,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 return
             try:
                 tasks.start(task, positions, lambda queue: submit(store, queue))
-            except (StoreError, ValueError) as error:
+            except (PersistKVError, ValueError) as error:
                 logger.error("a task of LMCache is refused: %s", error)
                 tasks.fail(task)
 
@@ -259,7 +259,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             for store in self._stores.of_model(model_name):
                 try:
                     store.delete(some, timeout_s=self.options.delete_timeout_s)
-                except StoreError as error:
+                except PersistKVError as error:
                     logger.warning(
                         "objects of %s are not deleted: %s", model_name, error
                     )
@@ -300,7 +300,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         for place, store in self._stores.items():
             try:
                 self._usage[place] = store.usage(timeout_s=_USAGE_S).tenants
-            except StoreError as error:
+            except PersistKVError as error:
                 logger.warning("the usage of a namespace may have changed: %s", error)
             for salt, num_bytes in self._usage.get(place, {}).items():
                 by_salt[salt] = by_salt.get(salt, 0) + num_bytes

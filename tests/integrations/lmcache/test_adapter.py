@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,6 +312,28 @@ def test_store_that_does_not_open_costs_misses(
     assert driver.lookup(keys) == [False, False]
     assert driver.load(keys, memories(2)) == [False, False]
     assert "does not open" in caplog.text
+
+
+def test_calls_in_a_forked_child_fail_without_an_exception(open_adapter: Open) -> None:
+    driver, keys = open_adapter(), object_keys(range(2))
+    assert driver.store(keys, memories(2, seed=1))
+    before = driver.adapter.get_usage()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # instead of a hang
+        status = 1
+        try:
+            assert not driver.store(object_keys([5]), memories(1, seed=2))
+            assert driver.lookup(keys) == [False, False]
+            assert driver.load(keys, memories(2)) == [False, False]
+            driver.adapter.delete(keys)
+            assert driver.adapter.get_usage() == before
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert driver.load(keys, memories(2)) == [True, True]
 
 
 def test_flipped_bits_serve_no_wrong_bytes(open_adapter: Open, tmp_path: Path) -> None:

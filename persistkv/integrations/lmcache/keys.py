@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+from lmcache.v1.distributed.api import ObjectKey
+
+ObjectKeys: TypeAlias = list[Any]
+"""LMCache's ``ObjectKey``s: hash, model, rank, object group and salt of each object."""
+MemoryObjects: TypeAlias = list[Any]
+"""LMCache's ``MemoryObj``s: objects in its first level."""
+Shape: TypeAlias = tuple[int, ...]
 
 _HEAD = struct.Struct(">BQI")  # length of the hash, rank, object group
 
@@ -14,7 +22,7 @@ class ObjectLayout(NamedTuple):
     """Shape and type of the numbers of an object. LMCache has them in its objects, and not in its
     keys."""
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
     num_bytes: int
 
@@ -25,53 +33,66 @@ class ObjectLayout(NamedTuple):
         # objects of one array have no lists
         shapes = metadata.shapes or [memory.get_shape()]
         dtypes = metadata.dtypes or [memory.get_dtype()]
-        return cls(_shapes(shapes), tuple(map(str, dtypes)), memory.get_size())
+        return cls._of_arrays(shapes, dtypes, memory.get_size())
 
     @classmethod
     def of_description(cls, description: Any) -> ObjectLayout | None:
         """Return the layout of LMCache's ``MemoryLayoutDesc``; None if it has no shapes."""
-        shapes, dtypes = description.shapes, description.dtypes
+        shapes = description.shapes
+        dtypes = description.dtypes
         if not shapes:
             return None
         num_bytes = 0
         for shape, dtype in zip(shapes, dtypes, strict=True):
-            num_bytes += math.prod(shape) * dtype.itemsize
-        return cls(_shapes(shapes), tuple(map(str, dtypes)), num_bytes)
-
-
-def _shapes(shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, shape)) for shape in shapes)
-
-
-class PlainKey(NamedTuple):
-    """Fields of LMCache's ``ObjectKey`` that a namespace does not determine."""
-
-    chunk_hash: bytes
-    kv_rank: int
-    object_group_id: int
-    cache_salt: str
-
-    def encode(self) -> bytes:
-        """Return the key of the block. Different fields have different keys: the rank and the
-        tenant are never mixed."""
-        head = _HEAD.pack(len(self.chunk_hash), self.kv_rank, self.object_group_id)
-        return head + self.chunk_hash + self.cache_salt.encode()
+            numbers = math.prod(shape)
+            num_bytes += numbers * dtype.itemsize
+        return cls._of_arrays(shapes, dtypes, num_bytes)
 
     @classmethod
-    def decode(cls, key: bytes) -> PlainKey:
-        """Return the fields of an encoded key."""
-        length, kv_rank, group = _HEAD.unpack_from(key)
-        salt_start = _HEAD.size + length
-        salt = key[salt_start:].decode()
-        return cls(key[_HEAD.size : salt_start], kv_rank, group, salt)
+    def _of_arrays(
+        cls, shapes: Iterable[Iterable[int]], dtypes: Iterable[Any], num_bytes: int
+    ) -> ObjectLayout:
+        plain_shapes: list[Shape] = []
+        for shape in shapes:
+            lengths = map(int, shape)
+            plain_shapes.append(tuple(lengths))
+        names = map(str, dtypes)
+        return cls(tuple(plain_shapes), tuple(names), num_bytes)
 
 
 def encode_key(key: Any) -> bytes:
-    """Return the block store's key of LMCache's ``ObjectKey``."""
-    plain = PlainKey(key.chunk_hash, key.kv_rank, key.object_group_id, key.cache_salt)
-    return plain.encode()
+    """Return the block store's key of LMCache's ``ObjectKey``, without the model's name, which is
+    the namespace's. Different fields have different keys: ranks and tenants are never mixed."""
+    head = _HEAD.pack(len(key.chunk_hash), key.kv_rank, key.object_group_id)
+    salt = key.cache_salt.encode()
+    encoded: bytes = head + key.chunk_hash + salt
+    return encoded
 
 
-def salt_of(key: bytes) -> str:
+def decode_keys(model_name: str, encoded: Iterable[bytes]) -> ObjectKeys:
+    """Return the ``ObjectKey``s of keys in a namespace of a model."""
+    return [decode_key(model_name, key) for key in encoded]
+
+
+def decode_key(model_name: str, encoded: bytes) -> Any:
+    """Return the ``ObjectKey`` of a key in a namespace of a model."""
+    _, kv_rank, group = _HEAD.unpack_from(encoded)
+    salt_start = _salt_start(encoded)
+    return ObjectKey(
+        chunk_hash=encoded[_HEAD.size : salt_start],
+        model_name=model_name,
+        kv_rank=kv_rank,
+        object_group_id=group,
+        cache_salt=encoded[salt_start:].decode(),
+    )
+
+
+def salt_of(encoded: bytes) -> str:
     """Return the tenant of an encoded key: LMCache's ``cache_salt``."""
-    return PlainKey.decode(key).cache_salt
+    salt = encoded[_salt_start(encoded) :]
+    return salt.decode()
+
+
+def _salt_start(encoded: bytes) -> int:
+    hash_bytes = encoded[0]
+    return _HEAD.size + hash_bytes

@@ -75,6 +75,10 @@ class LayoutStores:
         failed_at = self._failed_at.get(place)
         return failed_at is None or time.monotonic() - failed_at > _RETRY_S
 
+    def any_failed(self) -> bool:
+        """Return whether a store does not open."""
+        return bool(self._failed_at)
+
     def open(self, place: Place) -> BlockStore | None:
         """Return the store, and open it first if it is not open; None if it does not open, which is
         logged."""
@@ -97,6 +101,7 @@ class LayoutStores:
                 )
                 return None
             self._open[place] = store
+            self._failed_at.pop(place, None)
             return store
 
     def _open_store(self, place: Place) -> BlockStore:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from persistkv.storage.blocks import Completion, CompletionQueue
-
-Submit = Callable[[CompletionQueue], int]
-"""Starts a call, and returns its number in the queue."""
+from persistkv.integrations.lmcache.parts import Part
+from persistkv.storage.blocks import BlockStore, Completion, CompletionQueue
 
 
-@dataclass
 class _Task:
-    results: list[bool]
-    """For each key of the task, whether its call has succeeded."""
-    num_parts: int
-    """Parts that have not ended."""
-    calls: dict[int, Sequence[int]] = field(default_factory=dict)
+    """A task that is not done."""
+
+    def __init__(self, num_keys: int, num_parts: int) -> None:
+        self.results = [False] * num_keys
+        """For each key of the task, whether its call has succeeded."""
+        self.num_parts = num_parts
+        """Parts that have not ended."""
+
+
+class _Started(NamedTuple):
+    """A call that has not ended."""
+
+    task: int
+    positions: Sequence[int]
+    """Position of each of its keys in the task."""
 
 
 class TaskQueue:
@@ -32,8 +39,8 @@ class TaskQueue:
         self._completions = CompletionQueue()
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}
-        self._task_of: dict[int, int] = {}
-        """Number of each call → task."""
+        self._started: dict[int, _Started] = {}
+        """Calls by their number in the queue."""
         self._done: dict[int, list[bool]] = {}
         self._next = 0
 
@@ -44,42 +51,42 @@ class TaskQueue:
     def begin(self, num_keys: int, num_parts: int) -> int:
         """Begin a task; return its number. ``start`` or ``fail`` must follow for each part. A task
         without parts is done."""
+        # a part without keys wakes LMCache
+        is_empty = not num_parts
+        if is_empty:
+            num_parts = 1
         with self._lock:
             number = self._next
             self._next += 1
-            self._tasks[number] = _Task([False] * num_keys, num_parts)
-        if not num_parts:
-            # a part without keys wakes LMCache
-            self._tasks[number].num_parts = 1
+            self._tasks[number] = _Task(num_keys, num_parts)
+        if is_empty:
             self.fail(number)
         return number
 
-    def start(self, task: int, places: Sequence[int], submit: Submit) -> None:
-        """Start a part.
+    def start(self, task: int, part: Part, store: BlockStore) -> None:
+        """Start a part of a task.
 
-        :param places: positions of its keys in the task.
+        :raises ValueError, PersistKVError: it was not started.
         """
         # held until the call is known: it may end before ``submit`` returns
         with self._lock:
-            number = submit(self._completions)
-            self._task_of[number] = task
-            self._tasks[task].calls[number] = places
+            number = part.submit(store, self._completions)
+            self._started[number] = _Started(task, part.positions)
 
     def fail(self, task: int) -> None:
         """End a part without success."""
-        self.start(task, [], self._complete_empty)
-
-    @staticmethod
-    def _complete_empty(completions: CompletionQueue) -> int:
-        number = completions.new_number()
-        completions.add(Completion(number, []))
-        return number
+        number = self._completions.new_number()
+        ended = Completion(number, [])
+        with self._lock:
+            self._started[number] = _Started(task, [])
+            self._completions.add(ended)
 
     def take(self) -> dict[int, list[bool]]:
         """Remove and return the results of all tasks that are done."""
         with self._lock:
             self._collect()
-            done, self._done = self._done, {}
+            done = self._done
+            self._done = {}
         return done
 
     def take_one(self, task: int) -> list[bool] | None:
@@ -90,16 +97,15 @@ class TaskQueue:
 
     def _collect(self) -> None:
         # LMCache clears the descriptor. Cleared here, too, it could miss the end of another task
-        for completion in self._completions.take(clear=False):
-            number = self._task_of.pop(completion.job_id)
-            task = self._tasks[number]
-            places = task.calls.pop(completion.job_id)
-            for place, has_succeeded in zip(places, completion.results, strict=True):
-                task.results[place] |= has_succeeded
+        for ended in self._completions.take(clear=False):
+            call = self._started.pop(ended.job_id)
+            task = self._tasks[call.task]
+            for position, result in zip(call.positions, ended.results, strict=True):
+                task.results[position] |= result
             task.num_parts -= 1
-            if not task.num_parts:
-                self._done[number] = task.results
-                del self._tasks[number]
+            if task.num_parts == 0:
+                self._done[call.task] = task.results
+                del self._tasks[call.task]
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -312,6 +312,7 @@ def test_store_that_does_not_open_costs_misses(
     assert driver.lookup(keys) == [False, False]
     assert driver.load(keys, memories(2)) == [False, False]
     assert "does not open" in caplog.text
+    assert not driver.adapter.report_status()["is_healthy"]
 
 
 def test_calls_in_a_forked_child_fail_without_an_exception(open_adapter: Open) -> None:

@@ -1,0 +1,99 @@
+"""What the open stores of an adapter hold, as LMCache lists and counts it."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage
+
+from persistkv.errors import PersistKVError
+from persistkv.integrations.lmcache.keys import decode_key
+from persistkv.integrations.lmcache.stores import LayoutStores, Place
+
+logger = logging.getLogger(__name__)
+
+_USAGE_S = 5.0  # time limit of the query of one namespace
+
+
+class _Listed(NamedTuple):
+    """An entry of the list of keys, in the order of its pages."""
+
+    key: bytes
+    model_name: str
+    num_bytes: int
+
+    def cursor(self) -> str:
+        """Return the position after this entry: the order of cursors is that of the entries."""
+        return f"{self.key.hex()}-{self.model_name}"
+
+    def to_entry(self) -> Any:
+        """Return LMCache's ``KeyEntry``."""
+        key = decode_key(self.model_name, self.key)
+        return KeyEntry(key.to_encoded_object_key(), self.num_bytes)
+
+
+class Content:
+    """Lists of keys, and usage. Thread-safe."""
+
+    def __init__(self, stores: LayoutStores, list_timeout_s: float) -> None:
+        """:param list_timeout_s: time limit for the list of one store, in seconds."""
+        self._stores = stores
+        self._list_timeout_s = list_timeout_s
+        self._last_usage: dict[Place, Mapping[str, int]] = {}
+        """Bytes of each salt at the last call of ``usage``."""
+
+    def page(self, model_name: str | None, page_size: int, cursor: str | None) -> Any:
+        """Return a page of the stored keys as LMCache's ``KeyListPage``, in ascending order.
+
+        :param model_name: list only keys of this model; None: of all models.
+        :param page_size: maximum number of keys.
+        :param cursor: position after which the page begins; None: the beginning.
+        :raises ValueError: ``page_size`` is not positive.
+        :raises PersistKVError: a store does not answer.
+        """
+        if page_size <= 0:
+            raise ValueError(f"page_size {page_size} is not positive")
+        entries = list(self._list(model_name))
+        entries.sort(key=_Listed.cursor)
+        start = 0
+        if cursor is not None:
+            # after the last key of the page before, even if that key is gone
+            start = bisect.bisect_right(entries, cursor, key=_Listed.cursor)
+        stop = start + page_size
+        page = entries[start:stop]
+        next_cursor = None
+        if stop < len(entries):
+            next_cursor = page[-1].cursor()
+        listed = map(_Listed.to_entry, page)
+        return KeyListPage(tuple(listed), next_cursor)
+
+    def _list(self, model_name: str | None) -> Iterable[_Listed]:
+        for place, store in self._stores.items():
+            if model_name not in (None, place.model_name):
+                continue
+            blocks = store.stored_blocks(timeout_s=self._list_timeout_s)
+            for block in blocks:
+                yield _Listed(block.key, place.model_name, block.num_bytes)
+
+    def usage(self) -> Any:
+        """Return LMCache's ``AdapterUsage``: the bytes on the medium of each salt, exact as of the
+        last commit of any process; those of the last call if a store does not answer in time."""
+        by_salt: Counter[str] = Counter()
+        for place, store in self._stores.items():
+            try:
+                usage = store.usage(timeout_s=_USAGE_S)
+                self._last_usage[place] = usage.tenants
+            except PersistKVError as error:
+                logger.warning("the usage of a namespace may have changed: %s", error)
+            by_salt.update(self._last_usage.get(place, {}))
+        return AdapterUsage(
+            total_bytes_used=by_salt.total(),
+            total_capacity_bytes=0,
+            bytes_by_cache_salt=MappingProxyType(by_salt),
+        )

@@ -1,0 +1,142 @@
+"""Parts of LMCache's tasks: the keys of a task that are in one block store, with the call for
+them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, Generic, TypeVar
+
+from persistkv.integrations.lmcache.keys import (
+    MemoryObjects,
+    ObjectKeys,
+    ObjectLayout,
+    encode_key,
+)
+from persistkv.integrations.lmcache.stores import LayoutStores, Place
+from persistkv.storage.blocks import BlockStore, CompletionQueue
+
+
+class Part(ABC):
+    """Keys of a task that are in one store."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.positions: list[int] = []
+        """Position of each key in the task."""
+        self.keys: list[bytes] = []
+        """The keys, as the store has them."""
+        self.memory: list[memoryview] = []
+        """Memory of each key's object; none for a lookup."""
+        self.salt = ""
+        """LMCache's ``cache_salt`` of the last key."""
+
+    def add(self, position: int, key: Any) -> None:
+        """Add an ``ObjectKey`` of LMCache."""
+        self.positions.append(position)
+        encoded = encode_key(key)
+        self.keys.append(encoded)
+        self.salt = key.cache_salt
+
+    @abstractmethod
+    def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
+        """Start the call; return its number in the queue. Raises as the methods of ``store``."""
+
+
+class PutPart(Part):
+    """Objects to store."""
+
+    def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
+        labels = {"lmcache_model": self.place.model_name}
+        if self.salt:
+            labels["cache_salt"] = self.salt
+        return store.submit_put(
+            queue,
+            self.keys,
+            self.memory,
+            labels=labels,
+        )
+
+
+class FindPart(Part):
+    """Keys to look up."""
+
+    def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
+        # the use keeps the blocks until they are loaded
+        return store.submit_contains(queue, self.keys, touch=True)
+
+
+class GetPart(Part):
+    """Objects to load."""
+
+    def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
+        return store.submit_get(queue, self.keys, self.memory)
+
+
+P = TypeVar("P", bound=Part)
+
+
+class _Parts(Generic[P]):
+    """Parts of one task by place."""
+
+    def __init__(self, kind: type[P]) -> None:
+        self._kind = kind
+        self._parts: dict[Place, P] = {}
+
+    def at(self, place: Place) -> P:
+        """Return the part of a place; create it if there is none."""
+        part = self._parts.get(place)
+        if part is None:
+            part = self._kind(place)
+            self._parts[place] = part
+        return part
+
+    def all(self) -> Collection[P]:
+        return self._parts.values()
+
+
+def parts_of_objects(
+    kind: type[P], keys: ObjectKeys, objects: MemoryObjects
+) -> Collection[P]:
+    """Return a part for each model and layout of objects."""
+    parts = _Parts(kind)
+    for position, key in enumerate(keys):
+        memory = objects[position]
+        layout = ObjectLayout.of_object(memory)
+        place = Place(key.model_name, layout)
+        part = parts.at(place)
+        part.add(position, key)
+        part.memory.append(memory.byte_array)
+    return parts.all()
+
+
+def parts_of_lookup(
+    keys: ObjectKeys, descriptions: Mapping[int, Any], stores: LayoutStores
+) -> Collection[FindPart]:
+    """Return a part for each store that may hold some of the keys.
+
+    :param descriptions: for each object group, LMCache's ``MemoryLayoutDesc``.
+    """
+    layouts = _layouts(descriptions)
+    parts = _Parts(FindPart)
+    for position, key in enumerate(keys):
+        layout = layouts.get(key.object_group_id)
+        if layout is not None:
+            places = [Place(key.model_name, layout)]
+        else:
+            # LMCache does not tell: a load checks the layout of its memory
+            places = stores.places_of(key.model_name)
+        for place in places:
+            part = parts.at(place)
+            part.add(position, key)
+    return parts.all()
+
+
+def _layouts(descriptions: Mapping[int, Any]) -> dict[int, ObjectLayout]:
+    """Return the layout of each object group whose description has shapes."""
+    layouts: dict[int, ObjectLayout] = {}
+    for group, description in descriptions.items():
+        layout = ObjectLayout.of_description(description)
+        if layout is not None:
+            layouts[group] = layout
+    return layouts

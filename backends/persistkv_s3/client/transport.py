@@ -131,37 +131,58 @@ class Body:
     without a copy."""
 
     def __init__(self, pieces: Sequence[Buffer], deadline: Deadline) -> None:
-        self._pieces = [
-            part[start : start + _PIECE_BYTES]
-            for piece in pieces
-            if len(part := memoryview(piece).cast("B"))
-            for start in range(0, len(part), _PIECE_BYTES)
-        ]
+        self._pieces: list[memoryview] = []
+        for buffer in pieces:
+            part = memoryview(buffer).cast("B")
+            for start in range(0, len(part), _PIECE_BYTES):
+                stop = start + _PIECE_BYTES
+                self._pieces.append(part[start:stop])
         self._length = sum(map(len, self._pieces))
         self._deadline = deadline
         self._next = 0
+        self._start = 0
+        """Bytes of the next piece that were read already."""
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, _size: int = -1) -> Buffer:
-        """Return the next piece, regardless of the requested size; raise ``LateError`` to abort a
-        late upload."""
+        """Return the rest of the next piece, regardless of the requested size; raise ``LateError``
+        to abort a late upload."""
         self._deadline.check("an upload")
         if self._next == len(self._pieces):
             return b""
+        rest = self._pieces[self._next][self._start :]
         self._next += 1
-        return self._pieces[self._next - 1]
+        self._start = 0
+        return rest
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Copy the next bytes into a buffer; return their number, 0 at the end. If awscrt is
+        installed, botocore has it read and sign the body, with buffers of its own.
+
+        :raises LateError: the upload is late.
+        """
+        target = buffer.cast("B")
+        piece = memoryview(self.read())
+        count = min(len(piece), len(target))
+        target[:count] = piece[:count]
+        if count < len(piece):
+            # the rest is read later
+            self._next -= 1
+            self._start = len(self._pieces[self._next]) - len(piece) + count
+        return count
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Seek to the start or the end; boto3 needs no other position."""
         if offset or whence not in (0, 2):
             raise ValueError(f"seek({offset}, {whence})")
         self._next = len(self._pieces) if whence else 0
+        self._start = 0
         return self.tell()
 
     def tell(self) -> int:
-        return sum(map(len, self._pieces[: self._next]))
+        return sum(map(len, self._pieces[: self._next])) + self._start
 
 
 class Sink:

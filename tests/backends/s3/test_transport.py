@@ -131,6 +131,20 @@ def test_body_splits_large_piece_into_1_mib_reads() -> None:
     assert max(len(piece) for piece in iter(body.read, b"")) == 1 << 20
 
 
+def test_body_readinto_fills_buffers_of_any_size() -> None:
+    body = Body([b"abcde", b"fg"], Deadline(10))
+    buffer = memoryview(bytearray(3))
+    found = b""
+    while count := body.readinto(buffer):
+        found += buffer[:count]
+        assert body.tell() == len(found)
+    assert found == b"abcdefg"
+    body.seek(0)
+    assert body.readinto(buffer) == 3
+    assert bytes(body.read()) == b"de"
+    assert body.seek(0, 2) == 7
+
+
 def test_body_read_past_deadline_raises() -> None:
     body = Body([b"a", b"b"], Deadline(0.0))
     with pytest.raises(LateError):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 
 from persistkv_tools.cli import main
@@ -60,15 +61,41 @@ def run(*arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("kib", [64, 512, 2048])
-def test_benchmark_with_verification_passes(tmp_path: Path, kib: int) -> None:
-    adapter = adapter_json(f"lmdb://{tmp_path}/store?capacity=2GiB", "bench-model")
+def check_benchmark(url: str, kib: int) -> None:
+    """Run LMCache's benchmark, which compares the bytes, on a new store."""
+    adapter = adapter_json(url, "bench-model")
     arguments = ["--rounds", "2", "--num-keys", "16", "--data-size-kb", str(kib)]
     arguments += ["--l1-align-bytes", "4096", "--lookup-max-hit-rate", "1"]
     output = run("bench", "l2", "--l2-adapter", adapter, "--no-skip-verify", *arguments)
     assert len(re.findall(r"Total success: +32\b", output)) == 3, output
     assert "Actual hit rate:                                            1.00" in output
     assert "mismatch" not in output.lower()
+
+
+@pytest.mark.parametrize("kib", [64, 512, 2048])
+def test_benchmark_with_verification_passes(tmp_path: Path, kib: int) -> None:
+    check_benchmark(f"lmdb://{tmp_path}/store?capacity=2GiB", kib)
+
+
+def test_benchmark_on_s3_with_verification_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LMCache requires awscrt, with which botocore reads and signs bodies in another way."""
+    from moto.server import ThreadedMotoServer
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        endpoint = f"http://{host}:{port}"
+        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        client.create_bucket(Bucket="kv-cache")
+        client.close()
+        check_benchmark(f"s3://kv-cache/store?endpoint_url={endpoint}", 512)
+    finally:
+        server.stop()
 
 
 def free_port() -> int:
@@ -125,10 +152,15 @@ def test_killed_server_finds_every_chunk_again(
     bench = ["bench", "server", "--mode", "cpu", "--transfer-mode", "engine_driven"]
     bench += ["--start", "0", "--end", "3", "--kvcache-shape-spec", SHAPE]
     with server(adapter, tmp_path / "first.log") as (rpc, http, _):
-        run(*bench, "--rpc-url", rpc, "--url", http)
+        before = run(*bench, "--rpc-url", rpc, "--url", http)
         wait_until_stored(tmp_path / "store", 6)
     with server(adapter, tmp_path / "second.log") as (rpc, http, _):
-        run(*bench, "--rpc-url", rpc, "--url", http)
+        after = run(*bench, "--rpc-url", rpc, "--url", http)
+    # of the KV that each prompt had before it was stored, and of the KV that was loaded
+    stored = re.findall(r"\[seq (\d+)/cold\] CHECKSUM: (\w+)", before)
+    loaded = re.findall(r"\[seq (\d+)/warm\] CHECKSUM: (\w+)", after)
+    assert len(stored) == 3, before
+    assert loaded == stored, after
     first = (tmp_path / "first.log").read_text()
     second = (tmp_path / "second.log").read_text()
     assert "failed for keys" not in first + second

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -77,7 +78,9 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._looked_up: dict[int, Sequence[Any]] = {}
         """Keys of each lookup task."""
         self._opener = ThreadPool(1, "persistkv-opener")
-        self._announcer = Announcer(self._stores, self._announce)
+        self._announcer = Announcer(
+            self._stores, self._announce_stored, self._announce_removed
+        )
         self._unknown: set[str] = set()
         self._stores.open_stored()
         self._announcer.start()
@@ -230,31 +233,21 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def register_listener(self, listener: Any) -> None:
         """Announce all changes to a listener, beginning with the present content."""
-        super().register_listener(listener)
+        register = partial(super().register_listener, listener)
 
         def announce(place: Place, stored: Sequence[bytes]) -> None:
             keys = decode_keys(place.model_name, stored)
-            sizes = [place.layout.num_bytes] * len(keys)
-            listener.on_l2_keys_stored(keys, sizes)
+            listener.on_l2_keys_stored(keys, place.sizes(keys))
 
-        self._announcer.announce_stored(announce)
+        self._announcer.add_listener(register, announce)
 
-    def _announce(
-        self,
-        place: Place,
-        stored: Sequence[bytes],
-        removed: Sequence[bytes],
-    ) -> None:
-        """Tell LMCache which keys were stored and removed."""
-        num_bytes = place.layout.num_bytes
-        if stored:
-            keys = decode_keys(place.model_name, stored)
-            sizes = [num_bytes] * len(keys)
-            self._notify_keys_stored(keys, sizes)
-        if removed:
-            keys = decode_keys(place.model_name, removed)
-            sizes = [num_bytes] * len(keys)
-            self._notify_keys_deleted(keys, sizes)
+    def _announce_stored(self, place: Place, stored: Sequence[bytes]) -> None:
+        keys = decode_keys(place.model_name, stored)
+        self._notify_keys_stored(keys, place.sizes(keys))
+
+    def _announce_removed(self, place: Place, removed: Sequence[bytes]) -> None:
+        keys = decode_keys(place.model_name, removed)
+        self._notify_keys_deleted(keys, place.sizes(keys))
 
     # The end
 

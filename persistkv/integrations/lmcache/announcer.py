@@ -1,29 +1,40 @@
-"""Announcements to LMCache: what any process has stored in the open stores or removed from them."""
+"""Announcements to LMCache: what the open stores held when they were opened, and what any process
+has stored in them or removed from them since."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from persistkv.errors import PersistKVError
 from persistkv.integrations.lmcache.stores import LayoutStores, Place
+from persistkv.storage.blocks import BlockStore
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0  # between looks for changes by other processes
 _AT_ONCE = 4096  # keys in one call to a listener
 
-Announce = Callable[[Place, Sequence[bytes], Sequence[bytes]], None]
-"""Receives the place of keys, those that were stored, and those that were removed."""
+Keys = Sequence[bytes]
+Announce = Callable[[Place, Keys], None]
+"""Receives keys of one place that were stored, or removed."""
 
 
 class Announcer:
     """Reads the events of stores in a thread of its own."""
 
-    def __init__(self, stores: LayoutStores, announce: Announce) -> None:
+    def __init__(
+        self, stores: LayoutStores, stored: Announce, removed: Announce
+    ) -> None:
+        """:param stored: receives the keys that were stored, before those of ``removed``."""
         self._stores = stores
-        self._announce = announce
+        self._stored = stored
+        self._removed = removed
+        self._known: set[Place] = set()
+        """Places whose content at the opening was announced."""
         self._has_news = threading.Event()
         self._is_stopped = False
         # one at a time: a removal must not overtake the announcement of its key
@@ -55,28 +66,77 @@ class Announcer:
     def announce(self) -> None:
         """Announce the changes since the last call. Failures are logged."""
         with self._turn:
+            self._announce_changes()
+
+    def add_listener(self, register: Callable[[], None], stored: Announce) -> None:
+        """Register a listener; it may hear twice of a key that is stored now. Failures are logged.
+
+        :param register: called when the listener is to hear of all further changes.
+        :param stored: receives the keys that the open stores hold.
+        """
+        with self._turn:
+            self._announce_changes()
+            register()
             for place, store in self._stores.items():
                 try:
-                    events = store.take_events()
-                    stored = [key for key, _ in events.stored]
-                    removed = [key for key, _ in events.removed]
-                    if stored or removed:
-                        self._announce(place, stored, removed)
+                    for keys in _in_parts(_held(store)):
+                        stored(place, keys)
                 except PersistKVError as error:
-                    logger.warning("events of a store are lost: %s", error)
-                except Exception:  # of a listener: the thread must not end
-                    logger.exception("a listener of LMCache failed: events are lost")
+                    logger.warning("stored keys are not announced: %s", error)
 
-    def announce_stored(
-        self, announce: Callable[[Place, Sequence[bytes]], None]
-    ) -> None:
-        """Announce all keys that the open stores hold. Failures are logged."""
+    def _announce_changes(self) -> None:
         for place, store in self._stores.items():
             try:
-                blocks = store.stored_blocks()
+                self._announce_store(place, store)
             except PersistKVError as error:
-                logger.warning("stored keys are not announced: %s", error)
-                continue
-            keys = [block.key for block in blocks]
-            for start in range(0, len(keys), _AT_ONCE):
-                announce(place, keys[start : start + _AT_ONCE])
+                logger.warning("events of a store are lost: %s", error)
+            except Exception:  # of a listener: the thread must not end
+                logger.exception("a listener of LMCache failed: events are lost")
+
+    def _announce_store(self, place: Place, store: BlockStore) -> None:
+        if place in self._known:
+            changes = _changes(store)
+        else:
+            changes = _content(store)
+            self._known.add(place)
+        for keys in _in_parts(changes.stored):
+            self._stored(place, keys)
+        for keys in _in_parts(changes.removed):
+            self._removed(place, keys)
+
+
+class _Changes(NamedTuple):
+    stored: Keys
+    removed: Keys
+
+
+def _changes(store: BlockStore) -> _Changes:
+    """Return the changes since the last call."""
+    events = store.take_events()
+    stored = [key for key, _ in events.stored]
+    removed = [key for key, _ in events.removed]
+    return _Changes(stored, removed)
+
+
+def _content(store: BlockStore) -> _Changes:
+    """Return what a store holds as changes of an empty one. Later events begin after them."""
+    _changes(store)
+    listed = _held(store)
+    # what others store meanwhile is in both, and what they remove must have been announced
+    changes = _changes(store)
+    stored = dict.fromkeys([*listed, *changes.stored])
+    removed = [key for key in changes.removed if key in stored]
+    return _Changes(list(stored), removed)
+
+
+def _held(store: BlockStore) -> list[bytes]:
+    """Return the keys that can be loaded now."""
+    listed = [block.key for block in store.stored_blocks()]
+    # the list may be ahead of the store's index
+    return list(itertools.compress(listed, store.contains(listed)))
+
+
+def _in_parts(keys: Keys) -> Iterator[Keys]:
+    for start in range(0, len(keys), _AT_ONCE):
+        stop = start + _AT_ONCE
+        yield keys[start:stop]

@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 from abc import ABC
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,12 +96,13 @@ class AdapterUsage:
 
 
 class L2AdapterInterface(ABC):  # noqa: B024
-    """Calls its listeners, as LMCache's class does."""
+    """Calls its listeners, and counts bytes, as LMCache's class does."""
 
     def __init__(self, max_capacity_bytes: int = 0) -> None:
         self._listeners: list[Any] = []
         self._max_capacity_bytes = max_capacity_bytes
         self._usage_lock = threading.Lock()
+        self._bytes_by_salt: Counter[str] = Counter()
 
     def register_listener(self, listener: Any) -> None:
         self._listeners.append(listener)
@@ -109,7 +111,16 @@ class L2AdapterInterface(ABC):  # noqa: B024
     def supports_global_eviction(self) -> bool:
         return self._max_capacity_bytes > 0
 
+    def get_usage(self) -> AdapterUsage:
+        return AdapterUsage(
+            self._bytes_by_salt.total(),
+            self._max_capacity_bytes,
+            dict(self._bytes_by_salt),
+        )
+
     def _notify_keys_stored(self, keys: Sequence[Any], sizes: Sequence[int]) -> None:
+        for key, size in zip(keys, sizes, strict=True):
+            self._bytes_by_salt[key.cache_salt] += size
         for listener in self._listeners:
             listener.on_l2_keys_stored(keys, sizes)
 
@@ -118,6 +129,8 @@ class L2AdapterInterface(ABC):  # noqa: B024
             listener.on_l2_keys_accessed(keys)
 
     def _notify_keys_deleted(self, keys: Sequence[Any], sizes: Sequence[int]) -> None:
+        for key, size in zip(keys, sizes, strict=True):
+            self._bytes_by_salt[key.cache_salt] -= size
         for listener in self._listeners:
             listener.on_l2_keys_deleted(keys)
 

@@ -76,6 +76,27 @@ def test_restarted_adapter_serves_and_announces(open_adapter: Open) -> None:
     )
 
 
+def test_announcements_count_each_byte_once(open_adapter: Open) -> None:
+    """LMCache counts the bytes of all announced keys, too, and warns of negative sums."""
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+
+    def announced_bytes() -> int:
+        usage = L2AdapterInterface.get_usage(adapter)
+        return int(usage.total_bytes_used)
+
+    keys = object_keys(range(6))
+    assert open_adapter().store(keys, memories(6, seed=2))
+    driver = open_adapter()
+    adapter = driver.adapter
+    for _ in range(2):
+        listener = Listener()
+        adapter.register_listener(listener)
+        assert listener.stored == dict.fromkeys(keys, OBJECT_BYTES)
+    assert announced_bytes() == 6 * OBJECT_BYTES
+    adapter.delete(keys[:2])
+    assert announced_bytes() == 4 * OBJECT_BYTES
+
+
 def test_other_dtype_of_the_same_size_is_a_miss(open_adapter: Open) -> None:
     """LMCache's own adapters give a float16 engine the bfloat16 chunks of the same model name."""
     driver, keys = open_adapter(), object_keys(range(4))

@@ -18,31 +18,41 @@ class Requests:
     """Parser of one connection's byte stream that counts requests and skips their bodies.
 
     :param counts: number of requests by verb; updated in place.
+    :param bucket: put before the path of each request: for clients that name the bucket in the
+        host's name only.
     """
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str], bucket: str = "") -> None:
         self._counts = counts
+        self._prefix = f" /{bucket}".encode() if bucket else b" "
         self._head = b""
         self._body_left = 0
         self._may_be_left_out = False
 
-    def feed(self, data: bytes) -> None:
-        """Parse the next bytes."""
+    def feed(self, data: bytes) -> bytes:
+        """Parse the next bytes; return those to pass on. The head of a request is passed on as a
+        whole."""
+        pieces: list[bytes] = []
         while data:
             if self._may_be_left_out and data.startswith(_VERBS):
                 self._body_left = 0  # the server answered before the body was sent
             self._may_be_left_out = False
             if self._body_left:
-                passed = min(self._body_left, len(data))
-                self._body_left -= passed
-                data = data[passed:]
+                length = min(self._body_left, len(data))
+                pieces.append(data[:length])
+                self._body_left -= length
+                data = data[length:]
                 continue
             head, end, rest = (self._head + data).partition(b"\r\n\r\n")
             if not end:
                 self._head = head
-                return
+                break
             self._count(head)
-            self._head, data = b"", rest
+            verb, _, target = head.partition(b" ")
+            pieces += [verb, self._prefix, target, end]
+            self._head = b""
+            data = rest
+        return b"".join(pieces)
 
     def _count(self, head: bytes) -> None:
         self._counts[head.split(b" ", 1)[0].decode("ascii", "replace")] += 1
@@ -52,10 +62,14 @@ class Requests:
 
 
 class CountingProxy:
-    """Proxy on a local port, in a thread of its own until ``close``."""
+    """Proxy on a local port, in a thread of its own until ``close``.
 
-    def __init__(self, upstream_port: int) -> None:
+    :param bucket: see ``Requests``.
+    """
+
+    def __init__(self, upstream_port: int, bucket: str = "") -> None:
         self._upstream_port = upstream_port
+        self._bucket = bucket
         self._counts: Counter[str] = Counter()
         self._taken = 0
         # the event loop has only weak references to tasks
@@ -75,6 +89,10 @@ class CountingProxy:
         found, self._taken = total - self._taken, total
         return found
 
+    def by_verb(self) -> dict[str, int]:
+        """Return the number of requests of each verb since the start."""
+        return dict(self._counts)
+
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         task = asyncio.create_task(self._connect(reader, writer))
         self._live.add(task)
@@ -86,10 +104,9 @@ class CountingProxy:
                 "127.0.0.1", self._upstream_port
             )
             answers = asyncio.create_task(self._pass_on(up_reader, writer))
-            requests = Requests(self._counts)
+            requests = Requests(self._counts, self._bucket)
             while data := await reader.read(_PIECE_BYTES):
-                requests.feed(data)
-                up_writer.write(data)
+                up_writer.write(requests.feed(data))
                 await up_writer.drain()
             up_writer.close()
             await answers

@@ -3,6 +3,8 @@
 # torch: constraints-dev.txt pins 2.13.0. If the package index offers a CUDA build of it (several gigabytes) and you
 # want the CPU build, point pip at PyTorch's index of CPU builds:  make demo PIP_FLAGS="--extra-index-url <that index>"
 
+# Some machines set it. Each process would then compile all modules anew, and pytest all tests: 20 s per run.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 PIP_FLAGS ?=
 N ?= 200
@@ -34,7 +36,7 @@ SGLANG_VENV := $(VENV)-sglang
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-lmcache setup-lmcache test-sglang setup-sglang test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test run-tests test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-lmcache setup-lmcache test-sglang setup-sglang test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
@@ -82,8 +84,12 @@ $(READY): pyproject.toml constraints-dev.txt
 demo: setup
 	@$(BIN)/python -m examples.demo.demo $(ARGS)
 
+# At the same time: mypy uses one core.
+test: setup
+	@$(MAKE) --no-print-directory --jobs 2 lint run-tests
+
 # The processes of tests share the cores with torch's threads, which must not spin while they wait for each other.
-test: lint
+run-tests: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python $(PYTEST) $(ARGS)
 
 # Each run installs what is newest on that day; torch remains at the CPU build of constraints-dev.txt.

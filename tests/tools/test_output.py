@@ -37,8 +37,6 @@ def run_into(output: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ("ls", "{url}"),
         ("ls", "{url}", "--json"),
-        ("stat", "{url}"),
-        ("show", "{url}", "engine-0-0", "--tree"),
         ("prune", "{url}", "--older-than", "1s", "--dry-run"),
         ("--completion",),
     ],

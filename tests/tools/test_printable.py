@@ -31,7 +31,7 @@ COMMANDS = {
     "ls": ("ls", "{url}"),
     "stat": ("stat", "{url}"),
     "show": ("show", "{url}", "bert", "--tree"),
-    "top": ("top", "{url}", "--interval", "1s"),
+    "top": ("top", "{url}", "--interval", "0.01s"),
     "report": ("report", "{url}", "-o", "{evil}.html"),
     "verify": ("verify", "{url}"),
     "prune": ("prune", "{url}", "--label", "user", "--dry-run"),

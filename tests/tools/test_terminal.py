@@ -15,7 +15,7 @@ from persistkv.storage import open_backend
 from persistkv_tools.cli import COMMANDS
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
-from tests.tools.json_fields import DOCS, check_documented, documented, documented_codes
+from tests.tools.json_fields import DOCS, documented, documented_codes
 from tests.tools.terminals import ESCAPES, on_terminal
 
 LONG_ID = "0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-000017"
@@ -172,41 +172,6 @@ echo "${{COMPREPLY[@]}}"
         ["bash", "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.split() == ["verify"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("ls", "{url}"),
-        ("stat", "{url}"),
-        ("show", "{url}", "0c4d", "--tree"),
-        ("top", "{url}", "--interval", "1s"),
-        ("serve-metrics", "{url}", "--once"),
-        ("report", "{url}", "-o", "r.html"),
-        ("verify", "{url}"),
-        ("prune", "{url}", "--older-than", "1s", "--yes"),
-        ("pin", "{url}", "short"),
-        ("unpin", "{url}", "short"),
-        ("label", "{url}", "short", "a=b"),
-        ("why", "{url}", "--against", "{url}"),
-        ("doctor", "{url}"),
-        ("copy", "{url}", "lmdb://{tmp}/other"),
-        ("set", "{url}", "capacity=2GiB", "--dry-run"),
-        ("bench", "lmdb://{tmp}/b", "--size", "4MiB", "--rounds", "1"),
-    ],
-    ids=lambda command: command[0],
-)
-def test_command_json_has_documented_fields(run, store, tmp_path, command):
-    skip_if_extra_is_missing(command)
-    (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 100)
-    done = run(*(part.format(url=store, tmp=tmp_path) for part in command), "--json")
-    # doctor: depends on the machine
-    assert done.returncode == 0 or command[0] == "doctor", done.stderr
-    check_documented(
-        command[0],
-        json.loads(done.stdout),
-        left_out={"address"} if "--once" in command else set(),
-    )
 
 
 def skip_if_extra_is_missing(command: tuple[str, ...]) -> None:

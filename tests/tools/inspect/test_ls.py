@@ -4,6 +4,8 @@ import csv
 import json
 import time
 from contextlib import closing
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -163,32 +165,28 @@ class TestCopies:
         assert " 150 " in shown["engine-same-149"]
         assert "152 requests" in run("ls", store).stdout
 
-    @pytest.mark.parametrize("sort", list(Sort))
-    @pytest.mark.parametrize("reverse", [False, True])
-    def test_list_requests_pages_contain_each_context_once(
-        self, contexts, store, sort, reverse
-    ):
-        backend, found = contexts[1].backend, []
-        for offset in range(3):
-            page = list_requests(
+    def test_list_requests_pages_contain_each_context_once(self, contexts, store):
+        backend = contexts[1].backend
+        for sort, reverse in product(Sort, (False, True)):
+            listed = partial(
+                list_requests,
                 "",
                 backend,
                 Selection(),
                 sort=sort,
                 reverse=reverse,
-                offset=offset,
-                limit=1,
                 merge_copies=True,
             )
-            found += page.requests
-        whole = list_requests(
-            "", backend, Selection(), sort=sort, reverse=reverse, merge_copies=True
-        )
-        assert (page.matched, page.rows, whole.rows) == (152, 3, 3)
-        assert [(view.id, view.copies) for view in found] == [
-            (view.id, view.copies) for view in whole.requests
-        ]
-        assert sorted(view.copies for view in found) == [1, 1, 150]
+            found = []
+            for offset in range(3):
+                page = listed(offset=offset, limit=1)
+                found += page.requests
+            whole = listed()
+            assert (page.matched, page.rows, whole.rows) == (152, 3, 3), sort
+            assert [(view.id, view.copies) for view in found] == [
+                (view.id, view.copies) for view in whole.requests
+            ]
+            assert sorted(view.copies for view in found) == [1, 1, 150]
 
     def test_ls_json_and_ids_list_every_copy(self, run, store):
         assert len(json.loads(run("ls", store, "--json").stdout)["requests"]) == 152

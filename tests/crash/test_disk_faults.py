@@ -24,7 +24,7 @@ def run_cases(cases: int, seconds: int, *arguments: object) -> None:
 
 
 def test_disk_faults_one_failing_call_keeps_acknowledged_blocks() -> None:
-    run_cases(6, 60)
+    run_cases(3, 60, "--fault", "EIO")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -22,25 +23,36 @@ PROMPT = [(5 * index * index + index) % 256 for index in range(700)]
 
 def main(checkpoint: str, urls: str, mode: str) -> None:
     transformers.utils.logging.disable_progress_bar()
-    with Engine.open(
-        checkpoint, urls.split(), device_blocks=128, cpu_bytes="16MiB"
-    ) as engine:
-        result = engine.generate(PROMPT, 12, load=mode == "warm")
-        report: dict[str, Any] = {"restored": result.stats.persistent_tokens}
-        if mode != "warm":
-            report["durable"] = mode == "unwaited" or engine.wait_persisted(result)
-            result = engine.generate(PROMPT, 12, store=False)
-        report["tokens"] = result.tokens
-        report["logits"] = hashlib.sha256(result.logits.numpy().data).hexdigest()
-        prompt_hashes = result.block_hashes[: len(PROMPT) // 16]
-        report["pages"] = [
-            page_digests(engine, group, prompt_hashes)
-            for group in range(len(engine.geometry))
-        ]
-        sys.stdout.write(json.dumps(report) + "\n")
+    with open_engine(checkpoint, urls.split()) as engine:
+        sys.stdout.write(json.dumps(run(engine, mode)) + "\n")
         sys.stdout.flush()
         if mode != "warm":
             time.sleep(600.0)
+
+
+def open_engine(checkpoint: str | Path, urls: Sequence[str]) -> Engine:
+    return Engine.open(checkpoint, urls, device_blocks=128, cpu_bytes="16MiB")
+
+
+def run(engine: Engine, mode: str) -> dict[str, Any]:
+    """Run the prompt; return what the engine restored, answered and holds.
+
+    :param mode: ``warm``: load from the stores. ``cold``, ``unwaited``: compute the prompt, and run
+        it once more from the device; ``cold`` waits until it is durable.
+    """
+    result = engine.generate(PROMPT, 12, load=mode == "warm")
+    report: dict[str, Any] = {"restored": result.stats.persistent_tokens}
+    if mode != "warm":
+        report["durable"] = mode == "unwaited" or engine.wait_persisted(result)
+        result = engine.generate(PROMPT, 12, store=False)
+    report["tokens"] = result.tokens
+    report["logits"] = hashlib.sha256(result.logits.numpy().data).hexdigest()
+    prompt_hashes = result.block_hashes[: len(PROMPT) // 16]
+    report["pages"] = [
+        page_digests(engine, group, prompt_hashes)
+        for group in range(len(engine.geometry))
+    ]
+    return report
 
 
 def page_digests(

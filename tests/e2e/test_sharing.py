@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from persistkv import Engine
-from tests.e2e.engine_process import PROMPT, page_digests
+from tests.e2e.engine_process import PROMPT, open_engine, page_digests
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 BLOCKS = len(PROMPT) // 16
@@ -49,10 +49,6 @@ def compute_and_kill(checkpoint: Path, urls: list[str]) -> dict[str, Any]:
         finally:
             process.kill()
     return report
-
-
-def open_engine(checkpoint: Path, urls: list[str]) -> Engine:
-    return Engine.open(checkpoint, urls, device_blocks=128, cpu_bytes="16MiB")
 
 
 def restore(engine: Engine, expected: dict[str, Any]) -> int:

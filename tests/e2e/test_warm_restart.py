@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-RunEngine = Callable[..., dict[str, Any]]
+from tests.e2e import engine_process
+
+Kill = Callable[..., dict[str, Any]]
+Restart = Callable[..., dict[str, Any]]
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 @pytest.fixture
@@ -28,36 +26,54 @@ def url(tmp_path: Path) -> str:
     return f"lmdb://{tmp_path}/store?capacity=256MiB"
 
 
+@pytest.fixture(autouse=True)
+def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let both engines compute with one thread, so that their sums have the same order."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
-def run_engine(checkpoint: Path, url: str, environment: dict[str, str]) -> RunEngine:
-    """Run an engine until it has printed its report. Kill it in every mode other than ``warm``."""
+def run_and_kill(checkpoint: Path, url: str) -> Kill:
+    """Return a function that runs an engine in a process, kills it when it has printed its report,
+    and returns the report."""
 
     def run(mode: str, checkpoint: Path = checkpoint) -> dict[str, Any]:
         command = [sys.executable, str(SCRIPT), str(checkpoint), url, mode]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, env=environment
-        ) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
-                if mode != "warm":
-                    process.send_signal(signal.SIGKILL)
-                code = process.wait(timeout=60)
             finally:
                 process.kill()
-        assert code == (0 if mode == "warm" else -signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
         report: dict[str, Any] = json.loads(line)
         return report
 
     return run
 
 
+@pytest.fixture
+def restart(checkpoint: Path, url: str) -> Restart:
+    """Return a function that runs the prompt in a new engine, and returns its report."""
+
+    def run(checkpoint: Path = checkpoint) -> dict[str, Any]:
+        with engine_process.open_engine(checkpoint, [url]) as engine:
+            return engine_process.run(engine, "warm")
+
+    return run
+
+
 def test_engine_restart_after_sigkill_restores_identical_pages_and_answer(
-    run_engine: RunEngine,
+    run_and_kill: Kill, restart: Restart
 ) -> None:
-    killed = run_engine("cold")
+    killed = run_and_kill("cold")
     assert killed["durable"]
-    warm = run_engine("warm")
+    warm = restart()
     assert warm["restored"] == 688
     for name in ("tokens", "logits", "pages"):
         assert warm[name] == killed[name], name
@@ -65,11 +81,11 @@ def test_engine_restart_after_sigkill_restores_identical_pages_and_answer(
 
 @pytest.mark.slow
 def test_engine_restart_after_sigkill_hybrid_model_restores_window_pages(
-    run_engine: RunEngine, hybrid_checkpoint: Path
+    run_and_kill: Kill, restart: Restart, hybrid_checkpoint: Path
 ) -> None:
-    killed = run_engine("cold", hybrid_checkpoint)
+    killed = run_and_kill("cold", hybrid_checkpoint)
     assert killed["durable"]
-    warm = run_engine("warm", hybrid_checkpoint)
+    warm = restart(hybrid_checkpoint)
     assert warm["restored"] == 688
     for name in ("tokens", "logits"):
         assert warm[name] == killed[name], name
@@ -81,10 +97,10 @@ def test_engine_restart_after_sigkill_hybrid_model_restores_window_pages(
 
 @pytest.mark.slow
 def test_engine_killed_without_wait_persisted_leaves_usable_store(
-    run_engine: RunEngine,
+    run_and_kill: Kill, restart: Restart
 ) -> None:
-    killed = run_engine("unwaited")
+    killed = run_and_kill("unwaited")
     for _ in range(2):
-        warm = run_engine("warm")
+        warm = restart()
         assert warm["tokens"] == killed["tokens"]
     assert warm["restored"] == 688

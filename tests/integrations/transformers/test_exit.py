@@ -15,16 +15,28 @@ ENDS = {
     "end of script": "",
     "exit": "sys.exit(3)",
     "exception": "raise ValueError('end of the script')",
-    "local engine": "del engine",
+    "no reference": "del engine, engines",
 }
+HOSTS = ("process", "thread")
 
 SCRIPT = """
 import os, sys, torch
 from persistkv import Engine
-path, store, host, *prompt = sys.argv[1:]
+path, store, *prompt = sys.argv[1:]
 torch.set_num_threads(1)
-engine = Engine.open(path, store, cpu_bytes="8MiB", host=host)
-engine.generate([int(token) for token in prompt], 40)
+engines = []
+for host in ("process", "thread"):
+    engines.append(Engine.open(path, f"{store}/{host}", cpu_bytes="8MiB", host=host))
+for engine in engines:
+    engine.generate([int(token) for token in prompt], 40)
+"""
+FORKED = """
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+for engine in engines:
+    engine.generate([int(token) ^ 1 for token in prompt], 40)
 """
 
 
@@ -37,65 +49,43 @@ def checkpoint(
     return path
 
 
+def run_script(
+    end: str, checkpoint: Path, prompt: list[int], directory: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run ``SCRIPT`` and the lines ``end`` in a new process."""
+    command = [sys.executable, "-c", SCRIPT + end, str(checkpoint), str(directory)]
+    words = map(str, prompt)
+    return subprocess.run(
+        [*command, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
 @pytest.mark.parametrize(
-    ("host", "end"),
+    "end",
     [
-        ("process", "end of script"),
-        ("thread", "exception"),
-        pytest.param("process", "exit", marks=pytest.mark.slow),
-        pytest.param("process", "exception", marks=pytest.mark.slow),
-        pytest.param("process", "local engine", marks=pytest.mark.slow),
-        pytest.param("thread", "end of script", marks=pytest.mark.slow),
+        "end of script",
+        pytest.param("exit", marks=pytest.mark.slow),
+        pytest.param("exception", marks=pytest.mark.slow),
+        pytest.param("no reference", marks=pytest.mark.slow),
     ],
 )
 def test_script_without_close_keeps_its_context(
-    checkpoint: Path, prompt: list[int], tmp_path: Path, host: str, end: str
+    checkpoint: Path, prompt: list[int], tmp_path: Path, end: str
 ) -> None:
-    script = SCRIPT + ENDS[end]
-    command = [
-        sys.executable,
-        "-c",
-        script,
-        str(checkpoint),
-        str(tmp_path / "kv"),
-        host,
-        *map(str, prompt),
-    ]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == {"exit": 3, "exception": 1}.get(end, 0), (
-        finished.stderr
-    )
-    with persistkv.open_store(tmp_path / "kv") as store:
-        (request,) = store.requests().requests
-    assert request.tokens == len(prompt) + 39
-
-
-FORKED = (
-    SCRIPT
-    + """
-child = os.fork()
-if child == 0:
-    sys.exit(0)
-assert os.waitpid(child, 0)[1] == 0
-engine.generate([int(token) ^ 1 for token in prompt], 40)
-"""
-)
+    done = run_script(ENDS[end], checkpoint, prompt, tmp_path)
+    assert done.returncode == {"exit": 3, "exception": 1}.get(end, 0), done.stderr
+    for host in HOSTS:
+        with persistkv.open_store(tmp_path / host) as store:
+            (request,) = store.requests().requests
+        assert request.tokens == len(prompt) + 39
 
 
 @pytest.mark.slow
 def test_forked_child_that_exits_leaves_engine_open(
     checkpoint: Path, prompt: list[int], tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        FORKED,
-        str(checkpoint),
-        str(tmp_path / "kv"),
-        "process",
-        *map(str, prompt),
-    ]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0, finished.stderr
-    with persistkv.open_store(tmp_path / "kv") as store:
-        assert len(store.requests().requests) == 2
+    done = run_script(FORKED, checkpoint, prompt, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for host in HOSTS:
+        with persistkv.open_store(tmp_path / host) as store:
+            assert len(store.requests().requests) == 2

@@ -193,7 +193,7 @@ time.sleep(600)
         )
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.2, 0.9])
 def test_open_truncated_after_clean_close_quarantines_without_sigbus(
     open_store: Opener, path: Path, filled: bytes, share: float
 ) -> None:
@@ -247,14 +247,14 @@ def test_open_after_transaction_found_damage_quarantines(
 def test_quarantined_stores_remain_until_delete_quarantined(
     open_store: Opener, path: Path, filled: bytes, identity: Identity
 ) -> None:
-    for _ in range(3):
+    for _ in range(2):
         backend = open_store()
         backend.open_namespace(identity)
         backend.close()
         run_killed_writer(path, filled)
         damage_root_page(path)
         open_store().close()
-    assert len(quarantined_copies(path)) == 3
+    assert len(quarantined_copies(path)) == 2
     backend = open_store()
     stats = backend.stats()
     assert stats.quarantined == tuple(map(str, sorted(quarantined_copies(path))))
@@ -314,7 +314,7 @@ def test_open_after_many_killed_writers_keeps_content(
 ) -> None:
     """A writer that is killed repeatedly, for example at its memory limit, does not damage the
     store."""
-    for _ in range(7):
+    for _ in range(3):
         run_killed_writer(path, filled, where="writing")
     backend = open_store()
     assert len(tables(backend, filled)) == 1
@@ -333,7 +333,7 @@ from persistkv_lmdb import database
 database.create_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
-    for _ in range(4):
+    for _ in range(2):
         subprocess.run(
             [sys.executable, "-c", killed_while_opening, f"lmdb://{path}"], check=False
         )
@@ -341,7 +341,7 @@ LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
     assert not quarantined_copies(path)
 
 
-@pytest.mark.parametrize("content", [b"open", b"???", b"clean x", b"\xff" * 40])
+@pytest.mark.parametrize("content", [b"open", b"clean x", b"\xff" * 40])
 def test_open_unreadable_guard_inspects_store(
     open_store: Opener,
     path: Path,

@@ -422,7 +422,7 @@ print(backend.stats().requests, find_faults(backend))
 
 
 @pytest.mark.parametrize("batch", ["delete", "replace"])
-@pytest.mark.parametrize("requests", [500, 3000])
+@pytest.mark.parametrize("requests", [500, pytest.param(3000, marks=pytest.mark.slow)])
 def test_commit_full_disk_deletes_shared_pack(
     tmp_path: Path, placement: str, requests: int, batch: str
 ) -> None:

@@ -53,7 +53,7 @@ pieces = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     cut=pieces,
     bounce=st.sampled_from([1, 3, 16]),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import uuid
@@ -14,6 +15,7 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 import boto3
+import botocore.session
 import pytest
 
 from persistkv.config import StoreUrl
@@ -63,6 +65,15 @@ def credentials(tmp_path: Path) -> Iterator[None]:
     with mock.patch.dict(
         os.environ, {**ACCESS, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     ):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsed_models() -> Iterator[None]:
+    """Let all clients share the parsed description of S3: to parse it takes longer than most
+    tests."""
+    shared = functools.cache(botocore.session.create_loader)
+    with mock.patch.object(botocore.session, "create_loader", shared):
         yield
 
 

@@ -87,7 +87,7 @@ def probes(
     ]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(contexts())
 def test_longest_match_any_context_equals_exhaustive_search(context: Context) -> None:
     groups, present, tokens, start = context
@@ -107,7 +107,7 @@ def test_longest_match_any_context_equals_exhaustive_search(context: Context) ->
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(contexts(), st.integers(1, 40))
 def test_longest_that_fits_any_limit_equals_exhaustive_search(
     context: Context, max_blocks: int

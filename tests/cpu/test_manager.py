@@ -477,7 +477,7 @@ class ARCManagerMachine(ManagerMachine):
 TestLRUManager = ManagerMachine.TestCase
 TestARCManager = ARCManagerMachine.TestCase
 for _case in (TestLRUManager, TestARCManager):
-    _case.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+    _case.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
 
 
 # Methods of the primary tier for other tiers

@@ -17,7 +17,7 @@ from tests.crash.overwrites import BLOCKS, run
 def test_readers_beside_overwriting_writer_get_right_bytes_or_misses(
     tmp_path: Path, placement: str
 ) -> None:
-    (requests, evicted), *readers = run(tmp_path, 15.0, 2, placement)
+    (requests, evicted), *readers = run(tmp_path, 6.0, 2, placement)
     assert evicted > BLOCKS
     assert requests > evicted // BLOCKS
     for loaded, missed in readers:

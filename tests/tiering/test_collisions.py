@@ -177,7 +177,7 @@ def run_histories(
 def test_persistent_tier_colliding_keys_serve_no_wrong_bytes(
     urls: Callable[[int], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_histories(urls, 0, 100, caplog)
+    run_histories(urls, 0, 25, caplog)
 
 
 @pytest.mark.slow
@@ -185,9 +185,7 @@ def test_persistent_tier_colliding_keys_serve_no_wrong_bytes(
 def test_persistent_tier_colliding_keys_many_histories_no_wrong_bytes(
     urls: Callable[[int], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_histories(
-        urls, 1000, int(os.environ.get("PERSISTKV_HISTORIES", "1000")), caplog
-    )
+    run_histories(urls, 1000, int(os.environ.get("PERSISTKV_HISTORIES", "300")), caplog)
 
 
 def test_persistent_tier_collided_block_is_served_after_second_store(

@@ -51,13 +51,18 @@ def kill_a_writer(url: str, first: int, after_s: float) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_acknowledged_pages_survive_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills", [(0.1,), pytest.param((0.05, 0.1, 0.2, 0.4), marks=pytest.mark.slow)]
+)
+def test_acknowledged_pages_survive_kills(
+    tmp_path: Path, kills: tuple[float, ...]
+) -> None:
     url = f"lmdb://{tmp_path}/store?capacity=1GiB"
     acknowledged: list[int] = []
-    for after_s in (0.05, 0.2):
+    for after_s in kills:
         first = max(acknowledged, default=-1) + 2
         acknowledged += kill_a_writer(url, first, after_s)
-    assert len(acknowledged) >= 2
+    assert len(acknowledged) >= len(kills)
     expected, pool = make_pool(), make_pool()
     backend = open_storage(url, pool)
     try:

@@ -29,6 +29,7 @@ def open_engine(gemma: PreTrainedModel) -> Iterator[OpenEngine]:
             "block_size": BLOCK,
             "device_blocks": 64,
             "cpu_bytes": "2MiB",
+            "host": "thread",
         }
         opened.append(Engine.open(chosen or gemma, url, **(defaults | options)))
         return opened[-1]

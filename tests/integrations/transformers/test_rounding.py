@@ -22,9 +22,9 @@ from tests.integrations.transformers.conftest import (
 )
 
 PREFIX = 48
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 PROMPTS = torch.randint(
-    0, 256, (4, 170), generator=torch.Generator().manual_seed(1)
+    0, 256, (2, 170), generator=torch.Generator().manual_seed(1)
 ).tolist()
 
 

@@ -30,7 +30,7 @@ from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.persistent import PersistentTier
 
 ROWS, STRIDE = 24, 4096
-HISTORIES = int(os.environ.get("PERSISTKV_WEIGHT_HISTORIES", "1000"))
+HISTORIES = int(os.environ.get("PERSISTKV_WEIGHT_HISTORIES", "300"))
 """Histories of the slow test."""
 
 
@@ -356,7 +356,7 @@ def test_histories_without_comparison_serve_and_store_wrong_blocks(
         probe._word.answered = probe._word.asked
 
     monkeypatch.setattr(WeightsProbe, "check", answer)
-    counts = run_histories(tmp_path, 40)
+    counts = run_histories(tmp_path, 10)
     assert counts["stale"] > 0
     assert counts["wrong"] > 0
 

@@ -33,7 +33,7 @@ REAL = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(REAL),
     st.lists(
@@ -61,7 +61,7 @@ def test_pack_table_parse_truncated_raises_and_prefix_is_ignored(
     assert PackTable.parse(extra + encoded) == PackTable.parse(encoded)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(REAL), st.data())
 def test_pack_table_parse_forged_table_is_sound_or_raises_corrupt(
     encoded: bytes, data: st.DataObject

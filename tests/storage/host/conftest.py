@@ -23,6 +23,8 @@ from tests.storage.host.medium import Medium
 
 STRIDE = 64 << 10
 NUM_ROWS = 128
+CONTENT = np.random.default_rng(3).integers(0, 256, (NUM_ROWS, STRIDE), dtype=np.uint8)
+"""First content of the rows."""
 
 
 @dataclass
@@ -80,7 +82,7 @@ def hosted() -> Iterator[Hosted]:
     os.ftruncate(fd, STRIDE * NUM_ROWS)
     memory = mmap.mmap(fd, STRIDE * NUM_ROWS)
     array = np.frombuffer(memory, dtype=np.uint8).reshape(NUM_ROWS, STRIDE)
-    array[:] = np.random.default_rng(3).integers(0, 256, array.shape, dtype=np.uint8)
+    array[:] = CONTENT
     everything = Hosted(memory, fd, array)
     yield everything
     for client in everything.clients:

@@ -14,7 +14,7 @@ from persistkv.storage.host.client import StoreClient
 
 BLOCK = 64 << 10
 BOUND = 64 << 20
-TOTAL = 320 << 20
+TOTAL = 160 << 20
 
 
 def anonymous_bytes(client: StoreClient) -> int:

@@ -43,7 +43,7 @@ help:
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-slow   the tests that make test leaves out: lasting faults, many writers, kills"
 	@echo "make test-newest  the tests with the newest release of everything, except torch (a CPU build)"
-	@echo "make test-oldest  a part of the tests with the oldest releases that pyproject.toml allows (4 minutes)"
+	@echo "make test-oldest  a part of the tests with the oldest releases that pyproject.toml allows"
 	@echo "make update-constraints  write today's releases to constraints-dev.txt and constraints-oldest.txt"
 	@echo "make docs        build the site of docs/ and of the API in build/site, and check its links"
 	@echo "make screenshots render the pictures of docs/screens.md from real commands; needs Chromium"
@@ -76,9 +76,10 @@ help:
 
 setup: $(READY)
 
+# Without bytecode: most modules of large packages are never imported, and the others compile at their first import.
 $(READY): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt --editable ".[dev,transformers]"
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --constraint constraints-dev.txt --editable ".[dev,transformers]"
 	@touch $@
 
 demo: setup
@@ -99,13 +100,13 @@ test-newest: install-newest
 install-newest:
 	rm -rf $(NEWEST_VENV)
 	$(PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(TORCH) --editable ".[dev,transformers,docs]"
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) $(TORCH) --editable ".[dev,transformers,docs]"
 
 # What depends on a release of another package: configuration, formats, drivers, commands, models.
 OLDEST_TESTS := tests/test_config.py tests/storage/format tests/storage/test_store.py \
 	tests/backends/lmdb/test_conformance.py tests/backends/s3/test_boto.py tests/backends/s3/test_store.py \
-	tests/backends/s3/test_transport.py tests/tools tests/integrations/transformers \
-	tests/packaging
+	tests/backends/s3/test_transport.py $(wildcard tests/tools/test_*.py) tests/tools/inspect \
+	tests/integrations/transformers tests/packaging
 
 test-oldest: $(OLDEST_VENV)/.ready
 	OMP_WAIT_POLICY=PASSIVE $(OLDEST_VENV)/bin/python $(PYTEST) $(OLDEST_TESTS) $(ARGS)
@@ -113,7 +114,7 @@ test-oldest: $(OLDEST_VENV)/.ready
 $(OLDEST_VENV)/.ready: pyproject.toml constraints-oldest.txt
 	rm -rf $(OLDEST_VENV)
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-oldest.txt --editable ".[test,transformers,s3,metrics]"
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --constraint constraints-oldest.txt --editable ".[test,transformers,s3,metrics]"
 	@touch $@
 
 # Run it with the oldest Python that pyproject.toml allows: newer ones may get releases that it cannot install.
@@ -121,7 +122,7 @@ update-constraints: install-newest
 	$(NEWEST_VENV)/bin/python -m tests.packaging.constraints dev
 	rm -rf $(OLDEST_VENV)
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(TORCH) $$($(NEWEST_VENV)/bin/python -m tests.packaging.constraints lower-bounds) --editable ".[test,transformers,s3,metrics]"
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) $(TORCH) $$($(NEWEST_VENV)/bin/python -m tests.packaging.constraints lower-bounds) --editable ".[test,transformers,s3,metrics]"
 	$(OLDEST_VENV)/bin/python -m tests.packaging.constraints oldest
 
 test-slow: setup
@@ -151,8 +152,8 @@ test-wheel: setup
 	rm -rf dist $(WHEEL_VENV)
 	$(BIN)/python -m pip wheel --quiet $(PIP_FLAGS) --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout pytest-xdist hypothesis boto3 "moto[s3]" flask flask-cors
-	$(WHEEL_VENV)/bin/python $(PYTEST) tests/test_config.py tests/backends/lmdb tests/backends/test_memory.py tests/tools tests/test_without_torch.py
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout pytest-xdist hypothesis boto3 "moto[s3]" flask flask-cors
+	$(WHEEL_VENV)/bin/python $(PYTEST) tests/test_config.py tests/backends/lmdb/test_conformance.py tests/backends/test_memory.py tests/tools tests/test_without_torch.py
 
 test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)
@@ -199,10 +200,10 @@ setup-sglang: $(SGLANG_VENV)/.ready
 
 $(SGLANG_VENV)/.ready: pyproject.toml tests/integrations/sglang/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) $(TORCH)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps sglang==$(SGLANG) torchvision==0.28.0
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --requirement tests/integrations/sglang/requirements.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --editable .
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) $(TORCH)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --no-deps sglang==$(SGLANG) torchvision==0.28.0
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --requirement tests/integrations/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --editable .
 	@touch $@
 
 test-writers: setup

@@ -122,9 +122,31 @@ class SharedNamespace:
         """See ``Backend.commit``."""
         self.open()
         self.follower.use()
+        self._make_room()
         return self._inbox.commit(batch)
 
+    def _make_room(self) -> None:
+        """Evict before a commit if the content exceeds the limit by too much: merges in the
+        background do not keep up with the commits.
+
+        :raises StoreError: the medium failed; nothing may be added.
+        """
+        limits = self._limits.now
+        if not self.merger.is_over(limits):
+            return
+        with self._lock:
+            if not self.merger.evicts(limits):
+                return
+            # another engine may have evicted meanwhile
+            self.follower.look()
+            if self.merger.is_over(limits):
+                self.merger.merge(limits)
+
     # Background work
+
+    def exchange_totals(self) -> None:
+        """Let the next step exchange totals with other namespaces, also if it is idle."""
+        self._limits.due_at = self._medium.clock.monotonic()
 
     def due_at(self) -> float:
         """Return the monotonic time at which ``step`` has something to do."""

@@ -99,6 +99,9 @@ class OpenedNamespaces:
             if name in self._opened or now > abandoned.until:
                 del self._abandoned[name]
                 abandoned.namespace.close()
+            else:
+                # the namespaces in use may grow only by what it has evicted
+                abandoned.namespace.exchange_totals()
         found = self._board.abandoned(self._policy.now())
         if found is None or found in self._opened or found in self._abandoned:
             return

@@ -669,12 +669,36 @@ def test_capacity_holds_for_four_namespaces_and_eight_writers(town: Town) -> Non
     assert min(used[48:]) > 0.8
 
 
-def used_bytes(town: Town) -> int:
+@pytest.mark.slow
+def test_capacity_holds_however_fast_eight_writers_of_four_namespaces_write(
+    town: Town,
+) -> None:
+    """They write 2.4 times the capacity in a minute; then one of them does."""
+    capacity = 1 << 20
+    engines = [town.engine(opens=False, capacity=capacity) for _ in range(8)]
+    namespaces = [engine.open(number % 4) for number, engine in enumerate(engines)]
+    seeds = iter(range(100_000))
+    used: list[float] = []
+    for second in range(170):
+        packs = 32  # of 1.3 KB each
+        writers = engines if second < 100 else engines[:1]
+        for _ in range(packs // len(writers)):
+            for engine, namespace in zip(writers, namespaces, strict=False):
+                engine.store(pack(next(seeds), namespace=namespace))
+            town.run(len(writers) / packs)
+        is_settled = 60 <= second < 100 or second >= 160
+        if is_settled and second % 5 == 0:
+            used.append(used_bytes(town) / capacity)
+    assert max(used) <= 1.05
+    assert min(used) > 0.8
+
+
+def used_bytes(town: Town, namespaces: int = 4) -> int:
     """Return the bytes of all namespaces, as an engine finds them that knows nothing."""
     options = SharedOptions(cache=False, read_only=True)
     engine = Engine(town, options, read_only=True)
     try:
-        for number in range(4):
+        for number in range(namespaces):
             engine.open(number)
         return engine.backend.stats().disk_bytes
     finally:
@@ -689,10 +713,11 @@ def test_namespace_without_engine_is_evicted(town: Town) -> None:
     town.stop(old)
     other = town.engine(opens=False, capacity=1_600_000)
     name = other.open(1)
-    for seed in range(120):
+    for seed in range(360):
         other.store(pack(seed, blocks=2, block_bytes=8192, namespace=name))
         town.run(10)
-    town.run(2400)
+        if seed % 12 == 0:
+            assert used_bytes(town, namespaces=2) <= 1.05 * 1_600_000
     assert len(town.fresh()) < 20
     assert len(other.held(name)) > 60
     town.run(2 * HOUR_S)

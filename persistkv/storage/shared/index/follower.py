@@ -83,12 +83,12 @@ class Follower:
         if now >= self._list_at:
             self._list(now)
         if now >= self._follow_at:
-            self._look(now)
+            self.look()
         elif self._merger is not None and self._merger.is_merge_due():
             # Another engine may have merged the commits. If the medium fails, so does the merge,
             # which is then repeated after a pause.
             with suppress(StoreError):
-                self._look(now)
+                self.look()
 
     def _list(self, now: float) -> None:
         """Read the lists, and the objects in them."""
@@ -110,8 +110,12 @@ class Follower:
         if age_s > _OLD_COMMIT_S:
             self._merger.schedule.plan_merge(now, anyway=age_s > _LEFT_COMMIT_S)
 
-    def _look(self, now: float) -> None:
-        """Read ``latest``, and the objects that it names."""
+    def look(self) -> None:
+        """Read ``latest``, and the objects that it names.
+
+        :raises StoreError: the medium failed.
+        """
+        now = self._clock.monotonic()
         pause_s = max(self._refresh_s, _LEAST_FOLLOW_S)
         if self.is_idle():
             pause_s = max(pause_s, _IDLE_FOLLOW_S)

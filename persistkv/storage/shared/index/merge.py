@@ -59,6 +59,8 @@ _PART_BYTES = 28 << 20  # 28 MiB: of a base
 _LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
 _MOST_SEGMENTS = 64  # that nothing includes: a new reader reads all of them
 _STALE_S = 3600.0  # age of the first list at which a merge or a base is abandoned
+# 1/64 of the capacity: by which each writer of a namespace may exceed it between two merges
+_EXCESS_SHARE = 64
 _EVICTION_STALE_S = 30.0  # age of a plan of evictions at which its merge is abandoned
 _INCLUDED_S = 600.0  # until included objects of the index are deleted
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
@@ -115,6 +117,14 @@ class Merger:
         """Return whether the next ``step`` merges."""
         now = self._clock.monotonic()
         return now >= self.schedule.due_at(now, self._oldest_own())
+
+    def is_over(self, limits: Limits) -> bool:
+        """Return whether the content that is known here exceeds the capacity by more than what
+        engines commit between two merges in the background."""
+        if limits.capacity is None:
+            return False
+        most = limits.capacity + limits.capacity // _EXCESS_SHARE
+        return self._replica.disk_bytes() > most
 
     def step(self, limits: Limits) -> None:
         """Merge, write a base, and delete blobs, each if it is due."""
@@ -181,9 +191,13 @@ class Merger:
 
     def check_limits(self, limits: Limits) -> None:
         """Plan a merge if content has expired or exceeds the capacity: also without commits."""
-        removals = self._plan_eviction(limits)
-        if removals.packs or removals.manifests:
+        if self.evicts(limits):
             self.schedule.plan_merge(self._clock.monotonic())
+
+    def evicts(self, limits: Limits) -> bool:
+        """Return whether a merge now would evict anything: pinned content stays."""
+        removals = self._plan_eviction(limits)
+        return bool(removals.packs or removals.manifests)
 
     # Merges
 

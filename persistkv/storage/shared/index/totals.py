@@ -30,6 +30,8 @@ TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0
 _ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
 _POINTS = 64
 _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
+# 1/64 of the capacity: totals are exchanged when the namespace has grown by it
+_GROWTH_SHARE = 64
 _DIGITS = re.compile("[0-9a-f]{32}")  # id of a namespace in the name of its totals
 # names in a list of S3: of more totals, a part of the minutes reads the list
 _PER_MINUTE = 1000
@@ -54,6 +56,13 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def newer_than(self, time: float) -> int:
         """Return the bytes that were last used after a time."""
         return self.num_bytes - self.used_until(time)
+
+    def later(self, seconds: float) -> Totals:
+        """Return totals whose content has the same ages some seconds later."""
+        ages: list[tuple[float, int]] = []
+        for time, until in self.ages:
+            ages.append((time + seconds, until))
+        return Totals(self.num_bytes, ages)
 
 
 class TotalsBoard:
@@ -143,21 +152,41 @@ class TotalsBoard:
         """Return the limits of a namespace until the next exchange.
 
         The namespaces share the free space equally. A part of the capacity is kept free, so that a
-        growing namespace evicts the oldest content of the store, and not only its own.
+        growing namespace evicts the oldest content of the store, and not only its own. What others
+        will evict is not free before their totals show it: meanwhile, each namespace of a store
+        that exceeds its capacity gives up an equal part, whatever its age.
         """
-        if policy.capacity is None:
+        capacity = policy.capacity
+        if capacity is None:
             return Limits(None, policy.ttl_s)
-        others = {name: totals for name, (_, totals) in self._others.items()}
-        others.pop(namespace, None)
         mine = self._own.get(namespace)
+        others = self._present_others(namespace)
         if mine is None or not others:
-            return Limits(policy.capacity, policy.ttl_s)
-        everything = [mine, *others.values()]
-        horizon = _horizon(everything, policy.capacity)
-        used = sum(totals.newer_than(horizon) for totals in everything)
-        share = max(0, policy.capacity - used) // len(everything)
-        capacity = mine.newer_than(horizon) + share
-        return Limits(capacity, policy.ttl_s, horizon)
+            return Limits(capacity, policy.ttl_s)
+        everything = [mine, *others]
+        horizon = _horizon(everything, capacity)
+        used = sum(totals.num_bytes for totals in everything)
+        kept = mine.newer_than(horizon)
+        if used > capacity:
+            kept = min(kept, mine.num_bytes * capacity // used)
+        share = max(0, capacity - used) // len(everything)
+        return Limits(kept + share, policy.ttl_s, horizon)
+
+    def _present_others(self, namespace: bytes) -> list[Totals]:
+        """Return the totals of all namespaces but one, as they probably are now.
+
+        While engines use a namespace, new content replaces old: at equal rates, its ages stay. If
+        ages of different times were compared, each engine would find its own content the newest.
+        """
+        now = self._medium.time.now()
+        others: list[Totals] = []
+        for name, (written, totals) in self._others.items():
+            age_s = now - written
+            if name == namespace:
+                continue
+            is_in_use = 0 < age_s <= TOTALS_S
+            others.append(totals.later(age_s) if is_in_use else totals)
+        return others
 
     def abandoned(self, policy: Policy) -> bytes | None:
         """Return a namespace that no engine uses, and that has content to evict or to expire; None:
@@ -193,15 +222,25 @@ class NamespaceLimits:
         self.now = Limits(None, None)
         """The present limits."""
         self.due_at = math.inf
-        """Monotonic time of the next ``refresh``."""
+        """Monotonic time of the next ``refresh``, unless the namespace grows much before."""
+        self._known_bytes = 0
+        """Bytes of the namespace at the last refresh."""
 
     def start(self) -> None:
         """Plan the first refresh, after the index was read."""
         self.due_at = self._clock.monotonic() + TOTALS_S * self._clock.random.random()
+        self._known_bytes = self._replica.disk_bytes()
 
     def is_due(self, policy: Policy) -> bool:
-        """Return whether it is time for a refresh; a new policy acts at once."""
-        return self._clock.monotonic() >= self.due_at or policy != self._policy
+        """Return whether it is time for a refresh; a new policy and fast growth act at once."""
+        is_time = self._clock.monotonic() >= self.due_at
+        return is_time or policy != self._policy or self._has_grown(policy)
+
+    def _has_grown(self, policy: Policy) -> bool:
+        if policy.capacity is None:
+            return False
+        growth = self._replica.disk_bytes() - self._known_bytes
+        return growth > policy.capacity // _GROWTH_SHARE
 
     def refresh(self, policy: Policy, *, is_idle: bool) -> None:
         """Exchange totals with the other namespaces, if anything is limited. If the medium fails,
@@ -210,6 +249,7 @@ class NamespaceLimits:
         pause_s = IDLE_TOTALS_S if is_idle else TOTALS_S
         self.due_at = self._clock.monotonic() + pause_s
         self._policy = policy
+        self._known_bytes = self._replica.disk_bytes()
         namespace = self._replica.namespace
         if policy.capacity is not None or policy.ttl_s is not None:
             try:

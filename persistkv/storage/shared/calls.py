@@ -62,7 +62,8 @@ class Calls:
         are in memory."""
         for start in range(0, len(things), self._connections):
             some = things[start : start + self._connections]
-            yield from zip(some, self.all(call, some), strict=True)
+            results = self.all(call, some)
+            yield from zip(some, results, strict=True)
 
     def close(self) -> None:
         """End the threads; calls that hang are left behind. Idempotent."""
@@ -113,7 +114,8 @@ class Medium:
             raise StoreError(
                 f"{name}: {len(data)} bytes are more than the {limit} that readers accept"
             )
-        return BlobInfo(name, len(data), self.put(name, [data]))
+        written = self.put(name, [data])
+        return BlobInfo(name, len(data), written)
 
     def whole(self, name: str, limit: int) -> bytearray:
         """Return the content of a blob of at most ``limit`` bytes.
@@ -126,10 +128,13 @@ class Medium:
         def grow() -> Iterator[memoryview]:
             """Yield buffers of growing length: the limit is often much larger than the blob."""
             left = limit + 1
+            length = _FIRST_BYTES
             while left:
-                buffers.append(bytearray(min(left, _FIRST_BYTES << len(buffers))))
-                left -= len(buffers[-1])
-                yield memoryview(buffers[-1])
+                buffer = bytearray(min(left, length))
+                buffers.append(buffer)
+                left -= len(buffer)
+                length *= 2
+                yield memoryview(buffer)
 
         length = self.blobs.read(name, 0, limit + 1, grow())
         if length > limit:
@@ -172,13 +177,15 @@ class Medium:
 
     def _list(self, prefix: str) -> list[BlobInfo]:
         found = list(self.blobs.list(prefix))
-        self.time.learn_least(max((info.time for info in found), default=0.0))
+        times = [info.time for info in found]
+        self.time.learn_least(max(times, default=0.0))
         return found
 
     def exists(self, name: str) -> bool:
         """Return whether there is a blob with this name."""
+        byte = memoryview(bytearray(1))
         try:
-            self.blobs.read(name, 0, 1, iter([memoryview(bytearray(1))]))
+            self.blobs.read(name, 0, 1, iter([byte]))
         except BlobMissingError:
             return False
         return True

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -37,6 +37,7 @@ MAX_SMALL_BYTES = 256 << 10  # 256 KiB: identities, policy, notes, statuses, ``l
 MAX_VERSION = 1 << 62
 LATEST_TIME = float(1 << 40)  # seconds since the epoch; far beyond any clock
 BASE_LEVEL = 1 << 16  # least level of a base
+_MAX_MILLISECONDS = (1 << 48) - 1  # 12 digits in names
 
 _HEADER = struct.Struct("<8sI")
 _MAGIC = b"PKVINDEX"
@@ -163,22 +164,26 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         """Return the delta with all times limited to that of the object that carries it. A writer
         with a wrong clock can then not make its packs older or younger than they are.
         """
-        replace = msgspec.structs.replace
-        packs = [replace(pack, time=min(pack.time, latest)) for pack in self.packs]
-        uses = [replace(use, time=min(use.time, latest)) for use in self.uses]
-        removed = [replace(end, time=min(end.time, latest)) for end in self.removed]
-        manifests: list[ManifestEntry] = []
-        for entry in self.manifests:
-            manifests.append(replace(entry, time=min(entry.time, latest)))
-        dropped = [replace(end, time=min(end.time, latest)) for end in self.dropped]
-        return replace(
+        return msgspec.structs.replace(
             self,
-            packs=packs,
-            uses=uses,
-            removed=removed,
-            manifests=manifests,
-            dropped=dropped,
+            packs=_clamped(self.packs, latest),
+            uses=_clamped(self.uses, latest),
+            removed=_clamped(self.removed, latest),
+            manifests=_clamped(self.manifests, latest),
+            dropped=_clamped(self.dropped, latest),
         )
+
+
+Timed = TypeVar("Timed", PackEntry, UseEntry, Tombstone, ManifestEntry, Dropped)
+
+
+def _clamped(entries: Iterable[Timed], latest: float) -> list[Timed]:
+    """Return entries with their times limited to ``latest``."""
+    found: list[Timed] = []
+    for entry in entries:
+        time = min(entry.time, latest)
+        found.append(msgspec.structs.replace(entry, time=time))
+    return found
 
 
 class Latest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -234,8 +239,10 @@ def unseal(
     if authenticator.key_id:
         content = bytes(authenticator.opened(namespace, name, view))
     else:
-        content = bytes(view[: max(0, len(view) - _CHECKSUM_BYTES)])
-        if bytes(view[len(content) :]) != _checksum(name, content):
+        length = max(0, len(view) - _CHECKSUM_BYTES)
+        content = bytes(view[:length])
+        checksum = bytes(view[length:])
+        if checksum != _checksum(name, content):
             raise CorruptPackError("index object", "its checksum does not match")
     if len(content) < _HEADER.size:
         raise CorruptPackError("index object", f"{len(content)} bytes")
@@ -283,9 +290,8 @@ def decode_latest(body: bytes) -> Latest:
 
 def split_ids(joined: bytes) -> list[bytes]:
     """Return the pack ids in their concatenation."""
-    return [
-        joined[start : start + ID_BYTES] for start in range(0, len(joined), ID_BYTES)
-    ]
+    starts = range(0, len(joined), ID_BYTES)
+    return [joined[start : start + ID_BYTES] for start in starts]
 
 
 def _checksum(name: str, content: bytes) -> bytes:
@@ -373,11 +379,11 @@ class IndexName(NamedTuple):
 @lru_cache(maxsize=4096)  # ``latest`` names the same objects many times
 def _parse_index(name: str) -> IndexName | None:
     found = _INDEX.fullmatch(name)
-    return (
-        None
-        if found is None
-        else IndexName(int(found[1], 16), int(found[2], 16) / 1000)
-    )
+    if found is None:
+        return None
+    level = int(found[1], 16)
+    milliseconds = int(found[2], 16)
+    return IndexName(level, milliseconds / 1000)
 
 
 class Names:
@@ -397,12 +403,17 @@ class Names:
 
     def pack(self, name: bytes) -> str:
         """Return the name of the blob of a pack, whose pack id and nonce are ``name``."""
-        return f"{self.packs}{name[:ID_BYTES].hex()}-{name[ID_BYTES:].hex()}"
+        pack_id = name[:ID_BYTES].hex()
+        nonce = name[ID_BYTES:].hex()
+        return f"{self.packs}{pack_id}-{nonce}"
 
     def pack_name(self, blob: str) -> bytes | None:
         """Return pack id and nonce in the name of a pack's blob; None: it is no such name."""
         found = _PACK.fullmatch(blob.removeprefix(self.packs))
-        return None if found is None else bytes.fromhex(found[1] + found[2])
+        if found is None:
+            return None
+        pack_id, nonce = found.groups()
+        return bytes.fromhex(pack_id + nonce)
 
     def keys_blob(self, nonce: bytes) -> str:
         return f"{self.keys}{nonce.hex()}"
@@ -417,24 +428,26 @@ class Names:
         return f"{self.inbox}{random.randbytes(NONCE_BYTES).hex()}"
 
     def new_index(self, level: int, time: float, random: Random) -> str:
-        milliseconds = min(max(0, int(1000 * time)), (1 << 48) - 1)
-        return f"{self.index}{level:08x}-{milliseconds:012x}-{random.randbytes(NONCE_BYTES).hex()}"
+        milliseconds = max(0, int(1000 * time))
+        milliseconds = min(milliseconds, _MAX_MILLISECONDS)
+        nonce = random.randbytes(NONCE_BYTES)
+        return f"{self.index}{level:08x}-{milliseconds:012x}-{nonce.hex()}"
 
     def index_name(self, blob: str) -> IndexName | None:
         """Return the parts of the name of an object in ``index/``; None: it is no such name."""
         return _parse_index(blob.removeprefix(self.index))
 
     def is_commit(self, blob: str) -> bool:
-        return (
-            blob.startswith(self.inbox)
-            and _HEX.fullmatch(blob[len(self.inbox) :]) is not None
-        )
+        if not blob.startswith(self.inbox):
+            return False
+        nonce = blob[len(self.inbox) :]
+        return _HEX.fullmatch(nonce) is not None
 
     def is_object(self, blob: str) -> bool:
         """Return whether a name is that of a commit or of an object in ``index/``."""
-        return self.is_commit(blob) or (
-            blob.startswith(self.index) and self.index_name(blob) is not None
-        )
+        if blob.startswith(self.index):
+            return self.index_name(blob) is not None
+        return self.is_commit(blob)
 
 
 class StoreNames:

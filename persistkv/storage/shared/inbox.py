@@ -37,7 +37,7 @@ from persistkv.storage.shared.format import (
     encode_delta,
     union,
 )
-from persistkv.storage.shared.index.merge import Merger
+from persistkv.storage.shared.index.merge import Merger, OwnCommit
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.packs import PackBlobs, Upload
 from persistkv.storage.shared.replica import CommitPlan, KeysPlace, Replica
@@ -93,23 +93,17 @@ class Inbox:
         if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
         used = _used_packs(batch, plan)
-        removals = plan.removals
-        changes = (
-            plan.missing,
-            batch.manifests,
-            plan.pins,
-            removals.packs,
-            removals.manifests,
-        )
-        if not any(changes):
+        if not _changes_anything(batch, plan):
             self._touch(used)
             return CommitResult(plan.cursor)
 
+        removals = plan.removals
         start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
         # the packs may be gone: it does not even name them
         self._check_age(start, start.medium)
-        start = start._replace(medium=min(start.medium, upload.first))
+        first = min(start.medium, upload.first)
+        start = start._replace(medium=first)
         delta = self._delta(batch, plan, upload, used)
         before, after = self._publish(delta, start)
         self._merger.deletions.add_packs(removals.packs)
@@ -118,7 +112,8 @@ class Inbox:
 
     def _start(self) -> _Start:
         medium = self._medium.time.now() or LATEST_TIME
-        return _Start(medium, self._clock.monotonic(), self._clock.wall())
+        clock = self._clock
+        return _Start(medium, clock.monotonic(), clock.wall())
 
     def _check_age(self, start: _Start, written: float) -> None:
         """Raise a StoreError if any clock shows that a commit takes too long. The medium's may be
@@ -126,12 +121,11 @@ class Inbox:
 
         :param written: time of a request of the commit, on the medium's clock.
         """
-        seconds = max(
-            written - start.medium,
-            self._clock.monotonic() - start.monotonic,
-            self._clock.wall() - start.wall,
-        )
-        if seconds > _MOST_COMMIT_S:
+        clock = self._clock
+        on_medium_s = written - start.medium
+        monotonic_s = clock.monotonic() - start.monotonic
+        wall_s = clock.wall() - start.wall
+        if max(on_medium_s, monotonic_s, wall_s) > _MOST_COMMIT_S:
             raise StoreError("the commit took more than 12 hours and does not count")
 
     def _delta(
@@ -152,27 +146,33 @@ class Inbox:
         named = dict.fromkeys(used)
         for write in batch.manifests:
             named.update(dict.fromkeys(write.packs))
-        uses = [UseEntry(now, b"".join(named))] if named else []
+        uses: list[UseEntry] = []
+        if named:
+            uses.append(UseEntry(now, b"".join(named)))
 
         digests = [self._digest(write) for write in batch.manifests]
         digests += [digest for digest, _ in plan.pins]
         versions = self._replica.versions(digests)
         manifests: list[ManifestEntry] = []
-        for write, place in zip(batch.manifests, upload.places, strict=True):
+        written = zip(batch.manifests, upload.places, strict=True)
+        for write, place in written:
             digest = self._digest(write)
             versions[digest] += 1
-            manifests.append(
-                _manifest_entry(write, place, digest, versions[digest], now)
-            )
+            version = versions[digest]
+            manifest = _manifest_entry(write, place, digest, version, now)
+            manifests.append(manifest)
+        # after the manifests: a pin has a later version than the write that it follows
         pins: list[Pin] = []
         for digest, pinned in plan.pins:
             versions[digest] += 1
             pins.append(Pin(digest, versions[digest], pinned))
         content = Delta(packs, uses, manifests=manifests, pins=pins)
-        return union([content, self._merger.tombstones(plan.removals)], ())
+        removals = self._merger.tombstones(plan.removals)
+        return union([content, removals], ())
 
     def _digest(self, write: ManifestWrite) -> bytes:
-        return manifest_row(self._replica.namespace, write.manifest.id)[ID_BYTES:]
+        row = manifest_row(self._replica.namespace, write.manifest.id)
+        return row[ID_BYTES:]
 
     def _publish(self, delta: Delta, start: _Start) -> tuple[bytes, bytes]:
         """Write a commit to the inbox, with the waiting uses, and apply it; return the cursors
@@ -191,7 +191,8 @@ class Inbox:
         publishing = self._reader.publishing
         publishing.add(name)
         try:
-            written = self._medium.put_sealed(name, body, self._replica.namespace).time
+            namespace = self._replica.namespace
+            written = self._medium.put_sealed(name, body, namespace).time
             self._check_age(start, written)
             latest = max(written, self._medium.time.time_of_use())
             delta = delta.clamped(latest + ROUNDING_S)
@@ -199,7 +200,7 @@ class Inbox:
         finally:
             publishing.discard(name)
         now = self._clock.monotonic()
-        self._merger.own[name] = (now, delta)
+        self._merger.own[name] = OwnCommit(now, delta)
         self._merger.schedule.note_commit(now)
         self._published_at = now
         self._forget_published(uses, lost)
@@ -221,9 +222,11 @@ class Inbox:
         """Record a use of packs, for the next commit. Publish uses that have waited for long."""
         now = self._medium.time.time_of_use()
         for pack_id in self._replica.held(pack_ids):
+            # to the end: they are in the order of their times
             self._uses.pop(pack_id, None)
             self._uses[pack_id] = now
-        if self._uses and self._clock.monotonic() - self._published_at >= self._touch_s:
+        waited_s = self._clock.monotonic() - self._published_at
+        if self._uses and waited_s >= self._touch_s:
             self.write_uses()
 
     def write_uses(self) -> None:
@@ -238,7 +241,21 @@ class Inbox:
         """
         now = self._medium.time.time_of_use() or LATEST_TIME
         self._lost[name] = now
-        self._replica.apply([("", Delta(removed=[Tombstone(name, now)]))])
+        removal = Delta(removed=[Tombstone(name, now)])
+        self._replica.apply([("", removal)])
+
+
+def _changes_anything(batch: CommitBatch, plan: CommitPlan) -> bool:
+    """Return whether a commit is necessary: uses alone wait for the next one."""
+    removals = plan.removals
+    changes = (
+        plan.missing,
+        batch.manifests,
+        plan.pins,
+        removals.packs,
+        removals.manifests,
+    )
+    return any(changes)
 
 
 def _used_packs(batch: CommitBatch, plan: CommitPlan) -> list[bytes]:
@@ -252,10 +269,16 @@ def _used_packs(batch: CommitBatch, plan: CommitPlan) -> list[bytes]:
 def _manifest_entry(
     write: ManifestWrite, place: KeysPlace, digest: bytes, version: int, time: float
 ) -> ManifestEntry:
-    head = encode_manifest(write.manifest)
-    packs = b"".join(dict.fromkeys(write.packs))
+    packs = dict.fromkeys(write.packs)
     return ManifestEntry(
-        digest, version, time, head, packs, place.nonce, place.offset, place.length
+        digest=digest,
+        version=version,
+        time=time,
+        head=encode_manifest(write.manifest),
+        packs=b"".join(packs),
+        keys=place.nonce,
+        offset=place.offset,
+        length=place.length,
     )
 
 
@@ -266,7 +289,8 @@ def _waiting(uses: Mapping[bytes, float], lost: Mapping[bytes, float]) -> Delta:
     :param lost: name → time.
     """
     joined: list[UseEntry] = []
-    for time, pack_ids in groupby(uses, key=uses.__getitem__):
+    by_time = groupby(uses, key=uses.__getitem__)
+    for time, pack_ids in by_time:
         joined.append(UseEntry(time, b"".join(pack_ids)))
     removed = [Tombstone(name, time) for name, time in lost.items()]
     return Delta(uses=joined, removed=removed)

@@ -203,12 +203,13 @@ class SharedNamespace:
         """See ``Backend.merge_state``."""
         with self._lock:
             infos = self._medium.listed(self._names.inbox)
-            commits = [info for info in infos if self._names.is_commit(info.name)]
             latest = self.reader.follow()
-        oldest = min((info.time for info in commits), default=None)
+        times = [info.time for info in infos if self._names.is_commit(info.name)]
+        oldest = min(times, default=None)
         if latest is None:
-            return MergeState(len(commits), oldest, None, None)
-        return MergeState(len(commits), oldest, latest.writer.hex(), latest.time)
+            return MergeState(len(times), oldest, None, None)
+        writer = latest.writer.hex()
+        return MergeState(len(times), oldest, writer, latest.time)
 
     def index_file(self) -> Path:
         """Return the path of the file for an engine's index (``Backend.index_file``)."""

@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
@@ -123,7 +124,8 @@ class PackBlobs:
 
         def put(pack: NewPack | None) -> tuple[float, PackEntry | None]:
             if pack is None:
-                return self._medium.put(self._names.keys_blob(nonce), pieces), None
+                blob = self._names.keys_blob(nonce)
+                return self._medium.put(blob, pieces), None
             with budget.reserved(pack):
                 return self._upload_pack(pack)
 
@@ -149,9 +151,8 @@ class PackBlobs:
         body = tags + pack.table.encode()
         # The table behind the payload describes the pack, so that a rebuild can find it without the
         # index.
-        time = self._medium.put(
-            self._names.pack(pack.pack_id + nonce), [*payload, body]
-        )
+        blob = self._names.pack(pack.pack_id + nonce)
+        time = self._medium.put(blob, [*payload, body])
         return time, PackEntry(pack.pack_id, nonce, body, time)
 
     # Reads
@@ -159,9 +160,10 @@ class PackBlobs:
     def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
         """See ``Backend.read``."""
         filled = [False] * len(spans)
+        fetch = partial(self._fetch, filled=filled)
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, filled, None)
-            self._medium.loads.all(lambda run: self._fetch(run, filled), ranges)
+            self._medium.loads.all(fetch, ranges)
             if all(filled) or not self._have_other_blobs(ranges):
                 break
         return filled
@@ -171,28 +173,28 @@ class PackBlobs:
         authentic frames."""
         if not self._medium.authenticator.key_id:
             if self._fill(run, None):
-                for index, _, _ in run.spans:
-                    filled[index] = True
+                for span in run.spans:
+                    filled[span.number] = True
             return
         frames = run.widen()
         if not self._fill(run, None):
             return
         forged = self._forged(run, frames)
-        for index, start, end in run.spans:
-            is_forged = any(
-                frame.offset < end and start < _end(frame) for frame in forged
-            )
-            filled[index] = not is_forged
+        for span in run.spans:
+            is_forged = any(span.overlaps(frame) for frame in forged)
+            filled[span.number] = not is_forged
 
     def _forged(self, run: _Range, frames: Sequence[tuple[int, Frame]]) -> list[Frame]:
         """Return the frames of a range that are not authentic.
 
         :param frames: (index in pack, frame) of all frames of the range.
         """
-        is_ours = self._medium.authenticator.frame_check(run.held.table, run.held.tags)
+        held = run.held
+        is_ours = self._medium.authenticator.frame_check(held.table, held.tags)
         places: list[tuple[int, int]] = []
         for _, frame in frames:
-            places.append((frame.offset - run.start, frame.stored_length))
+            offset = frame.offset - run.start
+            places.append((offset, frame.stored_length))
         contents = slices(run.buffers, places)
         forged: list[Frame] = []
         for (number, frame), stored in zip(frames, contents, strict=True):
@@ -205,23 +207,25 @@ class PackBlobs:
         blob holds it."""
         before = {run.pack_id: run.held.nonce for run in ranges}
         now = self._replica.blobs(before)
-        return any(blob.nonce != before[pack_id] for pack_id, blob in now.items())
+        blobs = now.items()
+        return any(blob.nonce != before[pack_id] for pack_id, blob in blobs)
 
     def read_frames(
         self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take
     ) -> None:
         """See ``Backend.read_frames``."""
-        spans = [
-            ReadSpan(pack_id, frame.offset, [buffer[: frame.stored_length]])
-            for frame in frames
-        ]
+        spans: list[ReadSpan] = []
+        for frame in frames:
+            start = buffer[: frame.stored_length]
+            spans.append(ReadSpan(pack_id, frame.offset, [start]))
         # receives the bytes of all gaps
         gap = memoryview(bytearray(max(1, self._gap_bytes)))
         is_read = [False] * len(spans)
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, is_read, gap)
             for run in ranges:
-                if not self._fill(run, self._checked(run, frames, is_read, take)):
+                checked = self._checked(run, frames, is_read, take)
+                if not self._fill(run, checked):
                     break
             if all(is_read) or not self._have_other_blobs(ranges):
                 break
@@ -231,14 +235,16 @@ class PackBlobs:
     ) -> Take:
         """Return a function of the index of a full buffer, which passes authentic frames to
         ``take``, and marks them as read."""
-        offsets = [frame.offset for frame in run.held.table.frames]
-        is_ours = self._medium.authenticator.frame_check(run.held.table, run.held.tags)
+        held = run.held
+        offsets = [frame.offset for frame in held.table.frames]
+        is_ours = self._medium.authenticator.frame_check(held.table, held.tags)
 
         def check(number: int, stored: memoryview) -> None:
             index = run.first_buffers.get(number)
             if index is None:
                 return
-            if is_ours(bisect_left(offsets, frames[index].offset), [stored]):
+            place = bisect_left(offsets, frames[index].offset)
+            if is_ours(place, [stored]):
                 take(index, stored)
                 is_read[index] = True
 
@@ -247,23 +253,28 @@ class PackBlobs:
     def _fill(self, run: _Range, take: Take | None) -> bool:
         """Read the range of a run; return False if its blob is missing or too short."""
         name = run.pack_id + run.held.nonce
+        blob = self._names.pack(name)
         length = run.end - run.start
+        buffers = _followed(run.buffers, take)
+        is_missing = False
         try:
-            done = self._medium.blobs.read(
-                self._names.pack(name), run.start, length, _followed(run.buffers, take)
-            )
+            done = self._medium.blobs.read(blob, run.start, length, buffers)
             if done == length:
                 return True
         except BlobMissingError:
-            done = -1
-        # In a directory that is not mounted at present, every blob is missing. A blob that is too
-        # short was changed.
-        is_lost = self._medium.exists(self._medium.names.policy) and (
-            done >= 0 or not self._medium.exists(self._names.pack(name))
-        )
-        if is_lost:
+            is_missing = True
+        # a blob that is too short was changed: it counts as missing
+        if self._is_lost(blob, is_missing=is_missing):
             self._on_missing(name)
         return False
+
+    def _is_lost(self, blob: str, *, is_missing: bool) -> bool:
+        """Return whether a pack whose read has failed is gone. In a directory that is not mounted
+        at present, every blob is missing."""
+        medium = self._medium
+        if not medium.exists(medium.names.policy):
+            return False
+        return not is_missing or not medium.exists(blob)
 
     def _ranges(
         self, spans: Sequence[ReadSpan], filled: list[bool], gap: memoryview | None
@@ -281,12 +292,14 @@ class PackBlobs:
             if filled[index] or blob is None:
                 continue
             length = sum(buffer.nbytes for buffer in span.buffers)
-            if span.offset + length > blob.table.payload_length:
+            end = span.offset + length
+            if end > blob.table.payload_length:
                 continue
             if not length:
                 filled[index] = True
                 continue
-            if not ranges or not ranges[-1].is_followed_by(span, self._gap_bytes):
+            is_new = not ranges or not ranges[-1].is_followed_by(span, self._gap_bytes)
+            if is_new:
                 ranges.append(_Range(span.pack_id, blob, span.offset, gap))
             ranges[-1].add(index, span, length)
         return ranges
@@ -315,6 +328,19 @@ class PackBlobs:
             return None
 
 
+class _Requested(NamedTuple):
+    """Place of a requested span in the payload of a pack."""
+
+    number: int
+    """Index among the requested spans."""
+    start: int
+    end: int
+    """Offset after the last byte."""
+
+    def overlaps(self, frame: Frame) -> bool:
+        return frame.offset < self.end and self.start < _end(frame)
+
+
 class _Range:
     """One read of bytes ``start`` to ``end`` (exclusive) of a pack's blob. The range is empty at
     first."""
@@ -327,15 +353,14 @@ class _Range:
         self.start = self.end = start
         self._gap = gap
         self.buffers: list[memoryview] = []
-        self.spans: list[tuple[int, int, int]] = []
-        """(index among the requested spans, offset of the first byte in the payload, offset after
-        the last byte)."""
+        self.spans: list[_Requested] = []
         self.first_buffers: dict[int, int] = {}
         """Index of a span's first buffer → index of the span."""
 
     def is_followed_by(self, span: ReadSpan, gap_bytes: int) -> bool:
         """Return whether a span is in the same pack, at most ``gap_bytes`` behind the range."""
-        return span.pack_id == self.pack_id and 0 <= span.offset - self.end <= gap_bytes
+        gap = span.offset - self.end
+        return span.pack_id == self.pack_id and 0 <= gap <= gap_bytes
 
     def add(self, index: int, span: ReadSpan, length: int) -> None:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
@@ -344,17 +369,16 @@ class _Range:
         self.first_buffers[len(self.buffers)] = index
         self.buffers += [buffer.cast("B") for buffer in span.buffers]
         self.end = span.offset + length
-        self.spans.append((index, span.offset, self.end))
+        self.spans.append(_Requested(index, span.offset, self.end))
 
     def _skip(self, length: int) -> None:
-        if length > 0:
-            new = (
-                memoryview(bytearray(length))
-                if self._gap is None
-                else self._gap[:length]
-            )
-            self.buffers.append(new)
-            self.end += length
+        if length <= 0:
+            return
+        memory = self._gap
+        if memory is None:
+            memory = memoryview(bytearray(length))
+        self.buffers.append(memory[:length])
+        self.end += length
 
     def widen(self) -> list[tuple[int, Frame]]:
         """Extend the range to whole frames, to verify their tags; return (index in pack, frame) of
@@ -362,16 +386,15 @@ class _Range:
         table = self.held.table.frames
         offsets = [frame.offset for frame in table]
         first = bisect_right(offsets, self.start) - 1
-        frames = [
-            (number, table[number])
-            for number in range(first, bisect_left(offsets, self.end))
-        ]
-        before = self.start - frames[0][1].offset
+        after_last = bisect_left(offsets, self.end)
+        before = self.start - table[first].offset
         if before:
-            self.buffers.insert(0, memoryview(bytearray(before)))
+            memory = memoryview(bytearray(before))
+            self.buffers.insert(0, memory)
             self.start -= before
-        self._skip(_end(frames[-1][1]) - self.end)
-        return frames
+        last_end = _end(table[after_last - 1])
+        self._skip(last_end - self.end)
+        return [(number, table[number]) for number in range(first, after_last)]
 
 
 def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:

@@ -55,9 +55,9 @@ class Identities:
         :raises StoreError: the medium failed, now or during the iteration.
         """
         infos = self._medium.listed(self._names.identities)
-        infos.sort(key=lambda info: -info.time)
+        newest_first = sorted(infos, key=lambda info: -info.time)
         names: list[bytes] = []
-        for info in infos:
+        for info in newest_first:
             name = self._names.parse_identity(info.name)
             if name is not None:
                 names.append(name)
@@ -78,7 +78,8 @@ class Identities:
 
         :raises StoreError: the medium failed; the rest is written later.
         """
-        for name, namespace in list(self._unwritten.items()):
+        unwritten = list(self._unwritten.items())
+        for name, namespace in unwritten:
             body = encode_namespace(namespace)
             blob = self._names.identity(name)
             self._medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
@@ -114,13 +115,16 @@ class Statuses:
         """Delete what killed engines have left."""
         oldest = self._medium.time.now() - _STATUS_KEPT_S
         infos = self._medium.listed(self._prefix)
-        self._medium.blobs.delete([info.name for info in infos if info.time < oldest])
+        old = [info.name for info in infos if info.time < oldest]
+        self._medium.blobs.delete(old)
 
     def all(self) -> dict[str, bytes]:
         """Return the statuses by the names of the engines."""
         found: dict[str, bytes] = {}
-        for info in self._medium.listed(self._prefix):
+        infos = self._medium.listed(self._prefix)
+        for info in infos:
+            engine = info.name.removeprefix(self._prefix)
             with suppress(BlobMissingError, CorruptPackError):
                 row = self._medium.whole(info.name, MAX_SMALL_BYTES)
-                found[info.name.removeprefix(self._prefix)] = bytes(row)
+                found[engine] = bytes(row)
         return found

@@ -34,19 +34,25 @@ class Deletions:
     def add_packs(self, names: Sequence[bytes]) -> None:
         """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
         blobs = [self._names.pack(name) for name in names]
-        if blobs and len(self._waiting) < _MOST_DUE:
-            heappush(self._waiting, (self._clock.monotonic() + _TOMBSTONE_S, blobs))
+        if not blobs or len(self._waiting) >= _MOST_DUE:
+            return
+        due_at = self._clock.monotonic() + _TOMBSTONE_S
+        heappush(self._waiting, (due_at, blobs))
 
     def due_at(self) -> float:
         """Return the monotonic time of the next deletion; infinity: none waits."""
-        return self._waiting[0][0] if self._waiting else math.inf
+        if not self._waiting:
+            return math.inf
+        due_at, _ = self._waiting[0]
+        return due_at
 
     def step(self) -> None:
         """Delete the blobs that are due. Failures are only logged."""
         now = self._clock.monotonic()
         blobs: list[str] = []
         while self.due_at() <= now:
-            blobs += heappop(self._waiting)[1]
+            _, due = heappop(self._waiting)
+            blobs += due
         self.delete(blobs)
 
     def delete(self, blobs: Sequence[str]) -> None:

@@ -56,7 +56,8 @@ class Follower:
         """Begin to follow, after the index was read."""
         now = self._clock.monotonic()
         self._follow_at = now + self._refresh_s
-        self._list_at = now + _LIST_S * self._clock.random.uniform(0.5, 1.0)
+        share = self._clock.random.uniform(0.5, 1.0)
+        self._list_at = now + _LIST_S * share
 
     def use(self) -> None:
         """Record that the handle is in use: it follows other engines more closely then."""
@@ -64,11 +65,17 @@ class Follower:
         now = self._clock.monotonic()
         self._used_at = now
         if was_idle:
-            self._follow_at = min(self._follow_at, now + self._refresh_s)
+            soon = now + self._refresh_s
+            self._follow_at = min(self._follow_at, soon)
 
     def is_idle(self) -> bool:
         """Return whether the handle was not used for a minute."""
-        return self._clock.monotonic() - self._used_at > _IDLE_AFTER_S
+        now = self._clock.monotonic()
+        return now - self._used_at > _IDLE_AFTER_S
+
+    def _jitter(self) -> float:
+        """Return a factor of a pause: engines that start together spread their requests."""
+        return self._clock.random.uniform(0.75, 1.25)
 
     def due_at(self) -> float:
         """Return the monotonic time of the next step."""
@@ -93,7 +100,7 @@ class Follower:
     def _list(self, now: float) -> None:
         """Read the lists, and the objects in them."""
         pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
-        self._list_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
+        self._list_at = now + pause_s * self._jitter()
         with_inbox = not self._is_merged_regularly or now >= self._inbox_at
         if with_inbox:
             self._inbox_at = now + _INBOX_S
@@ -106,9 +113,12 @@ class Follower:
         """Plan a merge if commits are so old that no engine seems to merge them."""
         if self._merger is None or not commits:
             return
-        age_s = self._time.now() - min(info.time for info in commits)
+        oldest = min(info.time for info in commits)
+        age_s = self._time.now() - oldest
         if age_s > _OLD_COMMIT_S:
-            self._merger.schedule.plan_merge(now, anyway=age_s > _LEFT_COMMIT_S)
+            # the engine that merges may be unable to read them
+            is_left = age_s > _LEFT_COMMIT_S
+            self._merger.schedule.plan_merge(now, anyway=is_left)
 
     def look(self) -> None:
         """Read ``latest``, and the objects that it names.
@@ -119,12 +129,13 @@ class Follower:
         pause_s = max(self._refresh_s, _LEAST_FOLLOW_S)
         if self.is_idle():
             pause_s = max(pause_s, _IDLE_FOLLOW_S)
-        self._follow_at = now + pause_s * self._clock.random.uniform(0.75, 1.25)
+        self._follow_at = now + pause_s * self._jitter()
         latest = self._reader.follow()
         if self._merger is not None:
             self._merger.followed(latest)
-        self._is_merged_regularly = latest is not None and self._is_merging(latest)
+        self._is_merged_regularly = False
         if latest is not None:
+            self._is_merged_regularly = self._is_merging(latest)
             merge_at = now + self._until_next_merge(latest.time)
             self._follow_at = max(self._follow_at, merge_at)
 
@@ -140,6 +151,8 @@ class Follower:
 
     def _is_merging(self, latest: Latest) -> bool:
         """Return whether another engine merges regularly. Then this one lists the inbox seldom."""
-        if self._merger is not None and latest.writer == self._merger.writer:
+        merger = self._merger
+        if merger is not None and latest.writer == merger.writer:
             return False
-        return 0 <= self._time.now() - latest.time < _REGULAR_S
+        age_s = self._time.now() - latest.time
+        return 0 <= age_s < _REGULAR_S

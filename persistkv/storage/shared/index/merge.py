@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -82,6 +82,14 @@ class Limits(NamedTuple):
     capacity."""
 
 
+class OwnCommit(NamedTuple):
+    """A commit of this handle that no segment includes."""
+
+    acknowledged: float
+    """Monotonic time."""
+    delta: Delta
+
+
 class Merger:
     """Merges the index of one namespace. Only one thread at a time may call its methods."""
 
@@ -96,9 +104,8 @@ class Merger:
         self.writer = self._clock.random.randbytes(NONCE_BYTES)
         """Random name of this handle in ``latest``."""
         self.schedule = MergeSchedule(self._clock.random.random)
-        self.own: dict[str, tuple[float, Delta]] = {}
-        """Own commits that no segment includes: name → monotonic time of the acknowledgement,
-        content."""
+        self.own: dict[str, OwnCommit] = {}
+        """Own commits that no segment includes, by name."""
         self.last_writer = b""
         """Name of the writer of ``latest``."""
         self._written: deque[tuple[float, str]] = deque()
@@ -110,13 +117,16 @@ class Merger:
 
     def due_at(self) -> float:
         """Return the monotonic time of the next merge, base or deletion."""
-        merge = self.schedule.due_at(self._clock.monotonic(), self._oldest_own())
-        return min(merge, self._base_wanted_at, self.deletions.due_at())
+        now = self._clock.monotonic()
+        merge_at = self.schedule.due_at(now, self._oldest_own())
+        deletion_at = self.deletions.due_at()
+        return min(merge_at, self._base_wanted_at, deletion_at)
 
     def is_merge_due(self) -> bool:
         """Return whether the next ``step`` merges."""
         now = self._clock.monotonic()
-        return now >= self.schedule.due_at(now, self._oldest_own())
+        merge_at = self.schedule.due_at(now, self._oldest_own())
+        return now >= merge_at
 
     def is_over(self, limits: Limits) -> bool:
         """Return whether the content that is known here exceeds the capacity by more than what
@@ -138,21 +148,24 @@ class Merger:
     def _oldest_own(self) -> float | None:
         """Return when the oldest own commit was acknowledged that no segment includes; None: there
         is none."""
+        contained = self._replica.contained
         # copies, because another thread may commit meanwhile
         for name in list(self.own):
-            if self._replica.contained.get(name):
+            if contained.get(name):
                 self.own.pop(name, None)
         waiting = list(self.own.values())
-        acknowledged = [time for time, _ in waiting]
-        return min(acknowledged, default=None)
+        times = [commit.acknowledged for commit in waiting]
+        return min(times, default=None)
 
     def _forget_own(self, listed: set[str], began: float) -> None:
         """Forget own commits that are missing in a list that began after their acknowledgement:
         another object includes them. This engine may never read that object if it was suspended,
         but a base that includes it.
         """
-        for name, (acknowledged, _) in list(self.own.items()):
-            if acknowledged < began and name not in listed:
+        commits = list(self.own.items())
+        for name, commit in commits:
+            is_listed = name in listed or commit.acknowledged >= began
+            if not is_listed:
                 self.own.pop(name, None)
 
     def followed(self, latest: Latest | None) -> None:
@@ -162,32 +175,42 @@ class Merger:
         :raises StoreError: the medium failed.
         """
         if latest is not None:
-            self.last_writer = latest.writer
-            is_own = latest.writer == self.writer
-            self.schedule.note_latest(is_own=is_own, written=self._announced_at(latest))
+            self._note_latest(latest)
             if self._is_missing_in(latest):
                 self._announce()
         self._plan_base()
+
+    def _note_latest(self, latest: Latest) -> None:
+        self.last_writer = latest.writer
+        is_own = latest.writer == self.writer
+        written = self._announced_at(latest)
+        self.schedule.note_latest(is_own=is_own, written=written)
 
     def _announced_at(self, latest: Latest) -> float:
         """Return the monotonic time of writing of ``latest``; minus infinity if it claims a time
         ahead of the medium's."""
         age_s = self._medium.time.now() - latest.time
-        return -math.inf if age_s < -ROUNDING_S else self._clock.monotonic() - age_s
+        if age_s < -ROUNDING_S:
+            return -math.inf
+        now = self._clock.monotonic()
+        return now - age_s
 
     def _is_missing_in(self, latest: Latest) -> bool:
         """Return whether ``latest`` lacks an object that this handle has written recently, and none
         includes."""
-        since = self._clock.monotonic() - _ANNOUNCED_S
+        self._forget_written()
+        named = {name for name, _ in latest.recent}
+        written = {name for _, name in self._written}
+        contained = self._replica.contained
+        missing = written - named
+        return any(not contained.get(name, True) for name in missing)
+
+    def _forget_written(self) -> None:
+        """Forget objects that this handle has written a while ago."""
+        now = self._clock.monotonic()
+        since = now - _ANNOUNCED_S
         while self._written and self._written[0][0] < since:
             self._written.popleft()
-        named = {name for name, _ in latest.recent}
-        contained = self._replica.contained
-        for _, name in self._written:
-            is_included = contained.get(name, True)
-            if name not in named and not is_included:
-                return True
-        return False
 
     def check_limits(self, limits: Limits) -> None:
         """Plan a merge if content has expired or exceeds the capacity: also without commits."""
@@ -209,56 +232,71 @@ class Merger:
         began = self._clock.monotonic()
         self.schedule.begin_merge(began)
         commits = self._list_commits(began)
-        contained = self._replica.contained
-        included = [info.name for info in commits if contained.get(info.name)]
         new = [info for info in commits if self._is_new(info.name)]
         some = _bounded(new)
         deltas = self._read(some)
-        found_others = not self.own.keys() >= deltas.keys()
         older: dict[str, Delta] = {}
         if deltas:
             older = self._older_segments(some)
 
         planned = self._clock.monotonic()
         removals = self._plan_eviction(limits)
-        contents = [*deltas.values(), self.tombstones(removals), *older.values()]
+        evictions = self.tombstones(removals)
+        contents = [*deltas.values(), evictions, *older.values()]
         carried = self._included_in(older.values())
         includes = [*deltas, *older, *carried]
         segment = union(contents, includes)
+        is_found_others = not self.own.keys() >= deltas.keys()
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
             self.deletions.add_packs(removals.packs)
-            if self.last_writer != self.writer:
-                # Another engine may have begun to merge at the same time: ``latest`` must name its
-                # segment, too.
-                self._reader.follow()
-            self._announce()
+            self._announce_beside_others()
         # after the segment is durable, because it includes them
-        self.deletions.delete([*included, *deltas])
+        self._delete_included(commits)
 
         num_removed = len(removals.packs) + len(removals.manifests)
         is_incomplete = num_removed >= _MOST_EVICTED or len(new) > len(some)
         self.schedule.end_merge(
             found=bool(deltas),
-            found_others=found_others,
+            found_others=is_found_others,
             incomplete=is_incomplete,
         )
         self._plan_base()
+
+    def _announce_beside_others(self) -> None:
+        """Write ``latest`` after a segment."""
+        if self.last_writer != self.writer:
+            # Another engine may have begun to merge at the same time: ``latest`` must name its
+            # segment, too.
+            self._reader.follow()
+        self._announce()
+
+    def _delete_included(self, commits: Sequence[BlobInfo]) -> None:
+        """Delete those of the commits that an object includes."""
+        contained = self._replica.contained
+        included = [info.name for info in commits if contained.get(info.name)]
+        self.deletions.delete(included)
 
     def _list_commits(self, began: float) -> list[BlobInfo]:
         """Return the commits in the inbox, and record what the list shows.
 
         :param began: monotonic time before the list.
         """
-        listed = self._medium.listed(self._names.inbox)
-        commits = [info for info in listed if self._names.is_commit(info.name)]
+        commits: list[BlobInfo] = []
+        for info in self._medium.listed(self._names.inbox):
+            if self._names.is_commit(info.name):
+                commits.append(info)
         self._reader.note_shown(commits)
-        self._forget_own({info.name for info in commits}, began)
+        listed = {info.name for info in commits}
+        self._forget_own(listed, began)
         return commits
 
     def _is_new(self, name: str) -> bool:
-        is_included = self._replica.contained.get(name, False)
-        is_waiting = name in self._reader.unreadable or name in self._reader.publishing
+        """Return whether the next segment includes a commit in the inbox."""
+        contained = self._replica.contained
+        reader = self._reader
+        is_included = contained.get(name, False)
+        is_waiting = name in reader.unreadable or name in reader.publishing
         return not is_included and not is_waiting
 
     def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
@@ -271,13 +309,26 @@ class Merger:
             if own is None:
                 others.append(info)
             else:
-                found[info.name] = own[1].clamped(info.time)
-        read = self._medium.maintenance.each(self._reader.fetch_commit, others)
+                # as any other engine reads it
+                found[info.name] = own.delta.clamped(info.time)
+        found.update(self._fetch_all(self._reader.fetch_commit, others))
+
+        contained = self._replica.contained
+        new = [item for item in found.items() if item[0] not in contained]
+        self._reader.apply(new)
+        return found
+
+    def _fetch_all(
+        self,
+        fetch: Callable[[BlobInfo], Delta | None],
+        infos: Sequence[BlobInfo],
+    ) -> dict[str, Delta]:
+        """Return the content of objects by name, without missing and unreadable ones."""
+        found: dict[str, Delta] = {}
+        read = self._medium.maintenance.each(fetch, infos)
         for info, delta in read:
             if delta is not None:
                 found[info.name] = delta
-        new = [item for item in found.items() if item[0] not in self._replica.contained]
-        self._reader.apply(new)
         return found
 
     def _older_segments(self, commits: Sequence[BlobInfo]) -> dict[str, Delta]:
@@ -295,6 +346,7 @@ class Merger:
             num_bytes += info.size + len(info.name)
         _, segments = self._base_and_segments()
         segments.sort(key=lambda info: info.size)
+
         chosen: list[BlobInfo] = []
         for info in segments:
             is_larger = info.size.bit_length() > num_bytes.bit_length()
@@ -303,13 +355,12 @@ class Merger:
             if info.name not in self._reader.unreadable:
                 chosen.append(info)
                 num_bytes += info.size
-        found: dict[str, Delta] = {}
-        read = self._medium.maintenance.each(self._reader.fetch, chosen)
-        for info, delta in read:
-            if delta is not None:
-                found[info.name] = delta
-            else:
-                self._reader.listed.pop(info.name, None)  # until the next list
+
+        found = self._fetch_all(self._reader.fetch, chosen)
+        for info in chosen:
+            if info.name not in found:
+                # until the next list
+                self._reader.listed.pop(info.name, None)
         return found
 
     def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
@@ -320,29 +371,38 @@ class Merger:
         names: set[str] = set()
         for delta in deltas:
             names.update(delta.includes)
-        return sorted(names & self._reader.listed.keys())[-_MOST_CARRIED:]
+        listed = self._reader.listed
+        carried = sorted(names & listed.keys())
+        return carried[-_MOST_CARRIED:]
 
     def _plan_eviction(self, limits: Limits) -> Removals:
+        """Return expired content, and content that exceeds the limits."""
+        replica = self._replica
         excess = 0
         if limits.capacity is not None:
-            excess = max(0, self._replica.disk_bytes() - limits.capacity)
-        now = self._expiry_time()
-        return self._replica.plan_eviction(
-            now, limits.ttl_s, excess, limits.horizon, _MOST_EVICTED
+            used = replica.disk_bytes()
+            excess = max(0, used - limits.capacity)
+        return replica.plan_eviction(
+            now=self._expiry_time(),
+            ttl_s=limits.ttl_s,
+            excess=excess,
+            horizon=limits.horizon,
+            at_most=_MOST_EVICTED,
         )
 
     def _expiry_time(self) -> float:
         """Return the medium's time if the machine's clock confirms it; else 0: nothing expires."""
         now = self._medium.time.now()
-        agrees = abs(now - self._clock.wall()) < AGREEING_S
-        return now if agrees else 0.0
+        difference_s = abs(now - self._clock.wall())
+        return now if difference_s < AGREEING_S else 0.0
 
     def tombstones(self, removals: Removals) -> Delta:
         """Return a delta that removes packs and requests."""
         now = self._medium.time.time_of_use() or LATEST_TIME
         removed = [Tombstone(name, now) for name in removals.packs]
         dropped: list[Dropped] = []
-        for digest, version in self._replica.versions(removals.manifests).items():
+        versions = self._replica.versions(removals.manifests)
+        for digest, version in versions.items():
             if version:
                 dropped.append(Dropped(digest, version, now))
         return Delta(removed=removed, dropped=dropped)
@@ -352,40 +412,57 @@ class Merger:
 
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
-        included_levels = [self._level(name) for name in segment.includes]
-        level = 1 + max(included_levels, default=0)
-        name = self._names.new_index(level, self._medium.time.now(), self._clock.random)
+        levels = [self._level(name) for name in segment.includes]
+        level = 1 + max(levels, default=0)
+        name = self._new_name(level)
         body = encode_delta(segment)
         now = self._clock.monotonic()
         is_stale = now - began > _STALE_S
-        if is_stale or now - planned > _EVICTION_STALE_S:
+        is_plan_stale = now - planned > _EVICTION_STALE_S
+        if is_stale or is_plan_stale:
             raise StoreError(
                 f"{self._names.base}: the process was paused; the merge is repeated"
             )
-        written = self._medium.put_sealed(name, body, self._replica.namespace)
+        written = self._put(name, body)
         changes = Delta(
-            removed=segment.removed, dropped=segment.dropped, includes=segment.includes
+            removed=segment.removed,
+            dropped=segment.dropped,
+            includes=segment.includes,
         )
         self._reader.apply([(name, changes)])
         self._note_written(written)
 
+    def _new_name(self, level: int) -> str:
+        """Return a name for an object of the index."""
+        now = self._medium.time.now()
+        return self._names.new_index(level, now, self._clock.random)
+
+    def _put(self, name: str, body: bytes) -> BlobInfo:
+        """Write an object of the namespace, sealed."""
+        namespace = self._replica.namespace
+        return self._medium.put_sealed(name, body, namespace)
+
     def _note_written(self, info: BlobInfo) -> None:
-        self._reader.listed[info.name] = info
-        self._reader.remember([info])
-        self._written.append((self._clock.monotonic(), info.name))
+        reader = self._reader
+        reader.listed[info.name] = info
+        reader.remember([info])
+        now = self._clock.monotonic()
+        self._written.append((now, info.name))
 
     def _announce(self) -> None:
+        """Write ``latest``."""
         time = self._medium.time.now()
+        contained = self._replica.contained
+        listed = self._reader.listed
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
-            is_included = self._replica.contained.get(info.name, True)
-            # else it was deleted
-            if not is_included or info.name in self._reader.listed:
+            is_included = contained.get(info.name, True)
+            is_deleted = is_included and info.name not in listed
+            if not is_deleted:
                 recent.append((info.name, info.size))
         latest = Latest(self.writer, time, recent)
-        self._medium.put_sealed(
-            self._names.latest, encode_latest(latest), self._replica.namespace
-        )
+        body = encode_latest(latest)
+        self._put(self._names.latest, body)
         self.last_writer = self.writer
 
     # Bases
@@ -398,16 +475,19 @@ class Merger:
         elif self._base_wanted_at == math.inf:
             pause_s = 0.0
             if self.last_writer != self.writer:
-                pause_s = _OTHERS_BASE_S * (1 + self._clock.random.random())
-            self._base_wanted_at = self._clock.monotonic() + pause_s
+                jitter = self._clock.random.random()
+                pause_s = _OTHERS_BASE_S * (1 + jitter)
+            now = self._clock.monotonic()
+            self._base_wanted_at = now + pause_s
 
     def _is_base_wanted(self) -> bool:
         base_bytes, segments = self._base_and_segments()
         if len(segments) < 2:
             return False
-        num_bytes = sum(info.size for info in segments)
+        sizes = [info.size for info in segments]
         least_bytes = max(_LEAST_BASE_BYTES, base_bytes // 4)
-        return len(segments) > _MOST_SEGMENTS or num_bytes > least_bytes
+        are_large = sum(sizes) > least_bytes
+        return are_large or len(segments) > _MOST_SEGMENTS
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
         """Return the bytes of the last base and the segments, without objects that are included or
@@ -415,10 +495,13 @@ class Merger:
         base_bytes = 0
         segments: list[BlobInfo] = []
         contained = self._replica.contained
-        for name, info in self._reader.listed.items():
+        listed = self._reader.listed
+        for name, info in listed.items():
             found = self._names.index_name(name)
-            if found is None or contained.get(name, True):
-                continue  # another object includes it, or it was not read
+            # or it was not read
+            is_included = contained.get(name, True)
+            if found is None or is_included:
+                continue
             if found.is_base:
                 base_bytes += info.size
             else:
@@ -438,13 +521,16 @@ class Merger:
         if len(listed) < 2:
             return
         # A clock that is ahead must not drop tombstones early: the removed packs could return.
-        self._replica.purge(self._expiry_time() - _TOMBSTONES_KEPT_S)
-        level = max(BASE_LEVEL, 1 + max(self._level(name) for name in listed))
+        oldest_kept = self._expiry_time() - _TOMBSTONES_KEPT_S
+        self._replica.purge(oldest_kept)
+        levels = [self._level(name) for name in listed]
+        level = max(BASE_LEVEL, 1 + max(levels))
         parts: list[str] = []
         waiting: Delta | None = None
         for part in self._replica.dump(_PART_BYTES):
             if waiting is not None:
-                parts.append(self._write_part(level, waiting, began))
+                name = self._write_part(level, waiting, began)
+                parts.append(name)
             waiting = part
         assert waiting is not None
         # Its level is higher, so that readers meet it before the parts, which they may not need.
@@ -467,14 +553,16 @@ class Merger:
         return new + included[-_MOST_CARRIED:]
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:
-        name = self._names.new_index(level, self._medium.time.now(), self._clock.random)
+        name = self._new_name(level)
         body = encode_delta(part)
-        if self._clock.monotonic() - began > _STALE_S:
+        took_s = self._clock.monotonic() - began
+        if took_s > _STALE_S:
             raise StoreError(
                 f"{self._names.base}: a base took more than an hour; it is repeated"
             )
-        written = self._medium.put_sealed(name, body, self._replica.namespace)
-        self._reader.apply([(name, Delta(includes=part.includes))])
+        written = self._put(name, body)
+        changes = Delta(includes=part.includes)
+        self._reader.apply([(name, changes)])
         self._note_written(written)
         return name
 
@@ -489,11 +577,13 @@ class Merger:
         """
         if self.last_writer != self.writer:
             return
-        old = self._medium.time.now() - _INCLUDED_S
+        now = self._medium.time.now()
+        old = now - _INCLUDED_S
         listed = self._reader.listed
+        includers = self._replica.includers
         found: list[str] = []
         for name in listed:
-            includer = listed.get(self._replica.includers.get(name, ""))
+            includer = listed.get(includers.get(name, ""))
             if includer is not None and 0 < includer.time < old:
                 found.append(name)
         self.deletions.delete(found)

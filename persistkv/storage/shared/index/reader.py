@@ -102,20 +102,24 @@ class IndexReader:
 
         Objects that are missing were included in others meanwhile: then the index is listed.
         """
+        namespace = self._replica.namespace
         try:
-            latest = decode_latest(
-                self._medium.sealed(self._names.latest, self._replica.namespace)
-            )
+            body = self._medium.sealed(self._names.latest, namespace)
+            latest = decode_latest(body)
         except (BlobMissingError, CorruptPackError):
             return None
+        named: set[str] = set()
         new: list[BlobInfo] = []
         for name, size in latest.recent:
-            if self._names.index_name(name) is not None and name not in self._gone:
+            named.add(name)
+            is_object = self._names.index_name(name) is not None
+            if is_object and name not in self._gone:
                 new.append(BlobInfo(name, size, 0.0))
         missing = self.read_objects(new)
         if missing:
             self.refresh()
-        self._gone.intersection_update(name for name, _ in latest.recent)
+        # bounded by what ``latest`` names
+        self._gone &= named
         self._gone.update(missing)
         return latest
 
@@ -126,26 +130,34 @@ class IndexReader:
 
         :param is_inbox: they are commits: their times are limited to those of their objects.
         """
-        todo = self._in_order([info for info in infos if self._is_new(info.name)])
+        new = [info for info in infos if self._is_new(info.name)]
+        todo = self._in_order(new)
         missing: list[str] = []
+        # the first one alone: it may include all others
         at_once = 1
         while todo:
             some = self._of_one_level(todo[:at_once])
-            objects: list[tuple[str, Delta]] = []
-            for info, delta in self._fetch_all(some):
-                if delta is None:
-                    missing.append(info.name)
-                elif is_inbox:
-                    objects.append((info.name, delta.clamped(info.time)))
-                else:
-                    objects.append((info.name, delta))
-            self.apply(objects)
-            read = {name for name, _ in objects}
-            self.remember([info for info in some if info.name in read])
+            missing += self._read_some(some, is_inbox=is_inbox)
             contained = self._replica.contained
             rest = todo[len(some) :]
             todo = [info for info in rest if info.name not in contained]
             at_once = self._medium.blobs.connections
+        return missing
+
+    def _read_some(self, infos: Sequence[BlobInfo], *, is_inbox: bool) -> list[str]:
+        """Read objects into the replica at once; return the names of missing ones."""
+        missing: list[str] = []
+        read: list[BlobInfo] = []
+        objects: list[tuple[str, Delta]] = []
+        for info, delta in self._fetch_all(infos):
+            if delta is None:
+                missing.append(info.name)
+                continue
+            content = delta.clamped(info.time) if is_inbox else delta
+            objects.append((info.name, content))
+            read.append(info)
+        self.apply(objects)
+        self.remember(read)
         return missing
 
     def _fetch_all(
@@ -167,18 +179,20 @@ class IndexReader:
         its parts may not be needed. Several are in memory together only up to
         ``_MOST_AT_ONCE_BYTES``.
         """
-        first = self._level(infos[0].name)
+        first_level = self._level(infos[0].name)
         found: list[BlobInfo] = []
         num_bytes = 0
         for info in infos:
             num_bytes += info.size
             is_too_much = bool(found) and num_bytes > _MOST_AT_ONCE_BYTES
-            if self._level(info.name) != first or is_too_much:
+            is_other_level = self._level(info.name) != first_level
+            if is_other_level or is_too_much:
                 break
             found.append(info)
         return found
 
     def _level(self, name: str) -> int:
+        """Return the level of an object of the index; 0 for a commit."""
         found = self._names.index_name(name)
         return 0 if found is None else found.level
 
@@ -194,11 +208,15 @@ class IndexReader:
         need not read the parts of the base, which are the whole index.
         """
         newest_first = sorted(infos, key=lambda info: info.name, reverse=True)
-        bases = [info for info in newest_first if self._is_base(info.name)]
-        segments = [info for info in newest_first if not self._is_base(info.name)]
-        if not self._replica.contained or len(segments) > _KNOWN_NAMES:
-            return newest_first
-        return segments + bases
+        bases: list[BlobInfo] = []
+        segments: list[BlobInfo] = []
+        for info in newest_first:
+            kind = bases if self._is_base(info.name) else segments
+            kind.append(info)
+        lacks_few = len(segments) <= _KNOWN_NAMES
+        if self._replica.contained and lacks_few:
+            return segments + bases
+        return newest_first
 
     def fetch_commit(self, info: BlobInfo) -> Delta | None:
         """Return the content of a commit, with its times limited to that of its object; None if it
@@ -220,79 +238,102 @@ class IndexReader:
         """Add objects that were read or written to the replica."""
         if not objects:
             return
-        parts: list[str] = []
-        for _, delta in objects:
-            if delta.parts and self._replica.contained.keys() >= set(delta.includes):
-                parts += delta.parts  # nothing in them is new
+        parts = self._parts_without_news(objects)
         self._replica.apply(objects)
         self._replica.mark_contained(parts)
-        now = self._clock.monotonic()
+        shown = list(parts)
         for name, delta in objects:
             self.unreadable.pop(name, None)
-            for contained in (name, *delta.includes, *parts):
-                self._shown_at[contained] = now
+            shown.append(name)
+            shown += delta.includes
+        self._note_shown_now(shown)
+
+    def _parts_without_news(self, objects: Sequence[tuple[str, Delta]]) -> list[str]:
+        """Return the names of the parts of bases that include only what the replica contains."""
+        contained = self._replica.contained
+        parts: list[str] = []
+        for _, delta in objects:
+            included = set(delta.includes)
+            if delta.parts and contained.keys() >= included:
+                parts += delta.parts
+        return parts
+
+    def _note_shown_now(self, names: Iterable[str]) -> None:
+        """Remember that objects exist, so that their names are not forgotten."""
+        now = self._clock.monotonic()
+        self._shown_at.update(dict.fromkeys(names, now))
 
     def remember(self, infos: Iterable[BlobInfo]) -> None:
         """Record objects of the index that were read or written, for ``latest``."""
-        self.recent += [
-            info for info in infos if self._names.index_name(info.name) is not None
-        ]
+        for info in infos:
+            if self._names.index_name(info.name) is not None:
+                self.recent.append(info)
         del self.recent[:-_KNOWN_NAMES]
 
     def _read(self, *, with_inbox: bool, stable: bool) -> list[BlobInfo]:
+        """Read new objects; return the commits in the inbox, as in ``open``."""
         inbox: list[BlobInfo] = []
-        missing: list[str] = []
+        missing: set[str] = set()
         for _ in range(_TRIES):
-            before, missing = missing, []
+            missing_before = missing
+            missing = set()
             if with_inbox:
                 inbox = self._medium.listed(self._names.inbox, stable=stable)
-                self._forget_unreadable(inbox, is_inbox=True)
-                self.note_shown(inbox)
-                missing += self.read_objects(inbox, is_inbox=True)
+                missing.update(self._read_inbox(inbox))
+            # after the inbox: a commit that is merged meanwhile appears here
             index = self._medium.listed(self._names.index, stable=stable)
             self._note_list(index)
-            missing += self.read_objects(index)
+            missing.update(self.read_objects(index))
             if not missing:
                 break
-            for name in set(missing) & set(before):
-                self._report(name, self._unreadable("it is listed and missing"))
+            for name in missing & missing_before:
+                bad = self._unreadable("it is listed and missing")
+                self._report(name, bad)
         self._check_includers()
-        return [info for info in inbox if info.name in self._replica.contained]
+        contained = self._replica.contained
+        return [info for info in inbox if info.name in contained]
+
+    def _read_inbox(self, listed: Sequence[BlobInfo]) -> list[str]:
+        """Read the commits that a list of the inbox shows; return the names of missing ones."""
+        self._forget_unreadable(listed, is_inbox=True)
+        self.note_shown(listed)
+        return self.read_objects(listed, is_inbox=True)
 
     def note_shown(self, commits: Iterable[BlobInfo]) -> None:
         """Remember that a list of the inbox has shown commits: while it does, contained ones are
         not forgotten."""
-        shown = [info.name for info in commits if info.name in self._replica.contained]
-        self._shown_at.update(dict.fromkeys(shown, self._clock.monotonic()))
+        contained = self._replica.contained
+        shown = [info.name for info in commits if info.name in contained]
+        self._note_shown_now(shown)
 
     def _check_includers(self) -> None:
         """Find objects whose includer has vanished, deleted by an operator or a rule of the bucket:
         they count as not included, and the next merge includes them again.
         """
-        included = [name for name in self.listed if self._replica.contained.get(name)]
-        self._replica.mark_not_included(
-            [
-                name
-                for name in included
-                if self._replica.includers[name] not in self.listed
-            ]
-        )
+        replica = self._replica
+        not_included: list[str] = []
+        for name in self.listed:
+            is_included = replica.contained.get(name)
+            if is_included and replica.includers[name] not in self.listed:
+                not_included.append(name)
+        replica.mark_not_included(not_included)
 
     def _is_new(self, name: str) -> bool:
         """Return whether an object is to be read: it is part of the index, not contained, and not
         known to be bad."""
-        if name in self._replica.contained or name in self.publishing:
-            return False
-        if not self._names.is_object(name):
+        is_known = name in self._replica.contained or name in self.publishing
+        if is_known or not self._names.is_object(name):
             return False
         bad = self.unreadable.get(name)
         return bad is None or self._clock.monotonic() >= bad.retry_at
 
     def _fetch(self, info: BlobInfo) -> Delta | Unreadable | None:
+        """Return the content of an object; None if it is missing. Any thread may call this."""
         if info.size > MAX_OBJECT_BYTES:
             return self._unreadable(f"it has {info.size} bytes")
+        namespace = self._replica.namespace
         try:
-            body = self._medium.sealed(info.name, self._replica.namespace, info.size)
+            body = self._medium.sealed(info.name, namespace, info.size)
             return decode_delta(body)
         except BlobMissingError:
             return None
@@ -305,40 +346,50 @@ class IndexReader:
             return self._unreadable(str(error))
 
     def _unreadable(self, reason: str) -> Unreadable:
-        return Unreadable(reason, self._clock.monotonic() + _RETRY_S, is_newer=False)
+        retry_at = self._clock.monotonic() + _RETRY_S
+        return Unreadable(reason, retry_at, is_newer=False)
 
     def _report(self, name: str, bad: Unreadable) -> None:
+        """Record that an object cannot be read; the first time, log it."""
         if name not in self.unreadable:
-            logger.warning(
-                "%s is unreadable (%s): packs that it alone names are misses",
-                name,
-                bad.reason,
-            )
+            text = "%s is unreadable (%s): packs that it alone names are misses"
+            logger.warning(text, name, bad.reason)
         self.unreadable[name] = bad
 
     def _note_list(self, infos: Sequence[BlobInfo]) -> None:
         """Remember a list of the index, and forget names that no list has shown for a while."""
-        now = self._clock.monotonic()
-        self.listed = {
-            info.name: info for info in infos if self._names.is_object(info.name)
-        }
-        self._shown_at.update(dict.fromkeys(self.listed, now))
-        old: list[str] = []
-        # a copy: another thread may commit meanwhile
-        for name in list(self._replica.contained):
-            after_s = _FORGET_COMMIT_S if self._names.is_commit(name) else _FORGET_S
-            if now - self._shown_at.setdefault(name, now) > after_s:
-                old.append(name)
+        listed: dict[str, BlobInfo] = {}
+        for info in infos:
+            if self._names.is_object(info.name):
+                listed[info.name] = info
+        self.listed = listed
+        self._note_shown_now(listed)
+        old = self._not_shown_lately()
         if old:
             self._replica.forget(old)
         for name in old:
             self._shown_at.pop(name, None)
         self._forget_unreadable(infos, is_inbox=False)
 
+    def _not_shown_lately(self) -> list[str]:
+        """Return the names that no list has shown for a while."""
+        now = self._clock.monotonic()
+        old: list[str] = []
+        # a copy: another thread may commit meanwhile
+        names = list(self._replica.contained)
+        for name in names:
+            is_commit = self._names.is_commit(name)
+            kept_s = _FORGET_COMMIT_S if is_commit else _FORGET_S
+            shown_at = self._shown_at.setdefault(name, now)
+            if now - shown_at > kept_s:
+                old.append(name)
+        return old
+
     def _forget_unreadable(self, infos: Iterable[BlobInfo], *, is_inbox: bool) -> None:
         """Forget objects that could not be read and that a list of the inbox, or of the index, does
         not show."""
         listed = {info.name for info in infos}
         for name in list(self.unreadable):
-            if self._names.is_commit(name) == is_inbox and name not in listed:
+            is_meant = self._names.is_commit(name) == is_inbox
+            if is_meant and name not in listed:
                 self.unreadable.pop(name, None)

@@ -66,21 +66,26 @@ class Rebuilder:
         """
         found: list[UnnamedPack] = []
         waiting: list[PackEntry] = []
+        waiting_bytes = 0
         for pack in self._unnamed():
             found.append(pack)
             waiting.append(pack.entry)
-            if sum(len(entry.body) for entry in waiting) >= _COMMIT_BYTES:
+            waiting_bytes += len(pack.entry.body)
+            if waiting_bytes >= _COMMIT_BYTES:
                 self._commit(waiting)
                 waiting = []
+                waiting_bytes = 0
         if waiting:
             self._commit(waiting)
         return found
 
     def _unnamed(self) -> Iterator[UnnamedPack]:
+        """Iterate over the packs that the index does not name."""
         candidates = self._candidates()
         total = sum(info.size for info in candidates)
         done = 0
-        for info, body in self._medium.maintenance.each(self._tail, candidates):
+        tails = self._medium.maintenance.each(self._tail, candidates)
+        for info, body in tails:
             done += info.size
             self._progress(done, total)
             name = self._names.pack_name(info.name)
@@ -88,11 +93,13 @@ class Rebuilder:
                 self.skipped["blobs without a readable table"] += 1
                 continue
             pack_id = name[:-NONCE_BYTES]
+            nonce = name[-NONCE_BYTES:]
             table = PackTable.parse(body)
-            if (table.namespace, table.pack_id) != (self._replica.namespace, pack_id):
+            is_here = table.namespace == self._replica.namespace
+            if not is_here or table.pack_id != pack_id:
                 self.skipped["packs of another place"] += 1
                 continue
-            entry = PackEntry(pack_id, name[-NONCE_BYTES:], body, info.time)
+            entry = PackEntry(pack_id, nonce, body, info.time)
             yield UnnamedPack(entry, table, info.size)
 
     def _candidates(self) -> list[BlobInfo]:
@@ -117,31 +124,33 @@ class Rebuilder:
         length = min(info.size, _TAIL_BYTES)
         try:
             tail = self._read(info, length)
-            table = int.from_bytes(tail[-TRAILER_BYTES:][:8], "little") + TRAILER_BYTES
-            if length < table <= min(info.size, MAX_OBJECT_BYTES):
+            trailer = tail[-TRAILER_BYTES:]
+            # its first field is the length of the table without the trailer
+            table = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES
+            most = min(info.size, MAX_OBJECT_BYTES)
+            if length < table <= most:
                 tail = self._read(info, table)
             payload = PackTable.parse(tail).payload_length
             following = info.size - payload
             if not 0 < following <= MAX_OBJECT_BYTES:
                 return None
-            return (
-                self._read(info, following)
-                if following > len(tail)
-                else tail[-following:]
-            )
+            if following > len(tail):
+                tail = self._read(info, following)
+            return tail[-following:]
         except (CorruptPackError, BlobMissingError):
             return None
 
     def _read(self, info: BlobInfo, length: int) -> bytes:
+        """Return the last bytes of a blob."""
         buffer = bytearray(length)
+        start = info.size - length
         with memoryview(buffer) as view:
-            done = self._medium.blobs.read(
-                info.name, info.size - length, length, iter([view])
-            )
+            done = self._medium.blobs.read(info.name, start, length, iter([view]))
         return bytes(buffer[:done])
 
     def _commit(self, entries: Sequence[PackEntry]) -> None:
         name = self._names.new_commit(self._medium.clock.random)
         delta = Delta(packs=list(entries))
-        self._medium.put_sealed(name, encode_delta(delta), self._replica.namespace)
+        body = encode_delta(delta)
+        self._medium.put_sealed(name, body, self._replica.namespace)
         self._replica.apply([(name, delta)])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
@@ -51,7 +51,8 @@ class Sweeper:
         self._names = names
         self._replica = replica
         clock = medium.clock
-        self.due_at = clock.monotonic() + _CHECK_S * clock.random.random()
+        pause_s = _CHECK_S * clock.random.random()
+        self.due_at = clock.monotonic() + pause_s
         """Monotonic time of the next step."""
 
     def step(self) -> None:
@@ -60,9 +61,11 @@ class Sweeper:
         :raises StoreError: the medium failed; a later step sweeps the rest.
         """
         clock = self._medium.clock
-        if clock.monotonic() < self.due_at:
+        now = clock.monotonic()
+        if now < self.due_at:
             return
-        self.due_at = clock.monotonic() + _CHECK_S * clock.random.uniform(0.5, 1.5)
+        pause_s = _CHECK_S * clock.random.uniform(0.5, 1.5)
+        self.due_at = now + pause_s
         if self._is_due():
             self.sweep()
 
@@ -73,9 +76,8 @@ class Sweeper:
         """
         namespace = self._replica.namespace
         try:
-            (started,) = _STARTED.unpack(
-                self._medium.sealed(self._names.swept, namespace)
-            )
+            body = self._medium.sealed(self._names.swept, namespace)
+            (started,) = _STARTED.unpack(body)
         except (BlobMissingError, CorruptPackError, struct.error):
             return True
         if not self._medium.time.now():
@@ -83,18 +85,17 @@ class Sweeper:
             # show the medium's time
             self._medium.listed(self._names.packs)
         now = self._medium.time.now()
-        return now != 0.0 and not -INTERVAL_S < now - started < INTERVAL_S
+        is_recent = -INTERVAL_S < now - started < INTERVAL_S
+        return now != 0.0 and not is_recent
 
     def sweep(self) -> int:
         """Delete old blobs that nothing names; return their number.
 
         :raises StoreError: the medium failed; a later sweep deletes the rest.
         """
-        body = _STARTED.pack(self._medium.time.now())
-        now = self._medium.put_sealed(
-            self._names.swept, body, self._replica.namespace
-        ).time
-        if abs(now - self._medium.clock.wall()) >= AGREEING_S:
+        now = self._record_start()
+        difference_s = abs(now - self._medium.clock.wall())
+        if difference_s >= AGREEING_S:
             text = "%s: no sweep, because the clocks of the medium and of this machine differ"
             logger.warning(text, self._names.base)
             return 0
@@ -110,38 +111,53 @@ class Sweeper:
         self._medium.blobs.delete(sorted(old))
         return len(old)
 
+    def _record_start(self) -> float:
+        """Record that a sweep begins; return the medium's time."""
+        body = _STARTED.pack(self._medium.time.now())
+        namespace = self._replica.namespace
+        written = self._medium.put_sealed(self._names.swept, body, namespace)
+        return written.time
+
     def _old_blobs(self, now: float) -> set[str]:
         """Return the blobs of packs and keys that are old enough, and that the replica does not
         hold."""
-        packs: dict[bytes, str] = {}
-        for info in self._medium.listed(self._names.packs):
-            name = self._names.pack_name(info.name)
-            if name is not None and now - info.time > _LEAST_AGE_S:
-                packs[name] = info.name
+        names = self._names
+        packs = self._old(names.packs, names.pack_name, now)
         for name in self._replica.live_names(packs):
             del packs[name]
-        keys: dict[bytes, str] = {}
-        for info in self._medium.listed(self._names.keys):
-            nonce = self._names.keys_nonce(info.name)
-            if nonce is not None and now - info.time > _LEAST_AGE_S:
-                keys[nonce] = info.name
+        keys = self._old(names.keys, names.keys_nonce, now)
         for nonce in self._replica.keys_nonces():
             keys.pop(nonce, None)
         return {*packs.values(), *keys.values()}
+
+    def _old(
+        self,
+        prefix: str,
+        parse: Callable[[str], bytes | None],
+        now: float,
+    ) -> dict[bytes, str]:
+        """Return the blobs of one kind that are old enough, by what their names contain."""
+        found: dict[bytes, str] = {}
+        for info in self._medium.listed(prefix):
+            part = parse(info.name)
+            age_s = now - info.time
+            if part is not None and age_s > _LEAST_AGE_S:
+                found[part] = info.name
+        return found
 
     def _named(self, blobs: set[str], now: float) -> set[str]:
         """Return those of the blobs that the index names and has not ended.
 
         :raises _BlockedError: an object of the index cannot be read.
         """
+        names = self._names
         named: set[str] = set()
         ended: set[str] = set()
         for delta in self._all_deltas(now):
-            named.update(self._names.pack(entry.name) for entry in delta.packs)
-            named.update(self._names.keys_blob(entry.keys) for entry in delta.manifests)
-            ended.update(
-                self._names.pack(tombstone.name) for tombstone in delta.removed
-            )
+            named.update(names.pack(entry.name) for entry in delta.packs)
+            named.update(names.keys_blob(entry.keys) for entry in delta.manifests)
+            ended.update(names.pack(tombstone.name) for tombstone in delta.removed)
+            # of a large index, only what matters is kept
             named &= blobs
             ended &= blobs
         return named - ended
@@ -151,8 +167,10 @@ class Sweeper:
         read: set[str] = set()
         for _ in range(_TRIES):
             is_complete = True
-            new = [info for info in self._list_objects() if info.name not in read]
-            for info, delta in self._medium.maintenance.each(self._fetch, new):
+            listed = self._list_objects()
+            new = [info for info in listed if info.name not in read]
+            fetched = self._medium.maintenance.each(self._fetch, new)
+            for info, delta in fetched:
                 if delta is None:
                     is_complete = False
                     continue
@@ -168,17 +186,19 @@ class Sweeper:
     def _list_objects(self) -> list[BlobInfo]:
         """Return the commits, then the objects of the index. Commits that are merged between the
         lists are in both, or in objects of the second one."""
-        infos = self._medium.listed(self._names.inbox, stable=True)
-        infos += self._medium.listed(self._names.index, stable=True)
-        return [info for info in infos if self._names.is_object(info.name)]
+        names = self._names
+        infos = self._medium.listed(names.inbox, stable=True)
+        infos += self._medium.listed(names.index, stable=True)
+        return [info for info in infos if names.is_object(info.name)]
 
     def _fetch(self, info: BlobInfo) -> Delta | str | None:
         """Return the content of an object; None if it is missing; the reason if it cannot be
         read."""
         if info.size > MAX_OBJECT_BYTES:
             return f"{info.name} has {info.size} bytes"
+        namespace = self._replica.namespace
         try:
-            body = self._medium.sealed(info.name, self._replica.namespace, info.size)
+            body = self._medium.sealed(info.name, namespace, info.size)
             return decode_delta(body)
         except BlobMissingError:
             return None

@@ -13,6 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,6 +42,7 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Bytes of one namespace, by their last use."""
 
     num_bytes: int
+    """Of all its content."""
     ages: Sequence[tuple[float, int]]
     """(time, bytes that were last used at this time or earlier), ascending."""
 
@@ -65,6 +67,14 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return Totals(self.num_bytes, ages)
 
 
+class PublishedTotals(NamedTuple):
+    """Totals that an engine has published."""
+
+    written: float
+    """On the medium's clock: seconds since the epoch."""
+    totals: Totals
+
+
 class TotalsBoard:
     """The totals of all namespaces of one store and key: content under another key can be neither
     read nor evicted. Only one thread at a time may use it.
@@ -74,7 +84,8 @@ class TotalsBoard:
         self._medium = medium
         self._prefix = medium.names.totals
         self._clock = medium.clock
-        self._others: dict[bytes, tuple[float, Totals]] = {}
+        self._published: dict[bytes, PublishedTotals] = {}
+        """As they were read last, by namespace: also of those that this handle uses."""
         self._junk: dict[bytes, float] = {}
         """Totals that cannot be read → the time of their blob: they are read again only if they are
         replaced."""
@@ -91,7 +102,8 @@ class TotalsBoard:
         now = self._clock.monotonic()
         if now >= self._read_at:
             self._read(replica.namespace, totals)
-            self._read_at = now + TOTALS_S * (len(self._others) // _PER_MINUTE)
+            minutes = len(self._published) // _PER_MINUTE
+            self._read_at = now + TOTALS_S * minutes
 
     def _publish(self, replica: Replica) -> Totals:
         """Write the totals of a namespace, and return them; if it has become empty, delete them."""
@@ -106,45 +118,53 @@ class TotalsBoard:
         return totals
 
     def _is_published(self, namespace: bytes) -> bool:
+        """Return whether there may be totals of a namespace."""
+        if namespace in self._published:
+            return True
         own = self._own.get(namespace)
-        return namespace in self._others or (own is not None and own.num_bytes > 0)
+        return own is not None and own.num_bytes > 0
 
     def _read(self, own: bytes, totals: Totals) -> None:
         """Read the totals of all namespaces except one, whose totals are known."""
-        found: dict[bytes, tuple[float, Totals]] = {}
+        found: dict[bytes, PublishedTotals] = {}
         junk: dict[bytes, float] = {}
-        changed: list[tuple[bytes, BlobInfo]] = []
-        for namespace, info in self._list():
-            known = self._others.get(namespace)
+        changed: list[_Place] = []
+        for place in self._list():
+            namespace = place.namespace
+            written = place.info.time
+            known = self._published.get(namespace)
             if namespace == own:
-                found[namespace] = (info.time, totals)
-            elif known is not None and known[0] == info.time:
+                found[namespace] = PublishedTotals(written, totals)
+            elif known is not None and known.written == written:
                 found[namespace] = known
-            elif self._junk.get(namespace) == info.time:
-                junk[namespace] = info.time
+            elif self._junk.get(namespace) == written:
+                junk[namespace] = written
             else:
-                changed.append((namespace, info))
+                changed.append(place)
         read = self._medium.maintenance.each(self._fetch, changed)
-        for (namespace, info), new in read:
+        for place, new in read:
+            written = place.info.time
             if new is None:
-                junk[namespace] = info.time
+                junk[place.namespace] = written
             else:
-                found[namespace] = (info.time, new)
-        self._others = found
+                found[place.namespace] = PublishedTotals(written, new)
+        self._published = found
         self._junk = junk
 
-    def _list(self) -> Iterator[tuple[bytes, BlobInfo]]:
-        """Iterate over the totals in the store: namespace, blob."""
+    def _list(self) -> Iterator[_Place]:
+        """Iterate over the totals in the store."""
         for info in self._medium.listed(self._prefix):
-            digits = info.name[len(self._prefix) :]
-            if _DIGITS.fullmatch(digits) is not None:  # else of another program
-                yield bytes.fromhex(digits), info
+            digits = info.name.removeprefix(self._prefix)
+            # else it is of another program
+            if _DIGITS.fullmatch(digits) is not None:
+                namespace = bytes.fromhex(digits)
+                yield _Place(namespace, info)
 
-    def _fetch(self, place: tuple[bytes, BlobInfo]) -> Totals | None:
+    def _fetch(self, place: _Place) -> Totals | None:
         """Return the totals of a namespace; None: they are junk, or were deleted."""
-        namespace, info = place
         try:
-            return _DECODER.decode(self._medium.sealed(info.name, namespace))
+            body = self._medium.sealed(place.info.name, place.namespace)
+            return _DECODER.decode(body)
         except (ValueError, CorruptPackError, BlobMissingError, msgspec.DecodeError):
             return None
 
@@ -180,12 +200,15 @@ class TotalsBoard:
         """
         now = self._medium.time.now()
         others: list[Totals] = []
-        for name, (written, totals) in self._others.items():
-            age_s = now - written
+        for name, published in self._published.items():
             if name == namespace:
                 continue
+            totals = published.totals
+            age_s = now - published.written
             is_in_use = 0 < age_s <= TOTALS_S
-            others.append(totals.later(age_s) if is_in_use else totals)
+            if is_in_use:
+                totals = totals.later(age_s)
+            others.append(totals)
         return others
 
     def abandoned(self, policy: Policy) -> bytes | None:
@@ -194,15 +217,22 @@ class TotalsBoard:
         now = self._medium.time.now()
         horizon = -math.inf
         if policy.capacity is not None:
-            horizon = _horizon(
-                [totals for _, totals in self._others.values()], policy.capacity
-            )
+            everything = [published.totals for published in self._published.values()]
+            horizon = _horizon(everything, policy.capacity)
         if policy.ttl_s is not None:
             horizon = max(horizon, now - policy.ttl_s)
-        for name, (written, totals) in self._others.items():
-            if now - written > _ABANDONED_S and totals.used_until(horizon):
+        for name, published in self._published.items():
+            is_abandoned = now - published.written > _ABANDONED_S
+            if is_abandoned and published.totals.used_until(horizon):
                 return name
         return None
+
+
+class _Place(NamedTuple):
+    """Blob of the totals of a namespace."""
+
+    namespace: bytes
+    info: BlobInfo
 
 
 class NamespaceLimits:
@@ -228,7 +258,9 @@ class NamespaceLimits:
 
     def start(self) -> None:
         """Plan the first refresh, after the index was read."""
-        self.due_at = self._clock.monotonic() + TOTALS_S * self._clock.random.random()
+        now = self._clock.monotonic()
+        # engines that open at the same time publish at different ones
+        self.due_at = now + TOTALS_S * self._clock.random.random()
         self._known_bytes = self._replica.disk_bytes()
 
     def is_due(self, policy: Policy) -> bool:

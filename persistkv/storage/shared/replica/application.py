@@ -54,9 +54,12 @@ from persistkv.storage.shared.replica.rows import (
     TOMBSTONES,
     BlobRow,
     blob_row,
+    put_blob_row,
     read_bytes,
+    read_time,
     read_version,
     shown_name,
+    write_later_time,
     write_version,
 )
 
@@ -93,14 +96,17 @@ class Application:
             self._end_blob(tombstone)
         self._catalogue.finish()
         if self._grown:
-            total = max(0, read_bytes(self._rows) + self._grown)
+            before = read_bytes(self._rows)
+            total = max(0, before + self._grown)
             self._rows.put(META, BYTES_ROW, BYTES.pack(total))
 
     # Packs
 
     def _add_pack(self, entry: PackEntry) -> None:
-        is_ended = self._rows.get(TOMBSTONES, entry.name) is not None
-        if not is_ended and self._rows.get(BLOBS, entry.name) is None:
+        rows = self._rows
+        is_ended = rows.get(TOMBSTONES, entry.name) is not None
+        is_held = rows.get(BLOBS, entry.name) is not None
+        if not is_ended and not is_held:
             self._add_blob(entry)
         self._use(entry.pack_id, entry.time)
 
@@ -112,7 +118,8 @@ class Application:
         catalogue.
         """
         new, others = self._split_new(entries)
-        additions = _Additions(read_state(self._rows, self._namespace), self._order)
+        state = read_state(self._rows, self._namespace)
+        additions = _Additions(state, self._order)
         for entry in new:
             if not additions.add(self._namespace, entry):
                 others.append(entry)
@@ -134,24 +141,28 @@ class Application:
         known = self._known_ids(entries)
         new: list[PackEntry] = []
         others: list[PackEntry] = []
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            is_new = ids[entry.pack_id] == 1 and entry.pack_id not in known
-            (new if is_new else others).append(entry)
+        in_order = sorted(entries, key=lambda entry: entry.name)
+        for entry in in_order:
+            is_alone = ids[entry.pack_id] == 1
+            is_new = is_alone and entry.pack_id not in known
+            kind = new if is_new else others
+            kind.append(entry)
         return new, others
 
     def _known_ids(self, entries: Sequence[PackEntry]) -> set[bytes]:
         """Return the ids of the packs of which the replica knows anything."""
-        keys = [self._namespace + entry.pack_id for entry in entries]
-        known = {key[ID_BYTES:] for key in self._rows.existing(PACKS, keys)}
+        rows = self._rows
         ids = [entry.pack_id for entry in entries]
-        known.update(self._rows.existing(EARLY, ids))
+        known = set(rows.existing(EARLY, ids))
         names = [entry.name for entry in entries]
-        ended = self._rows.existing(TOMBSTONES, names)
+        ended = rows.existing(TOMBSTONES, names)
         known.update(name[:ID_BYTES] for name in ended)
-        if self._rows.count(LINKS):
-            for key in keys:
-                if self._rows.has_prefix(LINKS, key):
-                    known.add(key[ID_BYTES:])
+        keys = [self._namespace + pack_id for pack_id in ids]
+        held = rows.existing(PACKS, keys)
+        known.update(key[ID_BYTES:] for key in held)
+        if rows.count(LINKS):
+            linked = [key for key in keys if rows.has_prefix(LINKS, key)]
+            known.update(key[ID_BYTES:] for key in linked)
         return known
 
     def _add_blob(self, entry: PackEntry) -> None:
@@ -160,18 +171,20 @@ class Application:
             return
         length = encoded_length(table.codec, table.frame_count, table.keys)
         tags = entry.body[:-length]
+        encoded = entry.body[-length:]
         counted = table.payload_length + len(entry.body) + OVERHEAD_BYTES
         self._grown += counted
 
-        row = BlobRow(counted, tags, b"")
-        shown = shown_name(self._rows, entry.pack_id)
+        rows = self._rows
+        shown = shown_name(rows, entry.pack_id)
         if shown is not None and shown < entry.name:
-            hidden = row._replace(table=entry.body[-length:])
-            self._rows.put(BLOBS, entry.name, hidden.encode())
+            hidden = BlobRow(counted, tags, encoded)
+            put_blob_row(rows, entry.name, hidden)
             return
         if shown is not None:
             self._hide(shown)
-        self._rows.put(BLOBS, entry.name, row.encode())
+        row = BlobRow(counted, tags, b"")
+        put_blob_row(rows, entry.name, row)
         self._show(table)
 
     def _table_of(self, entry: PackEntry) -> PackTable | None:
@@ -182,7 +195,8 @@ class Application:
             text = "a pack in the index of %s is unreadable (%s)"
             logger.warning(text, self._namespace.hex(), error)
             return None
-        if (table.namespace, table.pack_id) != (self._namespace, entry.pack_id):
+        is_here = table.namespace == self._namespace
+        if not is_here or table.pack_id != entry.pack_id:
             text = "the index of %s names a pack of another place"
             logger.warning(text, self._namespace.hex())
             return None
@@ -191,40 +205,41 @@ class Application:
     def _show(self, table: PackTable) -> None:
         """Add a pack to the catalogue, with the last of its uses that arrived before it."""
         pack_id = table.pack_id
-        early = self._rows.get(EARLY, pack_id)
-        self._order.set_time(0.0 if early is None else TIME.unpack(early)[0])
+        last_use = read_time(self._rows, EARLY, pack_id)
+        self._order.set_time(last_use or 0.0)
         self._rows.delete(EARLY, pack_id)
-        self._catalogue.add(CommitBatch([PackCopy(table, b"")]))
+        batch = CommitBatch([PackCopy(table, b"")])
+        self._catalogue.add(batch)
 
     def _hide(self, name: bytes) -> None:
         """Remove a pack from the catalogue, and keep the table with its blob."""
+        rows = self._rows
         pack_id = name[:ID_BYTES]
-        key = self._namespace + pack_id
-        encoded = bytes(self._rows.get(PACKS, key) or b"")[SEQUENCE.size :]
-        row = blob_row(self._rows, name)
-        self._rows.put(BLOBS, name, row._replace(table=encoded).encode())
+        shown = rows.get(PACKS, self._namespace + pack_id) or b""
+        encoded = bytes(shown)[SEQUENCE.size :]
+        row = blob_row(rows, name)
+        hidden = row._replace(table=encoded)
+        put_blob_row(rows, name, hidden)
         self._remove_from_catalogue(pack_id)
 
     def _remove_from_catalogue(self, pack_id: bytes) -> None:
         use = self._order.use(self._namespace + pack_id)
-        if use is not None:  # another blob of this pack may come
-            self._rows.put(EARLY, pack_id, TIME.pack(use.time))
+        if use is not None:
+            # another blob of this pack may come
+            row = TIME.pack(use.time)
+            self._rows.put(EARLY, pack_id, row)
         self._catalogue.discard(pack_id)
 
     def _use(self, pack_id: bytes, time: float) -> None:
         self._order.set_time(time)
-        if self._order.touch(self._namespace + pack_id):
-            return
-        before = self._rows.get(EARLY, pack_id)
-        if before is None or TIME.unpack(before)[0] < time:
-            self._rows.put(EARLY, pack_id, TIME.pack(time))
+        is_held = self._order.touch(self._namespace + pack_id)
+        if not is_held:
+            write_later_time(self._rows, EARLY, pack_id, time)
 
     def _end_blob(self, tombstone: Tombstone) -> None:
         rows = self._rows
         name = tombstone.name
-        before = rows.get(TOMBSTONES, name)
-        if before is None or TIME.unpack(before)[0] < tombstone.time:
-            rows.put(TOMBSTONES, name, TIME.pack(tombstone.time))
+        write_later_time(rows, TOMBSTONES, name, tombstone.time)
         if rows.get(BLOBS, name) is None:
             return
 
@@ -241,9 +256,11 @@ class Application:
         name = shown_name(self._rows, pack_id)
         if name is None:
             return
-        row = blob_row(self._rows, name)
-        self._rows.put(BLOBS, name, row._replace(table=b"").encode())
-        self._show(PackTable.parse(row.table))
+        hidden = blob_row(self._rows, name)
+        row = hidden._replace(table=b"")
+        put_blob_row(self._rows, name, row)
+        table = PackTable.parse(hidden.table)
+        self._show(table)
 
     # Requests
 
@@ -254,13 +271,17 @@ class Application:
             self._use(pack_id, entry.time)
         before = read_version(self._rows, entry.digest)
         head = _content_digest(entry)
-        if (entry.version, head) <= (before.written, before.head):
+        newest = (before.written, before.head)
+        if (entry.version, head) <= newest:
             return
         manifest = self._manifest_of(entry)
         if manifest is None:
             return
-        time = max(before.time, entry.time)
-        now = before._replace(written=entry.version, head=head, time=time)
+        now = before._replace(
+            written=entry.version,
+            head=head,
+            time=max(before.time, entry.time),
+        )
         write_version(self._rows, entry.digest, now)
         if not now.is_alive:
             return
@@ -269,12 +290,18 @@ class Application:
         self._forget_bytes(row)
         self._order.set_time(entry.time)
         write = ManifestWrite(manifest, (), packs)
-        self._catalogue.add(CommitBatch(manifests=[write]))
-        counted = len(entry.head) + len(entry.packs) + entry.length + OVERHEAD_BYTES
+        batch = CommitBatch(manifests=[write])
+        self._catalogue.add(batch)
+        self._write_place(row, entry)
+        self._catalogue.pin(row, now.is_pinned)
+
+    def _write_place(self, row: bytes, entry: ManifestEntry) -> None:
+        """Write where the keys of a request are, and count its bytes."""
+        described = len(entry.head) + len(entry.packs)
+        counted = described + entry.length + OVERHEAD_BYTES
         place = KEYS.pack(entry.keys, entry.offset, entry.length, counted)
         self._rows.put(MANIFEST_KEYS, row, place)
         self._grown += counted
-        self._catalogue.pin(row, now.is_pinned)
 
     def _manifest_of(self, entry: ManifestEntry) -> RequestManifest | None:
         """Return the manifest of a request; None, with a line in the log, if it is not readable."""
@@ -307,18 +334,21 @@ class Application:
 
     def _pin(self, pin: Pin) -> None:
         before = read_version(self._rows, pin.digest)
-        if (pin.version, pin.pinned) <= (before.pin, before.pinned):
+        newest = (before.pin, before.pinned)
+        if (pin.version, pin.pinned) <= newest:
             return
         now = before._replace(pin=pin.version, pinned=pin.pinned)
         write_version(self._rows, pin.digest, now)
         if now.is_alive:
-            self._catalogue.pin(self._namespace + pin.digest, now.is_pinned)
+            row = self._namespace + pin.digest
+            self._catalogue.pin(row, now.is_pinned)
 
     def _forget_bytes(self, row: bytes) -> None:
         """Subtract the bytes of a request from the total."""
         place = self._rows.get(MANIFEST_KEYS, row)
         if place is not None and len(place) == KEYS.size:
-            self._grown -= KEYS.unpack(place)[3]
+            _, _, _, counted = KEYS.unpack(place)
+            self._grown -= counted
 
 
 def _content_digest(entry: ManifestEntry) -> bytes:
@@ -348,7 +378,9 @@ class _Additions:
     def add(self, namespace: bytes, entry: PackEntry) -> bool:
         """Add a pack; return False, and add nothing, if its table is not one of this pack."""
         head = table_head(entry.body)
-        if head is None or (head.namespace, head.pack_id) != (namespace, entry.pack_id):
+        if head is None or head.namespace != namespace:
+            return False
+        if head.pack_id != entry.pack_id:
             return False
         state = self._state
         state.sequence += 1
@@ -362,12 +394,15 @@ class _Additions:
         key = namespace + entry.pack_id
         tags = entry.body[: head.start]
         encoded = entry.body[head.start :]
-        self._packs.append((key, SEQUENCE.pack(state.sequence) + encoded))
-        self._blobs.append((entry.name, BlobRow(counted, tags, b"").encode()))
+        sequence = SEQUENCE.pack(state.sequence)
+        self._packs.append((key, sequence + encoded))
+        blob = BlobRow(counted, tags, b"")
+        self._blobs.append((entry.name, blob.encode()))
         self._order.set_time(entry.time)
         use = Use(self._order.moment, entry.time, head.depth, 0, 0)
         self._uses.append((key, use.encode()))
-        self._places.append((use.order_key(key), b""))
+        place = use.order_key(key)
+        self._places.append((place, b""))
         return True
 
     def write(self, rows: TableRows, namespace: bytes) -> None:

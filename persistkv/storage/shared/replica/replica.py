@@ -138,13 +138,13 @@ class Replica:
         self._changed = threading.Condition()
         """Guards ``_closed`` and ``_running``: rows are views of a memory map, which closing
         removes."""
+        self._databases: dict[str, lmdb._Database] = {}
         try:
             self._env = _open(directory, map_bytes)
             with self._env.begin(write=True) as txn:
-                self._databases = {
-                    name: self._env.open_db(name.encode(), txn=txn)
-                    for name in REPLICA_TABLES
-                }
+                for name in REPLICA_TABLES:
+                    database = self._env.open_db(name.encode(), txn=txn)
+                    self._databases[name] = database
         except (lmdb.Error, OSError) as error:
             raise StoreError(
                 f"{directory}: the replica of the index failed ({error})"
@@ -160,8 +160,9 @@ class Replica:
 
     def _prepare(self) -> None:
         with self.rows() as rows:
-            is_ready = rows.get(META, _KIND_ROW) == _KIND
-            is_ready = is_ready and rows.get(STATES, self.namespace) is not None
+            kind = rows.get(META, _KIND_ROW)
+            state_row = rows.get(STATES, self.namespace)
+            is_ready = kind == _KIND and state_row is not None
         if is_ready:
             return
         with self.rows(write=True) as rows:
@@ -229,33 +230,38 @@ class Replica:
                 table = pack_table(key, rows.get(PACKS, key))
                 name = shown_name(rows, pack_id)
                 if table is not None and name is not None:
+                    nonce = name[ID_BYTES:]
                     tags = blob_row(rows, name).tags
-                    found[pack_id] = PackBlob(name[ID_BYTES:], table, tags)
+                    found[pack_id] = PackBlob(nonce, table, tags)
         return found
 
     def live_names(self, names: Iterable[bytes]) -> set[bytes]:
         """Return those of the names that are held."""
-        with self.rows() as rows:
-            return {name for name in names if rows.get(BLOBS, name) is not None}
+        return self._existing(BLOBS, names)
 
     def held(self, pack_ids: Iterable[bytes]) -> list[bytes]:
         """Return those of the packs that are held, in order."""
         with self.rows() as rows:
-            return [
-                pack_id
-                for pack_id in pack_ids
-                if rows.get(PACKS, self.namespace + pack_id) is not None
-            ]
+            found: list[bytes] = []
+            for pack_id in pack_ids:
+                row = rows.get(PACKS, self.namespace + pack_id)
+                if row is not None:
+                    found.append(pack_id)
+            return found
 
     def ended_names(self, names: Iterable[bytes]) -> set[bytes]:
         """Return those of the names that have a tombstone."""
+        return self._existing(TOMBSTONES, names)
+
+    def _existing(self, table: str, keys: Iterable[bytes]) -> set[bytes]:
         with self.rows() as rows:
-            return {name for name in names if rows.get(TOMBSTONES, name) is not None}
+            return {key for key in keys if rows.get(table, key) is not None}
 
     def keys_place(self, manifest_id: str) -> KeysPlace | None:
         """Return where the keys of a request are; None if it is not held."""
+        key = manifest_row(self.namespace, manifest_id)
         with self.rows() as rows:
-            row = rows.get(MANIFEST_KEYS, manifest_row(self.namespace, manifest_id))
+            row = rows.get(MANIFEST_KEYS, key)
             if row is None or len(row) != KEYS.size:
                 return None
             nonce, offset, length, _ = KEYS.unpack(row)
@@ -264,15 +270,17 @@ class Replica:
     def keys_nonces(self) -> set[bytes]:
         """Return the nonces of the blobs with the keys of held requests."""
         with self.rows() as rows:
-            return {
-                bytes(row[:NONCE_BYTES])
-                for _, row in rows.starting_with(MANIFEST_KEYS, self.namespace)
-            }
+            places = rows.starting_with(MANIFEST_KEYS, self.namespace)
+            return {bytes(row[:NONCE_BYTES]) for _, row in places}
 
     def versions(self, digests: Iterable[bytes]) -> dict[bytes, int]:
         """Return the newest version of each request; 0 for unknown ones."""
+        found: dict[bytes, int] = {}
         with self.rows() as rows:
-            return {digest: read_version(rows, digest).newest for digest in digests}
+            for digest in digests:
+                version = read_version(rows, digest)
+                found[digest] = version.newest
+        return found
 
     def ages(self, points: int) -> list[tuple[float, int]]:
         """Return (time, bytes of the packs that were last used at this time or earlier), ascending,
@@ -295,7 +303,8 @@ class Replica:
         for number in range(1, steps + 1):
             last = len(moments) * number // steps
             time = TimedOrder.time_of(moments[last - 1])
-            ages.append((time, total * last // max(1, packs)))
+            until = total * last // max(1, packs)
+            ages.append((time, until))
         return ages
 
     # Plans
@@ -325,7 +334,8 @@ class Replica:
                 for name in names_of(rows, pack_id):
                     if name not in removals.packs:
                         removals.packs.append(name)
-        return CommitPlan(cursor, list(missing.values()), removals, pins)
+        packs = list(missing.values())
+        return CommitPlan(cursor, packs, removals, pins)
 
     def _held_pins(
         self, rows: TableRows, batch: CommitBatch
@@ -336,12 +346,20 @@ class Replica:
         pins: list[tuple[bytes, bool]] = []
         for manifest_id, pinned in batch.pins:
             row = manifest_row(self.namespace, manifest_id)
-            if manifest_id in written or rows.get(MANIFESTS, row) is not None:
-                pins.append((row[ID_BYTES:], pinned))
+            is_held = rows.get(MANIFESTS, row) is not None
+            if is_held or manifest_id in written:
+                digest = row[ID_BYTES:]
+                pins.append((digest, pinned))
         return pins
 
     def plan_eviction(
-        self, now: float, ttl_s: float | None, excess: int, horizon: float, at_most: int
+        self,
+        *,
+        now: float,
+        ttl_s: float | None,
+        excess: int,
+        horizon: float,
+        at_most: int,
     ) -> Removals:
         """Return expired content, and content to evict; change nothing.
 
@@ -376,9 +394,11 @@ class Replica:
         with self.rows(write=True) as rows:
             before = read_state(rows, self.namespace).cursor
             for name, delta in objects:
-                Application(rows, self.namespace).apply(delta)
+                application = Application(rows, self.namespace)
+                application.apply(delta)
                 if name:
-                    includers.setdefault(name, self.includers.get(name, ""))
+                    includer = self.includers.get(name, "")
+                    includers.setdefault(name, includer)
                 includers.update(dict.fromkeys(delta.includes, name))
             self._put_includers(rows, includers)
             after = read_state(rows, self.namespace).cursor
@@ -402,7 +422,8 @@ class Replica:
         """Record that the replica contains these objects, which were not read."""
         new = [name for name in names if name not in self.contained]
         if new:
-            self.apply([(name, Delta()) for name in new])
+            nothing = Delta()
+            self.apply([(name, nothing) for name in new])
 
     def mark_not_included(self, names: Sequence[str]) -> None:
         """Record that no object of the index includes these ones any more, whose content the
@@ -426,15 +447,12 @@ class Replica:
         """Forget tombstones, deleted requests and uses of unknown packs that are older than
         ``before``."""
         with self.rows(write=True) as rows:
-            for table in (TOMBSTONES, EARLY):
-                old: list[bytes] = []
-                for key, row in rows.range(table, b""):
-                    if TIME.unpack(row)[0] < before:
-                        old.append(bytes(key))
-                for key in old:
-                    rows.delete(table, key)
-            for digest, version in list(read_versions(rows)):
-                if not version.is_alive and version.time < before:
+            _purge_times(rows, TOMBSTONES, before)
+            _purge_times(rows, EARLY, before)
+            versions = list(read_versions(rows))
+            for digest, version in versions:
+                is_old = version.time < before
+                if is_old and not version.is_alive:
                     rows.delete(VERSIONS, digest)
 
     def dump(self, part_bytes: int) -> Iterator[Delta]:
@@ -456,7 +474,8 @@ class Replica:
             if self._closed:
                 return
             self._closed = True
-            if not self._changed.wait_for(lambda: self._running == 0, _CLOSE_S):
+            has_ended = self._changed.wait_for(lambda: self._running == 0, _CLOSE_S)
+            if not has_ended:
                 raise StoreError(f"{self._directory}: the replica is in use")
         try:
             if keep:
@@ -492,14 +511,31 @@ class _Goal:
 
     def is_met(self) -> bool:
         """Return whether the removals so far reach the goal."""
-        for pack in self._removed[self._counted :]:
-            for name in names_of(self._rows, pack[ID_BYTES:]):
-                self._excess -= blob_row(self._rows, name).counted
+        rows = self._rows
+        new = self._removed[self._counted :]
+        for pack in new:
+            pack_id = pack[ID_BYTES:]
+            for name in names_of(rows, pack_id):
+                self._excess -= blob_row(rows, name).counted
         self._counted = len(self._removed)
         if self._excess > 0:
             return False
         first = next(self._order.oldest(), None)
-        return first is None or first[1].time >= self._horizon
+        if first is None:
+            return True
+        _, use = first
+        return use.time >= self._horizon
+
+
+def _purge_times(rows: TableRows, table: str, before: float) -> None:
+    """Delete the rows of a table with times before another one."""
+    old: list[bytes] = []
+    for key, row in rows.range(table, b""):
+        (time,) = TIME.unpack(row)
+        if time < before:
+            old.append(bytes(key))
+    for key in old:
+        rows.delete(table, key)
 
 
 def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:

@@ -65,46 +65,85 @@ class BlobRow(NamedTuple):
     """The encoded table; empty if the catalogue shows this blob, and has its table."""
 
     def encode(self) -> bytes:
-        return _BLOB.pack(self.counted, len(self.tags)) + self.tags + self.table
+        head = _BLOB.pack(self.counted, len(self.tags))
+        return b"".join([head, self.tags, self.table])
 
 
 def names_of(rows: TableRows, pack_id: bytes) -> list[bytes]:
     """Return the names of all blobs of a pack."""
-    return [bytes(name) for name, _ in rows.starting_with(BLOBS, pack_id)]
+    found = rows.starting_with(BLOBS, pack_id)
+    return [bytes(name) for name, _ in found]
 
 
 def shown_name(rows: TableRows, pack_id: bytes) -> bytes | None:
     """Return the name of the blob that the catalogue shows for a pack: the smallest; None: there is
     none."""
     name = rows.first(BLOBS, pack_id)
-    return name if name is not None and name.startswith(pack_id) else None
+    if name is None or not name.startswith(pack_id):
+        return None
+    return name
 
 
 def blob_row(rows: TableRows, name: bytes) -> BlobRow:
+    """Return the row of a blob; an empty one if there is none."""
     row = rows.get(BLOBS, name)
-    return BlobRow(0, b"", b"") if row is None else decode_blob_row(bytes(row))
+    if row is None:
+        return BlobRow(0, b"", b"")
+    return decode_blob_row(bytes(row))
+
+
+def put_blob_row(rows: TableRows, name: bytes, row: BlobRow) -> None:
+    rows.put(BLOBS, name, row.encode())
 
 
 def decode_blob_row(row: bytes) -> BlobRow:
-    counted, tags = _BLOB.unpack_from(row)
-    end = _BLOB.size + tags
-    return BlobRow(counted, row[_BLOB.size : end], row[end:])
+    counted, tag_bytes = _BLOB.unpack_from(row)
+    tags_end = _BLOB.size + tag_bytes
+    tags = row[_BLOB.size : tags_end]
+    table = row[tags_end:]
+    return BlobRow(counted, tags, table)
+
+
+def read_time(rows: TableRows, table: str, key: bytes) -> float | None:
+    """Return the time in a row of ``TOMBSTONES`` or ``EARLY``; None: there is no such row."""
+    row = rows.get(table, key)
+    if row is None:
+        return None
+    (time,) = TIME.unpack(row)
+    return float(time)
+
+
+def write_later_time(rows: TableRows, table: str, key: bytes, time: float) -> None:
+    """Write a time to a row of ``TOMBSTONES`` or ``EARLY``, unless it has a later one."""
+    before = read_time(rows, table, key)
+    if before is None or before < time:
+        rows.put(table, key, TIME.pack(time))
 
 
 def read_version(rows: TableRows, digest: bytes) -> Version:
+    """Return the state of a request; that of an unknown one if there is none."""
     row = rows.get(VERSIONS, digest)
-    return Version() if row is None else Version._make(_VERSION.unpack(row))
+    if row is None:
+        return Version()
+    return Version._make(_VERSION.unpack(row))
 
 
 def write_version(rows: TableRows, digest: bytes, version: Version) -> None:
-    rows.put(VERSIONS, digest, _VERSION.pack(*version))
+    row = _VERSION.pack(*version)
+    rows.put(VERSIONS, digest, row)
 
 
 def read_versions(rows: TableRows) -> Iterator[tuple[bytes, Version]]:
+    """Iterate over the digests of all requests, with their states."""
     for digest, row in rows.range(VERSIONS, b""):
-        yield bytes(digest), Version._make(_VERSION.unpack(row))
+        fields = _VERSION.unpack(row)
+        yield bytes(digest), Version._make(fields)
 
 
 def read_bytes(rows: TableRows) -> int:
+    """Return the bytes that the namespace takes on the medium."""
     row = rows.get(META, BYTES_ROW)
-    return 0 if row is None else int(BYTES.unpack(row)[0])
+    if row is None:
+        return 0
+    (num_bytes,) = BYTES.unpack(row)
+    return int(num_bytes)

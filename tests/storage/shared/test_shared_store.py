@@ -670,6 +670,7 @@ def test_capacity_holds_for_four_namespaces_and_eight_writers(town: Town) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_capacity_holds_however_fast_eight_writers_of_four_namespaces_write(
     town: Town,
 ) -> None:

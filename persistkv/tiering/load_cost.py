@@ -25,10 +25,16 @@ LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 # only a trial shows it. The deadline of the load bounds the cost of a trial that fails.
 _TRIAL_SPEEDUP = 4.0
 _SHAPE_RATE = 0.1  # least share of a new sample in the usual time of its size
+# A load may take so much longer than usual. One that did must not make larger ones seem too slow:
+# these are never tried then, and nothing would show the mistake.
+_VARIATION = 0.2
 # Single loads vary by some tenths, which are averaged: a fifth of a new sample counts. A load of
 # more than twice the expected time, or less than half of it, shows that the store has changed.
 _NOISE_RATE = 0.2
 _CHANGE = 2.0
+# Or that the usual time of this size is wrong, so that takes a quarter of the change. Otherwise
+# loads of one size would seem slow after each of its own, and fast again after one of another size.
+_OWN_SHARE = 0.25
 # A load is chosen from 0.96 of the computing time on, and until 1.0 if the last one was: noise
 # within these bounds does not alternate, and the wrong choice costs less than 5 %.
 _HYSTERESIS = 0.04
@@ -40,6 +46,8 @@ _TRIAL_EACH = 8
 # is later: a load that stalls makes a request a fifth slower, unless its usual time is longer.
 _LATE = 3.0
 _LATE_SHARE = 0.2
+# A store is stalled if a load brought nothing in 2.5 times its expected time.
+_STALL = 2.5
 UNKNOWN_DEADLINE_S = 10.0
 """Deadline in seconds of a load while the engine's speed is unknown."""
 # An abandoned load would have taken longer than its deadline: at least by a tenth.
@@ -81,6 +89,11 @@ class _Usual:
         self._log_seconds += rate * (math.log(seconds) - self._log_seconds)
         self.num_bytes = math.exp(self._log_bytes)
         self.seconds = math.exp(self._log_seconds)
+
+    @property
+    def least_s(self) -> float:
+        """The usual time, less what the samples may have taken longer by chance."""
+        return self.seconds * (1 - _VARIATION / math.sqrt(self._num_samples))
 
 
 class LoadTimes:
@@ -139,20 +152,22 @@ class LoadTimes:
         if usual is None:
             # the first one of its size shows the shape, not the slowdown
             self._set_usual(num_bytes, seconds / self._slowdown)
-        change = seconds / self._usual_s(num_bytes) / self._slowdown
+        usual_s = self._usual_s(num_bytes)
+        change = seconds / usual_s / self._slowdown
         is_noise = 1 / _CHANGE < change < _CHANGE
         # earlier samples say nothing about the time after a stall
         rate = _NOISE_RATE if is_noise and not self.is_stalled else 1.0
         self._slowdown *= change**rate
         self.is_stalled = False
         if usual is not None:
-            usual.add(num_bytes, seconds / self._slowdown)
+            own_share = 1 - rate if is_noise else _OWN_SHARE
+            usual.add(num_bytes, usual_s * change**own_share)
 
     def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
         """Add a load that was abandoned at its deadline, of ``loaded_bytes`` of its bytes: it shows
         the time of these, and that all would have taken longer."""
         if not loaded_bytes:
-            self.stall()
+            self._add_silence(num_bytes, seconds)
             return
         self.observe(loaded_bytes, seconds)
         least_s = _LONGER * seconds / self._slowdown
@@ -164,6 +179,15 @@ class LoadTimes:
         else:
             # one sample of many: a single late load must not exclude its size
             usual.add(num_bytes, least_s)
+
+    def _add_silence(self, num_bytes: int, seconds: float) -> None:
+        """Add a load that brought nothing in so many seconds."""
+        usual_s = self._usual_s(num_bytes)
+        if seconds >= _STALL * usual_s * self._slowdown:
+            self.stall()
+        else:
+            # the computing time was hardly longer than the load: loads that save more go on
+            self._slowdown = max(self._slowdown, _LONGER * seconds / usual_s)
 
     def stall(self) -> None:
         """Count a load, or a probe, that brought nothing before its deadline."""
@@ -189,20 +213,21 @@ class LoadTimes:
             last = sizes[-1]
             beyond = max(0.0, num_bytes - 2 * last.num_bytes)
             near_bytes = num_bytes - last.num_bytes - beyond
-            slope = self._slope(len(sizes) - 1)
+            slope = self._slope(len(sizes) - 1, last.least_s)
             return last.seconds + slope * (near_bytes + beyond / _TRIAL_SPEEDUP)
-        slope = self._slope(max(place, 1) if len(sizes) > 1 else 0)
+        upper = max(place, 1) if len(sizes) > 1 else 0
+        slope = self._slope(upper, sizes[upper].seconds)
         at = sizes[place]
         return max(at.seconds - slope * (at.num_bytes - num_bytes), 1e-6)
 
-    def _slope(self, place: int) -> float:
-        """Return the seconds per byte between the size at ``place`` and the one before it; before
-        the first one, a load without latency."""
+    def _slope(self, place: int, seconds: float) -> float:
+        """Return the seconds per byte between the size at ``place``, which takes ``seconds``, and
+        the one before it; before the first one, a load without latency."""
         upper = self._sizes[place]
         if place == 0:
-            return upper.seconds / upper.num_bytes
+            return seconds / upper.num_bytes
         lower = self._sizes[place - 1]
-        rise = max(0.0, upper.seconds - lower.seconds)
+        rise = max(0.0, seconds - lower.seconds)
         run = max(1.0, upper.num_bytes - lower.num_bytes)
         return rise / run
 

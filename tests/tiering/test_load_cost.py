@@ -95,7 +95,7 @@ def test_load_times_change_by_more_than_noise_counts_at_once() -> None:
     for observed, expected in [(1.2, 1.0), (10.0, 10.0), (1.0, 1.0)]:
         times.observe(8 * MIB, observed * 8 * MIB / 1e9)
         expected_s = expected * 64 * MIB / 1e9
-        assert times.expected_s(64 * MIB) == pytest.approx(expected_s, rel=0.06)
+        assert times.expected_s(64 * MIB) == pytest.approx(expected_s, rel=0.1)
 
 
 def test_load_times_stalled_load_is_infinite_until_one_ends() -> None:
@@ -285,3 +285,41 @@ def test_choose_refusal_near_break_even_is_tried_sometimes() -> None:
 def test_choose_without_runs_raises() -> None:
     with pytest.raises(ValueError, match="nothing"):
         chooser().choose([], 0)
+
+
+def test_load_times_one_slow_load_does_not_exclude_larger_ones() -> None:
+    """Its time varies by a tenth; larger loads, which would show the mistake, are never tried."""
+    times = LoadTimes()
+    times.observe(2 * MIB, 0.5)
+    times.observe(8 * MIB, 0.5)
+    times.observe(64 * MIB, 0.565)
+    assert times.expected_s(4096 * MIB) < 0.7
+    for _ in range(50):
+        times.observe(64 * MIB, 0.565)
+    assert times.expected_s(4096 * MIB) > 0.7, "it was no chance"
+
+
+def test_load_times_wrong_time_of_a_size_is_corrected_beside_other_sizes() -> None:
+    """A jump that each load of one size shows is no slowdown of the store."""
+    times = LoadTimes()
+    times.observe(1024 * MIB, 10.0)
+    times.observe(4096 * MIB, 14.0)  # while the store was fast: it takes 45 s
+    for _ in range(20):
+        times.observe(1024 * MIB, 10.0)
+        times.observe(4096 * MIB, 45.0)
+    times.observe(1024 * MIB, 10.0)
+    assert 30 < times.expected_s(4096 * MIB) < 60
+    assert 7 < times.expected_s(1024 * MIB) < 14
+
+
+def test_load_times_silence_until_an_early_deadline_is_no_stall() -> None:
+    """Computing would have taken hardly longer than the load."""
+    times = LoadTimes()
+    times.observe(8 * MIB, 0.5)
+    times.begin(1, 8 * MIB)
+    times.end(1, 0, 0.52, is_late=True)
+    assert not times.is_stalled
+    assert 0.52 < times.expected_s(8 * MIB) < 0.7
+    times.begin(2, 8 * MIB)
+    times.end(2, 0, 2.0, is_late=True)
+    assert times.is_stalled

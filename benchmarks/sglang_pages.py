@@ -19,13 +19,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.raw_disk import drop_page_cache
 from benchmarks.rig import show
+from tests.integrations.sglang.host_pools import (
+    HEAD_DIM,
+    PAGE,
+    create_storage,
+    make_host_pool,
+    page_indices,
+    storage_config,
+)
 from tests.integrations.sglang.preparation import prepare
 
 JOB_BYTES = 32 << 20  # 32 MiB
-PAGE_TOKENS = 16
-HEAD_DIM = 128
 AT_ONCE = 128  # pages of a call, as in SGLang
 
 
@@ -64,15 +72,13 @@ def measure(
     directory: Path, page_bytes: int, runs: int
 ) -> dict[tuple[str, str], list[float]]:
     """Return the seconds of each operation by (backend, operation)."""
-    import torch
-
     count = JOB_BYTES // page_bytes
     # K and V of a token in 16 bits, with one head
-    layers = page_bytes // (2 * PAGE_TOKENS * HEAD_DIM * 2)
-    pool = _pool(2 * count * PAGE_TOKENS, layers)
+    layers = page_bytes // (2 * PAGE * HEAD_DIM * 2)
+    pool = make_host_pool(2 * count, layers=layers, heads=1)
     pool.kv_buffer.view(torch.uint8).random_(0, 256)
-    source = torch.arange(count * PAGE_TOKENS)
-    target = source + count * PAGE_TOKENS
+    source = page_indices(0, count)
+    target = page_indices(count, count)
     cases = _cases(directory, pool)
     names = list(cases)
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -101,43 +107,8 @@ def measure(
     return seconds
 
 
-def _pool(tokens: int, layers: int) -> Any:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-
-    device_pool = MHATokenToKVPool(
-        tokens // 2,
-        PAGE_TOKENS,
-        torch.bfloat16,
-        1,
-        HEAD_DIM,
-        layers,
-        "cpu",
-        False,
-        start_layer=0,
-        end_layer=layers - 1,
-        enable_alt_stream=False,
-    )
-    return MHATokenToKVPoolHost(
-        device_pool.get_device_pool_infos()[0].buffer_info,
-        2.0,
-        0,
-        PAGE_TOKENS,
-        "page_first",
-        pin_memory=False,
-        device="cpu",
-        allocator_type="shm",
-        device_capacity_tokens=device_pool.size,
-        start_layer=0,
-        end_layer=layers - 1,
-    )
-
-
 def _cases(directory: Path, pool: Any) -> dict[str, Case]:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-
-    from persistkv.integrations.sglang.backend import PersistKVStorage
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
     options = {
         "url": f"lmdb://{directory}/store?capacity=8GiB",
@@ -145,21 +116,8 @@ def _cases(directory: Path, pool: Any) -> dict[str, Case]:
         "attention_backend": "none",
         "timeout_s": 60.0,
     }
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="bench",
-        extra_config={"interface_v1": 1, "persistkv": options},
-    )
-    ours = PersistKVStorage(config)
-    ours.register_mem_pool_host(pool)
+    config = storage_config(options, enable_storage_metrics=False)
+    ours = create_storage(config, pool)
     theirs = HiCacheFile(config, str(directory / "files"))
 
     def store(keys: list[str], indices: Any) -> bool:
@@ -170,7 +128,7 @@ def _cases(directory: Path, pool: Any) -> dict[str, Case]:
 
     # the copies are SGLang's: its controller makes them for the file backend
     def store_files(keys: list[str], indices: Any) -> bool:
-        starts = indices[::PAGE_TOKENS].tolist()
+        starts = indices[::PAGE].tolist()
         return bool(
             theirs.batch_set(keys, [pool.get_data_page(start) for start in starts])
         )
@@ -178,7 +136,7 @@ def _cases(directory: Path, pool: Any) -> dict[str, Case]:
     def load_files(keys: list[str], indices: Any) -> bool:
         pages = [pool.get_dummy_flat_data_page() for _ in keys]
         found = theirs.batch_get(keys, pages)
-        for start, page in zip(indices[::PAGE_TOKENS].tolist(), found, strict=True):
+        for start, page in zip(indices[::PAGE].tolist(), found, strict=True):
             pool.set_from_flat_data_page(start, page)
         return True
 
@@ -194,8 +152,8 @@ def _in_batches(
     results: list[bool] = []
     for start in range(0, len(keys), AT_ONCE):
         some = keys[start : start + AT_ONCE]
-        first = start * PAGE_TOKENS
-        results += call(some, indices[first : first + len(some) * PAGE_TOKENS])
+        first = start * PAGE
+        results += call(some, indices[first : first + len(some) * PAGE])
     return results
 
 

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import types
 from abc import ABC
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.integrations.stand_ins import install_package
 
 RELEASE = "0.5.6"
 
@@ -149,14 +149,4 @@ _MODULES: dict[str, tuple[type, ...]] = {
 
 def install(directory: Path) -> None:
     """Make the stand-ins importable, with the metadata of a release in ``directory``."""
-    info = directory / f"lmcache-{RELEASE}.dist-info"
-    info.mkdir(exist_ok=True)
-    metadata = f"Metadata-Version: 2.1\nName: lmcache\nVersion: {RELEASE}\n"
-    (info / "METADATA").write_text(metadata)
-    sys.path.insert(0, str(directory))
-    for name, classes in _MODULES.items():
-        module = types.ModuleType(name)
-        module.__path__ = []
-        for one in classes:
-            setattr(module, one.__name__, one)
-        sys.modules[name] = module
+    install_package("lmcache", RELEASE, _MODULES, directory)

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from abc import ABC
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.integrations.stand_ins import install_package
 
 RELEASE = "0.5.23"
 
@@ -193,14 +193,4 @@ _MODULES: dict[str, tuple[type, ...]] = {
 
 def install(directory: Path) -> None:
     """Make the stand-ins importable, with the metadata of a release in ``directory``."""
-    info = directory / f"sglang-{RELEASE}.dist-info"
-    info.mkdir(exist_ok=True)
-    metadata = f"Metadata-Version: 2.1\nName: sglang\nVersion: {RELEASE}\n"
-    (info / "METADATA").write_text(metadata)
-    sys.path.insert(0, str(directory))
-    for name, classes in _MODULES.items():
-        module = types.ModuleType(name)
-        module.__path__ = []
-        for one in classes:
-            setattr(module, one.__name__, one)
-        sys.modules[name] = module
+    install_package("sglang", RELEASE, _MODULES, directory)

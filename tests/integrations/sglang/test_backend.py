@@ -14,12 +14,12 @@ from persistkv import ConfigurationError
 from tests.integrations.sglang.conftest import (
     Open,
     fill,
-    indices,
     is_equal,
     make_pool,
     page_keys,
     pages_of,
 )
+from tests.integrations.sglang.host_pools import page_indices
 from tests.integrations.sglang.preparation import HAS_SGLANG
 
 
@@ -30,7 +30,7 @@ def test_v1_pages_are_restored_by_another_process(
     pool, keys = make_pool(layout), page_keys(range(8))
     fill(pool, 1)
     backend = open_backend(pool)
-    assert backend.batch_set_v1(keys, indices(0, 8)) == [True] * 8
+    assert backend.batch_set_v1(keys, page_indices(0, 8)) == [True] * 8
     assert backend.batch_exists([*keys, *page_keys(range(90, 91))]) == 8
     backend.close()
 
@@ -38,7 +38,7 @@ def test_v1_pages_are_restored_by_another_process(
     again = open_backend(other)
     assert again.exists(keys[3])
     # in another order, and into other pages
-    found = again.batch_get_v1([*keys[::-1], "missing"], indices(10, 9))
+    found = again.batch_get_v1([*keys[::-1], "missing"], page_indices(10, 9))
     assert found == [True] * 8 + [False]
     for place, page in enumerate(reversed(range(8))):
         assert is_equal(pages_of(pool, page, 1), pages_of(other, 10 + place, 1))
@@ -50,10 +50,10 @@ def test_layer_first_engine_misses_page_first_pages(open_backend: Open) -> None:
     one, other = make_pool("page_first"), make_pool("layer_first")
     fill(one, 2)
     keys = page_keys(range(4))
-    assert all(open_backend(one).batch_set_v1(keys, indices(0, 4)))
+    assert all(open_backend(one).batch_set_v1(keys, page_indices(0, 4)))
     backend = open_backend(other)
     assert backend.batch_exists(keys) == 0
-    assert backend.batch_get_v1(keys, indices(0, 4)) == [False] * 4
+    assert backend.batch_get_v1(keys, page_indices(0, 4)) == [False] * 4
     assert not other.kv_buffer.view(torch.uint8).any()
 
 
@@ -61,10 +61,10 @@ def test_float16_engine_misses_bfloat16_pages(open_backend: Open) -> None:
     one, other = make_pool(dtype=torch.bfloat16), make_pool(dtype=torch.float16)
     fill(one, 3)
     keys = page_keys(range(4))
-    assert all(open_backend(one).batch_set_v1(keys, indices(0, 4)))
+    assert all(open_backend(one).batch_set_v1(keys, page_indices(0, 4)))
     backend = open_backend(other)
     assert backend.batch_exists(keys) == 0
-    assert backend.batch_get_v1(keys, indices(0, 4)) == [False] * 4
+    assert backend.batch_get_v1(keys, page_indices(0, 4)) == [False] * 4
     assert not other.kv_buffer.view(torch.uint8).any()
 
 
@@ -83,7 +83,7 @@ def test_other_rank_weights_or_attention_miss(
     open_backend: Open, config: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     pool, keys = make_pool(), page_keys(range(2))
-    assert all(open_backend(pool).batch_set_v1(keys, indices(0, 2)))
+    assert all(open_backend(pool).batch_set_v1(keys, page_indices(0, 2)))
     assert open_backend(pool, config=config, **changed).batch_exists(keys) == 0
     assert open_backend(pool, config={"model_name": "/other/path"}).batch_exists(keys)
 
@@ -93,12 +93,12 @@ def test_ranks_of_mla_models_share_pages(open_backend: Open) -> None:
     pool, keys = make_pool(), page_keys(range(2))
     first = open_backend(pool, config={**mla, "tp_rank": 0})
     second = open_backend(pool, config={**mla, "tp_rank": 1})
-    assert all(first.batch_set_v1(keys, indices(0, 2)))
+    assert all(first.batch_set_v1(keys, page_indices(0, 2)))
     assert _arrives(second, keys)
     # the state of Mamba layers is divided among the ranks
     for backend in (first, second):
         backend.register_mem_host_pool_v2(make_pool(), "mamba")
-    transfers = [_transfer("mamba", keys, indices(0, 2))]
+    transfers = [_transfer("mamba", keys, page_indices(0, 2))]
     assert first.batch_set_v2(transfers) == {"mamba": [True, True]}
     assert first.batch_get_v2(transfers) == {"mamba": [True, True]}
     assert second.batch_get_v2(transfers) == {"mamba": [False, False]}
@@ -109,7 +109,7 @@ def _arrives(backend: Any, keys: list[str]) -> bool:
     second."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        if backend.batch_get_v1(keys, indices(4, len(keys))) == [True] * len(keys):
+        if backend.batch_get_v1(keys, page_indices(4, len(keys))) == [True] * len(keys):
             return True
         time.sleep(0.1)
     return False
@@ -145,7 +145,7 @@ def test_weights_are_required_and_fingerprinted(
     file.write_bytes(b"one")
     pool, keys = make_pool(), page_keys(range(2))
     model = {"model_path": str(file.parent)}
-    assert all(open_backend(pool, **model).batch_set_v1(keys, indices(0, 2)))
+    assert all(open_backend(pool, **model).batch_set_v1(keys, page_indices(0, 2)))
     assert open_backend(pool, **model).batch_exists(keys) == 2
     file.write_bytes(b"two")
     assert open_backend(pool, **model).batch_exists(keys) == 0
@@ -200,19 +200,19 @@ def test_v2_transfers_of_several_pools(hybrid: Any) -> None:
     keys = page_keys(range(3))
     for seed, name in enumerate(names):
         fill(hybrid.registered_pools[name], seed)
-    transfers = [_transfer(name, keys, indices(0, 3)) for name in names]
+    transfers = [_transfer(name, keys, page_indices(0, 3)) for name in names]
     stored = hybrid.batch_set_v2(transfers)
     assert {str(name): result for name, result in stored.items()} == dict.fromkeys(
         names, [True] * 3
     )
-    targets = [_transfer(name, keys, indices(8, 3)) for name in names]
+    targets = [_transfer(name, keys, page_indices(8, 3)) for name in names]
     hybrid.batch_get_v2(targets)
     for name in names:
         pool = hybrid.registered_pools[name]
         assert is_equal(pages_of(pool, 0, 3), pages_of(pool, 8, 3)), name
     # a pool that nobody has registered, and too few indices
     other = [
-        _transfer("auxiliary_swa" if HAS_SGLANG else "kv", keys, indices(0, 2)),
+        _transfer("auxiliary_swa" if HAS_SGLANG else "kv", keys, page_indices(0, 2)),
         _transfer("swa", keys, None),
     ]
     assert list(hybrid.batch_get_v2(other).values()) == [[False] * 3] * 2
@@ -224,7 +224,7 @@ def _store(backend: Any, name: str, held: str) -> list[str]:
     keys = page_keys(range(len(held)))
     for page, letter in enumerate(held):
         if letter == "x":
-            transfer = _transfer(name, keys[page : page + 1], indices(page, 1))
+            transfer = _transfer(name, keys[page : page + 1], page_indices(page, 1))
             assert backend.batch_set_v2([transfer])
     return keys
 
@@ -254,7 +254,9 @@ def test_v2_hit_policies(
     keys = page_keys(range(len(kv)))
     for page, letter in enumerate(kv):
         if letter == "x":
-            assert all(hybrid.batch_set_v1(keys[page : page + 1], indices(page, 1)))
+            assert all(
+                hybrid.batch_set_v1(keys[page : page + 1], page_indices(page, 1))
+            )
     _store(hybrid, "swa", other)
     transfer = _transfer(
         "swa", keys[len(keys) - trailing :], hit_policy=PoolHitPolicy(policy)
@@ -269,9 +271,9 @@ def test_v2_block_groups_never_limit_the_prefix(hybrid: Any) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy
 
     keys = page_keys(range(8))
-    assert all(hybrid.batch_set_v1(keys, indices(0, 8)))
+    assert all(hybrid.batch_set_v1(keys, page_indices(0, 8)))
     groups = page_keys(range(100, 106))
-    transfer = _transfer("indexer", groups[:5], indices(0, 5))
+    transfer = _transfer("indexer", groups[:5], page_indices(0, 5))
     assert hybrid.batch_set_v2([transfer])
     # two of three groups of two keys are whole; each covers four pages
     blocks = _transfer(
@@ -294,18 +296,18 @@ def test_clear_deletes_only_pages_of_this_identity(open_backend: Open) -> None:
     pool, keys = make_pool(), page_keys(range(6))
     backend, other = open_backend(pool), open_backend(pool, weights="weights-2")
     for one in (backend, other):
-        assert all(one.batch_set_v1(keys, indices(0, 6)))
+        assert all(one.batch_set_v1(keys, page_indices(0, 6)))
     backend.clear()
     assert backend.batch_exists(keys) == 0
     assert other.batch_exists(keys) == 6
-    assert all(backend.batch_set_v1(keys, indices(0, 6)))
+    assert all(backend.batch_set_v1(keys, page_indices(0, 6)))
 
 
 def test_stats_are_those_since_the_last_call(open_backend: Open) -> None:
     pool, keys = make_pool(), page_keys(range(6))
     backend = open_backend(pool)
-    assert all(backend.batch_set_v1(keys, indices(0, 6)))
-    backend.batch_get_v1(keys[:2], indices(8, 2))
+    assert all(backend.batch_set_v1(keys, page_indices(0, 6)))
+    backend.batch_get_v1(keys[:2], page_indices(8, 2))
     stats = backend.get_stats()
     assert (stats.backup_pgs, stats.prefetch_pgs) == ([6], [2])
     assert stats.backup_bandwidth[0] > 0 < stats.prefetch_bandwidth[0]
@@ -321,8 +323,8 @@ def test_store_that_does_not_open_costs_misses(
     backend = open_backend(make_pool(), url=f"lmdb://{tmp_path}/file/store")
     keys = page_keys(range(2))
     assert backend.batch_exists(keys) == 0
-    assert backend.batch_set_v1(keys, indices(0, 2)) == [False, False]
-    assert backend.batch_get_v1(keys, indices(0, 2)) == [False, False]
+    assert backend.batch_set_v1(keys, page_indices(0, 2)) == [False, False]
+    assert backend.batch_get_v1(keys, page_indices(0, 2)) == [False, False]
     assert "does not open" in caplog.text
 
 
@@ -337,7 +339,7 @@ def test_call_during_close_misses(open_backend: Open, call: str) -> None:
             return super().encode()
 
     keys = [ClosingKey(key) for key in page_keys(range(1))]
-    arguments = [] if call == "batch_exists" else [indices(0, 1)]
+    arguments = [] if call == "batch_exists" else [page_indices(0, 1)]
     assert getattr(backend, call)(keys, *arguments) in (0, [False])
 
 
@@ -345,7 +347,7 @@ def test_geometry_in_numpy_integers_is_in_the_identity(open_backend: Open) -> No
     pool, other, keys = make_pool(), make_pool(), page_keys(range(6))
     pool.head_num, pool.head_dim = np.int64(2), np.int64(32)
     other.head_num, other.head_dim = np.int64(4), np.int64(16)
-    assert all(open_backend(pool).batch_set_v1(keys, indices(0, 6)))
+    assert all(open_backend(pool).batch_set_v1(keys, page_indices(0, 6)))
     assert open_backend(other).batch_exists(keys) == 0
 
 

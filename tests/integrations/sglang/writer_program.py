@@ -9,7 +9,12 @@ import os
 import sys
 from typing import Any
 
-from tests.integrations.sglang.conftest import fill, indices, make_pool, page_keys
+from tests.integrations.sglang.conftest import fill, make_pool, page_keys
+from tests.integrations.sglang.host_pools import (
+    create_storage,
+    page_indices,
+    storage_config,
+)
 
 BATCH = 8  # pages
 
@@ -21,28 +26,13 @@ def batch_keys(batch: int) -> list[str]:
 
 def open_storage(url: str, pool: Any) -> Any:
     """Return a backend with the main pool registered."""
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-    from persistkv.integrations.sglang.backend import PersistKVStorage
-
-    options = {"url": url, "weights": "w", "attention_backend": "torch_native"}
-    options["timeout_s"] = "120"
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="org/model",
-        extra_config={"interface_v1": 1, "persistkv": options},
-    )
-    backend = PersistKVStorage(config)
-    backend.register_mem_pool_host(pool)
-    return backend
+    options = {
+        "url": url,
+        "weights": "w",
+        "attention_backend": "torch_native",
+        "timeout_s": 120,
+    }
+    return create_storage(storage_config(options), pool)
 
 
 def main(url: str, batch: int) -> None:
@@ -50,7 +40,8 @@ def main(url: str, batch: int) -> None:
     backend = open_storage(url, pool)
     while True:
         fill(pool, batch)
-        if all(backend.batch_set_v1(batch_keys(batch), indices(0, BATCH))):
+        stored = backend.batch_set_v1(batch_keys(batch), page_indices(0, BATCH))
+        if all(stored):
             os.write(1, f"{batch}\n".encode())
         batch += 1
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from persistkv.errors import StoreError
+from persistkv.integrations.sglang.opening import StoreOpener
 from persistkv.integrations.sglang.options import SGLangOptions
 from persistkv.integrations.sglang.pools import PageMemory, tensor_memory
 from persistkv.integrations.sglang.stats import Transfers
@@ -16,9 +16,9 @@ from persistkv.storage.blocks import BlockIdentity, BlockStore
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 30.0
-"""Seconds until a store that did not open is tried again."""
 _DELETED_AT_ONCE = 4096
+_CLEAR_CALLS = 12
+"""Time limit of a ``clear``, as a multiple of that of a call: a person waits for it."""
 
 
 class PoolStore:
@@ -37,7 +37,8 @@ class PoolStore:
         *,
         may_use_regions: bool,
     ) -> None:
-        """Open the store. One that does not open is tried again later.
+        """Open the store, within ``timeout_s``. One that is not open then is opened or tried again
+        later.
 
         :param identity_of: returns the identity of pages with regions of these sizes.
         :param may_use_regions: whether the pages may be read and written in their pool.
@@ -53,11 +54,7 @@ class PoolStore:
             sizes = [memory.flat_bytes()]
         self._page_bytes = sum(sizes)
         self._identity = identity_of(sizes)
-        self._store: BlockStore | None = None
-        self._retry_at = 0.0
-        self._is_closed = False
-        self._lock = threading.Lock()
-        self._opened()
+        self._opener = StoreOpener(self._open, options.timeout_s)
 
     def _region_sizes(self) -> list[int] | None:
         """Return the bytes of each region of a page; None if SGLang does not tell where they
@@ -68,40 +65,22 @@ class PoolStore:
             logger.info("pages of a pool are copied: %s", error)
             return None
 
-    def _opened(self) -> BlockStore | None:
-        """Return the store, and open it first if it is time to; None if it does not open."""
-        with self._lock:
-            if self._store is None and not self._is_closed:
-                self._try_to_open()
-            return self._store
-
-    def _try_to_open(self) -> None:
+    def _open(self) -> BlockStore:
         options = self._options
-        if time.monotonic() < self._retry_at:
-            return
-        try:
-            self._store = BlockStore.open(
-                options.url,
-                self._identity,
-                [self._page_bytes],
-                codec=options.codec,
-                io_threads=options.io_threads,
-                staging_bytes=options.staging_bytes,
-                max_queue_bytes=options.max_queue_bytes,
-                tokens_per_block=self.memory.page_size,
-            )
-        except StoreError as error:
-            self._retry_at = time.monotonic() + _RETRY_S
-            logger.error(
-                "the store does not open (%s): pages are misses, and are not stored; it is tried "
-                "again after %g s",
-                error,
-                _RETRY_S,
-            )
+        return BlockStore.open(
+            options.url,
+            self._identity,
+            [self._page_bytes],
+            codec=options.codec,
+            io_threads=options.io_threads,
+            staging_bytes=options.staging_bytes,
+            max_queue_bytes=options.max_queue_bytes,
+            tokens_per_block=self.memory.page_size,
+        )
 
     def held(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether its page is durable. Does not wait for I/O."""
-        store = self._opened()
+        store = self._opener.get()
         if store is None or not keys:
             return [False] * len(keys)
         try:
@@ -147,7 +126,7 @@ class PoolStore:
     # Calls
 
     def _get(self, keys: Sequence[str], pages: list[list[memoryview]]) -> list[bool]:
-        store = self._opened()
+        store = self._opener.get()
         if store is None or not keys:
             return [False] * len(keys)
         begin = time.monotonic()
@@ -162,7 +141,7 @@ class PoolStore:
     def _put(
         self, keys: Sequence[str], pages: list[list[memoryview]], depth: int | None
     ) -> list[bool]:
-        store = self._opened()
+        store = self._opener.get()
         if store is None or not keys:
             return [False] * len(keys)
         begin = time.monotonic()
@@ -185,24 +164,28 @@ class PoolStore:
         return {"sglang_pool": str(self._identity.more["pool"]), **self._options.labels}
 
     def clear(self) -> None:
-        """Delete all pages of this identity.
+        """Delete all pages of this identity, within twelve times ``timeout_s``.
 
-        :raises StoreError: the medium failed.
+        :raises StoreTimeoutError: the deadline has passed; some pages may be left.
+        :raises StoreError: the store is not open, or the medium failed; some pages may be left.
         """
-        store = self._opened()
+        store = self._opener.get()
         if store is None:
             raise StoreError("the store is not open: nothing was deleted")
-        keys = [block.key for block in store.stored_blocks()]
+        deadline = time.monotonic() + _CLEAR_CALLS * self._options.timeout_s
+        blocks = store.stored_blocks(timeout_s=_seconds_to(deadline))
+        keys = [block.key for block in blocks]
         for start in range(0, len(keys), _DELETED_AT_ONCE):
-            store.delete(keys[start : start + _DELETED_AT_ONCE])
+            some_keys = keys[start : start + _DELETED_AT_ONCE]
+            store.delete(some_keys, timeout_s=_seconds_to(deadline))
 
     def close(self) -> None:
         """Commit all accepted work and close the store. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        self._opener.close()
+
+
+def _seconds_to(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _misses(keys: Sequence[str], error: StoreError) -> list[bool]:

@@ -95,12 +95,6 @@ class BlockService:
             for call in self._calls:
                 call.cancel()
 
-    async def stop(self) -> None:
-        """End ``run``."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-
     async def _follow_news(self) -> None:
         changed = self.store.committer.changed
         while True:
@@ -114,8 +108,9 @@ class BlockService:
             ended = self._ended.pop(request, None)
             if ended is not None and not ended.done():
                 ended.set_result(is_whole)
-        self._events.lost |= report.lost
-        self._events.add(stored=report.stored, removed=report.removed)
+        events = self._events
+        events.lost |= report.lost
+        events.add(stored=report.stored, removed=report.removed)
 
     # Blocks
 
@@ -123,10 +118,10 @@ class BlockService:
         """Store blocks; return for each key whether it is durable. The blocks' memory is not in use
         after the return."""
         store = self.store
-        if not store.index.absent(job.keys):
-            store.touch(job.keys)
-            return [True] * len(job.keys)
-        places: list[int] = []
+        keys = job.keys
+        if not store.index.absent(keys):
+            store.touch(keys)
+            return [True] * len(keys)
         with self._call():
             await store.queue.wait_for_room()
             places = self._memory.add(job.blocks)
@@ -135,17 +130,19 @@ class BlockService:
             finally:
                 self._memory.remove(places)
         if is_whole:
-            return [True] * len(job.keys)
-        return await self.contains(job.keys)
+            return [True] * len(keys)
+        return await self.contains(keys)
 
     async def _put(self, job: PutJob, places: Sequence[int]) -> bool:
+        keys = job.keys
         depths = None
         if job.depth is not None:
-            depths = range(job.depth, job.depth + len(job.keys))
+            end = job.depth + len(keys)
+            depths = range(job.depth, end)
         request = secrets.token_hex(16)
-        accepted = await self.store.put(request, job.keys, places, depths)
+        accepted = await self.store.put(request, keys, places, depths)
         # without a pause before: blocks and manifest become one transaction
-        ended = self._end(request, {job.group: job.keys}, job.labels, job.retention)
+        ended = self._end(request, {job.group: keys}, job.labels, job.retention)
         await self.store.finish(accepted)
         return await ended
 
@@ -163,13 +160,17 @@ class BlockService:
         ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._ended[request] = ended
         num_groups = len(self._memory.layout.groups)
-        group_keys = tuple(list(keys.get(group, ())) for group in range(num_groups))
+        group_keys: list[list[bytes]] = []
+        for group in range(num_groups):
+            of_group = keys.get(group, ())
+            group_keys.append(list(of_group))
         num_blocks = max(map(len, group_keys))
+        num_tokens = num_blocks * self._tokens_per_block
         end = RequestEnd(
             request,
             request,
-            group_keys,
-            num_blocks * self._tokens_per_block,
+            tuple(group_keys),
+            num_tokens,
             self._tokens_per_block,
             labels=dict(labels),
             retention=retention,
@@ -196,7 +197,8 @@ class BlockService:
         self, keys: Sequence[bytes], *, touch: bool = False
     ) -> list[bool]:
         """Return for each key whether it is durable; ``touch`` records a use of the blocks."""
-        absent = set(self.store.index.absent(keys))
+        absent_keys = self.store.index.absent(keys)
+        absent = set(absent_keys)
         if touch and len(absent) < len(keys):
             self.store.touch(keys)
         return [key not in absent for key in keys]
@@ -238,7 +240,8 @@ class BlockService:
         catalogue = self.store.catalogue
         with self._call():
             async with self.store.committer.turn:
-                batch = CommitBatch(pins=[(pin, False)])
+                is_pinned = False
+                batch = CommitBatch(pins=[(pin, is_pinned)])
                 result = await catalogue.commit(batch)
                 await catalogue.committed([], result, followed=False)
 
@@ -246,12 +249,16 @@ class BlockService:
 
     async def usage(self) -> Usage:
         """Return the bytes of each tenant, and those of the store."""
-        backend = self.store.catalogue.backend
+        catalogue = self.store.catalogue
+        ledger = self._ledger
         with self._call():
-            self._ledger.apply(await self._changes(self._ledger.cursor))
-            stats = await self.store.catalogue.call(backend.stats)
-        tenants = {tenant: size for tenant, size in self._ledger.totals.items() if size}
-        return Usage(tenants, sum(tenants.values()), stats.disk_bytes, stats.capacity)
+            changes = await self._changes(ledger.cursor)
+            ledger.apply(changes)
+            stats = await catalogue.call(catalogue.backend.stats)
+        # without tenants that have no content any more
+        tenants = dict(+ledger.totals)
+        num_bytes = sum(tenants.values())
+        return Usage(tenants, num_bytes, stats.disk_bytes, stats.capacity)
 
     async def stored_blocks(self) -> list[StoredBlock]:
         """Return all durable blocks."""
@@ -261,18 +268,17 @@ class BlockService:
 
     async def _changes(self, cursor: bytes | None) -> Changes:
         catalogue = self.store.catalogue
-        return await catalogue.call(
-            partial(_read_changes, catalogue.backend, catalogue.namespace, cursor)
-        )
+        read = partial(_read_changes, catalogue.backend, catalogue.namespace, cursor)
+        return await catalogue.call(read)
 
     async def take_events(self) -> StoreEvents:
         """Return the events since the last call."""
         self._take_report()
-        report, self._events = self._events, StoreReport()
+        events = self._events
+        self._events = StoreReport()
         # a pack that replaces another one is reported as stored, then the other as removed
-        absent = set(self.store.index.absent(report.removed))
-        removed = [key for key in report.removed if key in absent]
-        return StoreEvents(_split(report.stored), _split(removed), report.lost)
+        removed = self.store.index.absent(events.removed)
+        return StoreEvents(_split(events.stored), _split(removed), events.lost)
 
     # The end
 
@@ -288,13 +294,19 @@ class BlockService:
             self._calls.discard(call)
             self._has_ended.set()
 
-    async def wait_until_idle(self) -> None:
-        """Wait until no call is running, then flush the store."""
+    async def end(self) -> None:
+        """Wait until no call is running, flush the store, end ``run``, and close the store."""
         while self._calls:
             self._has_ended.clear()
             await self._has_ended.wait()
         if not self.has_failed:
             await self.store.flush()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        # these may block: no other task needs the loop any more
+        self.store.catalogue.threads.close()
+        self.store.close()
 
 
 def _read_changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
@@ -305,4 +317,8 @@ def _read_changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> C
 
 def _split(keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
     """Divide keys into the caller's keys and their KV cache groups."""
-    return [(key[:-GROUP_INDEX_BYTES], get_offload_group_idx(key)) for key in keys]
+    divided = []
+    for key in keys:
+        group = get_offload_group_idx(key)
+        divided.append((key[:-GROUP_INDEX_BYTES], group))
+    return divided

@@ -446,23 +446,21 @@ class BlockStore:
     def close(self, timeout_s: float = 60.0) -> bool:
         """Wait for calls that run, commit, and close the store. Idempotent.
 
-        :returns: False: a call hung for ``timeout_s`` seconds. The store then stays open until the
-            process ends; what is acknowledged is durable.
+        :returns: False: a call hung for ``timeout_s`` seconds. The store then closes when the call
+            ends, or with the process; what is acknowledged is durable.
         """
         if self._is_closed or os.getpid() != self._pid:
             return True
         self._is_closed = True
         try:
-            self._loop.start(self._service.wait_until_idle()).result(timeout_s)
+            self._loop.start(self._service.end()).result(timeout_s)
         except TimeoutError:
             logger.warning(
-                "the store did not become idle within %g s: it stays open", timeout_s
+                "the store did not close within %g s: it closes when its calls have ended",
+                timeout_s,
             )
             return False
-        self._loop.wait(self._service.stop())
         self._loop.close()
-        self._store.catalogue.threads.close()
-        self._store.close()
         return True
 
     def __enter__(self) -> BlockStore:

@@ -148,3 +148,22 @@ def test_close_reports_a_call_that_hangs() -> None:
     assert not store.close(timeout_s=0.2)
     release.set()
     queue.close()
+
+
+@pytest.mark.parametrize("method", ["changes", "close"])
+def test_close_returns_at_its_deadline(method: str) -> None:
+    backend = FaultyBackend.of(MemoryBackend())
+    options = StoreOptions(adopt="never", refresh_s=0.01)
+    store = BlockStore(backend, identity(), [BLOCK_BYTES], options, url="test")
+    hangs, release = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        release.wait(30)
+
+    backend.before(method, hang)
+    begin = time.monotonic()
+    assert method == "close" or hangs.wait(30)
+    assert not store.close(timeout_s=0.2)
+    assert time.monotonic() - begin < 20
+    release.set()

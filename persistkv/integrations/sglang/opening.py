@@ -1,0 +1,97 @@
+"""A block store that is opened in a thread, because its medium may hang."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from persistkv.errors import StoreError
+from persistkv.storage.blocks import BlockStore
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 30.0
+"""Seconds until a store that did not open is tried again."""
+
+
+class StoreOpener:
+    """Opens a block store, and tries again while it does not open. Thread-safe.
+
+    At most one attempt runs at a time: a hung medium holds one thread.
+    """
+
+    def __init__(self, open_store: Callable[[], BlockStore], timeout_s: float) -> None:
+        """Open the store; return when it is open or has failed, after ``timeout_s`` at the latest.
+
+        :param open_store: may hang.
+        :raises ConfigurationError: an option is invalid.
+        """
+        self._open_store = open_store
+        self._lock = threading.Lock()
+        self._store: BlockStore | None = None
+        self._is_closed = False
+        self._retry_at = 0.0
+        self._attempt = self._begin()
+        try:
+            self._attempt.result(timeout_s)
+        except TimeoutError:
+            logger.error(
+                "the store does not open within %g s: pages are misses, and are not stored, until "
+                "it is open",
+                timeout_s,
+            )
+        except StoreError:
+            pass  # logged by the attempt
+
+    def get(self) -> BlockStore | None:
+        """Return the store; None if it is not open. Does not wait: another attempt begins when it
+        is time."""
+        with self._lock:
+            is_due = self._attempt.done() and time.monotonic() >= self._retry_at
+            if self._store is None and is_due and not self._is_closed:
+                self._attempt = self._begin()
+            return self._store
+
+    def close(self) -> None:
+        """Close the store: one that is being opened, when it is open. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            store = self._store
+            self._store = None
+        if store is not None:
+            store.close()
+
+    def _begin(self) -> Future[None]:
+        """Start an attempt in a daemon thread: the interpreter's exit does not wait for it."""
+        attempt: Future[None] = Future()
+        threading.Thread(
+            target=self._run, args=(attempt,), name="persistkv-opener", daemon=True
+        ).start()
+        return attempt
+
+    def _run(self, attempt: Future[None]) -> None:
+        try:
+            self._open()
+        except Exception as error:  # of any kind: the constructor raises it
+            logger.error(
+                "the store does not open (%s): pages are misses, and are not stored; it is tried "
+                "again after %g s",
+                error,
+                _RETRY_S,
+            )
+            self._retry_at = time.monotonic() + _RETRY_S
+            attempt.set_exception(error)
+        else:
+            attempt.set_result(None)
+
+    def _open(self) -> None:
+        store = self._open_store()
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._store = store
+        if is_closed:
+            store.close()

@@ -703,13 +703,16 @@ def read_all(
     multiple of ``unit``.
     """
     rest = list(buffers)
-    while rest:
+    missing = sum(map(len, rest))
+    while missing:
         batch = rest[:_MOST_BUFFERS]
         done = os.preadv(fd, batch, offset)
         if not done or done % unit:
             return False
-        rest = after_bytes(rest, done)
         offset += done
+        missing -= done
+        # usually one call reads all, and nothing is left to divide
+        rest = after_bytes(rest, done) if missing else []
     return True
 
 

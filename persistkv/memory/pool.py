@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
 
 from persistkv.memory.pages import HUGE_PAGE_BYTES, huge_memory
 
@@ -36,14 +35,3 @@ class BufferPool:
         with self._lock:
             if sum(map(len, self._free)) + len(buffer) <= _KEPT_BYTES:
                 self._free.append(buffer)
-
-
-def split(buffer: mmap.mmap, lengths: Sequence[int]) -> list[memoryview]:
-    """Return consecutive views of these lengths, from the start of a buffer on."""
-    view = memoryview(buffer)
-    views = []
-    start = 0
-    for length in lengths:
-        views.append(view[start : start + length])
-        start += length
-    return views

@@ -3,8 +3,8 @@ rows."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +16,26 @@ Regions = Sequence[memoryview]
 """The bytes of one block: contiguous views of bytes, one after the other."""
 
 
-class ScatteredBlocks(BlockMemory):
-    """Blocks that are registered for the time of a job, each as a list of regions.
+class _Run(NamedTuple):
+    """Blocks that lie one after the other."""
 
-    A registered block keeps its memory alive.
+    memory: memoryview
+    first: int
+    """Number of the first one."""
+    block_bytes: int
+
+    def part(self, first: int, count: int) -> memoryview:
+        """Return the bytes of ``count`` blocks from number ``first`` on."""
+        start = (first - self.first) * self.block_bytes
+        stop = start + count * self.block_bytes
+        return self.memory[start:stop]
+
+
+class ScatteredBlocks(BlockMemory):
+    """Blocks that are registered for the time of a job, as lists of regions or one after the other.
+
+    A registered block keeps its memory alive. One thread at a time may call ``add``, ``add_run``
+    and ``remove``.
 
     :param block_bytes: for each KV cache group, the bytes of one block.
     """
@@ -28,32 +44,50 @@ class ScatteredBlocks(BlockMemory):
         largest = max(block_bytes, default=1)
         groups = [GroupLayout(((0, size),)) for size in block_bytes]
         self.layout = RowLayout(round_up(largest, PAGE_BYTES), tuple(groups))
-        self._regions: dict[int, Regions] = {}
-        self._numbers = itertools.count()
+        self._places: dict[int, Regions | _Run] = {}
+        self._next = 0
 
-    def add(self, blocks: Iterable[Regions]) -> list[int]:
+    def add(self, blocks: Sequence[Regions]) -> range:
         """Register blocks; return a new number for each, valid until ``remove``."""
-        added = []
-        for regions in blocks:
-            number = next(self._numbers)
-            self._regions[number] = regions
-            added.append(number)
-        return added
+        numbers = self._new_numbers(len(blocks))
+        self._places.update(zip(numbers, blocks, strict=True))
+        return numbers
+
+    def add_run(self, group: int, memory: memoryview) -> range:
+        """Register blocks of a group that lie one after the other; see ``add``. Adjacent ones are
+        one piece."""
+        size = self.layout.groups[group].block_bytes
+        numbers = self._new_numbers(len(memory) // size)
+        run = _Run(memory, numbers.start, size)
+        # no object for each block: hundreds of them make the garbage collector run
+        self._places.update(dict.fromkeys(numbers, run))
+        return numbers
+
+    def _new_numbers(self, count: int) -> range:
+        first = self._next
+        self._next += count
+        return range(first, self._next)
 
     def remove(self, block_ids: Iterable[int]) -> None:
         """Forget blocks. No call may use them any more."""
         for number in block_ids:
-            del self._regions[number]
+            del self._places[number]
 
     def check(self, block_ids: Sequence[int]) -> None:
         for number in block_ids:
-            if number not in self._regions:
+            if number not in self._places:
                 raise ValueError(f"block {number} is not registered")
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+        first = block_ids[0]
+        last = block_ids[-1]
+        place = self._places[first]
+        are_adjacent = list(block_ids) == list(range(first, last + 1))
+        if isinstance(place, _Run) and place is self._places[last] and are_adjacent:
+            return [place.part(first, len(block_ids))]
         pieces: list[memoryview] = []
         for number in block_ids:
-            pieces += self._regions[number]
+            pieces += self._regions(number)
         return pieces
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
@@ -61,7 +95,7 @@ class ScatteredBlocks(BlockMemory):
         blocks = np.empty((len(block_ids), size), np.uint8)
         for block, number in zip(blocks, block_ids, strict=True):
             start = 0
-            for region in self._regions[number]:
+            for region in self._regions(number):
                 stop = start + len(region)
                 block[start:stop] = region
                 start = stop
@@ -69,7 +103,11 @@ class ScatteredBlocks(BlockMemory):
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
         for block, number in zip(blocks, block_ids, strict=True):
-            copy_out(block.data, self._regions[number])
+            copy_out(block.data, self._regions(number))
+
+    def _regions(self, number: int) -> Regions:
+        place = self._places[number]
+        return [place.part(number, 1)] if isinstance(place, _Run) else place
 
 
 def copy_out(block: memoryview, regions: Regions) -> None:

@@ -153,7 +153,7 @@ class Deleter:
     async def _read(self, keys: Sequence[bytes], block_bytes: int) -> ByteArray:
         """Return blocks as an array of shape (len(keys), block_bytes)."""
         blocks = np.empty((len(keys), block_bytes), np.uint8)
-        places = self._memory.add([block.data] for block in blocks)
+        places = self._memory.add([[block.data] for block in blocks])
         try:
             outcome = await self._loader.read(keys, places)
         finally:

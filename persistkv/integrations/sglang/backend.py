@@ -54,7 +54,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = config
         self._weights = weights_of(self.options.model_path, self.options.weights)
         self._release = version("sglang")
-        self._is_v1 = bool((config.extra_config or {}).get("interface_v1"))
+        extra_config = config.extra_config or {}
+        self._is_v1 = bool(extra_config.get("interface_v1"))
         self._pools: dict[str, PoolStore] = {}
         self._transfers = Transfers()
 
@@ -108,7 +109,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Return the length of the run of held pages at the start. Does not wait for I/O."""
-        return leading(self._held(MAIN_POOL, keys))
+        held = self._held(MAIN_POOL, keys)
+        return leading(held)
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
@@ -120,7 +122,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the main pool; return for each whether it is durable."""
-        return self._pools[MAIN_POOL].write(keys, host_indices, _depth(extra_info))
+        depth = _depth(extra_info)
+        return self._pools[MAIN_POOL].write(keys, host_indices, depth)
 
     # Interface v2: pages of any pools
 
@@ -132,34 +135,34 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> Any:
         """Return which prefixes can be restored from all pools, see SGLang's ``PoolHitPolicy``."""
         kv_pages = self.batch_exists(keys, extra_info)
-        hits: dict[str, int] = {MAIN_POOL: kv_pages} if kv_pages else {}
+        found_keys = keys[:kv_pages]
+        hits = {MAIN_POOL: kv_pages}
         restorable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or ():
             name = _name(transfer.name)
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 # keys of their own; these never limit the prefix
-                hit_pages = block_groups(
-                    self._held(name, transfer.keys or ()),
-                    transfer.block_pages,
-                    transfer.group_pages,
-                )
+                hits[name] = self._block_group_pages(name, transfer)
             else:
-                lengths = self._restorable(name, keys, kv_pages, transfer)
-                hit_pages = max(lengths, default=0)
+                lengths = self._restorable(name, found_keys, transfer)
+                hits[name] = max(lengths, default=0)
                 restorable &= lengths
-            if hit_pages:
-                hits[name] = hit_pages
-        usable = sorted(restorable)
-        return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
+        hits = {name: pages for name, pages in hits.items() if pages}
+        longest = max(restorable, default=0)
+        return PoolTransferResult(longest, hits, sorted(restorable))
 
-    def _restorable(
-        self, name: str, keys: Sequence[str], kv_pages: int, transfer: Any
-    ) -> set[int]:
-        """Return the prefix lengths that can be restored from a pool."""
-        held = self._held(name, keys[:kv_pages])
+    def _block_group_pages(self, name: str, transfer: Any) -> int:
+        """Return how many pages the leading groups of a pool cover."""
+        held = self._held(name, transfer.keys or ())
+        return block_groups(held, transfer.block_pages, transfer.group_pages)
+
+    def _restorable(self, name: str, keys: Sequence[str], transfer: Any) -> set[int]:
+        """Return the lengths of the keys' prefixes that can be restored from a pool."""
+        held = self._held(name, keys)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return all_pages(held)
-        return trailing_pages(held, max(1, len(transfer.keys or ())))
+        num_trailing = len(transfer.keys or ())
+        return trailing_pages(held, max(1, num_trailing))
 
     def batch_get_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
@@ -168,11 +171,12 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         pool holds it."""
         results = {}
         for transfer in transfers:
-            store = self._store_for(transfer)
             keys = transfer.keys or []
-            results[transfer.name] = [False] * len(keys)
+            found = [False] * len(keys)
+            store = self._store_for(transfer)
             if store is not None:
-                results[transfer.name] = store.read(keys, transfer.host_indices)
+                found = store.read(keys, transfer.host_indices)
+            results[transfer.name] = found
         return results
 
     def batch_set_v2(
@@ -183,33 +187,38 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         depth = _depth(extra_info)
         results = {}
         for transfer in transfers:
-            store = self._store_for(transfer)
             keys = transfer.keys or []
-            results[transfer.name] = [False] * len(keys)
+            stored = [False] * len(keys)
+            store = self._store_for(transfer)
             if store is not None:
-                results[transfer.name] = store.write(keys, transfer.host_indices, depth)
+                stored = store.write(keys, transfer.host_indices, depth)
+            results[transfer.name] = stored
         return results
 
     def _store_for(self, transfer: Any) -> PoolStore | None:
         """Return the store of a transfer's pages; None if its pool is unknown, or if it has not as
         many indices as its pages need."""
-        store = self._pools.get(_name(transfer.name))
+        name = _name(transfer.name)
+        store = self._pools.get(name)
         indices = transfer.host_indices
         if store is None or indices is None:
             return None
-        num_indices = len(transfer.keys or []) * store.memory.page_size
+        num_pages = len(transfer.keys or ())
+        num_indices = num_pages * store.memory.page_size
         return store if len(indices) == num_indices else None
 
     # Interface without v1: pages of the main pool in tensors
 
     def exists(self, key: str) -> bool:
-        return self._held(MAIN_POOL, [key])[0]
+        (is_held,) = self._held(MAIN_POOL, [key])
+        return is_held
 
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> Any:
         """Read a page into a tensor; return the tensor, or None."""
-        return self.batch_get([key], [target_location])[0]
+        (tensor,) = self.batch_get([key], [target_location])
+        return tensor
 
     def batch_get(
         self,
@@ -248,7 +257,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         store = self._pools[MAIN_POOL]
         if not store.is_copied or values is None:
             return False
-        return all(store.write_tensors(keys, values, None))
+        stored = store.write_tensors(keys, values, None)
+        return all(stored)
 
     # The rest
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from persistkv.errors import StoreError
 from persistkv.integrations.sglang.opening import StoreOpener
@@ -15,6 +15,11 @@ from persistkv.integrations.sglang.stats import Transfers
 from persistkv.storage.blocks import BlockIdentity, BlockStore
 
 logger = logging.getLogger(__name__)
+
+Page: TypeAlias = list[memoryview]
+"""The regions of a page."""
+StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
+"""A call for keys, which returns a result for each."""
 
 _DELETED_AT_ONCE = 4096
 _CLEAR_CALLS = 12
@@ -54,6 +59,8 @@ class PoolStore:
             sizes = [memory.flat_bytes()]
         self._page_bytes = sum(sizes)
         self._identity = identity_of(sizes)
+        pool_name = str(self._identity.more["pool"])
+        self._labels = {"sglang_pool": pool_name, **options.labels}
         self._opener = StoreOpener(self._open, options.timeout_s)
 
     def _region_sizes(self) -> list[int] | None:
@@ -80,40 +87,45 @@ class PoolStore:
 
     def held(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether its page is durable. Does not wait for I/O."""
-        store = self._opener.get()
-        if store is None or not keys:
-            return [False] * len(keys)
-        try:
-            return store.contains(_encoded(keys), timeout_s=self._options.timeout_s)
-        except StoreError as error:
-            return _misses(keys, error)
+        timeout_s = self._options.timeout_s
+
+        def look_up(store: BlockStore, encoded: Sequence[bytes]) -> list[bool]:
+            return store.contains(encoded, timeout_s=timeout_s)
+
+        return self._call(keys, look_up)
 
     # Pages of the pool
 
     def read(self, keys: Sequence[str], host_indices: Any) -> list[bool]:
         """Read pages into the pool; return for each whether the pool holds it."""
+        memory = self.memory
         if not self.is_copied:
-            return self._get(keys, self.memory.regions(host_indices))
-        tensors = [self.memory.new_flat_page() for _ in keys]
+            pages = memory.regions(host_indices)
+            return self._get(keys, pages)
+        tensors = [memory.new_flat_page() for _ in keys]
         found = self.read_tensors(keys, tensors)
-        for page, is_found in enumerate(found):
-            if is_found:
-                self.memory.set_flat_page(host_indices, page, tensors[page])
+        for page, tensor in enumerate(tensors):
+            if found[page]:
+                memory.set_flat_page(host_indices, page, tensor)
         return found
 
     def write(
         self, keys: Sequence[str], host_indices: Any, depth: int | None
     ) -> list[bool]:
         """Store pages of the pool; return for each whether it is durable."""
+        memory = self.memory
         if not self.is_copied:
-            return self._put(keys, self.memory.regions(host_indices), depth)
-        return self.write_tensors(keys, self.memory.flat_pages(host_indices), depth)
+            pages = memory.regions(host_indices)
+            return self._put(keys, pages, depth)
+        tensors = memory.flat_pages(host_indices)
+        return self.write_tensors(keys, tensors, depth)
 
     # Pages in tensors
 
     def read_tensors(self, keys: Sequence[str], tensors: Sequence[Any]) -> list[bool]:
         """Read pages into tensors; return for each whether its tensor holds it."""
-        return self._get(keys, [[tensor_memory(tensor)] for tensor in tensors])
+        pages = _pages_of(tensors)
+        return self._get(keys, pages)
 
     def write_tensors(
         self, keys: Sequence[str], tensors: Sequence[Any], depth: int | None
@@ -121,47 +133,59 @@ class PoolStore:
         """Store pages in tensors; return for each whether it is durable."""
         # SGLang's views of a pool are not contiguous
         whole = [tensor.contiguous() for tensor in tensors]
-        return self._put(keys, [[tensor_memory(tensor)] for tensor in whole], depth)
+        pages = _pages_of(whole)
+        return self._put(keys, pages, depth)
 
     # Calls
 
-    def _get(self, keys: Sequence[str], pages: list[list[memoryview]]) -> list[bool]:
-        store = self._opener.get()
-        if store is None or not keys:
-            return [False] * len(keys)
+    def _get(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        timeout_s = self._options.timeout_s
+
+        def get(store: BlockStore, encoded: Sequence[bytes]) -> list[bool]:
+            return store.get(encoded, pages, timeout_s=timeout_s)
+
         begin = time.monotonic()
-        try:
-            found = store.get(_encoded(keys), pages, timeout_s=self._options.timeout_s)
-        except StoreError as error:
-            return _misses(keys, error)
-        num_bytes = sum(found) * self._page_bytes
-        self._transfers.read(sum(found), num_bytes, time.monotonic() - begin)
+        found = self._call(keys, get)
+        seconds = time.monotonic() - begin
+        num_pages = sum(found)
+        num_bytes = num_pages * self._page_bytes
+        self._transfers.read(num_pages, num_bytes, seconds)
         return found
 
     def _put(
-        self, keys: Sequence[str], pages: list[list[memoryview]], depth: int | None
+        self, keys: Sequence[str], pages: Sequence[Page], depth: int | None
     ) -> list[bool]:
-        store = self._opener.get()
-        if store is None or not keys:
-            return [False] * len(keys)
-        begin = time.monotonic()
-        try:
-            stored = store.put(
-                _encoded(keys),
-                pages,
-                depth=depth,
-                labels=self._labels,
-                timeout_s=self._options.timeout_s,
+        timeout_s = self._options.timeout_s
+        labels = self._labels
+
+        def put(store: BlockStore, encoded: Sequence[bytes]) -> list[bool]:
+            return store.put(
+                encoded, pages, depth=depth, labels=labels, timeout_s=timeout_s
             )
-        except StoreError as error:
-            return _misses(keys, error)
-        num_bytes = sum(stored) * self._page_bytes
-        self._transfers.wrote(sum(stored), num_bytes, time.monotonic() - begin)
+
+        begin = time.monotonic()
+        stored = self._call(keys, put)
+        seconds = time.monotonic() - begin
+        num_pages = sum(stored)
+        num_bytes = num_pages * self._page_bytes
+        self._transfers.wrote(num_pages, num_bytes, seconds)
         return stored
 
-    @property
-    def _labels(self) -> Mapping[str, str]:
-        return {"sglang_pool": str(self._identity.more["pool"]), **self._options.labels}
+    def _call(self, keys: Sequence[str], call: StoreCall) -> list[bool]:
+        """Make a call for these keys; return all False if the store is not open, or fails."""
+        misses = [False] * len(keys)
+        store = self._opener.get()
+        if store is None or not keys:
+            return misses
+        encoded = [key.encode() for key in keys]
+        try:
+            return call(store, encoded)
+        except StoreError as error:
+            # an exception would end SGLang's thread
+            logger.warning(
+                "%d pages are misses, or are not stored: %s", len(keys), error
+            )
+            return misses
 
     def clear(self) -> None:
         """Delete all pages of this identity, within twelve times ``timeout_s``.
@@ -172,27 +196,24 @@ class PoolStore:
         store = self._opener.get()
         if store is None:
             raise StoreError("the store is not open: nothing was deleted")
-        deadline = time.monotonic() + _CLEAR_CALLS * self._options.timeout_s
-        blocks = store.stored_blocks(timeout_s=_seconds_to(deadline))
+        timeout_s = _CLEAR_CALLS * self._options.timeout_s
+        deadline = time.monotonic() + timeout_s
+        blocks = store.stored_blocks(timeout_s=timeout_s)
         keys = [block.key for block in blocks]
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             some_keys = keys[start : start + _DELETED_AT_ONCE]
-            store.delete(some_keys, timeout_s=_seconds_to(deadline))
+            left_s = max(0.0, deadline - time.monotonic())
+            store.delete(some_keys, timeout_s=left_s)
 
     def close(self) -> None:
         """Commit all accepted work and close the store. Idempotent."""
         self._opener.close()
 
 
-def _seconds_to(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
-
-
-def _misses(keys: Sequence[str], error: StoreError) -> list[bool]:
-    """Log why a call failed, and return its results: an exception would end SGLang's thread."""
-    logger.warning("%d pages are misses, or are not stored: %s", len(keys), error)
-    return [False] * len(keys)
-
-
-def _encoded(keys: Sequence[str]) -> list[bytes]:
-    return [key.encode() for key in keys]
+def _pages_of(tensors: Sequence[Any]) -> list[Page]:
+    """Return the memory of pages in tensors."""
+    pages = []
+    for tensor in tensors:
+        memory = tensor_memory(tensor)
+        pages.append([memory])
+    return pages

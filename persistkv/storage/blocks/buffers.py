@@ -7,10 +7,9 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
-from persistkv.memory.pool import BufferPool, split
+from persistkv.memory.pool import BufferPool
 from persistkv.memory.scattered import Regions
 
 if TYPE_CHECKING:
@@ -59,28 +58,28 @@ def _as_bytes(part: Any) -> memoryview:
 
 
 class Copies:
-    """Copies of blocks in memory of a pool. Copying releases the GIL."""
+    """Memory of a pool for copies of blocks, one after the other."""
 
     def __init__(self, pool: BufferPool, blocks: Sequence[Regions]) -> None:
         """:raises OSError: no memory is left."""
+        num_bytes = 0
+        for regions in blocks:
+            num_bytes += sum(map(len, regions))
         self._pool = pool
         self._originals = blocks
-        lengths = [sum(map(len, regions)) for regions in blocks]
-        self._buffer: mmap.mmap = pool.take(sum(lengths))
-        self._views = split(self._buffer, lengths)
+        self._buffer: mmap.mmap = pool.take(num_bytes)
+        self.memory = memoryview(self._buffer)[:num_bytes]
+        """The bytes of all copies."""
 
-    @property
-    def blocks(self) -> list[list[memoryview]]:
-        """The memory of the copies."""
-        return [[view] for view in self._views]
+    # 32 KiB take 3.3 µs as here, and 4.6 µs with NumPy, which releases the GIL for each copy
 
     def fill(self) -> None:
         """Copy the blocks."""
-        for view, regions in zip(self._views, self._originals, strict=True):
-            start = 0
+        start = 0
+        for regions in self._originals:
             for region in regions:
                 stop = start + len(region)
-                _copy(region, view[start:stop])
+                self.memory[start:stop] = region
                 start = stop
 
     def copy_back(self, chosen: Sequence[bool]) -> None:
@@ -88,21 +87,17 @@ class Copies:
 
         :param chosen: for each block, whether to copy it.
         """
-        blocks = zip(chosen, self._views, self._originals, strict=True)
-        for is_chosen, view, regions in blocks:
-            start = 0
-            for region in regions if is_chosen else ():
+        start = 0
+        for regions, is_chosen in zip(self._originals, chosen, strict=True):
+            for region in regions:
                 stop = start + len(region)
-                _copy(view[start:stop], region)
+                if is_chosen:
+                    region[:] = self.memory[start:stop]
                 start = stop
 
     def release(self) -> None:
         """Return the memory to the pool. Nothing may use it any more."""
         self._pool.give_back(self._buffer)
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class ByteCount:

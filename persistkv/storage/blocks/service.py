@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -42,13 +42,17 @@ class StoreEvents(msgspec.Struct):
     packs whose keys are not known."""
 
 
+JobMemory: TypeAlias = Sequence[Regions] | memoryview
+"""Memory of the blocks of a call: the regions of each, or all of them one after the other."""
+
+
 class PutJob(msgspec.Struct, frozen=True):
     """Blocks to store, and how their context is recorded."""
 
     keys: Sequence[bytes]
     """Keys with their KV cache group, all of one group."""
     group: int
-    blocks: Sequence[Regions]
+    memory: JobMemory
     depth: int | None
     """Number of blocks of the context before the first one; None: unknown."""
     labels: Mapping[str, str]
@@ -124,7 +128,7 @@ class BlockService:
             return [True] * len(keys)
         with self._call():
             await store.queue.wait_for_room()
-            places = self._memory.add(job.blocks)
+            places = self._register(job.group, job.memory)
             try:
                 is_whole = await self._put(job, places)
             finally:
@@ -132,6 +136,12 @@ class BlockService:
         if is_whole:
             return [True] * len(keys)
         return await self.contains(keys)
+
+    def _register(self, group: int, memory: JobMemory) -> range:
+        """Return the places of the blocks of a call."""
+        if isinstance(memory, memoryview):
+            return self._memory.add_run(group, memory)
+        return self._memory.add(memory)
 
     async def _put(self, job: PutJob, places: Sequence[int]) -> bool:
         keys = job.keys
@@ -178,12 +188,14 @@ class BlockService:
         self.store.end_request(end)
         return ended
 
-    async def get(self, keys: Sequence[bytes], blocks: Sequence[Regions]) -> list[bool]:
-        """Read blocks; return for each key whether its memory holds the verified block. The memory
-        of other keys has undefined content. No memory is in use after the return."""
+    async def get(
+        self, keys: Sequence[bytes], group: int, memory: JobMemory
+    ) -> list[bool]:
+        """Read blocks of a group; return for each key whether its memory holds the verified block.
+        The memory of other keys has undefined content. No memory is in use after the return."""
         with self._call():
             async with self._load_slots:
-                places = self._memory.add(blocks)
+                places = self._register(group, memory)
                 try:
                     outcome = await self.store.read(keys, places)
                 finally:

@@ -35,7 +35,11 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.blocks.buffers import Block, ByteCount, Copies, regions_of
 from persistkv.storage.blocks.completions import Completion, CompletionQueue
 from persistkv.storage.blocks.identity import BlockIdentity
-from persistkv.storage.blocks.service import BlockService, PutJob, StoreEvents
+from persistkv.storage.blocks.service import (
+    BlockService,
+    PutJob,
+    StoreEvents,
+)
 from persistkv.storage.blocks.usage import StoredBlock, TenantOf, Usage
 from persistkv.storage.loop_thread import LoopThread
 from persistkv.storage.records import StoreCounters, StoreOptions
@@ -238,7 +242,9 @@ class BlockStore:
         :raises ValueError: there is not one block for each key, a block has another size, or a key
             occurs twice.
         """
-        job = self._put_job(keys, blocks, group, depth, labels, retention)
+        full = self._full_keys(keys, group)
+        regions = self._regions(full, blocks, group)
+        job = PutJob(full, group, regions, depth, labels, retention)
         deadline = _deadline(timeout_s)
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
@@ -246,12 +252,12 @@ class BlockStore:
         copies = None
         if deadline is not None:
             try:
-                copies = Copies(self._pool, job.blocks)
+                copies = Copies(self._pool, regions)
             except OSError:  # no memory is left
                 self._queued.subtract(num_bytes)
                 return self._refuse(len(keys))
             copies.fill()
-            job = msgspec.structs.replace(job, blocks=copies.blocks)
+            job = msgspec.structs.replace(job, memory=copies.memory)
 
         def end() -> None:
             self._queued.subtract(num_bytes)
@@ -283,15 +289,14 @@ class BlockStore:
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
         if timeout_s is None:
-            return self._result(
-                self._start(self._service.get(full, regions)), len(keys), None
-            )
+            call = self._start(self._service.get(full, group, regions))
+            return self._result(call, len(keys), None)
         deadline = _deadline(timeout_s)
         try:
             copies = Copies(self._pool, regions)
         except OSError:  # no memory is left
             return [False] * len(keys)
-        call = self._start(self._service.get(full, copies.blocks))
+        call = self._start(self._service.get(full, group, copies.memory))
         found = self._result(call, len(keys), deadline)
         copies.copy_back(found)
         # after the copy, because the next call may overwrite the memory
@@ -311,7 +316,9 @@ class BlockStore:
     ) -> int:
         """Start a ``put`` without a deadline, and return its number without waiting. Its completion
         has the results; the memory must not change before that. Raises as ``put``."""
-        job = self._put_job(keys, blocks, group, depth, labels, retention)
+        full = self._full_keys(keys, group)
+        regions = self._regions(full, blocks, group)
+        job = PutJob(full, group, regions, depth, labels, retention)
         number = completions.new_number()
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
@@ -335,7 +342,7 @@ class BlockStore:
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
         number = completions.new_number()
-        call = self._start(self._service.get(full, regions))
+        call = self._start(self._service.get(full, group, regions))
         _complete(call, number, len(keys), completions)
         return number
 
@@ -548,19 +555,6 @@ class BlockStore:
             raise ValueError("a key occurs twice")
         block_bytes = self._memory.layout.groups[group].block_bytes
         return regions_of(blocks, block_bytes, writable=writable)
-
-    def _put_job(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[Block],
-        group: int,
-        depth: int | None,
-        labels: Mapping[str, str],
-        retention: Retention,
-    ) -> PutJob:
-        full = self._full_keys(keys, group)
-        regions = self._regions(full, blocks, group)
-        return PutJob(full, group, regions, depth, labels, retention)
 
     def _num_bytes(self, job: PutJob) -> int:
         return len(job.keys) * self._memory.layout.groups[job.group].block_bytes

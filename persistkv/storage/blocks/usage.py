@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -58,14 +59,16 @@ class UsageLedger:
         for pack_id in changes.removed:
             self._remove(pack_id)
         for table in changes.added:
-            self._remove(table.pack_id)
+            pack_id = table.pack_id
+            self._remove(pack_id)
             shares = self._shares(table)
-            self._packs[table.pack_id] = shares
+            self._packs[pack_id] = shares
             self.totals.update(shares)
         self.cursor = changes.cursor
 
     def _remove(self, pack_id: bytes) -> None:
-        self.totals.subtract(self._packs.pop(pack_id, {}))
+        shares = self._packs.pop(pack_id, {})
+        self.totals.subtract(shares)
 
     def _shares(self, table: PackTable) -> Mapping[str, int]:
         """Divide the payload of a pack among tenants."""
@@ -74,28 +77,30 @@ class UsageLedger:
         shares: Counter[str] = Counter()
         keys = iter(block_keys(table))
         for frame in table.frames:
-            stored = align(frame.stored_length)
-            share, rest = divmod(stored, frame.block_count)
-            for _ in range(frame.block_count):
+            num_bytes = align(frame.stored_length)
+            share, rest = divmod(num_bytes, frame.block_count)
+            for key in islice(keys, frame.block_count):
+                tenant = self._tenant_of(key)
                 # the first block of a frame has what cannot be divided
-                shares[self._tenant_of(next(keys))] += share + rest
+                shares[tenant] += share + rest
                 rest = 0
         return shares
 
 
 def block_keys(table: PackTable) -> list[bytes]:
     """Return the keys of a pack's blocks without their KV cache group."""
-    return [get_offload_block_hash(key) for key in table.keys.unpack()]
+    full_keys = table.keys.unpack()
+    return [get_offload_block_hash(key) for key in full_keys]
 
 
 def stored_blocks(tables: Iterable[PackTable]) -> Iterator[StoredBlock]:
     """Yield the blocks of packs, each key once."""
-    seen: set[tuple[bytes, int]] = set()
+    seen: set[StoredBlock] = set()
     for table in tables:
         keys = iter(block_keys(table))
         for frame in table.frames:
-            for _ in range(frame.block_count):
-                key = next(keys)
-                if (key, frame.group) not in seen:
-                    seen.add((key, frame.group))
-                    yield StoredBlock(key, frame.group, frame.block_bytes)
+            for key in islice(keys, frame.block_count):
+                block = StoredBlock(key, frame.group, frame.block_bytes)
+                if block not in seen:
+                    seen.add(block)
+                    yield block

@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,9 @@ def main(url: str, operations: int, seed: int) -> None:
     )  # a forked child has no other threads, and would wait for them
     content = make_host_pool(PAGES, layers=1, heads=1)
     fill(content, seed)
-    # forked, because an import of SGLang takes longer than thousands of operations
+    # imported here and forked: an import of SGLang takes longer than thousands of operations
+    for name in ("persistkv.integrations.sglang.backend", "persistkv_lmdb"):
+        import_module(name)
     while tally["operations"] < operations:
         child = os.fork()
         if not child:

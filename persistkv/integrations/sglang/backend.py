@@ -30,7 +30,7 @@ from persistkv.integrations.sglang.hits import (
     trailing_pages,
 )
 from persistkv.integrations.sglang.options import sglang_options
-from persistkv.integrations.sglang.pool_store import PoolStore
+from persistkv.integrations.sglang.pool_store import PageKeys, PoolStore
 from persistkv.integrations.sglang.pools import MAIN_POOL, PageMemory, pool_identity
 from persistkv.integrations.sglang.stats import Transfers
 from persistkv.storage.blocks import BlockIdentity
@@ -52,7 +52,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         """
         self.options = sglang_options(config.extra_config)
         self._config = config
-        self._weights = weights_of(self.options.model_path, self.options.weights)
+        options = self.options
+        self._weights = weights_of(options.model_path, options.weights)
         self._release = version("sglang")
         extra_config = config.extra_config or {}
         self._is_v1 = bool(extra_config.get("interface_v1"))
@@ -107,19 +108,19 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
 
     # Interface v1: pages in the main pool
 
-    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+    def batch_exists(self, keys: PageKeys, extra_info: Any = None) -> int:
         """Return the length of the run of held pages at the start. Does not wait for I/O."""
         held = self._held(MAIN_POOL, keys)
         return leading(held)
 
     def batch_get_v1(
-        self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
+        self, keys: PageKeys, host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Read pages into the main pool; return for each whether the pool holds it."""
         return self._pools[MAIN_POOL].read(keys, host_indices)
 
     def batch_set_v1(
-        self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
+        self, keys: PageKeys, host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the main pool; return for each whether it is durable."""
         depth = _depth(extra_info)
@@ -129,7 +130,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists_v2(
         self,
-        keys: Sequence[str],
+        keys: PageKeys,
         pool_transfers: Sequence[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
@@ -156,7 +157,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         held = self._held(name, transfer.keys or ())
         return block_groups(held, transfer.block_pages, transfer.group_pages)
 
-    def _restorable(self, name: str, keys: Sequence[str], transfer: Any) -> set[int]:
+    def _restorable(self, name: str, keys: PageKeys, transfer: Any) -> set[int]:
         """Return the lengths of the keys' prefixes that can be restored from a pool."""
         held = self._held(name, keys)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
@@ -222,7 +223,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_get(
         self,
-        keys: Sequence[str],
+        keys: PageKeys,
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> list[Any]:
@@ -248,7 +249,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_set(
         self,
-        keys: Sequence[str],
+        keys: PageKeys,
         values: Any = None,
         target_locations: Any = None,
         target_sizes: Any = None,
@@ -282,10 +283,12 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         for store in list(self._pools.values()):
             store.close()
 
-    def _held(self, name: str, keys: Sequence[str]) -> list[bool]:
+    def _held(self, name: str, keys: PageKeys) -> list[bool]:
         """Return for each key whether a pool's page is durable."""
         store = self._pools.get(name)
-        return [False] * len(keys) if store is None else store.held(keys)
+        if store is None:
+            return [False] * len(keys)
+        return store.held(keys)
 
 
 def _name(name: Any) -> str:

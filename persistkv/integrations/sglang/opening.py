@@ -50,10 +50,14 @@ class StoreOpener:
         """Return the store; None if it is not open. Does not wait: another attempt begins when it
         is time."""
         with self._lock:
-            is_due = self._attempt.done() and time.monotonic() >= self._retry_at
-            if self._store is None and is_due and not self._is_closed:
+            if self._store is None and self._may_try_again():
                 self._attempt = self._begin()
             return self._store
+
+    def _may_try_again(self) -> bool:
+        if self._is_closed or not self._attempt.done():
+            return False
+        return time.monotonic() >= self._retry_at
 
     def close(self) -> None:
         """Close the store: one that is being opened, when it is open. Idempotent."""
@@ -67,9 +71,10 @@ class StoreOpener:
     def _begin(self) -> Future[None]:
         """Start an attempt in a daemon thread: the interpreter's exit does not wait for it."""
         attempt: Future[None] = Future()
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(attempt,), name="persistkv-opener", daemon=True
-        ).start()
+        )
+        thread.start()
         return attempt
 
     def _run(self, attempt: Future[None]) -> None:

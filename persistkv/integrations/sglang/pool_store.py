@@ -16,6 +16,8 @@ from persistkv.storage.blocks import BlockIdentity, BlockStore
 
 logger = logging.getLogger(__name__)
 
+PageKeys: TypeAlias = Sequence[str]
+"""Page hashes."""
 Page: TypeAlias = list[memoryview]
 """The regions of a page."""
 StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
@@ -85,7 +87,7 @@ class PoolStore:
             tokens_per_block=self.memory.page_size,
         )
 
-    def held(self, keys: Sequence[str]) -> list[bool]:
+    def held(self, keys: PageKeys) -> list[bool]:
         """Return for each key whether its page is durable. Does not wait for I/O."""
         timeout_s = self._options.timeout_s
 
@@ -96,7 +98,7 @@ class PoolStore:
 
     # Pages of the pool
 
-    def read(self, keys: Sequence[str], host_indices: Any) -> list[bool]:
+    def read(self, keys: PageKeys, host_indices: Any) -> list[bool]:
         """Read pages into the pool; return for each whether the pool holds it."""
         memory = self.memory
         if not self.is_copied:
@@ -109,9 +111,7 @@ class PoolStore:
                 memory.set_flat_page(host_indices, page, tensor)
         return found
 
-    def write(
-        self, keys: Sequence[str], host_indices: Any, depth: int | None
-    ) -> list[bool]:
+    def write(self, keys: PageKeys, host_indices: Any, depth: int | None) -> list[bool]:
         """Store pages of the pool; return for each whether it is durable."""
         memory = self.memory
         if not self.is_copied:
@@ -122,13 +122,13 @@ class PoolStore:
 
     # Pages in tensors
 
-    def read_tensors(self, keys: Sequence[str], tensors: Sequence[Any]) -> list[bool]:
+    def read_tensors(self, keys: PageKeys, tensors: Sequence[Any]) -> list[bool]:
         """Read pages into tensors; return for each whether its tensor holds it."""
         pages = _pages_of(tensors)
         return self._get(keys, pages)
 
     def write_tensors(
-        self, keys: Sequence[str], tensors: Sequence[Any], depth: int | None
+        self, keys: PageKeys, tensors: Sequence[Any], depth: int | None
     ) -> list[bool]:
         """Store pages in tensors; return for each whether it is durable."""
         # SGLang's views of a pool are not contiguous
@@ -138,7 +138,7 @@ class PoolStore:
 
     # Calls
 
-    def _get(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def _get(self, keys: PageKeys, pages: Sequence[Page]) -> list[bool]:
         timeout_s = self._options.timeout_s
 
         def get(store: BlockStore, encoded: Sequence[bytes]) -> list[bool]:
@@ -153,7 +153,7 @@ class PoolStore:
         return found
 
     def _put(
-        self, keys: Sequence[str], pages: Sequence[Page], depth: int | None
+        self, keys: PageKeys, pages: Sequence[Page], depth: int | None
     ) -> list[bool]:
         timeout_s = self._options.timeout_s
         labels = self._labels
@@ -171,7 +171,7 @@ class PoolStore:
         self._transfers.wrote(num_pages, num_bytes, seconds)
         return stored
 
-    def _call(self, keys: Sequence[str], call: StoreCall) -> list[bool]:
+    def _call(self, keys: PageKeys, call: StoreCall) -> list[bool]:
         """Make a call for these keys; return all False if the store is not open, or fails."""
         misses = [False] * len(keys)
         store = self._opener.get()

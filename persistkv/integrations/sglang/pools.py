@@ -27,8 +27,10 @@ class PageMemory(NamedTuple):
 
     @classmethod
     def of(cls, pool: Any) -> PageMemory:
-        logical = getattr(pool, "logical_page_size", None)
-        return cls(pool, int(logical or getattr(pool, "page_size", 1) or 1))
+        page_size = getattr(pool, "logical_page_size", None)
+        if not page_size:
+            page_size = getattr(pool, "page_size", None)
+        return cls(pool, int(page_size or 1))
 
     def regions(self, host_indices: Any) -> list[list[memoryview]]:
         """Return the regions of each page, which SGLang may move between calls.
@@ -48,13 +50,12 @@ class PageMemory(NamedTuple):
         per_page, rest = divmod(len(addresses), num_pages)
         if rest:
             raise ValueError(f"{len(addresses)} regions for {num_pages} pages")
-        pages: list[list[memoryview]] = []
-        for start in range(0, len(addresses), per_page):
-            page = []
-            for place in range(start, start + per_page):
-                page.append(memory_at(int(addresses[place]), int(sizes[place])))
-            pages.append(page)
-        return pages
+        regions: list[memoryview] = []
+        for address, size in zip(addresses, sizes, strict=True):
+            region = memory_at(int(address), int(size))
+            regions.append(region)
+        starts = range(0, len(regions), per_page)
+        return [regions[start : start + per_page] for start in starts]
 
     def region_sizes(self) -> list[int]:
         """Return the bytes of each region of a page.
@@ -69,8 +70,9 @@ class PageMemory(NamedTuple):
 
     def flat_pages(self, host_indices: Any) -> list[Any]:
         """Return a copy of each page, as SGLang's tensors."""
+        copy_page = self.pool.get_data_page
         starts = host_indices[:: self.page_size].tolist()
-        return [self.pool.get_data_page(start, flat=True) for start in starts]
+        return [copy_page(start, flat=True) for start in starts]
 
     def set_flat_page(self, host_indices: Any, page: int, tensor: Any) -> None:
         """Copy a tensor into a page.
@@ -87,7 +89,7 @@ class PageMemory(NamedTuple):
     def flat_bytes(self) -> int:
         """Return the bytes of a page that SGLang copies into one tensor."""
         page = self.pool.get_dummy_flat_data_page()
-        return int(page.numel() * page.element_size())
+        return _num_bytes(page)
 
 
 def tensor_memory(tensor: Any) -> memoryview:
@@ -95,9 +97,15 @@ def tensor_memory(tensor: Any) -> memoryview:
 
     :raises ValueError: the tensor is not contiguous, or on a device.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    is_on_cpu = tensor.device.type == "cpu"
+    if not (is_on_cpu and tensor.is_contiguous()):
         raise ValueError("a page is no contiguous CPU tensor")
-    return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    address = tensor.data_ptr()
+    return memory_at(address, _num_bytes(tensor))
+
+
+def _num_bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
 
 
 def pool_identity(
@@ -124,6 +132,10 @@ def pool_identity(
     layout = getattr(pool, "layout", None)
     if not isinstance(layout, str):
         raise ConfigurationError("layout", layout, f"a layout of SGLang's pool {name}")
+    layers = [
+        plain_number(getattr(pool, "start_layer", None)),
+        plain_number(getattr(pool, "end_layer", None)),
+    ]
     return BlockIdentity(
         model_name=config.model_name or "",
         weights=weights,
@@ -138,10 +150,7 @@ def pool_identity(
             "attention_backend": options.attention_backend,
             "geometry": geometry,
             "region_bytes": list(sizes),
-            "layers": [
-                plain_number(getattr(pool, "start_layer", None)),
-                plain_number(getattr(pool, "end_layer", None)),
-            ],
+            "layers": layers,
             "split_heads": bool(config.should_split_heads),
         },
     )
@@ -156,13 +165,16 @@ def plain_number(value: Any) -> int | None:
 
 
 def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
-    dtype = str(getattr(pool, "dtype", "")).removeprefix("torch.")
+    shown = getattr(pool, "dtype", "")
+    dtype = str(shown).removeprefix("torch.")
     if dtype in ("", _OPAQUE) and not options.kv_cache_dtype:
         raise MissingOptionError(
             WHERE,
             f"option kv_cache_dtype, because pool {name} shows only {dtype or 'no type'}",
         )
-    return " ".join(filter(None, [dtype, options.kv_cache_dtype]))
+    if options.kv_cache_dtype:
+        dtype = f"{dtype} {options.kv_cache_dtype}".lstrip()
+    return dtype
 
 
 def _rank(config: Any, name: str) -> str:

@@ -32,7 +32,8 @@ def regions_of(
     found: list[list[memoryview]] = []
     for block in blocks:
         if isinstance(block, (list, tuple)):
-            found.append([_as_bytes(part) for part in block])
+            parts = [_as_bytes(part) for part in block]
+            found.append(parts)
         else:
             found.append([_as_bytes(block)])
     # plain loops: a job has hundreds of blocks, and each microsecond per block costs it 5 %
@@ -111,9 +112,10 @@ class ByteCount:
     def add(self, num_bytes: int) -> bool:
         """Add bytes and return True, unless the sum would exceed the bound. The only call may."""
         with self._lock:
-            if self._num_bytes and self._num_bytes + num_bytes > self._bound:
+            total = self._num_bytes + num_bytes
+            if self._num_bytes and total > self._bound:
                 return False
-            self._num_bytes += num_bytes
+            self._num_bytes = total
             return True
 
     def subtract(self, num_bytes: int) -> None:

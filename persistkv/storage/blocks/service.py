@@ -42,6 +42,7 @@ class StoreEvents(msgspec.Struct):
     packs whose keys are not known."""
 
 
+Keys: TypeAlias = Sequence[bytes]
 JobMemory: TypeAlias = Sequence[Regions] | memoryview
 """Memory of the blocks of a call: the regions of each, or all of them one after the other."""
 
@@ -49,7 +50,7 @@ JobMemory: TypeAlias = Sequence[Regions] | memoryview
 class PutJob(msgspec.Struct, frozen=True):
     """Blocks to store, and how their context is recorded."""
 
-    keys: Sequence[bytes]
+    keys: Keys
     """Keys with their KV cache group, all of one group."""
     group: int
     memory: JobMemory
@@ -79,7 +80,8 @@ class BlockService:
         self._ended: dict[str, asyncio.Future[bool]] = {}
         """Requests whose end is not committed yet."""
         # one more than can be read at once: its packs are looked up meanwhile
-        self._load_slots = asyncio.Semaphore(store.catalogue.threads.readers + 1)
+        num_readers = store.catalogue.threads.readers
+        self._load_slots = asyncio.Semaphore(num_readers + 1)
         self._calls: set[asyncio.Task[Any]] = set()
         self._has_ended = asyncio.Event()
         self._running: asyncio.Task[Any] | None = None
@@ -152,14 +154,15 @@ class BlockService:
         request = secrets.token_hex(16)
         accepted = await self.store.put(request, keys, places, depths)
         # without a pause before: blocks and manifest become one transaction
-        ended = self._end(request, {job.group: keys}, job.labels, job.retention)
+        group_keys = {job.group: keys}
+        ended = self._end(request, group_keys, job.labels, job.retention)
         await self.store.finish(accepted)
         return await ended
 
     def _end(
         self,
         request: str,
-        keys: Mapping[int, Sequence[bytes]],
+        keys: Mapping[int, Keys],
         labels: Mapping[str, str],
         retention: Retention,
     ) -> asyncio.Future[bool]:
@@ -167,7 +170,8 @@ class BlockService:
 
         :param keys: keys of the context by KV cache group.
         """
-        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[bool] = loop.create_future()
         self._ended[request] = ended
         num_groups = len(self._memory.layout.groups)
         group_keys: list[list[bytes]] = []
@@ -188,9 +192,7 @@ class BlockService:
         self.store.end_request(end)
         return ended
 
-    async def get(
-        self, keys: Sequence[bytes], group: int, memory: JobMemory
-    ) -> list[bool]:
+    async def get(self, keys: Keys, group: int, memory: JobMemory) -> list[bool]:
         """Read blocks of a group; return for each key whether its memory holds the verified block.
         The memory of other keys has undefined content. No memory is in use after the return."""
         with self._call():
@@ -205,9 +207,7 @@ class BlockService:
         failed = set(outcome.failed)
         return [key not in failed for key in keys]
 
-    async def contains(
-        self, keys: Sequence[bytes], *, touch: bool = False
-    ) -> list[bool]:
+    async def contains(self, keys: Keys, *, touch: bool = False) -> list[bool]:
         """Return for each key whether it is durable; ``touch`` records a use of the blocks."""
         absent_keys = self.store.index.absent(keys)
         absent = set(absent_keys)
@@ -215,11 +215,11 @@ class BlockService:
             self.store.touch(keys)
         return [key not in absent for key in keys]
 
-    async def touch(self, keys: Sequence[bytes]) -> None:
+    async def touch(self, keys: Keys) -> None:
         """Record a use of blocks."""
         self.store.touch(keys)
 
-    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+    async def delete(self, keys: Keys) -> list[bool]:
         """Delete blocks; return for each key whether it was held."""
         with self._call():
             # staged blocks would be stored after the deletion
@@ -236,7 +236,7 @@ class BlockService:
 
     async def pin(
         self,
-        keys: Mapping[int, Sequence[bytes]],
+        keys: Mapping[int, Keys],
         labels: Mapping[str, str],
         ttl_s: float | None,
     ) -> tuple[str, bool]:
@@ -290,7 +290,9 @@ class BlockService:
         self._events = StoreReport()
         # a pack that replaces another one is reported as stored, then the other as removed
         removed = self.store.index.absent(events.removed)
-        return StoreEvents(_split(events.stored), _split(removed), events.lost)
+        return StoreEvents(
+            stored=_split(events.stored), removed=_split(removed), lost=events.lost
+        )
 
     # The end
 
@@ -327,7 +329,7 @@ def _read_changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> C
     return replace(changes, added=list(changes.added))
 
 
-def _split(keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+def _split(keys: Keys) -> list[tuple[bytes, int]]:
     """Divide keys into the caller's keys and their KV cache groups."""
     divided = []
     for key in keys:

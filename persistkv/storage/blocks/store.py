@@ -194,9 +194,11 @@ class BlockStore:
         :param touch: record a use of the blocks.
         :param timeout_s: seconds until the call returns with all keys False.
         """
+        deadline = _deadline(timeout_s)
         full = self._full_keys(keys, group)
-        call = self._start(self._service.contains(full, touch=touch))
-        return self._result(call, len(keys), _deadline(timeout_s))
+        lookup = self._service.contains(full, touch=touch)
+        call = self._start(lookup)
+        return self._result(call, len(keys), deadline)
 
     def prefix(
         self,
@@ -211,7 +213,9 @@ class BlockStore:
 
     def touch(self, keys: Sequence[bytes], group: int = 0) -> None:
         """Record a use of blocks, so that others are evicted first. The next commit stores it."""
-        self._wait(self._service.touch(self._full_keys(keys, group)), None)
+        full = self._full_keys(keys, group)
+        use = self._service.touch(full)
+        self._wait(use, None)
 
     # Blocks
 
@@ -242,10 +246,10 @@ class BlockStore:
         :raises ValueError: there is not one block for each key, a block has another size, or a key
             occurs twice.
         """
+        deadline = _deadline(timeout_s)
         full = self._full_keys(keys, group)
         regions = self._regions(full, blocks, group)
         job = PutJob(full, group, regions, depth, labels, retention)
-        deadline = _deadline(timeout_s)
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
             return self._refuse(len(keys))
@@ -264,7 +268,8 @@ class BlockStore:
             if copies is not None:
                 copies.release()
 
-        call = self._start(self._service.put(job), end)
+        put = self._service.put(job)
+        call = self._start(put, end)
         return self._result(call, len(keys), deadline)
 
     def get(
@@ -286,17 +291,19 @@ class BlockStore:
         :raises ValueError: there is not one block for each key, a block has another size or is
             read-only, or a key occurs twice.
         """
+        deadline = _deadline(timeout_s)
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
-        if timeout_s is None:
-            call = self._start(self._service.get(full, group, regions))
+        if deadline is None:
+            get = self._service.get(full, group, regions)
+            call = self._start(get)
             return self._result(call, len(keys), None)
-        deadline = _deadline(timeout_s)
         try:
             copies = Copies(self._pool, regions)
         except OSError:  # no memory is left
             return [False] * len(keys)
-        call = self._start(self._service.get(full, group, copies.memory))
+        get = self._service.get(full, group, copies.memory)
+        call = self._start(get)
         found = self._result(call, len(keys), deadline)
         copies.copy_back(found)
         # after the copy, because the next call may overwrite the memory
@@ -322,11 +329,11 @@ class BlockStore:
         number = completions.new_number()
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
-            completions.add(Completion(number, self._refuse(len(keys))))
+            results = self._refuse(len(keys))
+            completions.add(Completion(number, results))
             return number
-        call = self._start(
-            self._service.put(job), lambda: self._queued.subtract(num_bytes)
-        )
+        put = self._service.put(job)
+        call = self._start(put, lambda: self._queued.subtract(num_bytes))
         _complete(call, number, len(keys), completions)
         return number
 
@@ -342,7 +349,8 @@ class BlockStore:
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
         number = completions.new_number()
-        call = self._start(self._service.get(full, group, regions))
+        get = self._service.get(full, group, regions)
+        call = self._start(get)
         _complete(call, number, len(keys), completions)
         return number
 
@@ -358,7 +366,8 @@ class BlockStore:
         results."""
         full = self._full_keys(keys, group)
         number = completions.new_number()
-        call = self._start(self._service.contains(full, touch=touch))
+        lookup = self._service.contains(full, touch=touch)
+        call = self._start(lookup)
         _complete(call, number, len(keys), completions)
         return number
 
@@ -381,14 +390,16 @@ class BlockStore:
             deleted; no other block is lost.
         """
         full = self._full_keys(keys, group)
-        return self._wait(self._service.delete(full), timeout_s)
+        deletion = self._service.delete(full)
+        return self._wait(deletion, timeout_s)
 
     def flush(self, *, timeout_s: float | None = None) -> None:
         """Wait until recorded uses and the blocks of calls that run are durable, or dropped.
 
         :raises StoreTimeoutError: the deadline has passed; the commit continues.
         """
-        self._wait(self._service.flush(), timeout_s)
+        flush = self._service.flush()
+        self._wait(flush, timeout_s)
 
     # Pins
 
@@ -409,7 +420,8 @@ class BlockStore:
         :raises StoreError: the medium failed, or the store is read-only.
         """
         full = {group: self._full_keys(keys, group)}
-        pin, is_whole = self._wait(self._service.pin(full, labels, ttl_s), timeout_s)
+        pinning = self._service.pin(full, labels, ttl_s)
+        pin, is_whole = self._wait(pinning, timeout_s)
         if is_whole:
             return pin
         self.unpin(pin, timeout_s=timeout_s)
@@ -421,7 +433,8 @@ class BlockStore:
         :raises StoreTimeoutError: the deadline has passed.
         :raises StoreError: the medium failed, or the store is read-only.
         """
-        self._wait(self._service.unpin(pin), timeout_s)
+        unpinning = self._service.unpin(pin)
+        self._wait(unpinning, timeout_s)
 
     # Content
 
@@ -432,7 +445,8 @@ class BlockStore:
         :raises StoreTimeoutError: the deadline has passed.
         :raises StoreError: the medium failed.
         """
-        return self._wait(self._service.usage(), timeout_s)
+        usage = self._service.usage()
+        return self._wait(usage, timeout_s)
 
     def stored_blocks(self, *, timeout_s: float | None = None) -> list[StoredBlock]:
         """Return all durable blocks of the namespace. Reads the tables of all packs.
@@ -440,13 +454,15 @@ class BlockStore:
         :raises StoreTimeoutError: the deadline has passed.
         :raises StoreError: the medium failed.
         """
-        return self._wait(self._service.stored_blocks(), timeout_s)
+        blocks = self._service.stored_blocks()
+        return self._wait(blocks, timeout_s)
 
     def take_events(self) -> StoreEvents:
         """Return the blocks that any process stored or removed since the last call. Those that the
         store held when it was opened are not included. Changes by other processes are known within
         seconds. Empty unless the option ``events`` is set."""
-        return self._wait(self._service.take_events(), None)
+        events = self._service.take_events()
+        return self._wait(events, None)
 
     # The end
 
@@ -459,8 +475,9 @@ class BlockStore:
         if self._is_closed or os.getpid() != self._pid:
             return True
         self._is_closed = True
+        end = self._loop.start(self._service.end())
         try:
-            self._loop.start(self._service.end()).result(timeout_s)
+            end.result(timeout_s)
         except TimeoutError:
             logger.warning(
                 "the store did not close within %g s: it closes when its calls have ended",
@@ -517,7 +534,9 @@ class BlockStore:
         self, call: Future[list[bool]], num_keys: int, deadline: float | None
     ) -> list[bool]:
         """Wait for the results of a call; all keys are False after the deadline."""
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left_s = None
+        if deadline is not None:
+            left_s = max(0.0, deadline - time.monotonic())
         try:
             return call.result(left_s)
         except TimeoutError:
@@ -557,7 +576,8 @@ class BlockStore:
         return regions_of(blocks, block_bytes, writable=writable)
 
     def _num_bytes(self, job: PutJob) -> int:
-        return len(job.keys) * self._memory.layout.groups[job.group].block_bytes
+        layout = self._memory.layout.groups[job.group]
+        return len(job.keys) * layout.block_bytes
 
 
 def _deadline(timeout_s: float | None) -> float | None:

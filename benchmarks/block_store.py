@@ -216,17 +216,19 @@ def _block_store(
     )
     store = BlockStore.open(_url(directory), identity, [block_bytes])
     order = _order(count)
-
-    def shuffled(pool: Pool) -> list[Any]:
-        divided = divide(pool)
-        return [divided[number] for number in order]
+    divided = divide(source)
+    from_blocks = [divided[number] for number in order]
+    divided = divide(target)
+    into_blocks = [divided[number] for number in order]
 
     def put(keys: Sequence[bytes]) -> None:
-        if not all(store.put(keys, shuffled(source), timeout_s=timeout_s)):
+        stored = store.put(keys, from_blocks, timeout_s=timeout_s)
+        if not all(stored):
             raise SystemExit("blocks were not stored")
 
     def load(keys: Sequence[bytes]) -> None:
-        if not all(store.get(keys, shuffled(target), timeout_s=timeout_s)):
+        found = store.get(keys, into_blocks, timeout_s=timeout_s)
+        if not all(found):
             raise SystemExit("blocks were not loaded")
 
     return Case(put, load, target, store.close)

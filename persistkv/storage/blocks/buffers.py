@@ -30,32 +30,32 @@ def regions_of(
         ``writable``.
     """
     found: list[list[memoryview]] = []
-    for block in blocks:
-        if isinstance(block, (list, tuple)):
-            parts = [_as_bytes(part) for part in block]
-            found.append(parts)
-        else:
-            found.append([_as_bytes(block)])
     # plain loops: a job has hundreds of blocks, and each microsecond per block costs it 5 %
-    for regions in found:
+    for block in blocks:
+        parts = block if isinstance(block, (list, tuple)) else (block,)
+        regions: list[memoryview] = []
         num_bytes = 0
-        for region in regions:
-            num_bytes += region.nbytes
+        for part in parts:
+            region = memoryview(part)
+            if region.format != "B" or region.ndim != 1 or not region.c_contiguous:
+                region = _as_bytes(region)
             if writable and region.readonly:
                 raise ValueError("a block to read into is read-only")
+            num_bytes += region.nbytes
+            regions.append(region)
         if num_bytes != block_bytes:
             raise ValueError(
                 f"a block of {num_bytes} bytes; those of the group have {block_bytes}"
             )
+        found.append(regions)
     return found
 
 
-def _as_bytes(part: Any) -> memoryview:
-    view = part if type(part) is memoryview else memoryview(part)
-    if not view.c_contiguous:
+def _as_bytes(region: memoryview) -> memoryview:
+    """Return a one-dimensional view of bytes."""
+    if not region.c_contiguous:
         raise ValueError("a block is no contiguous memory")
-    is_plain = view.ndim == 1 and view.format == "B"
-    return view if is_plain else view.cast("B")
+    return region.cast("B")
 
 
 class Copies:

@@ -31,7 +31,7 @@ def test_library_import_does_not_import_installed_torch() -> None:
         [
             sys.executable,
             "-c",
-            "import sys, persistkv.storage.host.child, persistkv_tools.cli; "
+            "import sys, persistkv.storage.host.server.child, persistkv_tools.cli; "
             "sys.exit(any(n in sys.modules for n in ('torch', 'transformers')))",
         ],
         timeout=60,

@@ -22,7 +22,7 @@ from persistkv.memory.pages import (
     prefault,
     use_huge_pages,
 )
-from persistkv.storage.host.child import map_rows
+from persistkv.storage.host.server.child import map_rows
 
 MakeFile = Callable[[int], tuple[int, mmap.mmap]]
 

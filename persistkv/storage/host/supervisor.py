@@ -39,7 +39,7 @@ from persistkv.storage.host.connection import (
     ThreadConnection,
 )
 from persistkv.storage.host.protocol import ToEngine
-from persistkv.storage.host.server import serve
+from persistkv.storage.host.server.event_loop import serve
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ signal.signal(signal.SIGALRM, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 signal.alarm({start_s})
 sys.path[:] = {path!r}
-from persistkv.storage.host.child import main
+from persistkv.storage.host.server.child import main
 main{arguments!r}
 """
 """Program of the spawned process. It forks the host process and exits, so that the host is no child

@@ -96,7 +96,7 @@ def hosted() -> Iterator[Hosted]:
 def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
     medium = Medium()
     monkeypatch.setattr(
-        "persistkv.storage.host.session.open_backend", lambda url: medium.backend
+        "persistkv.storage.host.server.session.open_backend", lambda url: medium.backend
     )
     yield medium
     medium.open()

@@ -18,7 +18,7 @@ from persistkv.storage.host.connection import (
     discard,
 )
 from persistkv.storage.host.protocol import End, Opened, Table, ToEngine, ToStore
-from persistkv.storage.host.server import Lifecycle, serve
+from persistkv.storage.host.server.event_loop import Lifecycle, serve
 from persistkv.storage.host.supervisor import ProcessHost, State, ThreadHost
 from persistkv.storage.index import Index
 from persistkv.storage.records import RequestEnd

@@ -13,7 +13,7 @@ import pytest
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import End, JobDone, Opened, Ping
-from persistkv.storage.host.server import Lifecycle
+from persistkv.storage.host.server.event_loop import Lifecycle
 from tests.storage.host.jobs import Served, make_keys
 from tests.storage.host.medium import (
     PATIENCE_S,

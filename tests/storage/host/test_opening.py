@@ -33,7 +33,6 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage import open_backend
-from persistkv.storage.host import session
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection, discard
 from persistkv.storage.host.protocol import (
@@ -45,6 +44,7 @@ from persistkv.storage.host.protocol import (
     ToEngine,
     ToStore,
 )
+from persistkv.storage.host.server import session
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions

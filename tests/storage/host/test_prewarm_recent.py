@@ -10,7 +10,7 @@ import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.host.prewarm import recent_contexts
+from persistkv.storage.host.server.prewarm import recent_contexts
 from persistkv.storage.records import Choice
 from tests.tools.contexts import Contexts, chain
 

@@ -16,7 +16,7 @@ from persistkv.errors import HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.connection import SocketConnection, ThreadConnection
 from persistkv.storage.host.protocol import Flush, JobDone, Table, ToEngine, ToStore
-from persistkv.storage.host.server import serve
+from persistkv.storage.host.server.event_loop import serve
 from persistkv.storage.records import StoreReport
 
 MakePair = Callable[[], tuple[SocketConnection, SocketConnection]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.host import session
+from persistkv.storage.host.server import session
 from persistkv.testing import FaultyBackend, MemoryBackend
 
 INTERVAL_S = 0.02

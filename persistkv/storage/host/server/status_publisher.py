@@ -11,7 +11,7 @@ import uuid
 from functools import partial
 
 from persistkv.errors import StoreError
-from persistkv.storage.host.jobs import Jobs, JobState
+from persistkv.storage.host.server.jobs import Jobs, JobState
 from persistkv.storage.host.status import EngineStatus
 from persistkv.storage.store import Store
 

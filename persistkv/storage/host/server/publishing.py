@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from persistkv.storage.host import protocol
-from persistkv.storage.host.channel import Channel
+from persistkv.storage.host.server.channel import Channel
 from persistkv.storage.records import StoreReport
 from persistkv.storage.store import Store
 

@@ -14,11 +14,11 @@ from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.channel import Channel
-from persistkv.storage.host.jobs import Jobs
-from persistkv.storage.host.prewarm import recent_contexts
-from persistkv.storage.host.publishing import ReportPublisher
-from persistkv.storage.host.status_publisher import StatusPublisher
+from persistkv.storage.host.server.channel import Channel
+from persistkv.storage.host.server.jobs import Jobs
+from persistkv.storage.host.server.prewarm import recent_contexts
+from persistkv.storage.host.server.publishing import ReportPublisher
+from persistkv.storage.host.server.status_publisher import StatusPublisher
 from persistkv.storage.identity import Identity
 from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.savings import SavingsRecorder

@@ -19,8 +19,8 @@ from typing import Any
 from persistkv.errors import CorruptPackError, HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.channel import Channel
-from persistkv.storage.host.publishing import ReportPublisher
+from persistkv.storage.host.server.channel import Channel
+from persistkv.storage.host.server.publishing import ReportPublisher
 from persistkv.storage.records import LoadReport, RequestEnd
 from persistkv.storage.store import Store, StoredJob
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from persistkv.errors import HostError, PersistKVError
 from persistkv.storage.host import protocol
-from persistkv.storage.host.channel import Channel
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.session import Session, close_store, open_store
+from persistkv.storage.host.server.channel import Channel
+from persistkv.storage.host.server.session import Session, close_store, open_store
 from persistkv.storage.store import Store
 from persistkv.storage.threads import StoreThreads
 

@@ -20,10 +20,10 @@ from contextlib import suppress
 from persistkv.memory import libc
 from persistkv.memory.budget import keep_out_of_collections
 from persistkv.memory.pages import collapse, map_aligned
-from persistkv.storage.host.channel import Channel, NoticeHandler
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import ToStore
-from persistkv.storage.host.server import Lifecycle, serve
+from persistkv.storage.host.server.channel import Channel, NoticeHandler
+from persistkv.storage.host.server.event_loop import Lifecycle, serve
 
 # 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
 _STEP_BYTES = 16 << 20

@@ -9,8 +9,9 @@ and written before. The target is a ratio to the growing file, because the write
 not full are new to the file system, too. The ratio to overwriting is also shown: it is the bound
 for a full store that reuses its space.
 
-A warm promotion (all files were read before, because a store itself writes and reads past the page
-cache) is compared with preadv into the same buffers from the page cache plus the xxh3 of each MiB.
+A warm promotion (``reads=cached``, and all files were read before, because a store itself writes
+past the page cache) is compared with preadv into the same buffers from the page cache plus the xxh3
+of each MiB.
 A cold promotion (all files are dropped from the page cache, which is checked) is compared with the
 faster of two raw cold reads: O_DIRECT, or through the page cache. Cold promotions are also measured
 as four jobs that are submitted at once, against raw reads of as many bytes, one after the other:
@@ -126,7 +127,9 @@ def warm(
     arguments: argparse.Namespace,
 ) -> list[Stored]:
     """Measure stores and warm loads; return the keys that each round stored."""
-    clients = {name: open_client(job, *store) for name, store in stores.items()}
+    clients = {
+        name: open_client(job, *store, reads="cached") for name, store in stores.items()
+    }
     stored = []
     for run in range(arguments.runs + WARM_UP):
         keys = [fresh_keys(len(job.source)) for _ in range(1 + IN_LINE)]
@@ -228,11 +231,14 @@ def cold(
             seconds[name].append(turns[name](run))
 
 
-def open_client(job: Job, path: Path, host: str, options: str) -> StoreClient:
+def open_client(
+    job: Job, path: Path, host: str, options: str, *, reads: str = "direct"
+) -> StoreClient:
     """Return an open client."""
-    client = job.rig.client(
-        f"lmdb://{path}?capacity=32GiB" + f"&{options}" * bool(options), host
-    )
+    url = f"lmdb://{path}?capacity=32GiB&reads={reads}"
+    if options:
+        url += f"&{options}"
+    client = job.rig.client(url, host)
     client.open()
     return client
 

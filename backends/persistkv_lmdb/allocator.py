@@ -224,10 +224,6 @@ class Allocator:
             pages -= extent.pages
         return taken
 
-    def reserved_by(self, writer: int) -> list[Extent]:
-        """Return the extents that a writer has reserved, in the order in which it uses them."""
-        return read_reserved(self._rows, writer)
-
     def writers(self) -> list[int]:
         """Return the numbers of the writers that have reserved extents."""
         writers: list[int] = []
@@ -239,7 +235,7 @@ class Allocator:
     def reserve(self, writer: int, extents: Sequence[Extent]) -> None:
         """Record allocated extents, and no others, as reserved by a writer."""
         # in place of its former reservation
-        self.reserved -= pages_of(self.reserved_by(writer))
+        self.reserved -= pages_of(read_reserved(self._rows, writer))
         self.reserved += pages_of(extents)
         key = _WRITER.pack(writer)
         if extents:
@@ -249,7 +245,7 @@ class Allocator:
 
     def release(self, writer: int) -> None:
         """Make all extents free that a writer has reserved. It must not be writing into them."""
-        extents = self.reserved_by(writer)
+        extents = read_reserved(self._rows, writer)
         self.reserve(writer, ())
         self.free_now(extents)
 
@@ -325,19 +321,16 @@ class Allocator:
         """Yield all holes, ordered by segment and page."""
         return map(_extent_at, self._rows.starting_with(HOLES, b""))
 
-    def adopt(
-        self, segment: int, pages: int, free: Sequence[Extent], holes: Sequence[Extent]
-    ) -> None:
-        """Record a segment of ``pages`` pages that is not recorded yet.
+    def adopt(self, segments: Sequence[Extent], holes: Sequence[Extent]) -> None:
+        """Record segments that are not recorded yet, each as one extent.
 
-        :param free: all pages that no pack has; ``holes``: those of them without disk space, each
-            within one extent.
+        :param holes: all of their pages that no pack has.
         """
-        self._record_segment(segment, pages)
+        for segment in segments:
+            self._record_segment(segment.segment, segment.pages)
         for hole in holes:
             self._put_hole(hole)
-        self.total += pages - pages_of(holes)
-        self.free_now(without(free, holes))
+        self.total += pages_of(segments) - pages_of(holes)
 
     def finish(self) -> None:
         """Record the totals in LMDB."""
@@ -470,7 +463,7 @@ class ExtentPayloads:
 
     def release_rest(self, writer: int) -> None:
         """End the reservation of a writer: extents of no added pack become free."""
-        reserved = self.allocator.reserved_by(writer)
+        reserved = read_reserved(self._rows, writer)
         unused = without(reserved, self._published_extents())
         self.allocator.reserve(writer, ())
         self.allocator.free_now(unused)

@@ -96,9 +96,8 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     placement: Literal["extents", "inline"] | None = None
     """Where a new store puts payloads. None: ``extents``."""
     reads: Literal["direct", "cached"] = "direct"
-    """How payloads in extents are read if the page cache does not hold them. ``direct``: with
-    O_DIRECT where possible, at the disk's speed. ``cached``: through the page cache, so that
-    repeated reads spare a slow disk."""
+    """How payloads in extents are read. ``direct``: with O_DIRECT where possible, at the disk's
+    speed. ``cached``: through the page cache, so that repeated reads spare a slow disk."""
     read_only: bool = False
     """True: the store is opened for reading, and none of its content is written."""
 
@@ -152,7 +151,7 @@ class LmdbBackend(Backend):
         self.capabilities = Capabilities(writable=not read_only)
         if read_only:
             self.status_interval_s = None
-        self._direct = False if cached else None
+        self._direct = not cached
 
     @property
     def environment(self) -> Environment:
@@ -360,10 +359,7 @@ class LmdbBackend(Backend):
                 raise
             raise environment.database.pinned_error(reader) from None
 
-    def read(
-        self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False
-    ) -> list[bool]:
-        direct = bypass or self._direct
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         with self._transaction() as (environment, rows):
             parts: list[PayloadPart] = []
             inline: list[int] = []
@@ -372,15 +368,12 @@ class LmdbBackend(Backend):
                 if extents is None:
                     inline.append(number)
                 parts.append(PayloadPart(extents or (), span.offset, span.buffers))
-            filled = environment.files.read(parts, direct=direct)
+            filled = environment.files.read(parts, direct=self._direct)
             for number in inline:
                 span = spans[number]
                 name = namespace + span.pack_id
                 filled[number] = read_pieces(rows, name, span.offset, span.buffers)
             return filled
-
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self.read(namespace, spans, bypass=True)
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
         # a list of one extent, or of none for inline payloads, which come first

@@ -9,8 +9,8 @@ the last:
 3. Commit the rows of the packs in a transaction. The unused part of the reservation is free again.
 
 Reserved extents count as used, so the capacity holds at each moment. The reservation of a process
-that died is released by the next process that reserves in a transaction of its own: its first
-commit does, and each one that lacks space.
+that closed the store or died is released by the next process that reserves in a transaction of its
+own: its first commit does, and each one that lacks space.
 
 LMDB reuses freed pages from the second transaction after the one that freed them. A batch therefore
 cannot reuse the pages of the catalogue that it frees itself: each commit evicts for later commits.

@@ -47,7 +47,6 @@ from persistkv_lmdb import files
 from persistkv_lmdb.allocator import (
     Allocator,
     ExtentPayloads,
-    read_reserved,
     read_space,
 )
 from persistkv_lmdb.database import LOCK_FILE_BYTES, Database
@@ -59,8 +58,8 @@ from persistkv_lmdb.segments import SegmentFiles
 # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
 _UNPUNCHED_BYTES = 1 << 20
 _BEGIN_ATTEMPTS = 8
-# wait for the writer lock when a store is closed, or a namespace has ended
-_RETURN_PATIENCE_S = 0.2
+# wait for the writer lock when a namespace has ended
+_FORGET_PATIENCE_S = 0.2
 # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
 _COMMITS = 16
 
@@ -241,14 +240,15 @@ class Environment:
 
     def _fit_files(self, allocator: Allocator) -> None:
         """Give the segment files the recorded lengths and holes: an aborted transaction may have
-        let them grow or have filled a hole, and a process that was killed after its commit may not
-        have punched one.
+        let them grow or have filled a hole, a process that was killed after its commit may not have
+        punched one, and a rebuild has punched none.
         """
         segments = allocator.segments()
         disk_bytes = self.files.fit(segments)
         has_holes = sum(segments.values()) > allocator.total
         expected_bytes = allocator.total * PAGE_BYTES
-        if has_holes and disk_bytes > expected_bytes + _UNPUNCHED_BYTES:
+        is_too_large = disk_bytes > expected_bytes + _UNPUNCHED_BYTES
+        if has_holes and is_too_large and self.files.punches:
             self.files.punch(allocator.holes())
 
     def _segment_limit_bytes(self, transaction: TableRows) -> int:
@@ -315,7 +315,7 @@ class Environment:
         """
         if not namespaces or self._guard is None:
             return
-        with suppress(StoreError, OSError), self._guard.lock.held(_RETURN_PATIENCE_S):
+        with suppress(StoreError, OSError), self._guard.lock.held(_FORGET_PATIENCE_S):
             with self.transaction() as rows:
                 ended = [name for name in namespaces if rows.get(STATES, name) is None]
             self.recovery.forget(ended)
@@ -336,30 +336,12 @@ class Environment:
         """
         if self.process != os.getpid() or self._is_closed:
             return
-        self._return_reserved()
         with self.database.map_lock.exclusive(files.WRITING_PATIENCE_S):
             self._is_closed = True
             self.database.close()
             self.files.close()
         if self._guard is not None:
             self._guard.close()
-
-    def _return_reserved(self) -> None:
-        """Release the reservation of this process, unless the lock is busy: otherwise a later
-        writer releases it."""
-        if self.writer is None or self._guard is None:
-            return
-        if not self._writing.acquire(timeout=_RETURN_PATIENCE_S):
-            return
-        try:
-            with suppress(StoreError), self._guard.lock.held(_RETURN_PATIENCE_S):
-                with self.transaction() as transaction:
-                    if not read_reserved(transaction, self.writer):
-                        return
-                with self.transaction(write=True) as transaction:
-                    self.payloads(transaction).allocator.release(self.writer)
-        finally:
-            self._writing.release()
 
     def forget(self) -> None:
         """Close the lock files in a forked child, without releasing the locks of its parent."""

@@ -10,12 +10,13 @@ damaged.
 4. The catalogue is built in a file of its own, which is renamed when it is complete and durable.
    The segments are only read. The damaged catalogue is renamed, not deleted. A rebuild that was
    killed is repeated from the beginning.
-5. No other process may have the store open for writing meanwhile, and none can open it.
+5. Pages that no listed pack has are recorded as holes: the first commit returns their disk space to
+   the file system.
+6. No other process may have the store open for writing meanwhile, and none can open it.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,6 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailableError
-from persistkv.rounding import divide_up
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.storage.catalog.order import read_clock, write_clock
@@ -239,8 +239,6 @@ class OpenSegment(NamedTuple):
 
     fd: int
     pages: int
-    disk_bytes: int
-    """Disk space of the file: less than its length if it has holes."""
 
 
 def _open_segments(path: Path) -> dict[int, OpenSegment]:
@@ -254,7 +252,7 @@ def _open_segments(path: Path) -> dict[int, OpenSegment]:
         status = os.fstat(fd)
         pages = status.st_size // PAGE_BYTES
         if pages:
-            found[number] = OpenSegment(fd, pages, files.allocated_bytes(status))
+            found[number] = OpenSegment(fd, pages)
         else:
             os.close(fd)
     return found
@@ -393,29 +391,6 @@ def _read(fd: int, offset: int, length: int) -> bytes:
     return content
 
 
-def _holes_in(fd: int, extent: Extent) -> Iterator[Extent]:
-    """Yield the pages of an extent that have no disk space, or were never written."""
-    offset = extent.offset
-    end = extent.offset + extent.num_bytes
-    while offset < end:
-        hole_begin = os.lseek(fd, offset, os.SEEK_HOLE)
-        if hole_begin >= end:
-            return
-        hole_end = end
-        try:
-            data_begin = os.lseek(fd, hole_begin, os.SEEK_DATA)
-            hole_end = min(end, data_begin)
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # no data follows
-                raise
-        # only whole pages
-        first = divide_up(hole_begin, PAGE_BYTES)
-        end_page = hole_end // PAGE_BYTES
-        if end_page > first:
-            yield Extent(extent.segment, first, end_page - first)
-        offset = hole_end
-
-
 class _Placed:
     """Payloads that are in segment files already (a ``catalog.Payloads``).
 
@@ -452,6 +427,7 @@ class _Builder:
         """Number of namespaces with packs."""
         self.capacity = 0
         """Recorded capacity in bytes."""
+        self._used_bytes = 0  # of the segments, by packs
 
     def build(
         self,
@@ -498,18 +474,16 @@ class _Builder:
             env.sync(True)
 
     def _record_space(self, rows: TableRows, packs: Sequence[ScannedPack]) -> None:
-        """Record the pages of the segments that no pack has as free, or as holes."""
+        """Record the segments; their pages that no pack has are holes."""
         allocator = Allocator(rows)
-        used: dict[int, list[Extent]] = {number: [] for number in self._segments}
-        for pack in packs:
-            used[pack.extent.segment].append(pack.extent)
+        segments: list[Extent] = []
         for number, segment in self._segments.items():
-            free = without([Extent(number, 0, segment.pages)], used[number])
-            holes: list[Extent] = []
-            for extent in free:
-                holes += _holes_in(segment.fd, extent)
-            allocator.adopt(number, segment.pages, free, holes)
+            segments.append(Extent(number, 0, segment.pages))
+        used = [pack.extent for pack in packs]
+        holes = without(segments, used)
+        allocator.adopt(segments, holes)
         allocator.finish()
+        self._used_bytes = allocator.total * PAGE_BYTES
 
     def _add(
         self, rows: TableRows, namespace: Namespace, packs: Sequence[ScannedPack]
@@ -532,9 +506,8 @@ class _Builder:
     def _record_capacity(self, rows: TableRows, catalogue_bytes: int) -> None:
         """Record the capacity: without a given one, the catalogue may grow to twice its size, and
         takes at most 1/4."""
-        segment_bytes = sum(segment.disk_bytes for segment in self._segments.values())
         doubled = 2 * catalogue_bytes
-        for_content = doubled + segment_bytes + _GROWTH_BYTES
+        for_content = doubled + self._used_bytes + _GROWTH_BYTES
         least = max(4 * doubled, for_content)
         capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(least))
         self.capacity = capacity

@@ -20,7 +20,6 @@ payloads.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -61,7 +60,6 @@ _FIRST_BYTES = 4 << 20
 _LATER_BYTES = 8 << 20
 _BOUNCE_BYTES = 4 << 20  # 4 MiB
 PLACE = struct.Struct(">II")  # of an extent: segment, first page
-_CACHESTAT = 451  # Linux 6.5, the same number on all architectures
 
 
 class Extent(NamedTuple):
@@ -117,19 +115,6 @@ class PayloadPart(NamedTuple):
     """Offset of the part in the payload, in bytes."""
     buffers: Sequence[memoryview]
     """To fill, one after the other."""
-
-    def length(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum([buffer.nbytes for buffer in self.buffers])
-
-
-class _Piece(NamedTuple):
-    """Part of a read request that is contiguous in one segment file."""
-
-    number: int
-    """Index, in the request, of the part that this piece belongs to."""
-    run: _Run
-    buffers: Sequence[memoryview]
 
 
 class _Descriptors(NamedTuple):
@@ -377,41 +362,32 @@ class SegmentFiles:
             os.fsync(directory)
         self._unnamed = False
 
-    def read(
-        self,
-        wanted: Sequence[PayloadPart],
-        *,
-        direct: bool | None = None,
-    ) -> list[bool]:
-        """Read parts of payloads into buffers. Parts that are contiguous in a file are read
-        together.
+    def read(self, wanted: Sequence[PayloadPart], *, direct: bool) -> list[bool]:
+        """Read parts of payloads into buffers.
 
-        :param direct: read with O_DIRECT if possible; False: through the page cache; None: with
-            O_DIRECT unless the page cache holds the bytes.
+        :param direct: read with O_DIRECT if possible; False: through the page cache.
         :returns: per part, True if all of its buffers were filled; False if the payload is too
             short or lost.
         :raises StoreError: the disk failed; the buffers have undefined content.
         """
-        lengths = [part.length() for part in wanted]
-        filled = [0] * len(wanted)
         with translated_io(self._path):
-            for pieces in _contiguous_pieces(wanted, lengths):
-                # if the whole cannot be read, some of its pieces may be
-                is_read = len(pieces) > 1 and self._read_together(pieces, direct)
-                for piece in pieces:
-                    if is_read or self._read(piece.run, piece.buffers, direct):
-                        filled[piece.number] += piece.run.length
-        return [count == length for count, length in zip(filled, lengths, strict=True)]
+            return [self._read_part(part, direct) for part in wanted]
 
-    def _read_together(self, pieces: Sequence[_Piece], direct: bool | None) -> bool:
-        """Read contiguous pieces at once; return whether all of them were filled."""
-        length = 0
-        buffers: list[memoryview] = []
-        for piece in pieces:
-            length += piece.run.length
-            buffers += piece.buffers
-        whole = pieces[0].run._replace(length=length)
-        return self._read(whole, buffers, direct)
+    def _read_part(self, part: PayloadPart, direct: bool) -> bool:
+        """Fill the buffers of a part; return False if the payload is too short or lost."""
+        rest = [_as_bytes(buffer) for buffer in part.buffers if buffer.nbytes]
+        length = sum(map(len, rest))
+        for run in _runs_of(part.extents, part.offset, length):
+            buffers = rest
+            # usually there is one run, and nothing to split
+            if run.length < length:
+                buffers = front(rest, run.length)
+                rest = after_bytes(rest, run.length)
+            if not self._read(run, buffers, direct):
+                return False
+            length -= run.length
+        # otherwise the extents end too early
+        return length == 0
 
     def lengths(self) -> dict[int, int]:
         """Return the bytes on disk of each segment file, by segment number; see
@@ -478,9 +454,7 @@ class SegmentFiles:
                     raise
         write_all(fds.buffered, buffers, run.offset)
 
-    def _read(
-        self, run: _Run, buffers: Sequence[memoryview], direct: bool | None
-    ) -> bool:
+    def _read(self, run: _Run, buffers: Sequence[memoryview], direct: bool) -> bool:
         """Read bytes of a file into buffers; return False if the file is lost or too short.
 
         An O_DIRECT read near the end of a file may be incomplete. It is therefore repeated through
@@ -490,7 +464,8 @@ class SegmentFiles:
             fds = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
-        if fds.direct is not None and self._goes_direct(fds, run, direct):
+        goes_direct = direct and self._direct and run.length % PAGE_BYTES == 0
+        if fds.direct is not None and goes_direct:
             try:
                 if read_all(fds.direct, buffers, run.offset, PAGE_BYTES):
                     return True
@@ -498,15 +473,6 @@ class SegmentFiles:
                 if not self._is_refusal(error, buffers):
                     raise
         return read_all(fds.buffered, buffers, run.offset)
-
-    def _goes_direct(self, fds: _Descriptors, run: _Run, direct: bool | None) -> bool:
-        """Return whether to read with O_DIRECT; see ``read`` for ``direct``."""
-        is_whole_pages = run.length % PAGE_BYTES == 0
-        if not self._direct or direct is False or not is_whole_pages:
-            return False
-        if direct:
-            return True
-        return not is_cached(fds.buffered, run.offset, run.length)
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
         """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned,
@@ -617,32 +583,6 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
         offset = 0
 
 
-def _contiguous_pieces(
-    wanted: Sequence[PayloadPart], lengths: Sequence[int]
-) -> list[list[_Piece]]:
-    """Return the pieces of a read request (see ``SegmentFiles.read``), grouped: those of a group
-    are contiguous. If a payload ends early, its pieces have fewer bytes than ``lengths``, those of
-    each part, says.
-    """
-    groups: list[list[_Piece]] = []
-    group_end = (-1, 0)  # segment, and offset after the last byte
-    for number, part in enumerate(wanted):
-        length = lengths[number]
-        rest = [_as_bytes(buffer) for buffer in part.buffers if buffer.nbytes]
-        for run in _runs_of(part.extents, part.offset, length):
-            if (run.segment, run.offset) != group_end:
-                groups.append([])
-            buffers = rest
-            # usually there is one run, and nothing to split
-            if run.length < length:
-                buffers = front(rest, run.length)
-                rest = after_bytes(rest, run.length)
-            piece = _Piece(number, run, buffers)
-            groups[-1].append(piece)
-            group_end = (run.segment, run.offset + run.length)
-    return groups
-
-
 def starts_aligned(view: memoryview) -> bool:
     """Return whether the address of a buffer, which must not be empty, is a multiple of 4 KiB."""
     address = address_of(view)
@@ -714,48 +654,6 @@ def read_all(
         # usually one call reads all, and nothing is left to divide
         rest = after_bytes(rest, done) if missing else []
     return True
-
-
-class _Range(ctypes.Structure):
-    """C structure ``cachestat_range`` of Linux, in bytes."""
-
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Pages(ctypes.Structure):
-    """C structure ``cachestat`` of Linux: numbers of pages of a range."""
-
-    _fields_ = (
-        ("cached", ctypes.c_uint64),
-        ("dirty", ctypes.c_uint64),
-        ("writing", ctypes.c_uint64),
-        ("evicted", ctypes.c_uint64),
-        ("recently_evicted", ctypes.c_uint64),
-    )
-
-
-# not PyDLL: it may visit many pages, and CDLL releases the GIL meanwhile
-_syscall = ctypes.CDLL(None).syscall
-_syscall.argtypes = (
-    ctypes.c_long,
-    ctypes.c_uint,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_uint,
-)
-
-
-def is_cached(fd: int, offset: int, length: int) -> bool:
-    """Return whether the page cache holds all of a byte range of a file; False if the kernel cannot
-    report it."""
-    part = _Range(offset, length)
-    pages = _Pages()
-    part_address = ctypes.addressof(part)
-    pages_address = ctypes.addressof(pages)
-    failed = _syscall(_CACHESTAT, fd, part_address, pages_address, 0)
-    if failed:
-        return False
-    return bool(pages.cached * PAGE_BYTES >= length)
 
 
 class Bounce:

@@ -343,17 +343,8 @@ class Backend(ABC):
         delay.
         """
 
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Read as ``read`` does, for large amounts that are read only once: drivers may keep them
-        out of caches.
-
-        Fastest if the spans are in ``scan_order``, so that neighbours are read with one call, and
-        if offsets, lengths and buffer addresses are multiples of 4 KiB.
-        """
-        return self.read(namespace, spans)
-
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return these ids, held or not, in the order in which ``scan`` of their packs is
+        """Return these ids, held or not, in the order in which reads of their packs are
         fastest."""
         return list(pack_ids)
 

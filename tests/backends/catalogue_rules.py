@@ -367,7 +367,7 @@ class CatalogueRules(BackendSuite):
             "frames of a deleted pack were passed on"
         )
 
-    def test_scan_all_packs_in_scan_order_returns_stored_bytes(
+    def test_read_all_packs_in_scan_order_returns_stored_bytes(
         self, backend: Backend, namespace: bytes
     ) -> None:
         """Reads all payloads, in ``scan_order``, into page-aligned memory, as ``verify`` does. One
@@ -388,7 +388,7 @@ class CatalogueRules(BackendSuite):
             begin, end = end, end + len(payloads[pack_id])
             spans.append(ReadSpan(pack_id, 0, [memory[begin:end]]))
         present = [pack_id != packs[4].pack_id for pack_id in wanted]
-        assert backend.scan(namespace, spans) == present
+        assert backend.read(namespace, spans) == present
         found = [
             bytes(span.buffers[0])
             for span, filled in zip(spans, present, strict=True)

@@ -161,7 +161,7 @@ def check_pack(
         # aligned, so that it can be read past the page cache; an mmap is never empty
         buffer = memoryview(mmap.mmap(-1, piece.length or 1))[: piece.length]
         span = ReadSpan(table.pack_id, piece.start, [buffer])
-        if backend.scan(table.namespace, [span]) == [True]:
+        if backend.read(table.namespace, [span]) == [True]:
             findings += check_piece(piece, buffer)
         else:
             detail = (

@@ -300,8 +300,6 @@ class NamespaceState:
             self.raw_bytes,
             self.stored_bytes,
         )
-        if min(counts) < 0:
-            raise CorruptStoreError(f"namespace state: a count of {min(counts)}")
         return _STATE.pack(self.generation, *counts)
 
     @classmethod
@@ -321,10 +319,11 @@ class NamespaceState:
 
     def count(self, table: PackTable, sign: int) -> None:
         """Add a pack to the totals (``sign`` 1), or subtract it (-1)."""
-        self.packs += sign
-        self.blocks += sign * len(table.keys)
-        self.raw_bytes += sign * table.raw_length
-        self.stored_bytes += sign * table.payload_length
+        # less than 0: the row was damaged
+        self.packs = max(0, self.packs + sign)
+        self.blocks = max(0, self.blocks + sign * len(table.keys))
+        self.raw_bytes = max(0, self.raw_bytes + sign * table.raw_length)
+        self.stored_bytes = max(0, self.stored_bytes + sign * table.payload_length)
 
 
 def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:

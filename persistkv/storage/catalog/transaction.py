@@ -394,13 +394,11 @@ class CatalogTransaction:
         self.removed.append(name)
         self._order.remove_pack(name)
         self._log(name, REMOVED, table)
-        if table is None:
-            # the damaged row's share of the totals is unknown
-            self._recount(name[:ID_BYTES])
-            return
-        self.evicted.append(table)
-        state = self._state_of(table.namespace)
-        state.count(table, -1)
+        # the share of a damaged row of the totals is unknown: it stays
+        if table is not None:
+            self.evicted.append(table)
+            state = self._state_of(table.namespace)
+            state.count(table, -1)
 
     # Manifests
 
@@ -447,7 +445,8 @@ class CatalogTransaction:
         digest = name[ID_BYTES:]
         was_held = self._rows.delete(MANIFESTS, name)
         if was_held:
-            self._state_of(namespace).requests -= 1
+            state = self._state_of(namespace)
+            state.requests = max(0, state.requests - 1)
             self.dropped.append(name)
         self._rows.delete(MANIFEST_KEYS, name)
         chain = self._order.chain(name)  # also without its head, in a damaged store
@@ -562,18 +561,6 @@ class CatalogTransaction:
             expired.append(name)
         for key in expired:
             self._rows.delete(LOG, key)
-
-    def _recount(self, namespace: bytes) -> None:
-        """Compute the totals of a namespace's packs from their tables."""
-        state = self._state_of(namespace)
-        state.packs = 0
-        state.blocks = 0
-        state.raw_bytes = 0
-        state.stored_bytes = 0
-        for key, row in self._rows.starting_with(PACKS, namespace):
-            table = pack_table(key, row)
-            if table is not None:
-                state.count(table, 1)
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:

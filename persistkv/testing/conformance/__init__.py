@@ -518,9 +518,8 @@ class BackendConformance(BackendSuite):
         end = offset + sum(lengths)
         assert b"".join(span.buffers) == payload_of(pack)[offset:end]
 
-    @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_random_spans_of_several_packs_returns_stored_bytes(
-        self, rig: NamespaceRig, is_scan: bool
+        self, rig: NamespaceRig
     ) -> None:
         packs = rig.packs(4, blocks=5, block_bytes=300_001)
         rig.commit(*packs)
@@ -537,12 +536,11 @@ class BackendConformance(BackendSuite):
             cut = int(rng.integers(length + 1))
             spans.append(_span(packs[number].pack_id, offset, cut, length - cut))
             expected.append(payload[offset : offset + length])
-        assert rig.fill(*spans, is_scan=is_scan) == [True] * 60
+        assert rig.fill(*spans) == [True] * 60
         assert [b"".join(span.buffers) for span in spans] == expected
 
-    @pytest.mark.parametrize("is_scan", [False, True], ids=["read", "scan"])
     def test_read_hits_and_misses_in_one_call_are_reported_per_span(
-        self, rig: NamespaceRig, is_scan: bool
+        self, rig: NamespaceRig
     ) -> None:
         pack, deleted = rig.packs(2)
         rig.commit(pack, deleted)
@@ -558,7 +556,7 @@ class BackendConformance(BackendSuite):
             _span(pack.pack_id, 1 << 40, 1),
             _span(pack.pack_id, size - 4, 2, 3),
         ]
-        filled = rig.fill(*misses_before, hit, *misses_after, is_scan=is_scan)
+        filled = rig.fill(*misses_before, hit, *misses_after)
         assert filled == [False, False, True, False, False, False, False]
         assert b"".join(hit.buffers) == payload
 

@@ -202,10 +202,9 @@ class NamespaceRig:
         """Return the whole payload of a pack; None if the read is a miss."""
         return read_pack(self.backend, self.namespace, pack.table)
 
-    def fill(self, *spans: ReadSpan, is_scan: bool = False) -> list[bool]:
-        """Read spans with ``read`` or ``scan``; return for each whether it was filled."""
-        read = self.backend.scan if is_scan else self.backend.read
-        return read(self.namespace, spans)
+    def fill(self, *spans: ReadSpan) -> list[bool]:
+        """Read spans; return for each whether it was filled."""
+        return self.backend.read(self.namespace, spans)
 
     def changes(self, cursor: bytes | None) -> Changes:
         return self.backend.changes(self.namespace, cursor)

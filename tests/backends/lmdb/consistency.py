@@ -22,7 +22,7 @@ from persistkv.storage.catalog.rows import (
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
-from persistkv_lmdb.fsck import recount, space_faults
+from persistkv_lmdb.fsck import space_faults
 from persistkv_lmdb.layout import EXTENTS, PIECES, tail_pages
 
 
@@ -82,13 +82,23 @@ def _pack_faults(transaction: TableRows) -> Iterator[str]:
 
 def _total_faults(transaction: TableRows) -> Iterator[str]:
     """Yield a line per namespace whose recorded totals differ from a recount of its rows."""
-    states = {
-        bytes(key): NamespaceState.decode(row)
-        for key, row in transaction.starting_with(STATES, b"")
-    }
-    for name, counted in recount(transaction, states, Counter()).items():
-        if counted != states[name]:
-            yield f"namespace {name.hex()}: {states[name]}; counted: {counted}"
+    states: dict[bytes, NamespaceState] = {}
+    counted: dict[bytes, NamespaceState] = {}
+    for key, row in transaction.starting_with(STATES, b""):
+        state = NamespaceState.decode(row)
+        states[bytes(key)] = state
+        counted[bytes(key)] = NamespaceState(state.generation, state.sequence)
+    for key, row in transaction.starting_with(PACKS, b""):
+        table = pack_table(key, row)
+        if table is not None and table.namespace in counted:
+            counted[table.namespace].count(table, 1)
+    for key, _ in transaction.starting_with(MANIFESTS, b""):
+        namespace = bytes(key[:ID_BYTES])
+        if namespace in counted:
+            counted[namespace].requests += 1
+    for name, state in states.items():
+        if state != counted[name]:
+            yield f"namespace {name.hex()}: {state}; counted: {counted[name]}"
 
 
 def _namespace_faults(transaction: TableRows) -> Iterator[str]:

@@ -33,7 +33,14 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.allocator import Allocator, pages_of, read_extents, split, without
+from persistkv_lmdb.allocator import (
+    Allocator,
+    pages_of,
+    read_extents,
+    read_reserved,
+    split,
+    without,
+)
 from persistkv_lmdb.layout import DATABASES
 from tests.backends.lmdb.conftest import Opener, stdout_of
 from tests.backends.lmdb.consistency import find_faults
@@ -164,7 +171,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
 
         def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
-            reserved = rest = space.reserved_by(writer)
+            reserved = rest = read_reserved(TableRows(txn, self.db), writer)
             packs = []
             for size in sizes:
                 if pages_of(rest) >= size:
@@ -234,7 +241,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert set(space.writers()) == set(self.reserved)
             found += [(HOLE, extent) for extent in space.holes()]
             for writer in self.reserved:
-                found += [(RESERVED, extent) for extent in space.reserved_by(writer)]
+                found += [
+                    (RESERVED, extent) for extent in read_reserved(transaction, writer)
+                ]
             for number in self.held:
                 found += [
                     (number, extent)

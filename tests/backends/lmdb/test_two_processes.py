@@ -27,7 +27,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend, files, opening
-from persistkv_lmdb.allocator import Allocator
+from persistkv_lmdb.allocator import Allocator, read_reserved
 from persistkv_tools.packs import check_pack
 from tests.backends.lmdb.conftest import Opener, stdout_of
 from tests.backends.lmdb.consistency import find_faults
@@ -372,9 +372,24 @@ def test_commit_after_writer_killed_while_writing_releases_its_reservation(
         assert Allocator(transaction).writers() == [0]
     commit(backend, namespace, 200)
     assert find_faults(backend) == []
+
+
+def test_commit_after_close_releases_reservation_of_closed_store(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, placement: str
+) -> None:
+    if placement == "inline":
+        pytest.skip("inline payloads reserve nothing")
+    commit(backend, namespace, 1)
+    with backend.environment.transaction() as transaction:
+        before = read_reserved(transaction, 0)
+    assert before
     backend.close()
-    with open_store(read_only=True).environment.transaction() as transaction:
-        assert Allocator(transaction).reserved == 0
+    again = open_store()
+    commit(again, namespace, 2)
+    with again.environment.transaction() as transaction:
+        assert Allocator(transaction).writers() == [0]
+        assert read_reserved(transaction, 0) != before
+    assert find_faults(again) == []
 
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])

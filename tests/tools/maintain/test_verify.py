@@ -65,7 +65,7 @@ from tests.tools.contexts import Contexts
 memory = MemoryBackend()
 memory.capabilities = Capabilities(remote=True)
 backend = FaultyBackend.of(memory)
-backend.before("scan", lambda *_: time.sleep(3600))
+backend.before("read", lambda *_: time.sleep(3600))
 writer = Contexts(backend)
 for number in range(8):
     writer.add(str(number), f"a{number}")

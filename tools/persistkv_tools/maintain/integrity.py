@@ -331,7 +331,7 @@ class Verifier:
             buffer = memory[begin : begin + piece.length]
             spans.append(ReadSpan(piece.table.pack_id, piece.start, [buffer]))
             begin += piece.length
-        filled = self._backend.scan(batch[0].table.namespace, spans)
+        filled = self._backend.read(batch[0].table.namespace, spans)
         return [
             is_filled and _is_good(piece, span.buffers[0])
             for piece, span, is_filled in zip(batch, spans, filled, strict=True)

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from persistkv.config import MAX_PACK_BYTES
-from persistkv.memory.rows import BlockMemory, RowBlocks, StagedBlocks
+from persistkv.memory.rows import BlockMemory, ByteArray, RowBlocks, StagedBlocks
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.records import RequestEnd
@@ -81,8 +81,9 @@ class Staging:
         """
         copies: list[Segment] = []
         for segment in segments:
-            source = StagedBlocks([segment.source.gather(0, len(segment.keys))])
-            copies.append(replace(segment, source=source))
+            blocks = segment.source.gather(0, len(segment.keys))
+            copy = replace(segment, source=StagedBlocks([blocks]))
+            copies.append(copy)
         # not before: if memory is short, no pack without blocks must wait
         pack = StagedPack(request, time.monotonic(), closed=whole)
         if not whole:
@@ -122,12 +123,15 @@ class Staging:
         num_bytes = sum(pack.num_bytes for pack in self._waiting)
         if everything or 2 * num_bytes >= self._max_bytes:
             return list(self._waiting)
-        old = time.monotonic() - self._max_age_s
-        if not self._gather_all:
-            return [pack for pack in self._waiting if pack.closed or pack.since <= old]
-        if any(pack.since <= old for pack in self._waiting):
-            return list(self._waiting)
-        return []
+        due_since = time.monotonic() - self._max_age_s
+        is_old = [pack.since <= due_since for pack in self._waiting]
+        if self._gather_all:
+            return list(self._waiting) if any(is_old) else []
+        due: list[StagedPack] = []
+        for pack, old in zip(self._waiting, is_old, strict=True):
+            if pack.closed or old:
+                due.append(pack)
+        return due
 
     def seconds_to_due(self) -> float | None:
         """Return the seconds until the oldest waiting pack is due by its age; None if there is
@@ -147,29 +151,35 @@ class Staging:
     def end(self, segments: Iterable[Segment]) -> None:
         """Forget these blocks, if they are staged, because their transaction has ended."""
         for segment in segments:
-            staged = sum(
-                self._pack_of.pop(key, None) is not None for key in segment.keys
-            )
-            self.num_bytes -= staged * segment.block_bytes
+            for key in segment.keys:
+                pack = self._pack_of.pop(key, None)
+                if pack is not None:
+                    self.num_bytes -= segment.block_bytes
 
 
 def _joined(segments: Iterable[Segment]) -> list[Segment]:
     """Join segments with consecutive depths, so that blocks that were staged one by one share
     frames."""
     runs: list[list[Segment]] = []
-    expected = None
+    following = None  # group and depth of the block that continues the last run
     for segment in sorted(segments, key=attrgetter("group", "depth")):
-        if (segment.group, segment.depth) == expected:
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
-        expected = segment.group, _deeper(segment.depth, len(segment.keys))
-    joined = []
-    for run in runs:
-        keys = [key for segment in run for key in segment.keys]
-        blocks = [segment.source.gather(0, len(segment.keys)) for segment in run]
-        joined.append(replace(run[0], keys=keys, source=StagedBlocks(blocks)))
-    return joined
+        if (segment.group, segment.depth) != following:
+            runs.append([])
+        runs[-1].append(segment)
+        end = _deeper(segment.depth, len(segment.keys))
+        following = (segment.group, end)
+    return [_joined_run(run) for run in runs]
+
+
+def _joined_run(run: Sequence[Segment]) -> Segment:
+    """Join segments of one group whose depths are consecutive."""
+    keys: list[bytes] = []
+    copies: list[ByteArray] = []
+    for segment in run:
+        keys += segment.keys
+        blocks = segment.source.gather(0, len(segment.keys))
+        copies.append(blocks)
+    return replace(run[0], keys=keys, source=StagedBlocks(copies))
 
 
 def _deeper(depth: int, blocks: int) -> int:
@@ -272,12 +282,12 @@ def plan_packs(
     cut = blocks_per_pack(rows, max_bytes)
     if blocks.is_one_run:  # 0.2 instead of 3 ms for 4,096 blocks
         return [[_segment(rows, part)] for part in _parts(blocks, cut)]
-    # whether the depth is unknown, and the number of the cut
     packs: dict[tuple[bool, int], list[int]] = {}
     for place, depth in enumerate(blocks.depths):
-        is_unknown = depth == UNKNOWN_DEPTH
-        number = (place if is_unknown else depth) // cut
-        packs.setdefault((is_unknown, number), []).append(place)
+        is_known = depth != UNKNOWN_DEPTH
+        position = depth if is_known else place
+        pack = (is_known, position // cut)
+        packs.setdefault(pack, []).append(place)
     return [_segments(rows, blocks, places) for places in packs.values()]
 
 
@@ -298,20 +308,19 @@ def _segments(
     frames require."""
     in_order = sorted(places, key=lambda at: (blocks.groups[at], blocks.depths[at], at))
     runs: list[list[int]] = []
-    expected = None
+    following = None  # group and depth of the block that continues the last run
     for place in in_order:
-        group, depth = blocks.groups[place], blocks.depths[place]
-        if (group, depth) == expected:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-        expected = group, _deeper(depth, 1)
+        group = blocks.groups[place]
+        depth = blocks.depths[place]
+        if (group, depth) != following:
+            runs.append([])
+        runs[-1].append(place)
+        following = (group, _deeper(depth, 1))
     return [_segment(rows, blocks.at(run)) for run in runs]
 
 
 def _segment(rows: BlockMemory, run: Blocks) -> Segment:
     group = run.groups[0]
+    block_bytes = rows.layout.groups[group].block_bytes
     source = RowBlocks(rows, group, run.rows)
-    return Segment(
-        group, rows.layout.groups[group].block_bytes, run.keys, source, run.depths[0]
-    )
+    return Segment(group, block_bytes, run.keys, source, run.depths[0])

@@ -75,7 +75,8 @@ class RequestEnds:
 
     def take(self) -> list[RequestEnd]:
         """Remove and return all ends."""
-        taken, self._ends = self._ends, []
+        taken = self._ends
+        self._ends = []
         self._num_bytes = 0
         return taken
 
@@ -145,7 +146,8 @@ class CommitQueue:
 
     def take_direct(self) -> list[PackWriter]:
         """Remove and return the packs to be written from rows that no commit has taken yet."""
-        taken, self._direct = self._direct, []
+        taken = self._direct
+        self._direct = []
         return taken
 
     def end(self, writer: PackWriter) -> None:
@@ -164,9 +166,14 @@ class CommitQueue:
 
     def touch(self, pack_ids: Iterable[bytes | None]) -> None:
         """Record uses of packs, at most 4,096 of them until the next ``take_uses``."""
-        used = dict.fromkeys(pack_id for pack_id in pack_ids if pack_id is not None)
+        # distinct ids, in order
+        used: dict[bytes, None] = {}
+        for pack_id in pack_ids:
+            if pack_id is not None:
+                used[pack_id] = None
         room = _MAX_TOUCHED - len(self._touched)
-        self._touched.update(dict.fromkeys(islice(used, room)))
+        recorded = islice(used, room)
+        self._touched.update(dict.fromkeys(recorded))
 
     @property
     def has_uses(self) -> bool:
@@ -174,24 +181,30 @@ class CommitQueue:
 
     def take_uses(self) -> list[bytes]:
         """Remove and return the ids of the packs that were used."""
-        taken, self._touched = self._touched, {}
-        return list(taken)
+        taken = list(self._touched)
+        self._touched = {}
+        return taken
 
     # Time and room
 
     @property
     def is_empty(self) -> bool:
         """Whether all accepted blocks and request ends are durable or dropped."""
-        return not (
-            self._direct or self._in_flight or self.ends or self.staging.num_bytes
-        )
+        if self._direct or self._in_flight:
+            return False
+        return not self.ends and not self.staging.num_bytes
 
     def seconds_to_due(self) -> float | None:
         """Return the seconds until packs or ends are to be written; None if none wait."""
         if self._direct or (self.staging.num_bytes and self.staging.due()):
             return 0.0
-        waits = (self.ends.seconds_to_due(), self.staging.seconds_to_due())
-        return min((seconds for seconds in waits if seconds is not None), default=None)
+        until_ends = self.ends.seconds_to_due()
+        until_packs = self.staging.seconds_to_due()
+        if until_ends is None:
+            return until_packs
+        if until_packs is None:
+            return until_ends
+        return min(until_ends, until_packs)
 
     @property
     def has_room(self) -> bool:
@@ -219,5 +232,6 @@ class CommitQueue:
             staged.update(dict.fromkeys(self.staging.of_context(end)))
         writers = self.take_direct()
         for pack in staged:
-            writers.append(self._make_writer(self.staging.take(pack)))
+            segments = self.staging.take(pack)
+            writers.append(self._make_writer(segments))
         return divide(writers, ends, self._max_bytes)

@@ -183,7 +183,8 @@ class Deleter:
             *others, last = await self._manifests_without(replaced, keys)
             # some drivers report all commits of other processes as stale
             checked = replace(last, seen=position, needs=list(replaced))
-            if not (await self._commit_all(others, checked, writers)).stale:
+            result = await self._commit_all(others, checked, writers)
+            if not result.stale:
                 return
             for each in writers:
                 each.restart()
@@ -227,7 +228,8 @@ class Deleter:
 
         :param replaced: id of each pack → id of the pack with its other blocks; empty: none.
         """
-        catalogue, backend = self._catalogue, self._catalogue.backend
+        catalogue = self._catalogue
+        backend = catalogue.backend
         packs = list(replaced)
         queries = await catalogue.call(partial(backend.catalogue, catalogue.namespace))
         heads = await catalogue.call(partial(queries.manifests_naming, packs))
@@ -235,18 +237,29 @@ class Deleter:
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
             some = heads[start : start + SHORTENED_AT_ONCE]
             read = partial(read_requests, backend, catalogue.namespace, some)
-            requests = [_without(named, keys) for named in await catalogue.call(read)]
-            found = await catalogue.pack_of(_all_keys(requests))
-            pack_of: dict[bytes, bytes] = {}
-            for key, pack_id in found.items():
-                kept_in = replaced.get(pack_id, pack_id)
-                if kept_in:
-                    pack_of[key] = kept_in
-            batches.append(shortened(requests, pack_of, catalogue.block_bytes, None))
+            named = await catalogue.call(read)
+            requests = [_without(request, keys) for request in named]
+            pack_of = await self._packs_after(replaced, _all_keys(requests))
+            batch = shortened(requests, pack_of, catalogue.block_bytes, None)
+            batches.append(batch)
         last = batches.pop() if batches else CommitBatch()
         # not ``deletions``: packs after them in their manifests are kept
-        batches.append(CommitBatch(manifests=last.manifests, pins=last.pins, bad=packs))
+        last = CommitBatch(manifests=last.manifests, pins=last.pins, bad=packs)
+        batches.append(last)
         return batches
+
+    async def _packs_after(
+        self, replaced: Mapping[bytes, bytes], keys: Sequence[bytes]
+    ) -> dict[bytes, bytes]:
+        """Return, for each key that is held after the replacement, the id of its pack; see
+        ``_manifests_without``."""
+        found = await self._catalogue.pack_of(keys)
+        pack_of: dict[bytes, bytes] = {}
+        for key, pack_id in found.items():
+            kept_in = replaced.get(pack_id, pack_id)
+            if kept_in:
+                pack_of[key] = kept_in
+        return pack_of
 
     async def _commit(
         self, batch: CommitBatch, writers: Sequence[PackWriter]

@@ -380,21 +380,27 @@ class _PackNumbers:
         return sum(map(len, self._ids))
 
     def put(self, pack_id: bytes, number: int) -> None:
-        self._numbers[hash(pack_id) % _PARTS][pack_id] = number
-        self._ids[number % _PARTS][number] = pack_id
+        numbers = self._numbers[hash(pack_id) % _PARTS]
+        numbers[pack_id] = number
+        ids = self._ids[number % _PARTS]
+        ids[number] = pack_id
 
     def pop(self, pack_id: bytes) -> int:
         """Remove a pack and return its number; 0 if it is absent."""
-        number = self._numbers[hash(pack_id) % _PARTS].pop(pack_id, 0)
-        self._ids[number % _PARTS].pop(number, None)
+        numbers = self._numbers[hash(pack_id) % _PARTS]
+        number = numbers.pop(pack_id, 0)
+        ids = self._ids[number % _PARTS]
+        ids.pop(number, None)
         return number
 
     def number(self, pack_id: bytes) -> int:
         """Return the number of a pack; 0 if it is absent."""
-        return self._numbers[hash(pack_id) % _PARTS].get(pack_id, 0)
+        numbers = self._numbers[hash(pack_id) % _PARTS]
+        return numbers.get(pack_id, 0)
 
     def id(self, number: int) -> bytes | None:
-        return self._ids[number % _PARTS].get(number)
+        ids = self._ids[number % _PARTS]
+        return ids.get(number)
 
     def numbers(self) -> Iterator[int]:
         return chain.from_iterable(self._ids)
@@ -478,19 +484,25 @@ class Index:
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return ``candidates`` of each key, but only the first; None if there is none."""
         if len(keys) < _FEW:
-            return [next(iter(self.candidates(key)), None) for key in keys]
+            return [self._first_candidate(key) for key in keys]
         table = self._table
         wanted = _stored_fingerprints(keys)
         found, slots = _matches(table.fingerprints, table.slots, wanted)
         numbers = np.where(found, table.packs[slots], 0)
-        listed = numbers.tolist()
+        number_of_each = numbers.tolist()
         # consecutive keys are mostly in one pack
-        ids = {number: self._packs.id(number) for number in set(listed)}
-        first = [ids[number] for number in listed]
-        if self._num_adopted:  # an entry with a pack may follow the adopted one
-            for number in np.flatnonzero(numbers == _ADOPTED).tolist():
-                first[number] = next(iter(self.candidates(keys[number])), None)
+        distinct = set(number_of_each)
+        ids = {number: self._packs.id(number) for number in distinct}
+        first = [ids[number] for number in number_of_each]
+        if self._num_adopted:
+            adopted = np.flatnonzero(numbers == _ADOPTED)
+            for position in adopted.tolist():
+                # an entry with a pack may follow the adopted one
+                first[position] = self._first_candidate(keys[position])
         return first
+
+    def _first_candidate(self, key: bytes) -> bytes | None:
+        return next(iter(self.candidates(key)), None)
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys, in order, whose fingerprints no pack has."""
@@ -544,10 +556,12 @@ class Index:
 
     def _insert_all(self, batch: Mapping[int, PackedKeys]) -> None:
         """Insert the keys of packs, given by the numbers of the packs."""
-        keys = list(batch.values())
+        keys_of_packs = list(batch.values())
+        counts = [len(packed) for packed in keys_of_packs]
         numbers = np.array(list(batch), np.uint32)
-        packs = np.repeat(numbers, [len(packed) for packed in keys])
-        self._insert(_stored_fingerprints(PackedKeys.unpack_all(keys)), packs)
+        packs = np.repeat(numbers, counts)
+        keys = PackedKeys.unpack_all(keys_of_packs)
+        self._insert(_stored_fingerprints(keys), packs)
 
     def _number(self, pack_id: bytes) -> int:
         """Assign a number to a new pack. Numbers are not reused before all others were used, so
@@ -605,9 +619,8 @@ class Index:
         """Add keys of another namespace's packs, so that lookups find them."""
         if keys:
             self._num_adopted += len(keys)
-            self._insert(
-                _stored_fingerprints(keys), np.full(len(keys), _ADOPTED, np.uint32)
-            )
+            packs = np.full(len(keys), _ADOPTED, np.uint32)
+            self._insert(_stored_fingerprints(keys), packs)
 
     def remove_adopted(self, fingerprints: bytes | None = None) -> None:
         """Remove adopted keys, given as ``PackedKeys.fingerprints``; None: all of them, by a
@@ -765,7 +778,8 @@ class Index:
     def release_retired(self) -> None:
         """Release replaced tables, large ones in calls of ``replace_some``: the reader has mapped
         the one that was shared last."""
-        retired, self._retired = self._retired, []
+        retired = self._retired
+        self._retired = []
         for table in retired:
             if table is self._shared:
                 self._retired.append(table)

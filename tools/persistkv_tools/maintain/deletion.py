@@ -132,8 +132,10 @@ class _Usage:
         """By request id, the ids of the packs that hold a block of the request; no ids if its keys
         cannot be read."""
         # by key and not by the manifest's chain: a block may have moved to another pack
-        keys = keys_of(self._backend, self.namespace.id, self.manifests)
-        return {name: self.held.holding(all_keys(found or ())) for name, found in keys}
+        packs: dict[str, set[bytes]] = {}
+        for name, keys in keys_of(self._backend, self.namespace.id, self.manifests):
+            packs[name] = self.held.holding(all_keys(keys or ()))
+        return packs
 
     def uses(
         self, names: Iterable[str]
@@ -152,7 +154,10 @@ class _Usage:
         return users
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
-        return set().union(*(self.packs[name] for name in requests))
+        used: set[bytes] = set()
+        for name in requests:
+            used |= self.packs[name]
+        return used
 
     def choose(
         self, selection: Selection, named: Collection[tuple[bytes, str]]
@@ -349,10 +354,13 @@ class Prune:
 
     def _choose(self, rules: PruneRules, named: set[tuple[bytes, str]]) -> None:
         if rules.selection is not None or named:
+            selection = rules.selection or Selection()
             for usage in self._usages:
-                usage.choose(rules.selection or Selection(), named)
-        if rules.keep_last is not None or rules.keep_daily is not None:
-            self._keep_newest(rules.keep_last or 0, rules.keep_daily or 0)
+                usage.choose(selection, named)
+        last = rules.keep_last
+        days = rules.keep_daily
+        if last is not None or days is not None:
+            self._keep_newest(last or 0, days or 0)
         if rules.keep_bytes is not None:
             self._shrink_to(rules.keep_bytes)
 
@@ -399,10 +407,11 @@ class Prune:
                     held -= usage.held.tables[pack].payload_length
 
     def _plan(self, usage: _Usage, rules: PruneRules) -> None:
-        left = usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
-        self.plan.private_blocks_left += left
+        blocks_left = usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
+        self.plan.private_blocks_left += blocks_left
+        tables = usage.held.tables
         for pack in usage.deleted:
-            self.plan.goes.add(usage.held.tables[pack])
+            self.plan.goes.add(tables[pack])
         ttl_s = self._backend.policy().ttl_s
         for manifest, use in usage.uses(usage.going):
             view = RequestView.of(usage.namespace.id, manifest, use, ttl_s)

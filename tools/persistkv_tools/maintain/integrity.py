@@ -283,8 +283,10 @@ class Verifier:
         # for one read each
         batches = _cut(parts, attrgetter("length"), self._batch_bytes)
         looks = ((batch, self._begun(batch)) for batch in batches)
-        # with threads, all begin now
-        self._looks = looks if self._pool is None else list(looks)
+        self._looks = looks
+        if self._pool is not None:
+            # all begin now
+            self._looks = list(looks)
 
     def _begun(self, batch: _Batch) -> Callable[[], list[bool]]:
         if self._pool is None:
@@ -455,16 +457,22 @@ class HeldKeys:
         prints = np.sort(_fingerprints(chain.from_iterable(requests)))
         if not self._absent(prints).any():
             return [0] * len(requests)
-        return [int(self._absent(_fingerprints(keys)).sum()) for keys in requests]
+        missing: list[int] = []
+        for keys in requests:
+            absent = self._absent(_fingerprints(keys))
+            missing.append(int(absent.sum()))
+        return missing
 
     def _absent(self, prints: _Fingerprints) -> npt.NDArray[np.bool_]:
-        if not len(self._held):
+        num_held = len(self._held)
+        if not num_held:
             return np.ones(len(prints), dtype=bool)
-        absent: npt.NDArray[np.bool_] = (
-            self._held[np.searchsorted(self._held, prints) % len(self._held)] != prints
-        )
+        # after the last one: any other place, whose fingerprint differs
+        places = np.searchsorted(self._held, prints) % num_held
+        absent: npt.NDArray[np.bool_] = self._held[places] != prints
         return absent
 
 
 def _fingerprints(packed: Iterable[PackedKeys]) -> _Fingerprints:
-    return np.frombuffer(b"".join(keys.fingerprints for keys in packed), dtype="<u8")
+    joined = b"".join(keys.fingerprints for keys in packed)
+    return np.frombuffer(joined, dtype="<u8")

@@ -29,6 +29,7 @@ from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.inspection.handle import StoreHandle, open_store
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
@@ -485,15 +486,12 @@ def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -
     :raises StoreError: a commit failed, or other processes wrote during each attempt; earlier
         commits stay in effect.
     """
-    bad = sorted(
-        {
-            (found.namespace, found.pack)
-            for found in findings
-            if found.namespace and found.pack
-        }
-    )
+    bad: set[tuple[str, str]] = set()
+    for found in findings:
+        if found.namespace and found.pack:
+            bad.add((found.namespace, found.pack))
     for space in read_catalogues(backend):
-        for namespace, pack in bad:
+        for namespace, pack in sorted(bad):
             if namespace == space.namespace.hex():
                 _delete(backend, space, bytes.fromhex(pack), done)
 
@@ -521,7 +519,8 @@ def _delete(
             done.shortened |= shorter
             doomed |= {(name, head.id) for head in heads} - shorter
         else:
-            if not backend.commit(name, CommitBatch(bad=[pack_id], seen=seen)).stale:
+            result = backend.commit(name, CommitBatch(bad=[pack_id], seen=seen))
+            if not result.stale:
                 done.packs.append(pack_id)
                 done.shortened -= doomed
                 done.deleted |= doomed
@@ -544,13 +543,30 @@ def _shortenings(
         wanted: set[bytes] = set()
         for request in requests:
             wanted.update(all_keys(request.keys))
-        pack_of: dict[bytes, bytes] = {}
-        sizes: dict[int, int] = {}
+        # to save memory, only packs with blocks of the requests
+        kept: list[PackTable] = []
         for table in good:
-            # to save memory, only packs with blocks of the requests
             if not wanted.isdisjoint(table.keys.unpack()):
-                pack_of.update(dict.fromkeys(table.keys.unpack(), table.pack_id))
-                sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
-        groups = max((len(request.keys) for request in requests), default=0)
-        block_bytes = [sizes.get(group, 0) for group in range(groups)]
-        yield some, shortened(requests, pack_of, block_bytes, None)
+                kept.append(table)
+        num_groups = max((len(request.keys) for request in requests), default=0)
+        block_bytes = _block_bytes(kept, num_groups)
+        yield some, shortened(requests, _packs_of_keys(kept), block_bytes, None)
+
+
+def _packs_of_keys(tables: Iterable[PackTable]) -> dict[bytes, bytes]:
+    """Return the id of a pack for each key that these packs hold."""
+    pack_of: dict[bytes, bytes] = {}
+    for table in tables:
+        keys = table.keys.unpack()
+        pack_of.update(dict.fromkeys(keys, table.pack_id))
+    return pack_of
+
+
+def _block_bytes(tables: Iterable[PackTable], num_groups: int) -> list[int]:
+    """Return the bytes of a block of each group; 0 for groups that no pack has."""
+    sizes = [0] * num_groups
+    for table in tables:
+        for frame in table.frames:
+            if frame.group < num_groups:
+                sizes[frame.group] = frame.block_bytes
+    return sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from typing import NamedTuple
@@ -187,10 +188,9 @@ def _refuse_same_store(url: str, target: str) -> None:
     another store."""
     source_url = StoreUrl.parse(url)
     target_url = StoreUrl.parse(target)
-    if (source_url.scheme, source_url.location) != (
-        target_url.scheme,
-        target_url.location,
-    ):
+    source_place = (source_url.scheme, source_url.location)
+    target_place = (target_url.scheme, target_url.location)
+    if source_place != target_place:
         return
     for name in _KEY_OPTIONS:
         if source_url.options.get(name) != target_url.options.get(name):
@@ -202,14 +202,16 @@ def _sources(
     backend: Backend, chosen: Iterable[FoundRequest], spaces: Iterable[Namespace]
 ) -> list[Source]:
     """Return the sources of the chosen requests and of these namespaces."""
-    requests: dict[bytes, list[RequestManifest]] = {}
     namespaces = {space.id: space for space in spaces}
+    requests: defaultdict[bytes, list[RequestManifest]] = defaultdict(list)
     for found in chosen:
-        namespaces.setdefault(found.namespace.id, found.namespace)
-        requests.setdefault(found.namespace.id, []).append(found.manifest)
+        space = found.namespace
+        namespaces.setdefault(space.id, space)
+        requests[space.id].append(found.manifest)
     sources = []
     for name, space in namespaces.items():
-        sources.append(Source(backend, space, requests.get(name, ())))
+        source = Source(backend, space, requests[name])
+        sources.append(source)
     return sources
 
 

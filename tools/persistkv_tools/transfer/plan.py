@@ -256,8 +256,10 @@ class CopyPlan:
             request = missing.get((namespace, request_id))
             if request is None:  # the target holds it, or it cannot be copied
                 continue
-            packs = {(namespace, pack) for pack in request.packs} - counted
-            free_bytes -= _store_bytes([request], [self.tables[pack] for pack in packs])
+            of_request = {(namespace, pack) for pack in request.packs}
+            packs = of_request - counted
+            tables = [self.tables[pack] for pack in packs]
+            free_bytes -= _store_bytes([request], tables)
             if free_bytes < 0:
                 return number
             counted |= packs
@@ -275,8 +277,10 @@ def _held(source: Source, target: Backend | None) -> tuple[set[str], set[bytes]]
     namespace = source.namespace.id
     if target is None or not target.holds(namespace):
         return set(), set(source.packs.tables)
-    held = {manifest.id for manifest in target.catalogue(namespace).manifests()}
-    return held, _lacking(source.packs, NamespacePacks(target, namespace))
+    manifests = target.catalogue(namespace).manifests()
+    held_requests = {manifest.id for manifest in manifests}
+    held_packs = NamespacePacks(target, namespace)
+    return held_requests, _lacking(source.packs, held_packs)
 
 
 def _lacking(packs: Packs, held: Packs) -> set[bytes]:

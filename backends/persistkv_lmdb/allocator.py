@@ -213,11 +213,14 @@ class Allocator:
         """Return the number of free extents."""
         return self._rows.count(FREE)
 
-    def take(self, pages: int) -> list[Extent]:
+    def take(self, pages: int, most_extents: int | None = None) -> list[Extent]:
         """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise
-        from several."""
+        from several.
+
+        :param most_extents: allocate fewer pages rather than more extents; None: unbounded.
+        """
         taken: list[Extent] = []
-        while pages:
+        while pages and len(taken) != most_extents:
             free = self._best(pages)
             extent = self._cut(free, pages)
             taken.append(extent)
@@ -468,9 +471,10 @@ class ExtentPayloads:
         self.allocator.reserve(writer, ())
         self.allocator.free_now(unused)
 
-    def take(self, pages: int) -> list[Extent]:
+    def take(self, pages: int, most_extents: int | None = None) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
+        :param most_extents: as in ``Allocator.take``.
         :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments
             from growing.
         """
@@ -481,7 +485,7 @@ class ExtentPayloads:
             raise StoreFullError(
                 f"{pages * PAGE_BYTES} bytes of payload: {free} are free in the segments"
             )
-        return self.allocator.take(pages)
+        return self.allocator.take(pages, most_extents)
 
     def delete(self, name: bytes) -> None:
         if not self.allocator.retire(name):

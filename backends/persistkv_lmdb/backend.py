@@ -78,7 +78,6 @@ from persistkv_lmdb.segments import Extent, PayloadPart
 logger = logging.getLogger(__name__)
 
 _REPLACEMENTS = 4  # of the store's files that one operation follows
-_PACKS_AT_ONCE = 256  # whose places one transaction reads
 _STATUS_SUFFIX = ".json"
 _STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
 _STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
@@ -374,17 +373,6 @@ class LmdbBackend(Backend):
                 name = namespace + span.pack_id
                 filled[number] = read_pieces(rows, name, span.offset, span.buffers)
             return filled
-
-    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        # a list of one extent, or of none for inline payloads, which come first
-        first_extents: dict[bytes, list[Extent]] = {}
-        for start in range(0, len(pack_ids), _PACKS_AT_ONCE):
-            page = pack_ids[start : start + _PACKS_AT_ONCE]
-            with self.rows() as rows:
-                for pack_id in page:
-                    extents = read_extents(rows, namespace + pack_id) or []
-                    first_extents[pack_id] = extents[:1]
-        return sorted(pack_ids, key=first_extents.__getitem__)
 
     def stats(self) -> BackendStats:
         damaged = quarantined(self._path)

@@ -27,6 +27,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -74,6 +75,8 @@ _DROPPED_AT_ONCE = 128
 long; with 512, other engines wait twice as long (``benchmarks.maintenance``)."""
 # packs and manifests that a transaction may evict for each pack that it adds
 _EVICTED_A_PACK = 2
+# packs whose use one transaction records, in about 2 ms
+_TOUCHED_AT_ONCE = 128
 _TRANSACTIONS = 128
 """Maximum number of transactions that evict for one batch and one entry of ``_MORE``."""
 _MORE = (0, 2, 8, 32)
@@ -118,8 +121,8 @@ class BatchCommit:
         self._freed_by = 0  # number of the last transaction that evicted for this batch
         self._attempted = False
         self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_A_PACK * len(batch.packs))
-        """Maximum number of packs and manifests that one transaction evicts: a large batch takes
-        its time anyway."""
+        """Maximum number of packs and manifests that one transaction evicts or expires: a large
+        batch takes its time anyway."""
         self._keep = kept_names(namespace, batch)
         self._keep.update(namespace + pack_id for pack_id in batch.needs or ())
         # packs that this batch deletes before it adds them
@@ -140,6 +143,7 @@ class BatchCommit:
             makes room for it.
         """
         self._drop_shared_manifests(_DROPPED_AT_ONCE)
+        self._record_early_uses()
         for _ in range(_PLACINGS):
             if self._attempted:
                 for pack in self._batch.packs:
@@ -161,6 +165,20 @@ class BatchCommit:
             f"{self._environment.path}: packs were deleted and stored again during {_PLACINGS} "
             f"attempts"
         )
+
+    def _record_early_uses(self) -> None:
+        """Record the uses of a batch with many of them in short transactions, except the last ones,
+        which the batch's own transaction records."""
+        while len(self._batch.touches) > _TOUCHED_AT_ONCE:
+            early = self._batch.touches[:_TOUCHED_AT_ONCE]
+            with self._environment.transaction(write=True) as transaction:
+                commit, _ = self._begin(transaction)
+                commit.touch(early)
+                commit.finish()
+            self._note(commit)
+            rest = self._batch.touches[_TOUCHED_AT_ONCE:]
+            self._batch = replace(self._batch, touches=rest)
+            time.sleep(_TURN_S)
 
     def _place(self) -> None:
         """Write the packs that the store lacks durably, into extents that are reserved for this
@@ -193,8 +211,7 @@ class BatchCommit:
             # only now: a dead process may have had the number
             writer = environment.claim_writer()
             commit.touch(self._batch.touches)
-            needed = room.need.plus(room.reserved)
-            if not needed.within(room.limit):
+            if not room.fits_when_empty():
                 raise room.full()
             goal = room.limit.minus(room.need)
             result = commit.evict(lambda: room.fits(goal), self._at_once)
@@ -266,26 +283,21 @@ class BatchCommit:
             commit, room = self._begin(transaction)
             if not room.is_inline:
                 self._check_placed(transaction)
-            placed: dict[bytes, Sequence[Extent]] = {}
-            for pack_id, extents in self._placed.items():
-                placed[self._namespace + pack_id] = extents
-            room.payloads.placed = placed
+            room.payloads.placed = self._placed_by_name()
             room.check()
 
             commit.remove(batch)
             self._erase(transaction, commit, (*batch.deletions, *batch.bad))
             commit.add(batch)
-            commit.expire(read_ttl(transaction))
+            commit.expire(read_ttl(transaction), self._at_once)
             if commit.grew:
                 self._prepare_next(commit, room)
             commit.finish()
 
             if commit.grew and not room.fits(room.limit):
                 raise room.full()
-            row = transaction.get(NAMESPACES, self._namespace)
-            if room.payloads.published and row is not None:
-                generation = commit.cursor[:GENERATION_BYTES]
-                environment.recovery.describe(self._namespace, row, generation)
+            if room.payloads.published:
+                self._describe_namespace(transaction, commit)
             # Last: a segment that is removed after this check is noticed by the next transaction
             # only.
             segments = {extent.segment for extent in self._placed_extents()}
@@ -293,6 +305,22 @@ class BatchCommit:
         self._note(commit)
         self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
+
+    def _placed_by_name(self) -> dict[bytes, Sequence[Extent]]:
+        """Return ``_placed`` by namespace and pack id."""
+        placed: dict[bytes, Sequence[Extent]] = {}
+        for pack_id, extents in self._placed.items():
+            placed[self._namespace + pack_id] = extents
+        return placed
+
+    def _describe_namespace(
+        self, transaction: TableRows, commit: CatalogTransaction
+    ) -> None:
+        """Write the identity of the namespace to its file for a rebuild."""
+        row = transaction.get(NAMESPACES, self._namespace)
+        if row is not None:
+            generation = commit.cursor[:GENERATION_BYTES]
+            self._environment.recovery.describe(self._namespace, row, generation)
 
     def _check_placed(self, rows: TableRows) -> None:
         """Raise NotPlacedError if a pack that the store lacks was not written, or was written to
@@ -527,8 +555,7 @@ class BatchCommit:
             commit.touch(self._batch.touches)
             if self._goal is None:
                 self._goal = self._goal_of(room, transaction, more)
-            needed = room.need.plus(room.reserved)
-            if not needed.within(room.limit):
+            if not room.fits_when_empty():
                 raise _NothingLeftError(str(room.full()))
             goal = self._goal
             result = commit.evict(lambda: room.fits(goal), at_most)

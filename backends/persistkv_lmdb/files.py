@@ -501,12 +501,10 @@ class WriterLock:
 
     def _follow(self) -> bool:
         """Reopen the lock file if it was replaced or deleted; return whether it was."""
+        if is_at(self._fd, self._file):
+            return False
         # the store's directory is gone or read-only: the present file remains in use
         with suppress(OSError):
-            with suppress(FileNotFoundError):
-                at_path = self._file.stat()
-                if os.path.samestat(os.fstat(self._fd), at_path):
-                    return False
             fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
             os.close(self._fd)
             self._fd = fd

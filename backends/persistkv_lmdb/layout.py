@@ -252,13 +252,16 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
 
     :param segment: the number of the segment; ``number``: that of the page.
     """
-    checksum, magic = _END.unpack_from(page, PAGE_BYTES - _END.size)
-    fields = bytes(page[-_TRAILER_BYTES : -_END.size])
+    trailer = bytes(page[-_TRAILER_BYTES:])
+    fields = trailer[: _FIELDS.size]
+    checksum, magic = _END.unpack(trailer[_FIELDS.size :])
     table_trailer = page[-_TRAILER_BYTES - TRAILER_BYTES : -_TRAILER_BYTES]
-    if magic != _TRAILER_MAGIC or checksum != _trailer_checksum(table_trailer, fields):
+    if magic != _TRAILER_MAGIC:
         return None
-    *place, num_extents, erasures = _FIELDS.unpack(fields)
-    extent = Extent(*place)
+    if checksum != _trailer_checksum(table_trailer, fields):
+        return None
+    own_segment, first, pages, num_extents, erasures = _FIELDS.unpack(fields)
+    extent = Extent(own_segment, first, pages)
     # a copy of a trailer, at another place, is not valid
     is_here = extent.segment == segment and extent.end == number + 1
     is_possible = num_extents > 0 and 0 < extent.pages <= extent.end

@@ -8,8 +8,8 @@ and erasures.
 3. An *erasure* has a number. It covers the packs of its name that were written while the number of
    the last erasure, which the catalogue records, was smaller: not only the deleted copy, but also
    evicted ones. Content that is stored again afterwards is not covered.
-4. The list is bounded. If it is full, or if the disk has no space for a record, older erasures
-   become one that covers all packs written before: ``rebuild`` does not find these.
+4. The list is bounded. If it is full, or if the disk has no space for a record, all erasures become
+   one that covers all packs written before: ``rebuild`` does not find these.
 5. Only holders of the writer lock change these files. They move with the segments if a damaged
    store is renamed.
 """
@@ -44,7 +44,6 @@ _ALL = 0  # in place of a name's checksum: the erasure covers all packs
 _NO_ERASURE = _RECORD.pack(0, _ALL)
 _END_OF_NUMBERS = 1 << 62  # larger ones are damage: a store never deletes so often
 _MOST_ERASED_BYTES = 4 << 20  # 4 MiB: 262,144 records
-_KEPT_BYTES = _MOST_ERASED_BYTES // 2
 _MOST_IDENTITY_BYTES = 1 << 20  # 1 MiB
 
 
@@ -123,18 +122,20 @@ class RecoveryFiles:
         return found
 
     def erase(self, names: Collection[bytes], number: int) -> None:
-        """Record the erasure ``number`` of packs durably. If the disk is full, it covers all packs
-        instead. A store that never had segments has nothing to erase.
+        """Record the erasure ``number`` of packs durably. If the list or the disk is full, it
+        covers all packs instead. A store that never had segments has nothing to erase.
 
         :param names: namespace and pack id of each.
         :raises StoreError: it cannot be written.
         """
         records = b"".join([_RECORD.pack(number, _checksum(name)) for name in names])
         with translated_io(self._store), suppress(FileNotFoundError):
-            try:
-                self._append(records)
-            except OSError:
-                write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
+            with suppress(OSError):
+                if self._append(records):
+                    return
+            write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
+            # the records after it are covered
+            os.truncate(self._erased, _RECORD.size)
 
     def erasures(self) -> Erasures:
         """Return all erasures; none if the file is missing.
@@ -168,9 +169,8 @@ class RecoveryFiles:
     def _erased(self) -> Path:
         return self._directory / _ERASED
 
-    def _append(self, records: bytes) -> None:
-        """Add records to the list durably. If it gets too long, replace its older half by one
-        erasure of all packs.
+    def _append(self, records: bytes) -> bool:
+        """Add records to the list durably; return False if it would get too long.
 
         :raises OSError: they cannot be written.
         """
@@ -180,17 +180,10 @@ class RecoveryFiles:
             _write(self._erased, _NO_ERASURE)
             sync_directory(self._directory)
             size = _RECORD.size
-        if size + len(records) <= _MOST_ERASED_BYTES:
-            write_durably(self._erased, records, size)
-            return
-        held = _content(self._erased, size) + records
-        kept = held[-_KEPT_BYTES:]
-        dropped = held[: -len(kept)]
-        last_dropped = max(number for number, _ in _RECORD.iter_unpack(dropped))
-        # first: it covers the records that are overwritten
-        write_durably(self._erased, _RECORD.pack(last_dropped, _ALL), 0)
-        write_durably(self._erased, kept, _RECORD.size)
-        os.truncate(self._erased, _RECORD.size + len(kept))
+        if size + len(records) > _MOST_ERASED_BYTES:
+            return False
+        write_durably(self._erased, records, size)
+        return True
 
 
 def _size(path: Path) -> int:

@@ -28,6 +28,9 @@ _MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
 _RESERVED_SHARE, _ALL_RESERVED_SHARE = 16, 8
 """At most 1/16 of the segments is reserved for a process's next commit, and at most 1/8 for all
 processes."""
+# of a reservation ahead, in a millisecond: other engines wait. Free space in smaller pieces is
+# reserved by the commit that needs it
+_MOST_EXTENTS = 32
 _NO_LIMIT = 1 << 62
 
 
@@ -37,18 +40,10 @@ class Amount(NamedTuple):
     catalogue: int
     payload: int
 
-    def plus(self, other: Amount) -> Amount:
-        catalogue = self.catalogue + other.catalogue
-        payload = self.payload + other.payload
-        return Amount(catalogue, payload)
-
     def minus(self, other: Amount) -> Amount:
         catalogue = self.catalogue - other.catalogue
         payload = self.payload - other.payload
         return Amount(catalogue, payload)
-
-    def within(self, limit: Amount) -> bool:
-        return self.catalogue <= limit.catalogue and self.payload <= limit.payload
 
 
 class Room:
@@ -85,9 +80,17 @@ class Room:
         return self.payloads.allocator.total * PAGE_BYTES
 
     @property
-    def reserved(self) -> Amount:
-        """The bytes that writers have reserved."""
-        return Amount(0, self.payloads.allocator.reserved * PAGE_BYTES)
+    def _reserved_bytes(self) -> int:
+        """Bytes of the segments that writers have reserved."""
+        return self.payloads.allocator.reserved * PAGE_BYTES
+
+    def fits_when_empty(self) -> bool:
+        """Return whether the batch would fit if everything were evicted."""
+        payload = self.need.payload + self._reserved_bytes
+        return (
+            self.need.catalogue <= self.limit.catalogue
+            and payload <= self.limit.payload
+        )
 
     def fits(self, goal: Amount) -> bool:
         """Return whether the bytes in use are at most ``goal``. Freed pages that are not reusable
@@ -173,14 +176,14 @@ class Room:
         if pages > 0:
             # the disk is full: the next commit evicts first
             with suppress(StoreFullError):
-                taken = self.payloads.take(pages)
+                taken = self.payloads.take(pages, _MOST_EXTENTS)
                 allocator.reserve(writer, taken)
 
     def _ahead_bytes(self) -> int:
         """Return how much of the segments to reserve for the next commit: what the largest of the
         last ones took."""
         segments = self.limit.payload
-        left_of_all = segments // _ALL_RESERVED_SHARE - self.reserved.payload
+        left_of_all = segments // _ALL_RESERVED_SHARE - self._reserved_bytes
         own = min(_MAX_RESERVED, segments // _RESERVED_SHARE)
         largest = max(self._environment.taken, default=0)
         ahead = min(largest, own, left_of_all)

@@ -343,11 +343,6 @@ class Backend(ABC):
         delay.
         """
 
-    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return these ids, held or not, in the order in which reads of their packs are
-        fastest."""
-        return list(pack_ids)
-
     def merge_state(self, namespace: bytes) -> MergeState | None:
         """Return the state of a namespace's inbox; None: the store has none, and each commit is in
         its catalogue.

@@ -51,8 +51,6 @@ from persistkv.storage.format.pack_writer import NewPack
 LOG_ENTRIES = 4096
 """Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole
 catalogue."""
-# packs and manifests that one commit expires, at less than 1 ms each
-_EXPIRED_AT_ONCE = 128
 # 8 KiB: rows that begin a namespace, without its identity, in pages of their own
 _BEGINNING_BYTES = 8 << 10
 # 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
@@ -204,7 +202,7 @@ class CatalogTransaction:
                 return Evicted.ENOUGH
         return Evicted.ALL
 
-    def expire(self, ttl_s: float | None, at_most: int = _EXPIRED_AT_ONCE) -> None:
+    def expire(self, ttl_s: float | None, at_most: int) -> None:
         """Remove expired content: manifests whose own ttl has passed, with those of their packs
         that were unused for it and that no other manifest names; then packs and manifests by the
         store's ttl.
@@ -394,11 +392,13 @@ class CatalogTransaction:
         self.removed.append(name)
         self._order.remove_pack(name)
         self._log(name, REMOVED, table)
-        # the share of a damaged row of the totals is unknown: it stays
-        if table is not None:
-            self.evicted.append(table)
-            state = self._state_of(table.namespace)
-            state.count(table, -1)
+        if table is None:
+            # the damaged row's share of the totals is unknown
+            self._recount(name[:ID_BYTES])
+            return
+        self.evicted.append(table)
+        state = self._state_of(table.namespace)
+        state.count(table, -1)
 
     # Manifests
 
@@ -561,6 +561,18 @@ class CatalogTransaction:
             expired.append(name)
         for key in expired:
             self._rows.delete(LOG, key)
+
+    def _recount(self, namespace: bytes) -> None:
+        """Compute the totals of a namespace's packs from their tables."""
+        state = self._state_of(namespace)
+        state.packs = 0
+        state.blocks = 0
+        state.raw_bytes = 0
+        state.stored_bytes = 0
+        for key, row in self._rows.starting_with(PACKS, namespace):
+            table = pack_table(key, row)
+            if table is not None:
+                state.count(table, 1)
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:

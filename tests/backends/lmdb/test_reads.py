@@ -190,9 +190,8 @@ def test_tables_damaged_row_raises_store_error(
 
     with monkeypatch.context() as patch:
         patch.setattr(TableRows, "get", damaged)
-        for read_rows in (backend.tables, backend.scan_order):
-            with pytest.raises(CorruptStoreError):
-                read_rows(namespace, [pack.pack_id])
+        with pytest.raises(CorruptStoreError):
+            backend.tables(namespace, [pack.pack_id])
         catalogue = backend.catalogue(namespace)
         for read_requests in (catalogue.manifest_keys, catalogue.uses):
             with pytest.raises(CorruptStoreError):

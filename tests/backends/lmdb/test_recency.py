@@ -11,6 +11,7 @@ import lmdb
 import pytest
 
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.catalog.rows import Use
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
@@ -92,3 +93,28 @@ def test_uses_touch_within_same_second_counts_as_reuse(
     (use,) = backend.catalogue(namespace).uses(["r"])
     assert use is not None
     assert use.reused
+
+
+def test_commit_of_many_uses_records_them_in_short_transactions_at_one_moment(
+    open_store: Opener, identity: Identity
+) -> None:
+    """Other engines wait for a transaction, and recording a use takes about 20 µs."""
+    backend = open_store("?capacity=64MiB")
+    namespace = backend.open_namespace(identity).id
+    packs = [
+        sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(300)
+    ]
+    backend.commit(namespace, CommitBatch(packs))
+    ids = [pack.pack_id for pack in packs]
+    with backend.rows() as rows:
+        before = rows.txn.id()
+    backend.commit(namespace, CommitBatch(touches=ids[:290]))
+    moments: list[int] = []
+    with backend.rows() as rows:
+        transactions = rows.txn.id() - before
+        for pack_id in ids:
+            use = Use.decode(rows.get("uses", namespace + pack_id))
+            assert use is not None
+            moments.append(use.moment)
+    assert transactions == 3
+    assert moments == [2] * 290 + [1] * 10

@@ -98,16 +98,15 @@ def test_erase_beyond_the_limit_covers_all_older_packs(
     files: RecoveryFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "_MOST_ERASED_BYTES", 10 * 16)
-    monkeypatch.setattr(recovery, "_KEPT_BYTES", 5 * 16)
-    for number in range(1, 31):
+    for number in range(1, 29):
         files.erase([name(number)], number)
         assert (tmp_path / "segments" / "erased").stat().st_size <= 10 * 16
     found = files.erasures()
-    assert found.last == 30
-    for number in range(1, 31):
+    assert found.last == 28
+    for number in range(1, 29):
         assert found.covers(name(number), number - 1)
     assert found.covers(name(1000), 10)
-    assert not found.covers(name(1000), 29)
+    assert not found.covers(name(1000), 27)
 
 
 def test_erase_on_a_full_disk_covers_all_packs(

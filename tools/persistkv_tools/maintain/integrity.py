@@ -1,9 +1,9 @@
 """Checks of ``persistkv verify``: all packs, rows and requests of a store, while others write to
 it.
 
-1. A first pass reads packs as fast as the medium delivers them, in their order on the medium, and
-   checks every stored byte. Neighbouring packs are read with one call and checked in the same
-   thread, while they are in the CPU cache.
+1. A first pass reads packs as fast as the medium delivers them, and checks every stored byte.
+   Several packs are read with one call and checked in the same thread, while they are in the CPU
+   cache.
 2. Packs that fail the first pass are suspects: another process may have deleted or replaced them
    meanwhile. So the catalogue is read again, and ``check_pack`` checks them again. Only packs that
    fail both checks are findings.
@@ -239,8 +239,8 @@ class Verifier:
         the pace.
     :param threads: threads that read and check ahead; 0: the thread that iterates ``packs`` reads
         and checks.
-    :param portion_bytes: most payload bytes of a portion, within which packs are read in their
-        order on the medium. Infinite: all packs of a namespace are one portion.
+    :param portion_bytes: most payload bytes of a portion. Infinite: all packs of a namespace are
+        one portion.
     :param batch_bytes: most bytes of one read, except for a frame that is larger.
     """
 
@@ -273,10 +273,8 @@ class Verifier:
                 self._begin_looks(self._portion)
 
     def _begin_looks(self, portion: list[tuple[NamespacePacks, bytes]]) -> None:
-        space = portion[0][0]  # a portion is of one namespace
-        names = [name for _, name in portion]
         parts: list[Piece] = []
-        for name in self._backend.scan_order(space.namespace, names):
+        for space, name in portion:
             # it may have been evicted since the portions were made
             if name in space.tables:
                 parts.extend(pieces(space.tables[name], self._batch_bytes))

@@ -31,6 +31,7 @@ from persistkv.storage.namespace_view import (
     SHORTENED_AT_ONCE,
     NamedRequest,
     NamespaceView,
+    keys_of_requests,
     read_requests,
     shortened,
 )
@@ -239,7 +240,7 @@ class Deleter:
             read = partial(read_requests, backend, catalogue.namespace, some)
             named = await catalogue.call(read)
             requests = [_without(request, keys) for request in named]
-            pack_of = await self._packs_after(replaced, _all_keys(requests))
+            pack_of = await self._packs_after(replaced, keys_of_requests(requests))
             batch = shortened(requests, pack_of, catalogue.block_bytes, None)
             batches.append(batch)
         last = batches.pop() if batches else CommitBatch()
@@ -281,12 +282,3 @@ def _without(request: NamedRequest, keys: Collection[bytes]) -> NamedRequest:
         kept = [key for key in group.unpack() if key not in keys]
         groups.append(PackedKeys.of(kept))
     return request._replace(keys=tuple(groups))
-
-
-def _all_keys(requests: Iterable[NamedRequest]) -> list[bytes]:
-    """Return the keys of requests, each once."""
-    keys: dict[bytes, None] = {}
-    for request in requests:
-        for group in request.keys:
-            keys.update(dict.fromkeys(group.unpack()))
-    return list(keys)

@@ -340,48 +340,49 @@ class NamespaceView:
         :raises StoreError: the key tables could not be read.
         """
         candidates = self.index.first_candidates(keys)
+        ids = [pack_id for pack_id in candidates if pack_id is not None]
+        packs = await self._packs(ids)
         found: list[HeldPack | None] = [None] * len(keys)
-        packs = await self._packs(
-            {pack_id: None for pack_id in candidates if pack_id is not None}
-        )
         unsure: list[int] = []
-        for place, (key, pack_id) in enumerate(zip(keys, candidates, strict=True)):
-            pack = packs.get(pack_id) if pack_id is not None else None
-            if pack is not None and key in pack.places:
+        for place, pack_id in enumerate(candidates):
+            if pack_id is None:
+                continue
+            pack = packs.get(pack_id)
+            if pack is not None and keys[place] in pack.places:
                 found[place] = pack
-            elif pack_id is not None:
+            else:
                 unsure.append(place)
         if unsure:
-            await self._find_others(keys, unsure, found)
+            others = await self._find_others([keys[place] for place in unsure])
+            for place, pack in zip(unsure, others, strict=True):
+                found[place] = pack
         return found
 
-    async def _find_others(
-        self, keys: Sequence[bytes], unsure: Sequence[int], found: list[HeldPack | None]
-    ) -> None:
-        """Search all packs for the keys at positions ``unsure``, which are not in the first pack
-        with their fingerprint, and enter them in ``found``. Lookups no longer find keys that are in
-        no pack.
+    async def _find_others(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
+        """Return, for each key, the pack that holds it, of all packs with its fingerprint; None if
+        no pack does. Lookups no longer find keys that are in no pack.
         """
-        named = {place: self.index.candidates(keys[place]) for place in unsure}
-        packs = await self._packs(
-            {pack_id: None for pack_ids in named.values() for pack_id in pack_ids}
-        )
+        candidates = [self.index.candidates(key) for key in keys]
+        packs = await self._packs(chain.from_iterable(candidates))
+        found: list[HeldPack | None] = []
         collided: list[bytes] = []
         unread: dict[bytes, int] = {}
-        for place, pack_ids in named.items():
-            there = [packs[pack_id] for pack_id in pack_ids if pack_id in packs]
-            found[place] = next(
-                (pack for pack in there if keys[place] in pack.places), None
-            )
-            if found[place] is None and len(there) == len(pack_ids):
-                collided.append(keys[place])
-            unread.update(
-                (pack_id, self.index.number_of(pack_id))
-                for pack_id in pack_ids
-                if pack_id not in packs
-            )
+        for key, pack_ids in zip(keys, candidates, strict=True):
+            are_read = True
+            holder = None
+            for pack_id in pack_ids:
+                pack = packs.get(pack_id)
+                if pack is None:
+                    are_read = False
+                    unread[pack_id] = self.index.number_of(pack_id)
+                elif holder is None and key in pack.places:
+                    holder = pack
+            found.append(holder)
+            if holder is None and are_read:
+                collided.append(key)
         self._set_collisions(collided, collided=True)
         self._repair_work.unread.update(unread)
+        return found
 
     async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
         """Return these packs by id, without those whose tables are missing or damaged."""
@@ -395,17 +396,21 @@ class NamespaceView:
             else:
                 found[pack_id] = recent
         if unread:
-            read = partial(self.backend.tables, self.namespace, unread)
-            at_once = (
-                len(unread) <= _READ_AT_ONCE and not self.backend.capabilities.remote
-            )
-            with _translated():
-                tables = read() if at_once else (await self.threads.read([read]))[0]
-            for table in tables:
+            for table in await self._read_tables(unread):
                 pack = HeldPack(table, numbers[table.pack_id])
                 self._recent.add(pack)
                 found[table.pack_id] = pack
         return found
+
+    async def _read_tables(self, pack_ids: Sequence[bytes]) -> Sequence[PackTable]:
+        """Read the tables of packs; a few of a local store without another thread."""
+        read = partial(self.backend.tables, self.namespace, pack_ids)
+        is_remote = self.backend.capabilities.remote
+        with _translated():
+            if len(pack_ids) <= _READ_AT_ONCE and not is_remote:
+                return read()
+            (tables,) = await self.threads.read([read])
+            return tables
 
     async def packs_with(self, keys: Iterable[bytes]) -> list[HeldPack]:
         """Return every pack that holds one of these keys.
@@ -417,10 +422,12 @@ class NamespaceView:
         for key in keys:
             candidates.update(dict.fromkeys(self.index.candidates(key)))
         packs = await self._packs(candidates)
-        # candidates share a fingerprint with a key, and may lack the key itself
-        return [
-            pack for pack in packs.values() if not pack.places.keys().isdisjoint(keys)
-        ]
+        holding: list[HeldPack] = []
+        for pack in packs.values():
+            # candidates share a fingerprint with a key, and may lack the key itself
+            if not pack.places.keys().isdisjoint(keys):
+                holding.append(pack)
+        return holding
 
     @property
     def needs_repair(self) -> bool:
@@ -592,7 +599,8 @@ class NamespaceView:
         manifests. Return the last commit, which the caller must execute; None if another process
         has committed since the last refresh.
         """
-        batch, backend = CommitBatch(), self.backend
+        batch = CommitBatch()
+        backend = self.backend
         catalogue = await self.call(partial(backend.catalogue, self.namespace))
         heads = await self.call(partial(catalogue.manifests_naming, bad))
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
@@ -602,23 +610,23 @@ class NamespaceView:
                     return None
                 await self.committed([], result, followed=True)
             some = heads[start : start + SHORTENED_AT_ONCE]
-            requests = await self.call(
-                partial(read_requests, backend, self.namespace, some)
-            )
-            keys: dict[bytes, None] = {}
-            for request in requests:
-                for group in request.keys:
-                    keys.update(dict.fromkeys(group.unpack()))
-            batch = shortened(
-                requests, await self.pack_of(list(keys)), self.block_bytes, self.cursor
-            )
+            read = partial(read_requests, backend, self.namespace, some)
+            requests = await self.call(read)
+            pack_of = await self.pack_of(keys_of_requests(requests))
+            batch = shortened(requests, pack_of, self.block_bytes, self.cursor)
         return batch
 
     async def pack_of(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the ids of packs that hold these keys, without keys that are not held. Raises as
         ``holders``."""
-        holders = zip(keys, await self.holders(keys), strict=True) if keys else ()
-        return {key: pack.pack_id for key, pack in holders if pack is not None}
+        if not keys:
+            return {}
+        holders = await self.holders(keys)
+        found: dict[bytes, bytes] = {}
+        for key, pack in zip(keys, holders, strict=True):
+            if pack is not None:
+                found[key] = pack.pack_id
+        return found
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
@@ -676,8 +684,11 @@ def make_manifest(
     :param block_bytes: raw bytes of one block, for each group.
     :param created: time of creation in seconds since the epoch; None: now.
     """
-    kept = [list(takewhile(pack_of.__contains__, keys)) for keys in end.group_keys]
-    counts = [len(some) for some in kept]
+    kept: list[list[bytes]] = []
+    for group_keys in end.group_keys:
+        prefix = takewhile(pack_of.__contains__, group_keys)
+        kept.append(list(prefix))
+    counts = [len(prefix) for prefix in kept]
     whole = counts == list(map(len, end.group_keys))
     if not any(counts):
         return None, whole
@@ -719,17 +730,23 @@ def read_requests(
 ) -> list[NamedRequest]:
     """Read the keys and pins of these requests, except those whose keys are missing or damaged."""
     names = [head.id for head in heads]
-    rows = zip(
-        heads,
-        backend.manifest_keys(namespace, names),
-        backend.catalogue(namespace).uses(names),
-        strict=True,
-    )
-    return [
-        NamedRequest(head, keys, use is not None and use.pinned)
-        for head, keys, use in rows
-        if keys is not None
-    ]
+    keys_of_each = backend.manifest_keys(namespace, names)
+    uses = backend.catalogue(namespace).uses(names)
+    requests: list[NamedRequest] = []
+    for head, keys, use in zip(heads, keys_of_each, uses, strict=True):
+        if keys is not None:
+            is_pinned = use is not None and use.pinned
+            requests.append(NamedRequest(head, keys, is_pinned))
+    return requests
+
+
+def keys_of_requests(requests: Iterable[NamedRequest]) -> list[bytes]:
+    """Return the keys of requests, each once."""
+    keys: dict[bytes, None] = {}
+    for request in requests:
+        for group in request.keys:
+            keys.update(dict.fromkeys(group.unpack()))
+    return list(keys)
 
 
 def shortened(
@@ -763,5 +780,6 @@ def shortened(
         write, _ = make_manifest(end, pack_of, block_bytes, manifest.created)
         if write is not None:
             shorter.append(write)
-            pins += [(manifest.id, True)] if pinned else []
+            if pinned:
+                pins.append((manifest.id, True))
     return CommitBatch(manifests=shorter, pins=pins, seen=seen)

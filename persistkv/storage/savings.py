@@ -23,7 +23,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -206,22 +206,30 @@ def fold(backend: Backend, last_day: int) -> None:
     groups: dict[str, list[str]] = {}
     for name in backend.note_names(STORE):
         found = _NAME.fullmatch(name)
-        if found and found["source"] != _FOLDED and int(found["day"]) <= last_day:
-            groups.setdefault(name.removesuffix(found["source"]), []).append(name)
+        if found is None or found["source"] == _FOLDED:
+            continue
+        if int(found["day"]) <= last_day:
+            prefix = name.removesuffix(found["source"])
+            groups.setdefault(prefix, []).append(name)
     for prefix, sources in groups.items():
-        folded = prefix + _FOLDED
-        if backend.note(STORE, folded) is None:
-            contents = list(backend.notes(STORE, sources))
-            if None in contents:
-                continue  # another engine folds this day
-            totals = _sum(contents)
-            # namespaces with the same first digits, or damage: they are left as they are
-            if len(totals) != 1:
-                continue
-            (total,) = totals.values()
-            backend.put_note(STORE, folded, msgspec.msgpack.encode(total))
-        for name in sources:
-            backend.put_note(STORE, name, None)
+        if _has_sum(backend, prefix + _FOLDED, sources):
+            for name in sources:
+                backend.put_note(STORE, name, None)
+
+
+def _has_sum(backend: Backend, folded: str, sources: Sequence[str]) -> bool:
+    """Write the sum of these notes as the note ``folded``, unless it exists. Return False if they
+    have no sum: another engine folds them, they are damaged, or of namespaces with the same first
+    digits."""
+    if backend.note(STORE, folded) is not None:
+        return True
+    contents = list(backend.notes(STORE, sources))
+    totals = _sum(contents)
+    if None in contents or len(totals) != 1:
+        return False
+    (total,) = totals.values()
+    backend.put_note(STORE, folded, msgspec.msgpack.encode(total))
+    return True
 
 
 def read_savings(backend: Backend) -> list[Savings]:

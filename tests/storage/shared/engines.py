@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.rows import manifest_row
 from persistkv.storage.format.pack import ID_BYTES, PackTable
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.shared import SharedBackend
 from persistkv.storage.shared.format import Names
 from persistkv.testing.samples import sample_manifest
@@ -119,15 +121,8 @@ class Engine:
             self._read(backend, namespace)
 
     def _store(self, backend: SharedBackend, namespace: bytes) -> None:
-        numbers = {self._next_pack() for _ in range(self._draw.randrange(1, 4))}
-        numbers = {
-            2 * (number // 2) + NAMESPACES.index(namespace) for number in numbers
-        }
-        packs = [pack_of(number, self._content) for number in sorted(numbers)]
+        packs = self._draw_packs(namespace)
         names = [pack.pack_id for pack in packs]
-        for number in sorted(numbers):
-            pack_id = pack_of(number, self._content).pack_id
-            self._model.payloads[pack_id].add(payload(number, self._content))
         manifests: list[ManifestWrite] = []
         if self._draw.random() < 0.4:
             # drawn: a copy has the same ones in its past
@@ -140,17 +135,37 @@ class Engine:
         backend.commit(namespace, CommitBatch(packs, manifests))
         self._note(f"STORED {shown}")
         at = Span(begin, self._process.now)
-        written = [Names(namespace).pack_name(blob) for blob in self._process.written]
+        written = self._written_blobs(namespace)
         for pack_id in names:
-            blobs = frozenset(
-                blob
-                for blob in written
-                if blob is not None and blob[:ID_BYTES] == pack_id
-            )
+            blobs = frozenset(written[pack_id])
             self._model.stored[pack_id].append(Stored(at, blobs))
         for write in manifests:
             digest = manifest_row(namespace, write.manifest.id)[ID_BYTES:]
             self._model.requests[write.manifest.id] = Held(digest, names, at)
+
+    def _draw_packs(self, namespace: bytes) -> list[PackWriter]:
+        """Return packs to store, and record which payloads may be read from now on."""
+        numbers: set[int] = set()
+        for _ in range(self._draw.randrange(1, 4)):
+            pair = self._next_pack() // 2
+            numbers.add(2 * pair + NAMESPACES.index(namespace))
+        packs: list[PackWriter] = []
+        for number in sorted(numbers):
+            pack = pack_of(number, self._content)
+            self._model.payloads[pack.pack_id].add(payload(number, self._content))
+            packs.append(pack)
+        return packs
+
+    def _written_blobs(self, namespace: bytes) -> dict[bytes, set[bytes]]:
+        """Return the names of the blobs of packs that the process has written, by pack id."""
+        found: dict[bytes, set[bytes]] = defaultdict(set)
+        names = Names(namespace)
+        for blob in self._process.written:
+            name = names.pack_name(blob)
+            if name is not None:
+                pack_id = name[:ID_BYTES]
+                found[pack_id].add(name)
+        return found
 
     def _next_pack(self) -> int:
         pool = self._history.pool
@@ -162,11 +177,9 @@ class Engine:
             return
         name = self._draw.choice(sorted(self._known[namespace]))
         self._model.deleted.add(name)
-        batch = (
-            CommitBatch(bad=[name])
-            if self._draw.random() < 0.3
-            else CommitBatch(deletions=[name])
-        )
+        batch = CommitBatch(deletions=[name])
+        if self._draw.random() < 0.3:
+            batch = CommitBatch(bad=[name])
         self._note(f"DELETE {name.hex()[:8]}")
         backend.commit(namespace, batch)
         self._note(f"DELETED {name.hex()[:8]}")

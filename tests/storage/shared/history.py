@@ -20,7 +20,7 @@ from __future__ import annotations
 import fcntl
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -567,24 +567,12 @@ class History:
             backend = self.open(process)
             for identity in IDENTITIES:
                 namespace = backend.open_namespace(identity).id
-                shown[namespace] = self.look(backend, namespace)
-                sent = sum(
-                    number
-                    for (name, _), number in world.requests.items()
-                    if name == process.name
-                )
-                assert sent <= 40 + 4 * len(world.medium.blobs), (
-                    f"{when}: {sent} requests to open"
-                )
+                view = self.look(backend, namespace)
+                shown[namespace] = view
+                self._check_requests(process, when)
                 for name, table in tables(backend, namespace).items():
                     found[name] = self._read_again(backend, namespace, table)
-                names = sorted(shown[namespace].requests)
-                held = backend.manifest_keys(namespace, names)
-                keys.update(
-                    name
-                    for name, value in zip(names, held, strict=True)
-                    if value is not None
-                )
+                keys.update(self._with_keys(backend, namespace, view.requests))
             self._check_capacity(backend, when)
             backend.close()
 
@@ -593,17 +581,35 @@ class History:
         # an engine that was suspended may have ended one since
         expected &= model.must_hold(world.now, ended, began)
         requests &= model.must_hold_requests(world.now, ended)
-        problems = [
-            f"pack {name.hex()[:8]} is lost" for name in sorted(expected - found.keys())
-        ]
-        for name in sorted(expected & found.keys()):
-            if found[name] is None:
+        problems: list[str] = []
+        for name in sorted(expected):
+            if name not in found:
+                problems.append(f"pack {name.hex()[:8]} is lost")
+            elif found[name] is None:
                 problems.append(f"pack {name.hex()[:8]} has no bytes")
         for name in sorted(model.wrongly_deleted()):
             problems.append(f"pack {name.hex()[:8]} was deleted without a tombstone")
         problems += [f"request {name} is lost" for name in sorted(requests - keys)]
         assert not problems, f"{when}: {'; '.join(problems)}"
         return shown
+
+    def _check_requests(self, process: Process, when: str) -> None:
+        """Check that a process has opened the store with a bounded number of requests."""
+        sent = 0
+        for (name, _), number in self.world.requests.items():
+            if name == process.name:
+                sent += number
+        most = 40 + 4 * len(self.world.medium.blobs)
+        assert sent <= most, f"{when}: {sent} requests to open"
+
+    def _with_keys(
+        self, backend: SharedBackend, namespace: bytes, requests: Iterable[str]
+    ) -> set[str]:
+        """Return those of the requests whose keys can be read."""
+        names = sorted(requests)
+        found = backend.manifest_keys(namespace, names)
+        pairs = zip(names, found, strict=True)
+        return {name for name, keys in pairs if keys is not None}
 
     def _read_again(
         self, backend: SharedBackend, namespace: bytes, table: PackTable

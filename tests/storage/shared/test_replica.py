@@ -95,8 +95,13 @@ def random_delta(draw: random.Random, packs: Sequence[PackWriter]) -> Delta:
 
 def state(replica: Replica) -> dict[str, Any]:
     """Return all that readers see."""
-    manifests = {manifest.id: manifest for manifest in replica.catalogue.manifests()}
-    found = replica.catalogue.uses(list(manifests))
+    catalogue = replica.catalogue
+    packs = {table.pack_id: table for table in catalogue.changes(None).added}
+    manifests = {manifest.id: manifest for manifest in catalogue.manifests()}
+    places = {name: replica.keys_place(name) for name in manifests}
+    chains = {name: catalogue.chain(name) for name in manifests}
+    found = catalogue.uses(list(manifests))
+    pinned = [use is not None and use.pinned for use in found]
     with replica.rows() as rows:
         uses = {}
         for key, _ in rows.range(PACKS, b""):
@@ -104,17 +109,16 @@ def state(replica: Replica) -> dict[str, Any]:
             assert use is not None
             uses[bytes(key)] = (use.time, use.pins)
     blobs = replica.blobs([key[ID_BYTES:] for key in uses])
-    stats = replica.catalogue.state()
+    nonces = {pack_id: blob.nonce for pack_id, blob in blobs.items()}
+    stats = catalogue.state()
     return {
-        "packs": {
-            table.pack_id: table for table in replica.catalogue.changes(None).added
-        },
-        "blobs": {pack_id: blob.nonce for pack_id, blob in blobs.items()},
+        "packs": packs,
+        "blobs": nonces,
         "uses": uses,
         "manifests": manifests,
-        "places": {name: replica.keys_place(name) for name in manifests},
-        "chains": {name: replica.catalogue.chain(name) for name in manifests},
-        "pinned": [use is not None and use.pinned for use in found],
+        "places": places,
+        "chains": chains,
+        "pinned": pinned,
         "bytes": replica.disk_bytes(),
         "totals": (
             stats.packs,

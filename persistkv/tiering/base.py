@@ -155,6 +155,12 @@ class SecondaryTierManager(ABC):
         """Learn that the engine computes the blocks of a load in flight, because its deadline has
         passed. The job still needs a result, which frees its rows."""
 
+    def on_restored(  # noqa: B027
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> None:
+        """Learn that a request uses blocks that the tier has loaded, instead of computing them.
+        Called before the request's end, at most once for each block and request."""
+
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Announce a request; called once, before its first lookup. Return which of its blocks the

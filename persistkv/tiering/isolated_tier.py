@@ -108,6 +108,10 @@ class IsolatedTier:
         with self._isolation.guard("on_load_abandoned", "the load counts as ended"):
             self.tier.on_load_abandoned(job_id)
 
+    def on_restored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        with self._isolation.guard("on_restored", "the blocks are not counted"):
+            self.tier.on_restored(keys, req_context)
+
     # Jobs
 
     def submit(self, job: JobMetadata) -> bool:

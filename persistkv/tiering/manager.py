@@ -409,11 +409,24 @@ class TieringOffloadingManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
-        # the load references the rows now
         request = self._requests.get(req_context.req_id)
         if request is not None and request.held:
-            self._release_held(request, request.held.intersection(keys))
+            promoted = [key for key in keys if key in request.held]
+            self._report_restored(request, promoted)
+            # the load references the rows now
+            self._release_held(request, promoted)
         return spec
+
+    def _report_restored(
+        self, request: TieredRequest, keys: Sequence[OffloadKey]
+    ) -> None:
+        """Tell the tiers which of their blocks the request loads. A block that arrives after the
+        request has begun to compute it is none of them."""
+        by_tier: dict[IsolatedTier, list[OffloadKey]] = {}
+        for key in keys:
+            by_tier.setdefault(request.held[key], []).append(key)
+        for tier, restored in by_tier.items():
+            tier.on_restored(restored, request.context)
 
     def complete_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
@@ -425,17 +438,22 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.touch(keys, req_context)
 
-    def _hold(self, request: TieredRequest, keys: set[OffloadKey]) -> None:
-        """Keep readable blocks from eviction until the request loads them."""
+    def _hold(
+        self, request: TieredRequest, keys: set[OffloadKey], source: IsolatedTier
+    ) -> None:
+        """Keep readable blocks that ``source`` has loaded from eviction until the request loads
+        them."""
         self.primary_tier.prepare_read(list(keys), request.context)
-        request.held |= keys
+        request.held.update(dict.fromkeys(keys, source))
         request.held_until = time.monotonic() + self._hold_s
 
     def _release_held(
         self, request: TieredRequest, keys: Collection[OffloadKey]
     ) -> None:
-        self.primary_tier.complete_read(list(keys), request.context)
-        request.held = request.held.difference(keys)
+        released = list(keys)
+        self.primary_tier.complete_read(released, request.context)
+        for key in released:
+            del request.held[key]
 
     def _expire_holds(self) -> None:
         """Release the blocks of requests that the engine did not schedule again in time."""
@@ -674,7 +692,7 @@ class TieringOffloadingManager(OffloadingManager):
                 wanted = set()
             self._cascade_promoted(request, keys, wanted, source)
             if wanted:
-                self._hold(request, wanted)
+                self._hold(request, wanted, source)
 
     def _take_waiters(self, keys: Sequence[OffloadKey]) -> dict[str, set[OffloadKey]]:
         """Return the blocks that each request waits for, which it no longer does, and no block for

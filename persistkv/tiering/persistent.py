@@ -179,7 +179,7 @@ class PersistentTier(SecondaryTierManager):
         self._undescribed: dict[str, list[OffloadKey]] = {}
         # whether all blocks of an ended request are durable, oldest request first
         self._ended: dict[str, bool] = {}
-        # blocks of each group that load jobs have brought to a request, by request id
+        # blocks of each group that a request has used instead of computing them, by its id
         self._restored: dict[str, list[int]] = {}
         self._loads: dict[int, JobMetadata] = {}  # in flight
         self._abandoned: set[int] = set()  # ids of those for which no request waits
@@ -286,10 +286,6 @@ class PersistentTier(SecondaryTierManager):
         deadline = time.monotonic() + self.load_deadline_s
         if job_metadata.deadline is not None:
             deadline = min(deadline, job_metadata.deadline)
-        context = job_metadata.req_context
-        if context.description is not None:
-            num_groups = len(self.config.layout.groups)
-            self._restored.setdefault(context.req_id, [0] * num_groups)
         self._loads[job_id] = job_metadata
         self._load_times.begin(job_id, self._num_bytes(job_metadata.keys))
         self.client.submit_load(
@@ -336,7 +332,6 @@ class PersistentTier(SecondaryTierManager):
             return
         is_late = outcome.is_late or outcome.job_id in self._abandoned
         self._abandoned.discard(outcome.job_id)
-        self._count_restored(job, outcome)
         times = self._load_times
         if outcome.refused and not outcome.is_late:  # it was not sent
             times.cancel(outcome.job_id)
@@ -403,23 +398,14 @@ class PersistentTier(SecondaryTierManager):
         finished, self._finished = self._finished, []
         return finished
 
-    def _count_restored(self, job: JobMetadata, outcome: JobOutcome) -> None:
-        """Add the blocks that a load job has brought to those of its request, if that still
-        runs."""
-        keys = job.keys
-        counts = self._restored.get(job.req_context.req_id)
-        if counts is None or outcome.refused:
-            return
-        if len(counts) == 1:
-            counts[0] += len(keys) - len(outcome.failed)
-            return
-        failed = set(outcome.failed)
+    def on_restored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        num_groups = len(self.config.layout.groups)
+        counts = self._restored.setdefault(req_context.req_id, [0] * num_groups)
         for key in keys:
-            if key not in failed:
-                counts[get_offload_group_idx(key)] += 1
+            counts[get_offload_group_idx(key)] += 1
 
     def report_restored(self, req_context: ReqContext) -> int:
-        """Report the tokens that the store has brought to a request that ends; return their number.
+        """Report the tokens of ``on_restored`` when their request ends; return their number.
         ``on_request_finished`` calls it; an engine that leaves that out must do so.
 
         They are those of the group with the most blocks: a sliding window needs only its last

@@ -36,8 +36,9 @@ class TieredRequest:
     load_reason: Reason | None = None
     """What became of the blocks that secondary tiers held for the request; None: they held none, or
     their load has not ended."""
-    held: set[OffloadKey] = field(default_factory=set)
-    """Promoted blocks that stay referenced until the request loads them."""
+    held: dict[OffloadKey, IsolatedTier] = field(default_factory=dict)
+    """Promoted blocks that stay referenced until the request loads them, with the tier that they
+    come from."""
     held_until: float = 0.0
     """``time.monotonic`` time at which ``held`` blocks are released."""
     received: dict[IsolatedTier, set[OffloadKey]] = field(default_factory=dict)

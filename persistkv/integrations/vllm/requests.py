@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Annotated, Any
 
 import msgspec
@@ -155,6 +156,9 @@ class LiveRequest(RequestDescription):
         self.failed: set[OffloadKey] = set()
         """Keys that failed to load, which are misses for this request: an engine never retries one
         for ever."""
+        self.restored: list[OffloadKey] = []
+        """Keys whose chunks the store has loaded, and which the engine therefore does not
+        compute."""
         self.load_decision: LoadDecision | None = None
         """Whether the request loads what the store holds; None: not decided yet."""
         self.loads_elsewhere = False
@@ -186,12 +190,21 @@ class LiveRequest(RequestDescription):
         """Return the tokens of the request up to the end of a key's chunk; None: not known."""
         return self._position(key)
 
-    def load_context(self, keys: Sequence[OffloadKey]) -> ReqContext:
-        """Return the context for a load of chunks. Without positions it is that of prewarming,
-        which restores nothing for a request: it has no ``description``."""
-        if keys and self._position(keys[0]) is None:
-            return ReqContext(self._req_id)
-        return self.context
+    def end_load(self, keys: Sequence[OffloadKey], failed: Set[OffloadKey]) -> None:
+        """Record the result of a load: ``failed`` keys are misses from now on, so that the engine
+        computes them, and what follows them, instead of retrying for ever."""
+        self.failed |= failed
+        positions: dict[OffloadKey, int] = {}
+        for key in keys:
+            end = self._position(key)
+            # prewarming restores nothing for a request: its chunks have no positions
+            if end is None:
+                return
+            positions[key] = end
+        first_failed = min((positions[key] for key in failed), default=math.inf)
+        for key, end in positions.items():
+            if end < first_failed:
+                self.restored.append(key)
 
     def depth(self, key: OffloadKey) -> int | None:
         end = self._ends.get(key)

@@ -52,8 +52,7 @@ class JobResults:
         if load is not None:
             request, keys = load
             failed = set(result.failed_keys if result.success else keys)
-            # misses from now on, so that vLLM computes them instead of retrying for ever
-            request.failed |= failed
+            request.end_load(keys, failed)
             if not success:
                 good = [key for key in keys if key not in failed]
             observed.load_bytes += result.num_bytes

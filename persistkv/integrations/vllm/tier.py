@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.base import (
     OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.request import Request
@@ -294,13 +295,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Count the tokens that the engine has computed of a request whose chunks it stores."""
         ends = [request.position(key) for key in keys if key[-1] == keys[0][-1]]
         known = [end for end in ends if end is not None]
-        if not known:
+        if not known or request.first_computed is None:
             return
-        if request.first_computed is None:
-            running = _find_request(request.context.req_id)
-            if running is None:
-                return
-            request.first_computed = max(0, running.num_cached_tokens)
         if max(known) > request.first_computed:
             self._meter.add(request.context.req_id, request.first_computed, max(known))
             request.first_computed = max(known)
@@ -309,8 +305,20 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if not self._guard.is_opening:
             self._tier.record_prefill(num_tokens, seconds)
 
-    def on_schedule_end(self, context: Any) -> None:
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        with self._isolation.guard("measure", "the speed of prefills is not measured"):
+            for req_id in context.new_req_ids:
+                self._begin_measuring(req_id)
         self._meter.end_schedule()
+
+    def _begin_measuring(self, req_id: str) -> None:
+        """Learn which tokens of a request the engine computes, in the step in which it is scheduled
+        for the first time: vLLM drops these numbers with the first token of the answer."""
+        request = self._requests.get(req_id)
+        running = _find_request(req_id)
+        if request is None or running is None or running.prefill_stats is None:
+            return
+        request.first_computed = running.prefill_stats.num_cached_tokens
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
@@ -333,7 +341,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         for tier in self._tiers.all:
             if tier is not self._tier:
                 tier.loaded_elsewhere(keys)
-        job = _job(job_metadata, keys, request.load_context(keys))
+        job = _job(job_metadata, keys, request.context)
         decision = request.load_decision
         if decision is not None and math.isfinite(decision.deadline_s):
             deadline = time.monotonic() + decision.deadline_s
@@ -417,6 +425,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return
+        if request.restored:
+            self._guard.on_restored(request.restored, request.context, request.epoch)
         if request.has_stored:
             self._guard.on_request_finished(request.end(), request.epoch)
         elif not self._guard.is_opening:

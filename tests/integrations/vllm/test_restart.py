@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
+from persistkv.storage import open_backend
+from persistkv.storage.savings import read_savings
 from tests.integrations.vllm.conftest import PREWARM, SHORT, prompt, tier, wait_stored
 from tests.integrations.vllm.tiny_model import TOKEN_BYTES, make_model
 
@@ -36,6 +39,12 @@ def test_engine_restart_after_kill_and_after_exit_starts_warm(
     last = start_engine(tier(url))
     assert last.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 224]}
     assert "in a thread" not in last.log  # the store runs in a host process
+    assert "persistkv: tier persistkv raised" not in killed.log + ended.log + last.log
+    last.close()
+    with closing(open_backend(url, read_only=True)) as backend:
+        (saved,) = read_savings(backend)
+    assert (saved.requests, saved.tokens) == (5, 4 * 384 + 224)
+    assert saved.prefill_tokens > 0
 
 
 @pytest.mark.parametrize("tokens_per_s", [1.0, 1e12])

@@ -424,18 +424,26 @@ def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
 def test_tier_measured_prefills_are_recorded_as_savings(make_tier, url, monkeypatch):
     """The chunks that are stored between two ends of schedules show what the step before computed;
     the store tells from it how long the computation of restored tokens would have taken."""
+    from vllm.v1.kv_offload.base import ScheduleEndContext
+    from vllm.v1.metrics.stats import PrefillStats
+
     from persistkv.integrations.vllm import tier as module
 
     tier, keys = make_tier(), keys_of(8)
     context = context_of(keys)
-    running = {context.req_id: SimpleNamespace(num_cached_tokens=2 * CHUNK)}
-    scheduler = SimpleNamespace(requests=running)
+    stats = PrefillStats()
+    stats.set(8 * CHUNK, 2 * CHUNK, 0)
+    running = SimpleNamespace(prefill_stats=stats)
+    scheduler = SimpleNamespace(requests={context.req_id: running})
     monkeypatch.setattr(module, "find_scheduler", lambda: scheduler)
-    tier.on_schedule_end(None)
+    tier.on_new_request(context)
+    tier.on_schedule_end(ScheduleEndContext([context.req_id], []))
+    # vLLM's update after the first token
+    running.prefill_stats = None
     time.sleep(0.05)
-    tier.on_schedule_end(None)
+    tier.on_schedule_end(ScheduleEndContext([], []))
     store(tier, keys, context)
-    tier.on_schedule_end(None)
+    tier.on_schedule_end(ScheduleEndContext([], []))
     tier.shutdown()
     with closing(open_backend(url, read_only=True)) as backend:
         (total,) = read_savings(backend)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.integrations.vllm.weights.watch import WeightsWatch
@@ -205,6 +205,12 @@ class GuardedTier:
         # asked now, so that the comparison and the load run at the same time
         self._tickets[job.job_id] = self.watch.ask(), len(job.keys)
         self.tier.submit_load(job)
+
+    def on_restored(
+        self, keys: Sequence[OffloadKey], context: ReqContext, epoch: int | None
+    ) -> None:
+        if epoch == self._epoch and not self.is_opening:
+            self.tier.on_restored(keys, context)
 
     def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
         if epoch != self._epoch or self.is_opening:

@@ -26,6 +26,8 @@ OffloadKey = NewType("OffloadKey", bytes)
 index, 4 bytes big-endian. Equal keys mean equal tokens; the models may differ."""
 
 GROUP_INDEX_BYTES = 4
+_SHOWN = 40  # characters of a label in errors
+MOST_LABEL_CHARACTERS = 4096  # of name and value: lists and each commit carry them
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
@@ -69,6 +71,28 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     of their priorities."""
 
 
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Check the labels of a request.
+
+    :raises ConfigurationError: a name or value is not text, or both together have more than 4,096
+        characters.
+    """
+    for name, value in labels.items():
+        try:
+            name.encode()
+            value.encode()
+        except (AttributeError, UnicodeEncodeError):
+            expected = 'names and values that are text, such as {"user": "anna"}'
+            raise ConfigurationError("labels", labels, expected) from None
+        length = len(name) + len(value)
+        if length > MOST_LABEL_CHARACTERS:
+            expected = (
+                f"at most {MOST_LABEL_CHARACTERS:,} characters for name and value, not "
+                f"{length:,}"
+            )
+            raise ConfigurationError("labels", f"{name[:_SHOWN]}…", expected)
+
+
 class RequestDescription:
     """The whole token sequence of a request: the block keys of each group in order, number of
     tokens, labels.
@@ -77,7 +101,7 @@ class RequestDescription:
 
     :param num_groups: KV cache groups of the engine.
     :param labels: name-value pairs that are stored with the request's manifest; None: no labels.
-    :raises ConfigurationError: a label is not text.
+    :raises ConfigurationError: see ``check_labels``.
     """
 
     def __init__(
@@ -94,13 +118,7 @@ class RequestDescription:
         """Name-value pairs that are stored with the request's manifest and shown by tools."""
         self.retention = Retention()
         """How long the stored context is kept; set by the engine."""
-        for part in (*self.labels, *self.labels.values()):
-            try:
-                part.encode()
-            except (AttributeError, UnicodeEncodeError):
-                raise ConfigurationError(
-                    "labels", labels, "names and values that are text"
-                ) from None
+        check_labels(self.labels)
         self._depths: dict[OffloadKey, int] = {}
 
     def extend(self, group_idx: int, keys: Iterable[OffloadKey]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -80,9 +81,38 @@ def parse_duration(value: str, *, name: str) -> float:
     seconds = float(Decimal(match[1]) * _SECONDS[match[2]]) if match else 0.0
     if not 0 < seconds < math.inf:
         raise ConfigurationError(
-            name, value, "a positive duration such as 30s, 12h or 7d"
+            name,
+            value,
+            "a positive duration with its unit (s, m, h or d), such as 30s, 12h or 7d",
         )
     return seconds
+
+
+def exact_size(num_bytes: int) -> str:
+    """Return a size as ``parse_size`` reads it, without rounding: ``5GiB``, ``1536MiB``."""
+    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
+        if num_bytes % _UNITS[unit] == 0:
+            return f"{num_bytes // _UNITS[unit]}{unit}"
+    return f"{num_bytes} bytes"
+
+
+def exact_duration(seconds: float) -> str:
+    """Return a duration as ``parse_duration`` reads it, without rounding: ``7d``, ``90s``."""
+    for letter in ("d", "h", "m"):
+        if seconds % _SECONDS[letter] == 0:
+            return f"{seconds / _SECONDS[letter]:g}{letter}"
+    return f"{seconds:g}s"
+
+
+def one_of(name: object, known: Iterable[str]) -> str:
+    """Return what is expected instead of an unknown name, for an error: the known names, and those
+    that the given one resembles."""
+    names = sorted(known)
+    expected = f"one of {', '.join(names) or 'none'}"
+    similar = get_close_matches(name, names) if isinstance(name, str) else []
+    if similar:
+        expected += f"; did you mean {' or '.join(similar)}?"
+    return expected
 
 
 def parse_durability(text: str) -> float | None:
@@ -208,10 +238,8 @@ def convert_options(
     values = {}
     for name, value in options.items():
         if name not in known:
-            names = ", ".join(sorted({*known, *others}))
-            raise ConfigurationError(
-                f"{where} option {name}", value, f"one of {names or 'none'}"
-            )
+            expected = one_of(name, {*known, *others})
+            raise ConfigurationError(f"{where} option {name}", value, expected)
         values[name] = _plain_boolean(value)
     for name, option in known.items():
         if option.required and name not in options:
@@ -310,8 +338,10 @@ class Registry(Generic[T]):
             return self._built_in[name]
         point = self._plugins().get(name) if isinstance(name, str) else None
         if point is None:
-            known = ", ".join(self.names())
-            expected = f"one of {known}" if known else f"a plug-in of {self._group}"
+            known = self.names()
+            expected = f"a plug-in of {self._group}"
+            if known:
+                expected = one_of(name, known)
             raise ConfigurationError(self._field, name, expected)
         distribution = point.dist.name if point.dist else "an unnamed distribution"
         source = f"{point.value} of {distribution}"

@@ -9,11 +9,14 @@ import pytest
 
 from persistkv.base import (
     GPULoadStoreSpec,
+    RequestDescription,
+    check_labels,
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
 )
 from persistkv.cpu.manager import CPULoadStoreSpec
+from persistkv.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("block_ids", [[3, 1, 2], (), range(2), np.array([7, 5])])
@@ -54,3 +57,15 @@ def test_base_import_does_not_import_torch() -> None:
         ).returncode
         == 0
     )
+
+
+def test_labels_of_most_characters_are_accepted_and_longer_ones_raise() -> None:
+    check_labels({"note": "x" * 4092})
+    too_long = {"note": "x" * 100_000}
+    for check in (check_labels, lambda labels: RequestDescription(1, labels)):
+        with pytest.raises(ConfigurationError, match="labels: 'note…'") as caught:
+            check(too_long)
+        assert str(caught.value).endswith(
+            "4,096 characters for name and value, not 100,004"
+        )
+        assert len(str(caught.value)) < 200

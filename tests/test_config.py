@@ -20,6 +20,8 @@ from persistkv.config import (
     RowLayout,
     StoreUrl,
     convert_options,
+    exact_duration,
+    exact_size,
     parse_duration,
     parse_size,
 )
@@ -80,6 +82,25 @@ def test_parse_duration_invalid_text_raises_and_names_field(value: str) -> None:
     with pytest.raises(ConfigurationError, match="ttl") as caught:
         parse_duration(value, name="ttl")
     assert caught.value.value == value
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (5 << 30, "5GiB"),
+        (3 << 29, "1536MiB"),
+        (1 << 40, "1TiB"),
+        (4096, "4KiB"),
+        (1000, "1000 bytes"),
+    ],
+)
+def test_exact_size_is_largest_unit_without_rounding(num_bytes: int, text: str) -> None:
+    assert exact_size(num_bytes) == text
+
+
+@pytest.mark.parametrize("text", ["7d", "36h", "90m", "90s", "0.5s"])
+def test_exact_duration_returns_what_was_parsed(text: str) -> None:
+    assert exact_duration(parse_duration(text, name="ttl")) == text
 
 
 @given(
@@ -223,6 +244,7 @@ def test_convert_options_text_values_are_converted_to_field_types() -> None:
             {"nope": "1"},
             r"test option nope: '1' is not valid; expected one of count, fast, name, ratio, size",
         ),
+        ({"cuont": "1"}, r"one of count, .*size; did you mean count\?$"),
         ({"count": "many"}, r"test option count: 'many' is not valid"),
         ({"ratio": "x"}, r"test option ratio: 'x'"),
         ({"fast": "perhaps"}, r"test option fast: 'perhaps'"),

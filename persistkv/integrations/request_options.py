@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from persistkv.base import Priority, Retention
+from persistkv.base import Priority, Retention, check_labels
 from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
 
@@ -72,4 +72,5 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"kv_transfer_params.{REQUEST_PARAMETER}", given, expected
             ) from None
         _ = options.retention
+        check_labels(options.labels)
         return options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from persistkv.memory.rows import Rows
@@ -12,6 +13,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.loop_thread import LoopThread
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.savings import Savings, add_savings
 from persistkv.storage.store import Store, start_threads
 from persistkv.storage.threads import StoreThreads
 
@@ -102,6 +104,13 @@ class BlockingStore:
 
     async def _flush(self) -> None:
         await asyncio.gather(self.store.flush(), self.store.committer.work())
+
+    def add_savings(self, identity: Identity, source: str, part: Savings) -> None:
+        """Record savings; see ``persistkv.storage.savings.add_savings``."""
+        backend = self.catalogue.backend
+        self._wait(
+            self.catalogue.call(partial(add_savings, backend, identity, source, part))
+        )
 
     def work(self) -> None:
         """Do the due commits and refreshes; see ``Committer.work``."""

@@ -11,6 +11,7 @@
    writes it before it deletes: a list that lacks a source was made after the note was written. A
    source that is listed but cannot be read was deleted by another fold, which has written the note:
    then this one writes none.)
+   Callers without an engine (``add_savings``) have a source too, which each of them adds to.
 4. Seconds are not recorded, but the measured speed of prefills, as tokens and seconds: the seconds
    that restored tokens would have taken follow from all measurements of the model.
 
@@ -38,6 +39,8 @@ STORE = bytes(16)
 """Namespace of notes about the store itself."""
 MOST_LABELS = 256  # of a note, which may have 64 KiB
 _MOST_LABEL_BYTES = 128  # of name and value together
+MEASURED_TOKENS = 64
+"""Prefills of fewer tokens do not show the speed of long ones, and are not recorded."""
 _DAY_S = 86_400
 _FINAL_DAYS = 2
 _FOLDED = "all"
@@ -142,7 +145,7 @@ class SavingsRecorder:
 
     def _begin(self, day: int) -> None:
         self._day = day
-        self._name = f"s{day:05}{self._namespace.hex()[:8]}{secrets.token_hex(8)}"
+        self._name = _source_name(day, self._namespace, secrets.token_hex(8))
         self._total = Savings(self._namespace.hex(), self._model)
 
     def add(
@@ -191,6 +194,31 @@ class SavingsRecorder:
                 self._folded_day = day
         except StoreError as error:
             logger.info("savings are written later: %s", str(error))
+
+
+def add_savings(
+    backend: Backend, identity: Identity, source: str, part: Savings
+) -> None:
+    """Add savings to the note of a source of this day; a failure is logged. Blocks. A read-only
+    store records nothing.
+
+    :param source: 16 hexadecimal digits, drawn at random, which only one thread uses at a time.
+    """
+    if not backend.capabilities.writable:
+        return
+    name = _source_name(today(), identity.digest, source)
+    total = Savings(identity.digest.hex(), identity.model_name)
+    try:
+        found = _sum([backend.note(STORE, name)])
+        total = found.get(total.namespace, total)
+        total.add(part)
+        backend.put_note(STORE, name, msgspec.msgpack.encode(total))
+    except StoreError as error:
+        logger.info("savings are not recorded: %s", str(error))
+
+
+def _source_name(day: int, namespace: bytes, source: str) -> str:
+    return f"s{day:05}{namespace.hex()[:8]}{source}"
 
 
 def today() -> int:

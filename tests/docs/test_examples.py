@@ -57,7 +57,7 @@ def adapt(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     longer deadlines."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
-    defaults = Engine.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
+    defaults = Engine.open.__func__.__wrapped__.__kwdefaults__  # type: ignore[attr-defined]
     monkeypatch.setitem(defaults, "cpu_bytes", "64MiB")
     monkeypatch.setitem(defaults, "lookup_deadline_s", 100.0)
     # so small a model computes about as fast as a store loads

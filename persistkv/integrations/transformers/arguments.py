@@ -5,17 +5,25 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from numbers import Real
-from typing import Any, TypedDict
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 
-from persistkv.base import Retention
+from persistkv.base import Retention, check_labels
+from persistkv.config import one_of
 from persistkv.errors import ConfigurationError, printable
 from persistkv.integrations.request_options import RequestOptions
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_POSITIONAL = ("prompt", "max_new_tokens")
+"""Arguments of a request that are no ``GenerateOptions``."""
 # the seeds that a generator of torch accepts
 _MIN_SEED = -(1 << 63)
 _MAX_SEED = (1 << 64) - 1
@@ -69,7 +77,7 @@ class RequestArguments:
         :param vocabulary: number of token ids.
         :raises ConfigurationError: an option is unknown or invalid.
         """
-        _check_names(options)
+        check_names(options, (*_POSITIONAL, *GenerateOptions.__annotations__))
         stop = None
         if "stop_token_ids" in options:
             stop = _stop_tokens(options["stop_token_ids"], vocabulary)
@@ -91,11 +99,24 @@ class RequestArguments:
         )
 
 
-def _check_names(options: Mapping[str, object]) -> None:
-    known = GenerateOptions.__annotations__
+def check_names(options: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raise ConfigurationError if an option is none of the known ones."""
     for name, value in options.items():
         if name not in known:
-            raise ConfigurationError(name, value, f"one of {', '.join(sorted(known))}")
+            raise ConfigurationError(name, value, one_of(name, known))
+
+
+def checks_names(function: Callable[P, T]) -> Callable[P, T]:
+    """Make calls of a function with an unknown keyword raise ConfigurationError, which names the
+    known ones, instead of TypeError."""
+    known = set(signature(function).parameters) - {"cls"}
+
+    @wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> T:
+        check_names(options, known)
+        return function(*args, **options)
+
+    return checked
 
 
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:
@@ -162,14 +183,12 @@ def text(name: str, value: object) -> str:
 
 def labels(value: object) -> dict[str, str]:
     """Return the labels of a request; None: none. Raise ConfigurationError if they are invalid."""
-    expected = 'names and values that are text, such as {"user": "anna"}'
     if value is None:
         return {}
     if not isinstance(value, Mapping):
+        expected = 'names and values that are text, such as {"user": "anna"}'
         raise ConfigurationError("labels", value, expected)
-    for part in (*value, *value.values()):
-        if not isinstance(part, str):
-            raise ConfigurationError("labels", value, expected)
+    check_labels(value)
     return dict(value)
 
 
@@ -183,6 +202,7 @@ def _stop_tokens(value: object, vocabulary: int) -> frozenset[int]:
         try:
             found.add(integer("stop_token_ids", token, 0, vocabulary - 1))
         except ConfigurationError as error:
+            expected += f"; {token!r} is none"
             raise ConfigurationError("stop_token_ids", value, expected) from error
     return frozenset(found)
 

@@ -26,12 +26,18 @@ from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.integrations.transformers.model import (
     check_model_object,
+    check_source,
     context_length,
     load_model,
     model_identity,
     probe_model,
+    vocabulary_size,
 )
-from persistkv.integrations.transformers.prompts import Prompt, Tokenizer
+from persistkv.integrations.transformers.prompts import (
+    Prompt,
+    Tokenizer,
+    check_token_ids,
+)
 from persistkv.integrations.transformers.request import Request, Sampler
 from persistkv.integrations.transformers.results import EngineStats, GenerateResult
 from persistkv.integrations.transformers.stream import TokenStream
@@ -75,6 +81,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._forward = ModelForward(model)
         self._context_length = context_length(model)
+        self._vocabulary_size = vocabulary_size(model)
         self._lock = threading.RLock()
         """Held by each use of the device cache and of the tiers, which are made for one thread."""
         self._closing = weakref.finalize(self, _close, tiers, _CLOSE_S, os.getpid())
@@ -82,6 +89,7 @@ class Engine:
         nobody closed."""
 
     @classmethod
+    @arguments.checks_names
     def open(
         cls,
         model: Any,
@@ -236,7 +244,7 @@ class Engine:
         The device cache must have room for the whole answers of all streams that have begun.
         """
         tokens = self._checked_prompt(prompt, max_new_tokens)
-        checked = RequestArguments.check(options, self._vocabulary)
+        checked = RequestArguments.check(options, self._vocabulary_size)
         sampler = Sampler(
             options.get("temperature", 0.0),
             options.get("top_p", 1.0),
@@ -395,21 +403,11 @@ class Engine:
         state = "open" if self._closing.alive else "closed"
         return f"<Engine {type(self.model).__name__}, {stores}, {state}>"
 
-    @property
-    def _vocabulary(self) -> int:
-        count: int = self.model.get_input_embeddings().num_embeddings
-        return count
-
     def _checked_prompt(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """Return the token ids of a prompt that, with the answer, fits the model and the device
         cache."""
         tokens = self._tokenizer.token_ids(prompt)
-        if not tokens or min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            raise ConfigurationError(
-                "prompt",
-                f"{len(tokens)} tokens" if tokens else "no tokens",
-                f"at least one token, each from 0 to {self._vocabulary - 1}",
-            )
+        check_token_ids("prompt", tokens, self._vocabulary_size)
         num_new = arguments.integer("max_new_tokens", max_new_tokens, 1)
         num_tokens = len(tokens) + num_new
         block_size = self._device.block_size
@@ -509,6 +507,7 @@ def _open_model(
                     name, value, "no value: it is for a model that is loaded here"
                 )
     if isinstance(tokenizer, (str, Path)):
+        check_source("tokenizer", tokenizer)
         texts = Tokenizer.load(tokenizer)
     elif tokenizer is not None:
         texts = Tokenizer(tokenizer)

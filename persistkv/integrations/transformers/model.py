@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import repo_exists, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from persistkv.errors import (
@@ -61,6 +63,7 @@ def load_model(
     :raises ConfigurationError: if no model can be loaded from ``source``.
     :raises UnsupportedModelError: if it is an encoder-decoder, or the checkpoint lacks weights.
     """
+    check_source("model", source)
     extra = {}
     if attn_implementation is not None:
         extra["attn_implementation"] = attn_implementation
@@ -87,6 +90,45 @@ def load_model(
         model = model.to(device)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
+
+
+def check_source(name: str, source: str | Path) -> None:
+    """Check that there is a directory, or a model of this name on Hugging Face.
+
+    Without this check, each file of a model that does not exist, or of a server that cannot be
+    reached, would be asked for six times within 23 s.
+
+    :param name: name of the argument, for the error.
+    :raises ConfigurationError: there is neither, or the server cannot be asked.
+    """
+    if Path(source).is_dir():
+        return
+    reason = "there is neither"
+    try:
+        if _is_cached(str(source)) or repo_exists(str(source)):
+            return
+    except HFValidationError:
+        reason = "there is no such directory"
+    except HfHubHTTPError:
+        # a mirror without this call, or a refusal, whose reason is for the download to say
+        return
+    # no network: libraries raise kinds of their own
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        reason = f"there is no such directory, and Hugging Face cannot be asked ({first_line})"
+    raise ConfigurationError(
+        name,
+        str(source),
+        f"the directory of a checkpoint, or its name on Hugging Face: {reason}",
+    )
+
+
+def _is_cached(name: str) -> bool:
+    """Return whether the configuration of a model on Hugging Face was downloaded earlier."""
+    for file in ("config.json", "adapter_config.json"):
+        if isinstance(try_to_load_from_cache(name, file), str):
+            return True
+    return False
 
 
 def _load_error(
@@ -261,6 +303,12 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
             found.append(item)
             todo += item.values()
     return found
+
+
+def vocabulary_size(model: Any) -> int:
+    """Return the number of token ids of a model."""
+    size: int = model.get_input_embeddings().num_embeddings
+    return size
 
 
 def context_length(model: Any) -> int | None:

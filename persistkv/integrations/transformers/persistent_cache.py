@@ -8,10 +8,15 @@ the store.
 
 from __future__ import annotations
 
+import os
+import secrets
+import threading
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,13 @@ from persistkv.integrations.transformers.model import (
     context_length,
     model_identity,
     probe_model,
+    vocabulary_size,
 )
-from persistkv.integrations.transformers.prompts import TokenIds, one_row
+from persistkv.integrations.transformers.prompts import (
+    TokenIds,
+    check_token_ids,
+    one_row,
+)
 from persistkv.integrations.transformers.request import BlockHashChain
 from persistkv.memory.budget import BLOCKS_STAGED
 from persistkv.memory.pages import huge_memory
@@ -41,6 +51,7 @@ from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.savings import MEASURED_TOKENS, Savings
 
 _ROWS_BYTES = 64 << 20  # 64 MiB of blocks are copied at a time
 _SPARE_TOKENS = 256  # capacity after the prompt
@@ -56,6 +67,8 @@ class ForwardRecord:
 
     :ivar problem: why a forward pass gave the cache KV that belongs to no plain prefix of tokens;
         "": none did.
+    :ivar prefill_tokens: tokens of the prefills whose time was measured.
+    :ivar prefill_s: seconds that they took.
     :param restored: tokens whose KV the cache holds already.
     """
 
@@ -65,14 +78,21 @@ class ForwardRecord:
         self, cache: RequestCache, model: Any, restored: Sequence[int]
     ) -> None:
         self.problem = ""
+        self.prefill_tokens = 0
+        self.prefill_s = 0.0
+        self._prefill_begin: float | None = None
         self._restored = restored
         self._calls: list[tuple[int, torch.Tensor]] = []
         self._positions: list[tuple[int, torch.Tensor]] = []
         self._mask: torch.Tensor | None = None
         # weakly, because the hook would keep the cache, and its KV, as long as the model
         self._cache = weakref.ref(cache)
-        handle = model.register_forward_pre_hook(self._observe, with_kwargs=True)
-        weakref.finalize(cache, handle.remove)
+        handles = [
+            model.register_forward_pre_hook(self._observe, with_kwargs=True),
+            model.register_forward_hook(self._measure),
+        ]
+        for handle in handles:
+            weakref.finalize(cache, handle.remove)
 
     def tokens(self, length: int) -> list[int]:
         """Return the tokens of the first ``length`` positions; those that no observed call had
@@ -108,6 +128,7 @@ class ForwardRecord:
 
     def _observe(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record a call of the model, before it runs, if it gets the cache."""
+        self._prefill_begin = None
         cache = self._cache()
         passed = any(value is cache for value in (*args, *options.values()))
         if cache is None or not passed:
@@ -125,6 +146,19 @@ class ForwardRecord:
         mask = options.get("attention_mask")
         if mask is not None:
             self._observe_mask(mask)
+        if input_ids.shape[1] >= MEASURED_TOKENS:
+            _synchronize(input_ids.device)
+            self._prefill_begin = time.perf_counter()
+
+    def _measure(self, *_: Any) -> None:
+        """Record how long a prefill took, after the model has run."""
+        if self._prefill_begin is None:
+            return
+        _, input_ids = self._calls[-1]
+        _synchronize(input_ids.device)
+        self.prefill_tokens += len(input_ids)
+        self.prefill_s += time.perf_counter() - self._prefill_begin
+        self._prefill_begin = None
 
     def _observe_mask(self, mask: Any) -> None:
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
@@ -217,6 +251,8 @@ class PersistentCache(RequestCache):
                 if not failed:
                     break
                 unreadable.update(failed)
+            if length:
+                self._add_savings(store, requests=1, tokens=length)
         self.restored_tokens = tuple(tokens[:length])
         self._first_present = [positions.start for positions in needed]
         self.set_length(length)
@@ -248,7 +284,23 @@ class PersistentCache(RequestCache):
             # not have.
             if not whole and (not _holds(store, present) or _holds(store, group_keys)):
                 raise StoreError(f"{self._url}: not the whole context could be stored")
+            self._save_prefill(store)
         return request
+
+    def _save_prefill(self, store: BlockingStore) -> None:
+        """Record the prefills since the last call."""
+        record = self._record
+        if record.prefill_tokens:
+            self._add_savings(
+                store, prefill_tokens=record.prefill_tokens, prefill_s=record.prefill_s
+            )
+        record.prefill_tokens, record.prefill_s = 0, 0.0
+
+    def _add_savings(self, store: BlockingStore, **counts: Any) -> None:
+        """Add counts, which are fields of ``Savings``, to those of this thread."""
+        source = _savings_source(os.getpid(), threading.get_ident())
+        part = Savings(self._identity.digest.hex(), self._identity.model_name, **counts)
+        store.add_savings(self._identity, source, part)
 
     def _put_absent(
         self,
@@ -362,6 +414,7 @@ class PersistentCache(RequestCache):
             yield store
 
 
+@arguments.checks_names
 def load(
     model: Any,
     token_ids: TokenIds,
@@ -395,8 +448,6 @@ def load(
     :raises StoreError: the store cannot be opened or read.
     """
     tokens = one_row(token_ids)
-    if not tokens:
-        raise ConfigurationError("token_ids", "no tokens", "at least one token")
     arguments.integer("block_size", block_size, 1)
     if not isinstance(store, (str, Path)):
         raise ConfigurationError("store", store, "a URL or a path")
@@ -407,6 +458,7 @@ def load(
     if limit is not None and len(tokens) > limit:
         raise PromptTooLongError(len(tokens), limit)
     geometry = probe_model(model)
+    check_token_ids("token_ids", tokens, vocabulary_size(model))
     directory = None if checkpoint is None else Path(checkpoint)
     identity = model_identity(model, directory, geometry, block_size)
     argument = ModelForward(model).cache_argument
@@ -418,6 +470,7 @@ def load(
     return cache
 
 
+@arguments.checks_names
 def save(
     cache: PersistentCache,
     token_ids: TokenIds,
@@ -450,3 +503,16 @@ def save(
 
 def _holds(store: BlockingStore, group_keys: Sequence[Sequence[bytes]]) -> bool:
     return all(store.contains(key) for keys in group_keys for key in keys)
+
+
+@cache
+def _savings_source(pid: int, thread: int) -> str:
+    """Return the source of savings of a thread: of its own, so that none adds to a note while
+    another one does."""
+    return secrets.token_hex(8)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until a device has computed what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

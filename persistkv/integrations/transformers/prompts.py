@@ -4,6 +4,7 @@ prompt to token ids."""
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,27 @@ def one_row(token_ids: TokenIds, name: str = "token_ids") -> list[int]:
         if len(rows) > 1:
             raise _batch(name, len(rows))
         rows = rows[0]
-    try:
-        return [operator.index(token) for token in rows]
-    except TypeError:
-        raise ConfigurationError(name, _shown(token_ids), expected) from None
+    ids = []
+    for position, token in enumerate(rows):
+        try:
+            ids.append(operator.index(token))
+        except TypeError:
+            shown = f"{reprlib.repr(token)} at position {position}"
+            raise ConfigurationError(name, shown, expected) from None
+    return ids
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocabulary_size: int) -> None:
+    """Raise ConfigurationError unless there are token ids, all of them in the vocabulary."""
+    expected = f"at least one token, each from 0 to {vocabulary_size - 1}"
+    if not token_ids:
+        raise ConfigurationError(name, "no tokens", expected)
+    if min(token_ids) >= 0 and max(token_ids) < vocabulary_size:
+        return
+    for position, token in enumerate(token_ids):
+        if not 0 <= token < vocabulary_size:
+            shown = f"{token} at position {position}"
+            raise ConfigurationError(name, shown, expected)
 
 
 def _is_row(entry: object) -> bool:

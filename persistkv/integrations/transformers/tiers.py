@@ -16,13 +16,13 @@ from persistkv.cpu.layout import cell_bytes, group_layouts
 from persistkv.cpu.shared_offload_region import remove_leftover_regions
 from persistkv.cpu.spec import WorkerGeometry
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
+from persistkv.storage.savings import MEASURED_TOKENS
 from persistkv.tiering.load_cost import Reason
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import REMEMBERED_ENDS, PersistentTier
 from persistkv.tiering.spec import TieringOffloadingSpec
 
 _PREWARM_S = 60.0
-_MEASURED_TOKENS = 64
 _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
 
 
@@ -197,7 +197,7 @@ class Tiers:
         loads with computing, for ``prefill_s`` and for the stores' savings. Prefills of less than
         64 tokens are ignored: they do not show the speed of long ones."""
         num_tokens = stop - start
-        if num_tokens < _MEASURED_TOKENS or self._tiering is None:
+        if num_tokens < MEASURED_TOKENS or self._tiering is None:
             return
         self._tiering.load_chooser.prefill.observe(start, stop, seconds)
         for tier in self.persistent:

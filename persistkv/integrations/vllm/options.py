@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from persistkv.base import check_labels
 from persistkv.config import StoreUrl, convert_options
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.persistent import PersistentTierOptions
@@ -53,6 +54,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _ = self.tier_options  # raises
+        check_labels(self.labels)
 
     @property
     def scheme(self) -> str:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from persistkv.base import GROUP_INDEX_BYTES, Retention
+from persistkv.base import GROUP_INDEX_BYTES, Retention, check_labels
 from persistkv.config import parse_size, store_url
 from persistkv.errors import HostError, StoreError, StoreTimeoutError
 from persistkv.memory.budget import default_io_threads
@@ -245,10 +245,12 @@ class BlockStore:
             durable later. The bytes are copied first. None: no deadline, and no copy.
         :raises ValueError: there is not one block for each key, a block has another size, or a key
             occurs twice.
+        :raises ConfigurationError: a label is invalid; see ``check_labels``.
         """
         deadline = _deadline(timeout_s)
         full = self._full_keys(keys, group)
         regions = self._regions(full, blocks, group)
+        check_labels(labels)
         job = PutJob(full, group, regions, depth, labels, retention)
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
@@ -325,6 +327,7 @@ class BlockStore:
         has the results; the memory must not change before that. Raises as ``put``."""
         full = self._full_keys(keys, group)
         regions = self._regions(full, blocks, group)
+        check_labels(labels)
         job = PutJob(full, group, regions, depth, labels, retention)
         number = completions.new_number()
         num_bytes = self._num_bytes(job)

@@ -54,7 +54,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def load_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load whatever a store holds: such small models compute about as fast as a store loads."""
-    defaults = Engine.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
+    defaults = Engine.open.__func__.__wrapped__.__kwdefaults__  # type: ignore[attr-defined]
     monkeypatch.setitem(defaults, "load_policy", "always")
 
 

@@ -346,12 +346,39 @@ class TestInvalidInput:
         with pytest.raises(ConfigurationError, match=field):
             open_engine(**options)
 
-    @pytest.mark.parametrize("token_ids", [[], [256], [-1], [3, 10_000]])
+    @pytest.mark.parametrize(
+        ("token_ids", "named"),
+        [
+            ([], "no tokens"),
+            ([256], "256 at position 0"),
+            ([5, -1], "-1 at position 1"),
+            ([3, 4, 10_000], "10000 at position 2"),
+        ],
+    )
     def test_generate_empty_prompt_or_unknown_token_raises(
-        self, open_engine: OpenEngine, token_ids: list[int]
+        self, open_engine: OpenEngine, token_ids: list[int], named: str
     ) -> None:
-        with pytest.raises(ConfigurationError, match="0 to 255"):
+        with pytest.raises(ConfigurationError, match=f"{named}.*from 0 to 255"):
             open_engine().generate(token_ids, 1)
+
+    def test_generate_token_that_is_no_integer_raises_naming_it(
+        self, open_engine: OpenEngine
+    ) -> None:
+        wrong: Any = [1, 2, "three"]
+        with pytest.raises(ConfigurationError, match="'three' at position 2"):
+            open_engine().generate(wrong, 1)
+
+    def test_generate_label_that_is_too_long_raises(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=r"at most 4,096 .*, not 5,004"):
+            open_engine().generate(prompt, 1, labels={"user": "a" * 5000})
+
+    def test_generate_stop_token_out_of_range_raises_naming_it(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
+        with pytest.raises(ConfigurationError, match="300 is none"):
+            open_engine().generate(prompt, 1, stop_token_ids=[2, 300])
 
     @pytest.mark.parametrize(
         ("name", "value", "expected"),
@@ -377,6 +404,7 @@ class TestInvalidInput:
             ("store", 5, "True or False"),
             ("kv_transfer_params", 5, "a mapping"),
             ("max_tokens", 5, "one of kv_transfer_params, labels, load"),
+            ("max_new_token", 5, "one of kv_transfer_params, labels, load"),
         ],
     )
     def test_generate_invalid_option_raises_before_running(
@@ -395,6 +423,31 @@ class TestInvalidInput:
         assert error.value.value is value
         assert error.value.expected.startswith(expected)
         assert engine.stats().requests == 0
+
+    @pytest.mark.parametrize(
+        ("name", "similar"),
+        [("max_new_token", "max_new_tokens"), ("temprature", "temperature")],
+    )
+    def test_generate_misspelt_option_raises_naming_the_similar_one(
+        self, open_engine: OpenEngine, prompt: list[int], name: str, similar: str
+    ) -> None:
+        given: dict[str, Any] = {name: 1}
+        with pytest.raises(ConfigurationError, match=rf"did you mean {similar}\?$"):
+            open_engine().generate(prompt, **given)
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("unknown_keyword", "expected one of attn_implementation, block_size, "),
+            ("blok_size", r"did you mean block_size\?$"),
+        ],
+    )
+    def test_open_unknown_option_raises_naming_similar_ones(
+        self, model: PreTrainedModel, name: str, text: str
+    ) -> None:
+        given: dict[str, Any] = {name: 1}
+        with pytest.raises(ConfigurationError, match=rf"{name}: 1 is not .*{text}"):
+            Engine.open(model, **given)
 
     @pytest.mark.parametrize("request_id", ["typo", 5, None])
     def test_wait_persisted_unknown_request_raises(

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -264,8 +270,62 @@ def test_load_model_non_causal_checkpoint_raises_naming_class(
 
 
 def test_load_model_missing_checkpoint_raises_naming_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="absent"):
+    with pytest.raises(ConfigurationError, match=r"absent'.*no such directory$"):
         load_model(tmp_path / "absent")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A server of models that has none, and hangs up when it is asked for ``broken``."""
+
+    paths: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.paths.append(self.path)
+        if "broken" in self.path:
+            return
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_load_model_that_does_not_exist_raises_after_one_request() -> None:
+    program = """
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.transformers.model import load_model
+for name in ("nope", "broken"):
+    try:
+        load_model(name)
+    except ConfigurationError as error:
+        print(error)
+"""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+    }
+    environment.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    server.shutdown()
+    server.server_close()
+    unknown, broken = done.stdout.splitlines()
+    assert unknown.startswith("model: 'nope' is not valid; ")
+    assert unknown.endswith("or its name on Hugging Face: there is neither")
+    assert "Hugging Face cannot be asked" in broken
+    asked = [path for path in Hub.paths if "models/" in path]
+    assert [path.rpartition("/")[2] for path in asked] == ["nope", "broken"]
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import persistkv
 from persistkv import ConfigurationError, Engine, PersistentCache, PromptTooLongError
+from persistkv.storage import open_backend
+from persistkv.storage.savings import Savings, read_savings
 from tests.integrations.transformers.conftest import tiny_llama
 
 NEW_TOKENS = 40
@@ -302,6 +306,52 @@ def test_load_leaves_nothing_on_model_once_its_cache_is_gone(
     generate(model, prompt, cache)
     del cache
     assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+
+
+def savings(url: str) -> list[Savings]:
+    with closing(open_backend(url, read_only=True)) as backend:
+        return read_savings(backend)
+
+
+def test_load_and_save_record_savings_that_add_up(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    save_answer(model, prompt, store)
+    (cold,) = savings(f"lmdb://{store}")
+    assert (cold.requests, cold.prefill_tokens) == (0, 100)
+    for _ in range(2):
+        cache = persistkv.load(model, prompt, store)
+    answer = generate(model, prompt, cache)
+    persistkv.save(cache, answer)
+    (total,) = savings(f"lmdb://{store}")
+    assert (total.requests, total.tokens) == (2, 2 * 96)
+    assert total.prefill_tokens == 100, "the prefill of 4 tokens shows no speed"
+    seconds = total.seconds(total.tokens)
+    assert seconds == pytest.approx(192 * cold.prefill_s / 100)
+    with closing(open_backend(f"lmdb://{store}", read_only=True)) as backend:
+        assert len(list(backend.note_names(bytes(16)))) == 1
+
+
+def test_load_of_two_threads_at_once_counts_both(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    save_answer(model, prompt, store)
+    with ThreadPoolExecutor(2) as threads:
+        loads = [threads.submit(persistkv.load, model, prompt, store) for _ in range(6)]
+        restored = [len(load.result().restored_tokens) for load in loads]
+    (total,) = savings(f"lmdb://{store}")
+    assert (total.requests, total.tokens) == (6, sum(restored))
+
+
+def test_load_from_read_only_store_restores_and_records_nothing(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    save_answer(model, prompt, store)
+    cache = persistkv.load(model, prompt, f"lmdb://{store}?read_only=yes")
+    assert len(cache.restored_tokens) == 96
+    (total,) = savings(f"lmdb://{store}")
+    assert total.requests == 0
 
 
 def test_load_prompt_beyond_context_length_raises(store: Path) -> None:
@@ -333,6 +383,9 @@ def test_save_other_tokens_or_several_sequences_raises(
         ("salt", 5, "text"),
         ("model", None, "a checkpoint's directory or name, or a model"),
         ("token_ids", None, "one prompt: integers in one row"),
+        ("token_ids", [], "at least one token"),
+        ("token_ids", [5, 256], "at least one token, each from 0 to 255"),
+        ("blok_size", 8, "one of block_size, checkpoint, "),
     ],
 )
 def test_load_wrong_argument_raises_naming_it(
@@ -352,7 +405,8 @@ def test_load_wrong_argument_raises_naming_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("labels", ["a"]), ("codec", 5), ("codec", "gzip")]
+    ("name", "value"),
+    [("labels", ["a"]), ("codec", 5), ("codec", "gzip"), ("label", {"user": "a"})],
 )
 def test_save_wrong_argument_raises_naming_it(
     model: LlamaForCausalLM, prompt: list[int], store: Path, name: str, value: Any

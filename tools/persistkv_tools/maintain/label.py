@@ -6,6 +6,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
 
+from persistkv.base import check_labels
 from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.inspection.handle import StoreHandle, open_store
@@ -26,7 +27,6 @@ from persistkv_tools.command import (
     add_namespace,
 )
 
-_LONGEST = 4096  # characters of a label: lists and each commit carry them
 _WORDS = Positional(
     "words",
     "REQUEST|NAME=VALUE",
@@ -184,19 +184,17 @@ def _text(found: FoundRequest) -> str:
 
 
 def parse_labels(texts: Iterable[str]) -> dict[str, str]:
-    """Return the labels of ``NAME=VALUE`` texts; raise ConfigurationError for another form, a label
-    of more than 4,096 characters, or a name given twice."""
+    """Return the labels of ``NAME=VALUE`` texts; raise ConfigurationError for another form, a name
+    given twice, or a label that is too long."""
     labels: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise ConfigurationError("label", text, "NAME=VALUE")
-        if len(text) > _LONGEST:
-            expected = f"at most {_LONGEST:,} characters"
-            raise ConfigurationError("label", f"{text[:40]}…", expected)
         if name in labels:
             raise ConfigurationError(
                 "label", text, f"each name once; {name} is given twice"
             )
         labels[name] = value
+    check_labels(labels)
     return labels

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from persistkv.config import exact_duration, exact_size
 from persistkv.errors import ConfigurationError
+
+_NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,17 @@ class Policy:
         """Describe the values of a URL (None if left out) that differ from this recorded policy;
         empty if none does."""
         found = []
-        for name, ours, theirs, unit in (
-            ("capacity", self.capacity, given.capacity, " bytes"),
-            ("ttl", self.ttl_s, given.ttl_s, " s"),
-            ("placement", self.placement, given.placement, ""),
-        ):
-            if theirs not in (None, ours):
-                found.append(
-                    f"{name}={theirs}{unit} (recorded: "
-                    f"{'none' if ours is None else f'{ours}{unit}'})"
-                )
+        ours, theirs = self._texts(), given._texts()
+        for name, value in theirs.items():
+            if value not in (_NONE, ours[name]):
+                found.append(f"{name}={value} (recorded: {ours[name]})")
         return " and ".join(found)
+
+    def _texts(self) -> dict[str, str]:
+        """Return the values as a URL gives them, by name."""
+        texts = {"capacity": _NONE, "ttl": _NONE, "placement": self.placement or _NONE}
+        if self.capacity is not None:
+            texts["capacity"] = exact_size(self.capacity)
+        if self.ttl_s is not None:
+            texts["ttl"] = exact_duration(self.ttl_s)
+        return texts

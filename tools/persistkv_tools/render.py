@@ -7,6 +7,7 @@ paths and error texts come from stores and from other processes.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -29,6 +30,8 @@ _WIDE = 120  # columns
 _UNBROKEN = 12  # characters
 _BAR = 24
 _LONGEST_CELL = 200  # characters
+_UNITS = ((86_400, "d"), (3600, "h"), (60, "m"))  # of times, in seconds
+_ALMOST = 0.98  # part of a unit that is shown as one
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -67,7 +70,7 @@ def format_age(created: float, now: float | None = None) -> str:
     age = _now(now) - created
     sign = "-" if age < 0 else ""
     seconds = abs(age)
-    for unit, letter in ((86_400, "d"), (3600, "h"), (60, "m")):
+    for unit, letter in _UNITS:
         if seconds >= unit:
             return f"{sign}{int(seconds // unit)}{letter}"
     return f"{sign}{int(seconds)}s"
@@ -76,7 +79,13 @@ def format_age(created: float, now: float | None = None) -> str:
 def format_expiry(at: float, now: float | None = None) -> str:
     """Return the time until ``at`` for people: ``in 3d``; ``expired`` if it has passed."""
     left_s = at - _now(now)
-    return "expired" if left_s <= 0 else f"in {format_age(0, left_s)}"
+    if left_s <= 0:
+        return "expired"
+    # rounded to the nearest day, hour or minute: a ttl of 7d is no 6d a moment after the store
+    for unit, letter in _UNITS:
+        if left_s >= unit * _ALMOST:
+            return f"in {round(left_s / unit)}{letter}"
+    return f"in {math.ceil(left_s)}s"
 
 
 def _now(given: float | None) -> float:

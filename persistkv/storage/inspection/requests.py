@@ -177,6 +177,21 @@ class FoundRequest(NamedTuple):
     short_id: str = ""
     """See ``RequestView.short_id``; empty: unknown."""
 
+    def copies(self, backend: Backend) -> list[RequestManifest]:
+        """Return the requests of the same context and labels, oldest first.
+
+        :raises NotFoundError: this request was deleted meanwhile.
+        """
+        own = copy_group(self.manifest)
+        found: list[RequestManifest] = []
+        for manifest in backend.catalogue(self.namespace.id).manifests():
+            if copy_group(manifest) == own:
+                found.append(manifest)
+        if not found:
+            raise NotFoundError(f"{self.manifest.id} was deleted meanwhile")
+        found.sort(key=lambda manifest: manifest.created)
+        return found
+
     def keys(self, backend: Backend) -> ManifestKeys:
         """Return the keys; raise ``NotFoundError`` if the request was deleted meanwhile or its keys
         are unreadable."""

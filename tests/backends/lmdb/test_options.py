@@ -98,12 +98,8 @@ def test_open_existing_store_other_policy_keeps_recorded_and_warns(
     ).evicted
     (warning,) = warnings_in(caplog)
     assert "persistkv set" in warning
-    assert ("(recorded: 67108864 bytes)" in warning) == ("capacity" in option)
-    assert (
-        ("ttl=86400" in warning)
-        == ("(recorded: 604800.0 s)" in warning)
-        == ("ttl" in option)
-    )
+    assert ("(recorded: 64MiB)" in warning) == ("capacity" in option)
+    assert ("ttl=1d (recorded: 7d)" in warning) == ("ttl" in option)
 
 
 def test_open_existing_store_other_placement_keeps_recorded_and_warns(

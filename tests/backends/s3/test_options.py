@@ -287,7 +287,7 @@ def test_open_with_other_policy_keeps_recorded_policy_and_warns(
         for record in caplog.records
         if record.levelno >= logging.WARNING
     ]
-    assert "capacity=41943040 bytes (recorded: 10737418240 bytes)" in notice
+    assert "capacity=40MiB (recorded: 10GiB)" in notice
 
 
 def test_set_policy_applies_to_other_handles(open_store: Opener) -> None:

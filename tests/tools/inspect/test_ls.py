@@ -320,6 +320,19 @@ class TestUse:
         shown = dict(zip(reversed(header), reversed(row), strict=False))
         assert (shown["copies"], shown["hits"]) == ("5", "2")
 
+    def test_show_newest_copy_has_hits_of_its_row_of_ls(self, run, contexts):
+        url, writer = contexts
+        for number, restored in enumerate((0, 32)):
+            writer.add(f"r{number}", "a b", restored=restored, age_s=60.0 - number)
+        context = json.loads(run("show", url, "r1", "--json").stdout)["context"]
+        assert (context["request"]["hits"], context["request"]["copies"]) == (0, 1)
+        assert (context["copies_hits"], context["copies"]) == (1, 2)
+        shown = run("show", url, "r1").stdout
+        assert (
+            "2 requests of this context and labels, one row of ls; hits of all: 1"
+            in (" ".join(shown.split()))
+        )
+
     def test_ls_never_hit_lists_requests_without_hits(self, run, used):
         found = json.loads(run("ls", used, "--never-hit", "--json").stdout)
         assert {request["id"] for request in found["requests"]} == {"lone", "long"}
@@ -524,6 +537,13 @@ class TestExpiry:
         assert "expired" not in listed["pinned"]
         assert "in 6d" in run("show", url, "old").stdout
         assert "expired" in run("show", url, "own").stdout
+
+    def test_ls_right_after_store_prints_whole_ttl(self, run, store):
+        url = self.at(store, 0)
+        lines = run("ls", url).stdout.splitlines()
+        (old,) = [line for line in lines if line.strip().startswith("old")]
+        assert "in 7d" in old
+        assert "in 7d" in run("show", url, "old").stdout
 
     def test_ls_store_without_ttl_has_no_column_of_expiry(self, run, contexts):
         url, writer = contexts

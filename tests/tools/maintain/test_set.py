@@ -137,7 +137,7 @@ def test_set_without_consent_changes_nothing(run, store):
         ("capacity", "NAME=VALUE"),
         ("capacity=lots", "capacity"),
         ("capacity=0", "capacity"),
-        ("ttl=7", "ttl"),
+        ("ttl=7", "none, or a positive duration with its unit (s, m, h or d)"),
         ("placement=extents", "placement"),
         ("size=1GiB", "one of capacity"),
     ],

@@ -89,6 +89,8 @@ class ContextView(msgspec.Struct, frozen=True):
     groups: list[GroupView]
     packs: list[PackView]
     shared_blocks: int
+    copies: int
+    copies_hits: int | None
 
 
 class TreeNode(msgspec.Struct):
@@ -200,6 +202,11 @@ def _print(context: ContextView) -> None:
         "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are also in other"
         " requests",
     }
+    if context.copies > 1:
+        rows["copies"] = (
+            f"{context.copies:,} requests of this context and labels, one row of ls; hits of "
+            f"all: {_or_dash(context.copies_hits, str)}"
+        )
     if request.ttl_s is not None:
         rows["ttl"] = f"{request.ttl_s:,.0f} s after its last use"
     if request.expires is not None:
@@ -283,6 +290,9 @@ def show_context(
     groups = []
     for group, group_keys in enumerate(chains):
         groups.append(_group_view(group, group_keys, places, key_limit))
+    copies = found.copies(backend)
+    # later requests with the context of the oldest copy are those of all
+    (oldest,) = catalogue.uses([copies[0].id])
     return ContextView(
         url,
         found.namespace.identity.model_name,
@@ -290,6 +300,8 @@ def show_context(
         groups,
         _pack_views(chains, places, sharers),
         sum(key in sharers for key in chain.from_iterable(chains)),
+        len(copies),
+        None if oldest is None else oldest.hits,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from persistkv.config import StoreUrl, parse_duration, parse_size
+from persistkv.config import StoreUrl, exact_duration, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
@@ -106,10 +106,7 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
         if name == "capacity":
             policy = replace(policy, capacity=parse_size(value, name="capacity"))
         elif name == "ttl":
-            policy = replace(
-                policy,
-                ttl_s=None if value == _NONE else parse_duration(value, name="ttl"),
-            )
+            policy = replace(policy, ttl_s=_parse_ttl(value))
         elif name != "placement":
             raise ConfigurationError(
                 "set", text, "one of capacity=SIZE, ttl=DURATION and ttl=none"
@@ -193,11 +190,15 @@ def _size(capacity: int | None) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return _NONE
-    units = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
-    return next(
-        f"{seconds / unit:g}{letter}"
-        for unit, letter in units
-        if seconds % unit == 0 or unit == 1
-    )
+    return _NONE if seconds is None else exact_duration(seconds)
+
+
+def _parse_ttl(value: str) -> float | None:
+    """Return the seconds of a ttl; None: requests never expire."""
+    if value == _NONE:
+        return None
+    try:
+        return parse_duration(value, name="ttl")
+    except ConfigurationError as error:
+        expected = f"{_NONE}, or {error.expected}"
+        raise ConfigurationError("ttl", value, expected) from None

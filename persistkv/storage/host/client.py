@@ -94,9 +94,10 @@ class StoreStats(msgspec.Struct, frozen=True):
 
 
 class _OpenFailures:
-    """Why the store does not open."""
+    """Why the store at ``place`` does not open."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: str) -> None:
+        self._place = place
         self.last: PersistKVError | None = None
         """The host's error, until it is taken."""
         # kind of the last logged error, until the store is open
@@ -133,7 +134,8 @@ class _OpenFailures:
         if self._reported is not None:
             self._reported = None
             logger.warning(
-                "the store is open now: lookups find its blocks, and new ones are stored"
+                "%s is open now: lookups find its blocks, and new ones are stored",
+                self._place,
             )
 
 
@@ -193,7 +195,7 @@ class StoreClient:
         self._in_flight = InFlight(max_queue_bytes)
         self._answers = Answers()
         self._next_look = 0.0
-        self._open_failures = _OpenFailures()
+        self._open_failures = _OpenFailures(hello.url.partition("?")[0])
 
     @property
     def host(self) -> Host:

@@ -490,7 +490,9 @@ class Supervisor:
         seconds = self.delay_start()
         if self.host.restartable and not self.open_failed:  # the client reports that
             logger.warning(
-                "the host process ended; lookups miss until another one is open, in %.1f s or more",
+                "the host process of %s ended; lookups miss until another one is open, in %.1f s "
+                "or more",
+                self.hello.url.partition("?")[0],
                 seconds,
             )
         return True

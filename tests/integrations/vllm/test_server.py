@@ -80,8 +80,9 @@ def test_server_idle_host_killed_is_restarted_counted_and_logged(start_server, u
     await_true(lambda: server.metric(f"{prefix}restarts_total") == 1)
     await_true(lambda: server.metric(f"{prefix}open") == 1)
     log = server.log
-    assert log.count("persistkv: the host process ended") == 1
-    assert log.count(f"persistkv: {url.partition('?')[0]} open, namespace") == 2
+    where = url.partition("?")[0]
+    assert log.count(f"persistkv: the host process of {where} ended") == 1
+    assert log.count(f"persistkv: {where} open, namespace") == 2
 
 
 @pytest.mark.slow

@@ -229,7 +229,7 @@ def test_open_store_locked_by_stopped_process_is_busy_then_attached(
         assert caplog.text.count("the store does not open") == 1
         holder.kill()
     wait_for(client, State.OPEN)
-    assert "the store is open now" in caplog.text
+    assert f"lmdb://{path} is open now" in caplog.text
 
 
 def test_open_identity_notice_reaches_engine_once(

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -141,7 +143,9 @@ def test_serve_metrics_absent_store_is_down_until_created(tmp_path):
         assert scrape(address)["persistkv_up", None] == 1
 
 
-def test_store_collector_moved_store_is_down_until_restored(shown):
+def test_store_collector_moved_store_is_down_until_restored_and_logs_both_once(
+    shown, caplog
+):
     from persistkv_tools.inspect.serve_metrics import StoreCollector
 
     with (
@@ -153,10 +157,36 @@ def test_store_collector_moved_store_is_down_until_restored(shown):
     with closing(StoreCollector(shown)) as collector:
         collector.close()
         os.rename(path, path.with_name("away"))
-        (up,) = collector.collect()
-        assert up.samples[0].value == 0
+        for _ in range(3):
+            (up,) = collector.collect()
+            assert up.samples[0].value == 0
         os.rename(path.with_name("away"), path)
-        assert collector.collect()[0].samples[0].value == 1
+        for _ in range(3):
+            assert collector.collect()[0].samples[0].value == 1
+    down, back = [record.getMessage() for record in caplog.records]
+    assert "cannot be read: " in down
+    assert back.endswith("can be read again")
+
+
+def test_store_collector_scrapes_of_hanging_store_do_not_queue(monkeypatch):
+    """Several servers scrape one exporter."""
+    pytest.importorskip("boto3")
+    from persistkv_tools.inspect.serve_metrics import StoreCollector
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    # accepts connections and never answers
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        endpoint = f"endpoint_url=http://127.0.0.1:{port}&deadline=2s"
+        with closing(StoreCollector(f"s3://bucket/kv?{endpoint}")) as collector:
+            begin = time.monotonic()
+            with ThreadPoolExecutor(4) as scrapes:
+                found = list(scrapes.map(lambda _: collector.collect(), range(4)))
+            seconds = time.monotonic() - begin
+    for (up,) in found:
+        assert up.samples[0].value == 0
+    assert seconds < 6, "four times the deadline would be 8"
 
 
 @pytest.mark.parametrize("listen", ["9464", "host:", "host:70000", "host:x"])

@@ -8,6 +8,7 @@ is imported when the command runs.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -174,6 +175,8 @@ class StoreCollector:
         self._lock = threading.RLock()
         self._backend: Backend | None = None
         self._savings = RecentSavings()
+        self._failure = ""
+        self._failed_at = -math.inf  # ``time.monotonic`` time of the last failure
 
     def collect(self) -> list[Metric]:
         """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot
@@ -186,17 +189,25 @@ class StoreCollector:
             metrics.append(gauge := GaugeMetricFamily(name, text, labels=["store"]))
             gauge.add_metric([self._store], value)
 
+        began = time.monotonic()
         with self._lock:
+            # Scrapes of several servers would queue while each call of a hanging medium takes its
+            # deadline, and all of them would time out.
+            if self._failed_at >= began:
+                add("persistkv_up", _UP, 0)
+                return metrics
             try:
                 if self._backend is None:
                     self._backend = open_backend(self._url, read_only=True)
                 stats, statuses = self._backend.stats(), read_statuses(self._backend)
                 saved = self._savings.by_namespace(self._backend)
             except StoreError as error:
-                logger.warning("%s cannot be read: %s", self._store, error)
+                self._report(str(error))
+                self._failed_at = time.monotonic()
                 self.close()
                 add("persistkv_up", _UP, 0)
                 return metrics
+            self._report("")
         now = time.time()
         live = [status for status in statuses if status.is_live(now)]
         add("persistkv_up", _UP, 1)
@@ -209,6 +220,15 @@ class StoreCollector:
         add("persistkv_engines", running, len(live))
         metrics += self._saved(saved)
         return metrics + self._counters(live) + self._gauges(live)
+
+    def _report(self, failure: str) -> None:
+        """Log a change of what prevents the reading, once; empty: nothing does."""
+        if failure != self._failure:
+            if failure:
+                logger.warning("%s cannot be read: %s", self._store, failure)
+            else:
+                logger.warning("%s can be read again", self._store)
+        self._failure = failure
 
     def _saved(self, rows: list[SavedTotals]) -> list[Metric]:
         from prometheus_client.core import CounterMetricFamily

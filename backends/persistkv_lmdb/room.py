@@ -6,11 +6,12 @@ are evicted, and their disk space returns to the file system.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from persistkv.config import PAGE_BYTES
+from persistkv.config import PAGE_BYTES, exact_size
 from persistkv.errors import StoreFullError
 from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.pack_writer import NewPack
@@ -147,9 +148,14 @@ class Room:
         """Return the error of a batch that does not fit."""
         path = self._environment.path
         capacity = self._environment.database.shares.capacity
-        return StoreFullError(
-            f"{path}: {sum(self.need)} bytes do not fit a capacity of {capacity}"
-        )
+        needed = sum(self.need)
+        place = f"a capacity of {exact_size(capacity)}"
+        status = os.statvfs(path)
+        free_bytes = status.f_bavail * status.f_frsize
+        # a full disk, which other files have filled, is no question of the capacity
+        if free_bytes < needed <= capacity:
+            place = f"the disk, which has {free_bytes} free bytes"
+        return StoreFullError(f"{path}: {needed} bytes do not fit {place}")
 
     def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from persistkv.config import StoreUrl
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
@@ -145,3 +148,27 @@ def test_commit_blocks_become_small_catalogue_grows_within_capacity(
     commit_many(backend, namespace, 8, blocks=64, block_bytes=64 << 10)
     assert commit_many(backend, namespace, 3000, 10, blocks=2) <= 16 * MIB
     assert backend.stats().stored_bytes > 0.4 * 16 * MIB
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", directory]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs privileges")
+    yield directory
+    subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def test_commit_that_the_disk_does_not_hold_raises_naming_the_disk(
+    small_disk: Path, identity: Identity
+) -> None:
+    """Not the capacity, which would hold it."""
+    url = StoreUrl.parse(f"lmdb://{small_disk}/kv?capacity=1GiB")
+    with closing(LmdbBackend.open(url)) as backend:
+        namespace = backend.open_namespace(identity).id
+        large = sample_pack(namespace, 2, blocks=64, block_bytes=1 << 17)
+        with pytest.raises(StoreFullError, match="do not fit the disk, which has"):
+            backend.commit(namespace, CommitBatch([large]))

@@ -31,8 +31,9 @@ def test_bench_returns_figures_and_leaves_store_unchanged(run, filled, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-def test_bench_text_has_verdict_and_leaves_no_files(run, tmp_path):
-    shown = run("bench", f"lmdb://{tmp_path}/absent", *SMALL).stdout
+@pytest.mark.parametrize("store", ["absent", "absent/deeper/kv"])
+def test_bench_text_has_verdict_and_leaves_no_files(run, tmp_path, store):
+    shown = run("bench", f"lmdb://{tmp_path}/{store}", *SMALL).stdout
     for part in ("store", "load", "verdict"):
         assert part in shown
     assert list(tmp_path.iterdir()) == []

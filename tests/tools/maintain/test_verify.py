@@ -465,12 +465,19 @@ class TestVerifyCommand:
         )
 
     @pytest.mark.parametrize(
-        "options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")]
+        "options",
+        [
+            ("--sample", "0"),
+            ("--sample", "1.5"),
+            ("--sample", "5%"),
+            ("--rate", "fast"),
+        ],
     )
     def test_bad_option_exits_2(self, run, filled, options):
         done = run("verify", filled, *options)
         assert done.returncode == 2
         assert options[0] in done.stderr
+        assert "is not valid; expected" in done.stderr
 
     def test_repair_absent_store_exits_3_and_creates_nothing(self, run, tmp_path):
         assert (

@@ -33,6 +33,7 @@ from persistkv.storage.backend import Backend, CommitBatch, PlainMedium, ReadSpa
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
+from persistkv.storage.mounts import existing_parent
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command, number
 from persistkv_tools.packs import Piece, Took, check_piece
@@ -132,7 +133,12 @@ def _scratch(url: str) -> Iterator[str]:
     erase it if it is remote."""
     parsed = StoreUrl.parse(url)
     # beside the store: on the same disk, or in the same bucket
-    location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
+    suffix = f".bench-{secrets.token_hex(4)}"
+    location = parsed.location.rstrip("/") + suffix
+    path = Path(location)
+    if path.is_absolute():
+        # where the directories of an absent store would be created: none of them is left
+        location = str(existing_parent(path.parent) / path.name)
     scratch = f"{parsed.scheme}://{location}"
     if parsed.options:
         scratch += f"?{urlencode(parsed.options)}"

@@ -15,7 +15,7 @@ import gc
 import math
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -224,11 +224,19 @@ def _consents(plan: RepairPlan) -> bool:
     return confirm(f"Delete {packs}, and shorten the requests that use them?")
 
 
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        problem = f"{text!r} is not valid; expected a share such as 0.05"
+        raise ArgumentTypeError(problem) from None
+
+
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--sample",
         metavar="SHARE",
-        type=float,
+        type=_share,
         default=1.0,
         help="Read only a random share of the packs, e.g. 0.05.",
     )

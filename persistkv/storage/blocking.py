@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -107,10 +107,11 @@ class BlockingStore:
 
     def add_savings(self, identity: Identity, source: str, part: Savings) -> None:
         """Record savings; see ``persistkv.storage.savings.add_savings``."""
-        backend = self.catalogue.backend
-        self._wait(
-            self.catalogue.call(partial(add_savings, backend, identity, source, part))
-        )
+        add = partial(add_savings, self.catalogue.backend, identity, source, part)
+        self._wait(self._call(add))
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        return await self.catalogue.call(function)
 
     def work(self) -> None:
         """Do the due commits and refreshes; see ``Committer.work``."""

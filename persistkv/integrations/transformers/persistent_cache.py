@@ -154,7 +154,7 @@ class ForwardRecord:
         """Record how long a prefill took, after the model has run."""
         if self._prefill_begin is None:
             return
-        _, input_ids = self._calls[-1]
+        input_ids = self._calls[-1][1]
         _synchronize(input_ids.device)
         self.prefill_tokens += len(input_ids)
         self.prefill_s += time.perf_counter() - self._prefill_begin

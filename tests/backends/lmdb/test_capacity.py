@@ -155,7 +155,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", directory]
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(directory)]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting a tmpfs needs privileges")
     yield directory

@@ -24,6 +24,13 @@ def expected(plain_engine):
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
+def savings(url):
+    """Return the savings of the only namespace of a store."""
+    with closing(open_backend(url, read_only=True)) as backend:
+        (saved,) = read_savings(backend)
+    return saved
+
+
 def test_engine_restart_after_kill_and_after_exit_starts_warm(
     start_engine, url, expected
 ):
@@ -41,8 +48,10 @@ def test_engine_restart_after_kill_and_after_exit_starts_warm(
     assert "in a thread" not in last.log  # the store runs in a host process
     assert "persistkv: tier persistkv raised" not in killed.log + ended.log + last.log
     last.close()
-    with closing(open_backend(url, read_only=True)) as backend:
-        (saved,) = read_savings(backend)
+    # the hosts write it when they end, after their engines
+    deadline = time.monotonic() + 60
+    while (saved := savings(url)).requests < 5 and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert (saved.requests, saved.tokens) == (5, 4 * 384 + 224)
     assert saved.prefill_tokens > 0
 

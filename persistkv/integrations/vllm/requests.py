@@ -153,12 +153,9 @@ class LiveRequest(RequestDescription):
         self.options = options
         self.has_stored = False
         """Whether any chunk of the request was submitted to the store."""
-        self.failed: set[OffloadKey] = set()
-        """Keys that failed to load, which are misses for this request: an engine never retries one
-        for ever."""
-        self.restored: list[OffloadKey] = []
-        """Keys whose chunks the store has loaded, and which the engine therefore does not
-        compute."""
+        self.loaded: dict[OffloadKey, bool] = {}
+        """For the keys of ended loads, whether the engine uses the chunk instead of computing it.
+        Failed keys are misses for this request: an engine never retries one for ever."""
         self.load_decision: LoadDecision | None = None
         """Whether the request loads what the store holds; None: not decided yet."""
         self.loads_elsewhere = False
@@ -193,7 +190,7 @@ class LiveRequest(RequestDescription):
     def end_load(self, keys: Sequence[OffloadKey], failed: Set[OffloadKey]) -> None:
         """Record the result of a load: ``failed`` keys are misses from now on, so that the engine
         computes them, and what follows them, instead of retrying for ever."""
-        self.failed |= failed
+        self.loaded.update(dict.fromkeys(failed, False))
         positions: dict[OffloadKey, int] = {}
         for key in keys:
             end = self._position(key)
@@ -204,7 +201,12 @@ class LiveRequest(RequestDescription):
         first_failed = min((positions[key] for key in failed), default=math.inf)
         for key, end in positions.items():
             if end < first_failed:
-                self.restored.append(key)
+                self.loaded[key] = True
+
+    @property
+    def restored(self) -> list[OffloadKey]:
+        """Keys of the chunks that the engine uses instead of computing them."""
+        return [key for key, is_used in self.loaded.items() if is_used]
 
     def depth(self, key: OffloadKey) -> int | None:
         end = self._ends.get(key)

@@ -271,7 +271,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _loads_key(self, request: LiveRequest, key: OffloadKey) -> bool:
         """Return whether the request loads a chunk that the store holds."""
-        if key in request.failed or request.is_declined:
+        if request.loaded.get(key) is False or request.is_declined:
             return False
         if request.load_decision is not None or self.options.load_policy == "always":
             return True
@@ -425,8 +425,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return
-        if request.restored:
-            self._guard.on_restored(request.restored, request.context, request.epoch)
+        restored = request.restored
+        if restored:
+            self._guard.on_restored(restored, request.context, request.epoch)
         if request.has_stored:
             self._guard.on_request_finished(request.end(), request.epoch)
         elif not self._guard.is_opening:

@@ -293,6 +293,7 @@ def show_context(
     copies = found.copies(backend)
     # later requests with the context of the oldest copy are those of all
     (oldest,) = catalogue.uses([copies[0].id])
+    copies_hits = None if oldest is None else oldest.hits
     return ContextView(
         url,
         found.namespace.identity.model_name,
@@ -301,7 +302,7 @@ def show_context(
         _pack_views(chains, places, sharers),
         sum(key in sharers for key in chain.from_iterable(chains)),
         len(copies),
-        None if oldest is None else oldest.hits,
+        copies_hits,
     )
 
 

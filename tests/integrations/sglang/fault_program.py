@@ -60,7 +60,9 @@ class Tally:
 class Engine:
     """Uses a store as SGLang's storage threads do, until it is killed."""
 
-    def __init__(self, url: str, content: Any, tally: Tally, seed: str) -> None:
+    def __init__(
+        self, url: str, pool: Any, content: Any, tally: Tally, seed: str
+    ) -> None:
         """:param content: pool with the content of each key."""
         options = {
             "url": url,
@@ -72,7 +74,7 @@ class Engine:
         self._chance = random.Random(seed)
         self._content = content
         self._keys = page_keys(range(PAGES))
-        self._pool = make_host_pool(POOL_PAGES, layers=1, heads=1)
+        self._pool = pool
         self._tally = tally
         self._open()
 
@@ -142,6 +144,8 @@ def main(url: str, operations: int, seed: int) -> None:
     torch.set_num_threads(
         1
     )  # a forked child has no other threads, and would wait for them
+    # SGLang creates no pool while the machine has little memory
+    pool = make_host_pool(POOL_PAGES, layers=1, heads=1)
     content = make_host_pool(PAGES, layers=1, heads=1)
     fill(content, seed)
     # imported here and forked: an import of SGLang takes longer than thousands of operations
@@ -150,7 +154,7 @@ def main(url: str, operations: int, seed: int) -> None:
     while tally["operations"] < operations:
         child = os.fork()
         if not child:
-            _live(url, content, tally, f"{seed} {tally['kills']}")
+            _live(url, pool, content, tally, f"{seed} {tally['kills']}")
         _kill_later(child, tally, chance)
         tally.add("kills")
     sys.stdout.write(tally.as_json())
@@ -167,16 +171,16 @@ def _kill_later(child: int, tally: Tally, chance: random.Random) -> None:
             break
         time.sleep(0.01)
         if os.waitpid(child, os.WNOHANG) != (0, 0):
-            raise SystemExit("a child process has failed: see above")
+            raise SystemExit(f"a child process has failed: {tally.as_json()}")
     time.sleep(chance.random() / 100)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
 
-def _live(url: str, content: Any, tally: Tally, seed: str) -> None:
+def _live(url: str, pool: Any, content: Any, tally: Tally, seed: str) -> None:
     """Make calls until this process is killed."""
     try:
-        Engine(url, content, tally, seed).run()
+        Engine(url, pool, content, tally, seed).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

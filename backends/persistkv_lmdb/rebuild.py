@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import groupby, islice
@@ -440,6 +440,7 @@ class _Builder:
         :param packs: ordered by name.
         :param erasures: number of the last erasure.
         """
+        self.namespaces = len({pack.name[:ID_BYTES] for pack in packs})
         tables = sum(pack.tail_length for pack in packs)
         map_bytes = _FIRST_MAP_BYTES + 4 * tables + len(packs) * _ROWS_BYTES
         with lmdb.open(
@@ -458,13 +459,10 @@ class _Builder:
                 rows = TableRows(txn, databases)
                 self._record_space(rows, packs)
                 write_erasures(rows, erasures)
-            by_namespace = groupby(packs, key=lambda pack: pack.name[:ID_BYTES])
-            for namespace, group in by_namespace:
-                self.namespaces += 1
-                while page := list(islice(group, _PACKS_AT_ONCE)):
-                    with env.begin(write=True, buffers=True) as txn:
-                        rows = TableRows(txn, databases)
-                        self._add(rows, namespaces[namespace], page)
+            for namespace, page in _pages_of(packs):
+                with env.begin(write=True, buffers=True) as txn:
+                    rows = TableRows(txn, databases)
+                    self._add(rows, namespaces[namespace], page)
             with env.begin(write=True, buffers=True) as txn:
                 rows = TableRows(txn, databases)
                 moment, clock = read_clock(rows)
@@ -512,3 +510,14 @@ class _Builder:
         capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(least))
         self.capacity = capacity
         write_policy(rows, replace(self._policy, capacity=capacity))
+
+
+def _pages_of(
+    packs: Iterable[ScannedPack],
+) -> Iterator[tuple[bytes, list[ScannedPack]]]:
+    """Divide packs, ordered by name, into pages of one namespace each, and yield them with its
+    id."""
+    by_namespace = groupby(packs, key=lambda pack: pack.name[:ID_BYTES])
+    for namespace, group in by_namespace:
+        while page := list(islice(group, _PACKS_AT_ONCE)):
+            yield namespace, page

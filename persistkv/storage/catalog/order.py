@@ -46,6 +46,7 @@ from persistkv.storage.catalog.rows import (
     TableRows,
     Use,
 )
+from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES
 
 logger = logging.getLogger(__name__)
@@ -151,15 +152,21 @@ def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
     if row is None:
         now = Reading.now()
         return 0, StoreClock(now.wall, now)
-    if len(row) == _CLOCK.size:
-        moment, seconds, wall, since_boot, boot, unconfirmed, since = _CLOCK.unpack(row)
-        values = (seconds, wall, since_boot, unconfirmed, since)
-        # false for NaN, too
-        is_valid = all(0 <= value <= _LATEST_S for value in values)
-        if is_valid and moment <= MAX_COUNT:
-            at = Reading(wall, since_boot, boot)
-            return moment, StoreClock(seconds, at, unconfirmed, since)
-    raise CorruptStoreError(f"unreadable clock: {bytes(row).hex()}")
+    if len(row) != _CLOCK.size:
+        raise _unreadable_clock(row)
+    moment, seconds, wall, since_boot, boot, unconfirmed, since = _CLOCK.unpack(row)
+    if moment > MAX_COUNT:
+        raise _unreadable_clock(row)
+    for value in (seconds, wall, since_boot, unconfirmed, since):
+        # also for NaN
+        if not 0 <= value <= _LATEST_S:
+            raise _unreadable_clock(row)
+    at = Reading(wall, since_boot, boot)
+    return moment, StoreClock(seconds, at, unconfirmed, since)
+
+
+def _unreadable_clock(row: Buffer) -> CorruptStoreError:
+    return CorruptStoreError(f"unreadable clock: {bytes(row).hex()}")
 
 
 def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:

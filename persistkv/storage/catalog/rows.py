@@ -319,11 +319,15 @@ class NamespaceState:
 
     def count(self, table: PackTable, sign: int) -> None:
         """Add a pack to the totals (``sign`` 1), or subtract it (-1)."""
+        packs = self.packs + sign
+        blocks = self.blocks + sign * len(table.keys)
+        raw_bytes = self.raw_bytes + sign * table.raw_length
+        stored_bytes = self.stored_bytes + sign * table.payload_length
         # less than 0: the row was damaged
-        self.packs = max(0, self.packs + sign)
-        self.blocks = max(0, self.blocks + sign * len(table.keys))
-        self.raw_bytes = max(0, self.raw_bytes + sign * table.raw_length)
-        self.stored_bytes = max(0, self.stored_bytes + sign * table.payload_length)
+        self.packs = max(0, packs)
+        self.blocks = max(0, blocks)
+        self.raw_bytes = max(0, raw_bytes)
+        self.stored_bytes = max(0, stored_bytes)
 
 
 def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:

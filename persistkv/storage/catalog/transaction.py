@@ -44,7 +44,11 @@ from persistkv.storage.catalog.rows import (
     read_state,
 )
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.manifest import encode_manifest, encode_manifest_keys
+from persistkv.storage.format.manifest import (
+    RequestManifest,
+    encode_manifest,
+    encode_manifest_keys,
+)
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 
@@ -318,10 +322,7 @@ class CatalogTransaction:
         rewritten."""
         name = self._namespace + pack.pack_id
         if self._holds(name):
-            is_listed = self._order.touch(name)
-            # its use is damaged: without one, it could not be evicted
-            if not is_listed:
-                self._order.add_pack(name, UNKNOWN_DEPTH, self._pins_of(name))
+            self._touch_held(name)
             return
         self._delete_pack(name)
         self.grew = True
@@ -339,6 +340,13 @@ class CatalogTransaction:
         if named:
             self._order.touch(name, named)
         self._state.count(table, 1)
+
+    def _touch_held(self, name: bytes) -> None:
+        """Touch a pack that is held. One whose use is damaged is listed again: without a use, it
+        could not be evicted."""
+        is_listed = self._order.touch(name)
+        if not is_listed:
+            self._order.add_pack(name, UNKNOWN_DEPTH, self._pins_of(name))
 
     def _remove(self, name: bytes, row: Use | Chain) -> None:
         """Evict the pack or manifest of a row in the eviction order."""
@@ -410,17 +418,10 @@ class CatalogTransaction:
         before = self._order.chain(name)
         self.drop_manifest(name)
         is_pinned = before is not None and before.pinned
-        flags = 0
-        named = NAMED
-        if write.manifest.ordered:
-            flags |= ORDERED
-        if write.manifest.restored_tokens:
-            flags |= RESTORED
+        flags = _flags_of(write.manifest)
         if is_pinned:
             flags |= PINNED
-        if write.manifest.priority == "low":
-            flags |= LOW
-            named = NAMED_LOW
+        named = NAMED_LOW if flags & LOW else NAMED
         self._rows.put(MANIFESTS, name, encode_manifest(write.manifest))
         self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys))
         packs = tuple(dict.fromkeys(write.packs))
@@ -573,6 +574,18 @@ class CatalogTransaction:
             table = pack_table(key, row)
             if table is not None:
                 state.count(table, 1)
+
+
+def _flags_of(manifest: RequestManifest) -> int:
+    """Return ``Chain.flags`` of a new manifest that is not pinned."""
+    flags = 0
+    if manifest.ordered:
+        flags |= ORDERED
+    if manifest.restored_tokens:
+        flags |= RESTORED
+    if manifest.priority == "low":
+        flags |= LOW
+    return flags
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:

@@ -14,8 +14,10 @@ from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.shared.format import (
     NONCE_BYTES,
     Latest,
+    decode_latest,
     encode_latest,
     seal,
+    unseal,
 )
 from tests.storage.shared.model import newer
 from tests.storage.shared.town import (
@@ -87,6 +89,21 @@ def start_merger(town: Town, first: int = 1000) -> Engine:
     merger = town.engine()
     keep_committing(town, merger, 20, first)
     return merger
+
+
+def test_engine_that_adds_its_segment_to_latest_leaves_merging_to_the_writer(
+    town: Town,
+) -> None:
+    engine = town.engine()
+    engine.store(pack(1))
+    town.run(6)
+    merged = START + town.now
+    put_latest(town, merged)  # another engine has merged at the same time
+    town.run(3)
+    body = unseal(NAMES.latest, town.data(NAMES.latest), Authenticator(), NAMESPACE)
+    latest = decode_latest(body)
+    assert [name for name, _ in latest.recent] == town.names("/index/")
+    assert (latest.writer, latest.time) == (bytes(NONCE_BYTES), merged)
 
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"junk" * 100_000])

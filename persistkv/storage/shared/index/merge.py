@@ -177,7 +177,10 @@ class Merger:
         if latest is not None:
             self._note_latest(latest)
             if self._is_missing_in(latest):
-                self._announce()
+                # Writer and time stay those of the last merge. If many engines have merged at the
+                # same time, each adds its segment: if each became the writer, none would stay it
+                # for long enough to merge again, and none of the others would merge meanwhile.
+                self._write_latest(latest.writer, latest.time)
         self._plan_base()
 
     def _note_latest(self, latest: Latest) -> None:
@@ -450,8 +453,17 @@ class Merger:
         self._written.append((now, info.name))
 
     def _announce(self) -> None:
-        """Write ``latest``."""
-        time = self._medium.time.now()
+        """Write ``latest`` after a merge or base of this engine."""
+        now = self._medium.time.now()
+        self._write_latest(self.writer, now)
+        self.last_writer = self.writer
+
+    def _write_latest(self, writer: bytes, time: float) -> None:
+        """Write ``latest``.
+
+        :param writer: of the last merge or base.
+        :param time: of the last merge or base, on the medium's clock.
+        """
         contained = self._replica.contained
         listed = self._reader.listed
         recent: list[tuple[str, int]] = []
@@ -460,10 +472,9 @@ class Merger:
             is_deleted = is_included and info.name not in listed
             if not is_deleted:
                 recent.append((info.name, info.size))
-        latest = Latest(self.writer, time, recent)
+        latest = Latest(writer, time, recent)
         body = encode_latest(latest)
         self._put(self._names.latest, body)
-        self.last_writer = self.writer
 
     # Bases
 

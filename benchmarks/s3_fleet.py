@@ -54,6 +54,7 @@ WARM_UP_S = 60.0
 SHORT_WARM_UP_S = 30.0  # of more than 100 engines
 KILL_EVERY_S = 60.0
 RESTART_S = 15.0
+FIRST_S = 20.0  # until the other engines follow the first one
 START_S = 15.0  # until a new engine counts as a reader
 SETTLE_S = 30.0  # commits at the end of a run that others need not see
 HOURS_PER_MONTH = 730.0
@@ -210,7 +211,11 @@ class Fleet:
         decode = lru_cache(maxsize=DECODED)(decode_delta)
         self._patch(reader_module, "decode_delta", decode)
         self.dead: list[Engine] = []
-        self.alive = [self._start() for _ in range(engines)]
+        self.alive = [self._start()]
+        # It merges when the others start. If a thousand start before anyone merges, hundreds of
+        # them merge at the same time, for half a minute.
+        self.run(FIRST_S)
+        self.alive += [self._start() for _ in range(1, engines)]
 
     def _patch(self, module: ModuleType, name: str, value: object) -> None:
         patch = mock.patch.object(module, name, value)

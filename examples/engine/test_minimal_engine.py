@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import minimal_engine
 from minimal_engine import BLOCK_TOKENS, MinimalEngine, block_keys
 
 PROMPT = list(range(500))
@@ -63,12 +64,9 @@ def test_answer_other_prompt_restores_common_prefix_only(url: str) -> None:
         engine.close()
 
 
-def test_main_unknown_scheme_lists_valid_schemes() -> None:
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("minimal_engine.py")),
-        "tape:///dev/st0",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "'tape' is not valid; expected one of" in done.stderr
+def test_main_unknown_scheme_lists_valid_schemes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["minimal_engine.py", "tape:///dev/st0"])
+    with pytest.raises(SystemExit, match="'tape' is not valid; expected one of"):
+        minimal_engine.main()

@@ -10,7 +10,7 @@ from tests.crash.running import run_module
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_crash_loop_killed_writers_keep_acknowledged_packs() -> None:
-    lines = run_module("loop", "--kills", 6, "--seed", 1, "--seconds", 20)
+    lines = run_module("loop", "--kills", 6, "--seed", 1, "--seconds", 45)
     assert [line.split(":")[0] for line in lines] == ["inline", "extents"]
     for line in lines:
         numbers = re.fullmatch(

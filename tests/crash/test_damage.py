@@ -10,7 +10,7 @@ from tests.crash.running import run_module
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_damage_random_file_store_opens_with_valid_content_or_empty() -> None:
-    (line,) = run_module("damage", "--cases", 10, "--seed", 3, "--seconds", 60)
+    (line,) = run_module("damage", "--cases", 10, "--seed", 3, "--seconds", 150)
     numbers = re.fullmatch(
         r"(\d+) damaged stores: .*, (\d+) opened with valid content, (\d+) quarantined.*",
         line,

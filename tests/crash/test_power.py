@@ -30,7 +30,7 @@ PAGE = 4096
 @pytest.mark.timeout(170)
 @pytest.mark.usefixtures("recorder")
 def test_power_losses_keep_acknowledged_packs() -> None:
-    lines = run_module("power", "--cuts", 4, "--seed", 2, "--seconds", 30)
+    lines = run_module("power", "--cuts", 4, "--seed", 2, "--seconds", 75)
     assert [line.split(":")[0] for line in lines] == ["inline", "extents"]
     for line in lines:
         numbers = re.fullmatch(

@@ -83,6 +83,12 @@ def damage_root_page(path: Path) -> None:
 
 
 @pytest.fixture
+def placement() -> str:
+    """The one placement of the tests: damage is found in the catalogue, which both have."""
+    return "extents"
+
+
+@pytest.fixture
 def inspections(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Results of the inspections so far."""
     found = []
@@ -309,6 +315,7 @@ def test_open_busy_store_leaves_guard_unclean_and_next_open_inspects(
     assert len(inspections) == 1
 
 
+@pytest.mark.parametrize("placement", ["inline", "extents"])
 def test_open_after_many_killed_writers_keeps_content(
     open_store: Opener, path: Path, filled: bytes
 ) -> None:

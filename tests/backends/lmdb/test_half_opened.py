@@ -61,6 +61,12 @@ def failing_write_to_empty_guard(
         yield
 
 
+@pytest.fixture
+def placement() -> str:
+    """The one placement of the tests: attempts fail before a payload is read or written."""
+    return "extents"
+
+
 @contextmanager
 def guard_locked_by_closing_process(
     path: Path, monkeypatch: pytest.MonkeyPatch

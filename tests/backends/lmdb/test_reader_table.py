@@ -59,6 +59,12 @@ except ProcessIdInUseError as error:
 """
 
 
+@pytest.fixture
+def placement() -> str:
+    """The one placement of the tests: payloads are in the pages that readers hold."""
+    return "inline"
+
+
 @contextmanager
 def in_pid_namespace(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process with PID 1 in its own PID namespace, killed at the end of the block."""

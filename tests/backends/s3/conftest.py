@@ -77,10 +77,11 @@ def parsed_models() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def raw_client(endpoint: str) -> Iterator[Any]:
     """boto3 client that bypasses the driver."""
-    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    with mock.patch.dict(os.environ, ACCESS):
+        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
     yield client
     client.close()
 

@@ -30,6 +30,7 @@ def main() -> None:
         default=[125, 20, 4],
         help="objects of one task; divisors of 1,000",
     )
+    parser.add_argument("--in-flight", type=int, default=1, help="tasks at once")
     parser.add_argument("--endpoint", help="S3 server; default: a moto server")
     arguments = parser.parse_args()
     rows: list[list[str]] = []
@@ -38,7 +39,12 @@ def main() -> None:
             counts: dict[str, int] = {}
             for name in ("persistkv", "s3"):
                 found = count(
-                    name, endpoint, arguments.lmcache_python, arguments.kib, at_once
+                    name,
+                    endpoint,
+                    arguments.lmcache_python,
+                    arguments.kib,
+                    at_once,
+                    arguments.in_flight,
                 )
                 counts[name] = sum(found.values())
                 verbs = [f"{number} {verb}" for verb, number in sorted(found.items())]
@@ -46,14 +52,15 @@ def main() -> None:
                 row = [f"{at_once}", name, f"{counts[name]}", ", ".join(verbs)]
                 rows.append([*row, f"{ratio:.3f}"])
     show(
-        f"Requests for 1,000 objects of {arguments.kib} KiB, stored, looked up and loaded",
+        f"Requests for 1,000 objects of {arguments.kib} KiB, stored, looked up and loaded, "
+        f"tasks at once: {arguments.in_flight}",
         ["objects of a task", "adapter", "requests", "of these", "persistkv ÷ adapter"],
         rows,
     )
 
 
 def count(
-    name: str, endpoint: str, python: str, kib: int, at_once: int
+    name: str, endpoint: str, python: str, kib: int, at_once: int, in_flight: int
 ) -> dict[str, int]:
     """Return the requests of one run with an adapter, by verb."""
     bucket = make_bucket(endpoint)
@@ -67,8 +74,8 @@ def count(
             configuration(name, proxy.port, bucket),
             kib,
             at_once,
-            rounds=OBJECTS // at_once,
-            options=["--warmup-rounds", "0"],
+            rounds=OBJECTS // (at_once * in_flight),
+            options=["--warmup-rounds", "0", "--in-flight", str(in_flight)],
         )
         return proxy.by_verb()
     finally:

@@ -29,8 +29,9 @@ class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     may differ without notice."""
     codec: str = "raw"
     """Codec of new packs."""
-    io_threads: int = 2
-    """Threads of each open layout that read and decode; a remote store has always 8."""
+    io_threads: int | None = None
+    """Threads of each open layout that read and decode; a remote store has always 8. None: 4 on a
+    machine with 8 cores or more, otherwise 2."""
     staging_bytes: int | str = "256MiB"
     """Bound on the memory of the store beyond its index and LMCache's own."""
     max_queue_bytes: int | str = "1GiB"

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--directory", help="on the disk to be used")
     arguments = parser.parse_args()
+    # before the forks: it takes seconds
+    import_module("persistkv.integrations.lmcache.adapter")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         store = Path(directory) / "store"
         for line in run(store, arguments.kills, arguments.seed):

@@ -26,7 +26,6 @@ from types import MappingProxyType
 from benchmarks.raw_disk import RawDisk
 from benchmarks.rig import show
 from persistkv.memory.pages import huge_memory
-from persistkv.memory.pool import split
 
 OPERATIONS = ("Store", "Load")
 JOB_KIB = 32 << 10  # 32 MiB
@@ -126,10 +125,7 @@ def build_sync(directory: Path) -> Path:
 
 def run_disk(directory: Path, kib: int) -> dict[str, float]:
     """Write and read as many bytes without a store; return the median of each operation in ms."""
-    sizes = [kib << 10] * (JOB_KIB // kib)
-    rows = split(huge_memory(sum(sizes)), sizes)
-    targets = split(huge_memory(sum(sizes)), sizes)
-    disk = RawDisk(directory, rows, targets)
+    disk = RawDisk(directory, _objects(kib), _objects(kib))
     try:
         stores = [disk.write_new() for _ in range(1 + ROUNDS)]
         loads = [disk.read_cold(slot, direct=True) for slot in range(1 + ROUNDS)]
@@ -138,6 +134,13 @@ def run_disk(directory: Path, kib: int) -> dict[str, float]:
     # the first one warms up
     seconds = {"Store": stores[1:], "Load": loads[1:]}
     return {name: statistics.median(found) * 1e3 for name, found in seconds.items()}
+
+
+def _objects(kib: int) -> list[memoryview]:
+    """Return aligned memory for the objects of a job."""
+    memory = memoryview(huge_memory(JOB_KIB << 10))
+    starts = range(0, JOB_KIB << 10, kib << 10)
+    return [memory[start : start + (kib << 10)] for start in starts]
 
 
 def run(

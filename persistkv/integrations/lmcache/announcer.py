@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -37,6 +38,7 @@ class Announcer:
         """Places whose content at the opening was announced."""
         self._has_news = threading.Event()
         self._is_stopped = False
+        self._pid = os.getpid()
         # one at a time: a removal must not overtake the announcement of its key
         self._turn = threading.Lock()
         self._thread = threading.Thread(
@@ -64,7 +66,11 @@ class Announcer:
             self.announce()
 
     def announce(self) -> None:
-        """Announce the changes since the last call. Failures are logged."""
+        """Announce the changes since the last call. Failures are logged. Without effect in a forked
+        child."""
+        # there, another thread may hold the lock for ever
+        if os.getpid() != self._pid:
+            return
         with self._turn:
             self._announce_changes()
 

@@ -425,6 +425,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return
+        self._end_request(request)
+
+    def _end_request(self, request: LiveRequest) -> None:
         restored = request.restored
         if restored:
             self._guard.on_restored(restored, request.context, request.epoch)
@@ -518,8 +521,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             with self._isolation.guard(
                 "on_request_finished", "the context of a request is not listed"
             ):
-                if request.has_stored:
-                    self._guard.on_request_finished(request.end(), request.epoch)
+                self._end_request(request)
         self._requests.clear()
         with self._isolation.guard("shutdown", "its resources may not be released"):
             self._guard.shutdown()

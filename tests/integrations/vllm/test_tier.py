@@ -180,8 +180,10 @@ def test_tier_chunks_deleted_by_prune_emit_removal_of_all_keys(make_tier, url):
     assert (sorted(event.keys), event.removed) == (keys, True)
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("stores", [False, True])
-def test_tier_loads_of_requests_are_recorded_as_savings(make_tier, url, stores):
+def test_tier_loads_of_requests_are_recorded_as_savings(make_tier, url, stores, ends):
+    """Also of those that the engine has not ended when it stops."""
     keys = keys_of(4)
     first = make_tier(labels={"app": "chat"})
     store(first, keys, context_of(keys))
@@ -194,7 +196,8 @@ def test_tier_loads_of_requests_are_recorded_as_savings(make_tier, url, stores):
     if stores:
         second.submit_store(job_of(2, keys, 0, warm))
         results_of(second)
-    second.on_request_finished(warm)
+    if ends:
+        second.on_request_finished(warm)
     prewarmed = context_of([])
     second.on_new_request(prewarmed)
     second.submit_load(job_of(3, keys, 4, prewarmed, is_promotion=True))

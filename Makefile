@@ -3,7 +3,7 @@
 # torch: constraints-dev.txt pins 2.13.0. If the package index offers a CUDA build of it (several gigabytes) and you
 # want the CPU build, point pip at PyTorch's index of CPU builds:  make demo PIP_FLAGS="--extra-index-url <that index>"
 
-# Some machines set it. Each process would then compile all modules anew, and pytest all tests: 20 s per run.
+# Some machines set it. Each process would then compile all modules anew, and pytest all tests: 15 s per run.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 PIP_FLAGS ?=

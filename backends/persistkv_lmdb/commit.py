@@ -594,8 +594,8 @@ def fit_capacity(environment: Environment) -> None:
 
 
 def _evict_excess(environment: Environment) -> bool:
-    """Evict some of what exceeds the capacity, in one transaction; return whether more exceeds
-    it."""
+    """Evict some of what exceeds the capacity, in one transaction; return whether another one could
+    free more."""
     with environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction)
         room = Room(environment, transaction)
@@ -606,6 +606,7 @@ def _evict_excess(environment: Environment) -> bool:
         holes_remain = room.payloads.shrink(room.payloads.limit)
         commit.finish()
     environment.forget_namespaces(commit.ended)
+    # SOME: stopped at the bound of one transaction
     return result is Evicted.SOME or holes_remain
 
 

@@ -496,6 +496,7 @@ class _Builder:
             self.totals.count(table, 1)
             # without payload, which is in place
             copies.append(PackCopy(table, b""))
+        # the first page of a namespace adds its row, too
         opened = {namespace.id: namespace}
         commit = CatalogTransaction(rows, payloads, namespace.id, opened=opened)
         commit.add(CommitBatch(copies))

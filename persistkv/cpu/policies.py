@@ -125,6 +125,7 @@ class LRUCachePolicy(CachePolicy):
             block = self._parked.pop(key, None)
             if block is not None:
                 self._released[key] = block
+                # ordered by the block's place in the order of use
                 heapq.heappush(self._released_heap, (block, key))
 
     def remove(self, keys: Keys) -> None:

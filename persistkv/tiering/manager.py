@@ -512,6 +512,7 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        # orphaned: allocated before the last ``reset_cache``, misses now, hence not cascaded
         written, orphaned = self.primary_tier.end_writes(keys, success)
         if success:
             for tier in self._tiers:

@@ -215,7 +215,7 @@ class BotoClient(Transport):
         refusal."""
         refusals = []
         for entry in errors:
-            error = _of_answer(
+            error = _error_of(
                 {"Error": entry}, f"{self._where}: DELETE {entry.get('Key')}"
             )
             if error.retryable:
@@ -355,7 +355,7 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
     from botocore.parsers import ResponseParserError
 
     if isinstance(error, boto.ClientError):
-        return _of_answer(error.response, what)
+        return _error_of(error.response, what)
     if deadline.remaining <= 0:
         return LateError(f"{what} took longer than {deadline.seconds:g} s")
     if isinstance(
@@ -401,15 +401,19 @@ def _cause(error: BaseException) -> str:
     )
 
 
-def _of_answer(answer: Any, what: str) -> S3Error:
-    """Return the error that an answer means."""
+def _error_of(answer: Any, what: str) -> S3Error:
+    """Return the error that an answer means.
+
+    :param answer: the response as botocore parses it.
+    :param what: the operation, for the message.
+    """
     code = str(answer.get("Error", {}).get("Code", ""))
-    found = _kind_of_answer(answer, what, code)
-    found.code = code
-    return found
+    error = _new_error(answer, what, code)
+    error.code = code
+    return error
 
 
-def _kind_of_answer(answer: Any, what: str, code: str) -> S3Error:
+def _new_error(answer: Any, what: str, code: str) -> S3Error:
     status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     text = f"{what}: {status} {code}"
     if code in _MISSING:
@@ -417,16 +421,14 @@ def _kind_of_answer(answer: Any, what: str, code: str) -> S3Error:
     if code in _BEYOND_END or status == 416:
         return RangeError(text)
     if code in _THROTTLES or status in (429, 503):
-        found = ThrottledError(text)
-        asked = str(
-            answer.get("ResponseMetadata", {})
-            .get("HTTPHeaders", {})
-            .get("retry-after", "")
-        )
-        found.pause_s = max(
-            found.pause_s, min(float(asked), _MOST_S) if asked.isdigit() else 0.0
-        )
-        return found
+        throttled = ThrottledError(text)
+        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        asked = str(headers.get("retry-after", ""))
+        # the header may hold a date instead
+        if asked.isdigit():
+            asked_s = min(float(asked), _MOST_S)
+            throttled.pause_s = max(throttled.pause_s, asked_s)
+        return throttled
     if status >= 500 or code in _BROKEN or status in (408, 409):
         broken = BrokenError(text)
         broken.healthy = status == 409  # another request on this object is in progress

@@ -80,13 +80,15 @@ class StoreOpener:
     def _run(self, attempt: Future[None]) -> None:
         try:
             self._open()
-        except Exception as error:  # of any kind: the constructor raises it
+        # of any kind: the constructor raises that of an attempt which ends while it waits
+        except Exception as error:
             logger.error(
                 "the store does not open (%s): pages are misses, and are not stored; it is tried "
                 "again after %g s",
                 error,
                 _RETRY_S,
             )
+            # first the time: ``get`` reads it once the attempt is done
             self._retry_at = time.monotonic() + _RETRY_S
             attempt.set_exception(error)
         else:

@@ -185,7 +185,12 @@ def shared_layout(spec: Any) -> SharedLayout | None:
 def _are_heads_first(offloading: Any) -> bool:
     """Return whether heads come before all other dimensions of a block, so that the workers' bytes
     follow each other."""
-    order = str(getattr(offloading, "kv_cache_layout", None)).replace("B", "")
+    # vLLM names the order of the dimensions: L layers, B blocks, H heads, N tokens
+    order = getattr(offloading, "kv_cache_layout", None)
+    if order is None:
+        return False
+    # the bytes of one block: its number, and a single layer, take no place in them
+    order = str(order).replace("B", "")
     num_layers = sum(len(group.layer_names) for group in offloading.groups)
     if num_layers == 1:
         order = order.removeprefix("L")

@@ -130,7 +130,7 @@ class PrefixLoads:
         chunk_tokens = self._group_tokens[group]
         hashes = request.block_hashes
         first = end // chunk_tokens - 1
-        # at least one token is computed
+        # at least one token is computed; the chunk that is asked for counts in any case
         num_chunks = max(end, request.num_tokens - 1) // chunk_tokens
 
         def key_at(chunk: int) -> OffloadKey:

@@ -554,9 +554,12 @@ class Canary:
     def _agreements(
         self, pairs: Iterable[tuple[int, ByteArray, ByteArray]]
     ) -> list[Agreement]:
-        numbers = self._layout.numbers
-        assert numbers is not None  # see ``_may_compare``
-        return [compare(numbers, group, ours, theirs) for group, ours, theirs in pairs]
+        """Compare blocks of two namespaces, given as (KV cache group, our bytes, their bytes)."""
+        number_layout = self._layout.numbers
+        assert number_layout is not None  # see ``_may_compare``
+        return [
+            compare(number_layout, group, ours, theirs) for group, ours, theirs in pairs
+        ]
 
     # Verdicts
 

@@ -134,7 +134,7 @@ def _passed(
 def _packages() -> Iterator[Check]:
     for name in (*_PACKAGES, *_OPTIONAL_PACKAGES):
         try:
-            yield _release(name, version(name))
+            yield _check_release(name, version(name))
         except PackageNotFoundError:
             if name in _OPTIONAL_PACKAGES:
                 todo = f"optional: pip install {_OPTIONAL_PACKAGES[name]}"
@@ -148,8 +148,9 @@ def _packages() -> Iterator[Check]:
                 )
 
 
-def _release(name: str, installed: str) -> Check:
-    """Check that persistkv, or a release that it is tested with, is installed."""
+def _check_release(name: str, installed: str) -> Check:
+    """Check that the installed release of a package is among those that persistkv is tested with. A
+    package without such a list passes."""
     tested = TESTED.get(name)
     passed = tested is None or tested.covers(installed)
     found = installed if passed else f"{installed}, which is not tested"

@@ -257,6 +257,7 @@ def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
 
 
 def _node_line(node: TreeNode, shorts: Mapping[str, str]) -> str:
+    """Return the text of a node. As in a Python range, its blocks exclude the second number."""
     line = f"{node.key} blocks {node.start:,} to {node.start + node.blocks:,}"
     if node.requests > 1:
         line += f", {render.count(node.requests, 'request')}"
@@ -291,7 +292,7 @@ def show_context(
     for group, group_keys in enumerate(chains):
         groups.append(_group_view(group, group_keys, places, key_limit))
     copies = found.copies(backend)
-    # later requests with the context of the oldest copy are those of all
+    # A request with the same context counts as a hit of its oldest copy, which has the hits of all.
     (oldest,) = catalogue.uses([copies[0].id])
     copies_hits = None if oldest is None else oldest.hits
     return ContextView(

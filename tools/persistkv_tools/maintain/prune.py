@@ -257,9 +257,9 @@ def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
 
 def _print_outcome(pruning: Prune, outcome: _Outcome, keep_bytes: int | None) -> None:
     done = outcome.done
-    damaged = pruning.quarantined
-    if done is None:
+    if done is None:  # only a plan, or the user did not agree
         return
+    damaged = pruning.quarantined
     requests = render.count(done.requests, "request")
     render.say(f"deleted: {requests}, {_amount(done.goes)}")
     if done.freed_bytes:

@@ -135,7 +135,11 @@ def _consequences(
     if after.ttl_s not in (None, before.ttl_s):
         expiring = _expiring(backend, after)
     return Consequences(
-        stats.disk_bytes, max(0, -grows), expiring, stats.requests, missing
+        disk_bytes=stats.disk_bytes,
+        evicted_bytes=max(0, -grows),
+        expiring_requests=expiring,
+        requests=stats.requests,
+        missing_disk_bytes=missing,
     )
 
 
@@ -147,8 +151,11 @@ def _expiring(backend: Backend, policy: Policy) -> int:
         manifests = backend.catalogue(namespace.id).manifests()
         for _, use in with_uses(backend, namespace.id, manifests):
             # requests with a ttl of their own expire by it, whatever the store's is
-            expires = None if use is None else use.expires(None, policy.ttl_s)
-            expiring += expires is not None and expires < now
+            if use is None:
+                continue
+            expires = use.expires(own_ttl_s=None, store_ttl_s=policy.ttl_s)
+            if expires is not None and expires < now:
+                expiring += 1
     return expiring
 
 

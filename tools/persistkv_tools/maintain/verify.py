@@ -206,6 +206,7 @@ def _repair(
         _print_plan(plan)
     if plan.packs and (yes or _consents(plan)):
         try:
+            # Checks each pack again. ``repaired`` counts the commits before an error, too.
             repair_packs(store.writable(), bad, repaired)
         except StoreError as error:
             failure = error

@@ -70,7 +70,11 @@ class WeightsProbe:
 
 def watch_worker(worker: Any, probe: WeightsProbe) -> None:
     """Let ``probe`` compare before each copy of vLLM's ``OffloadingWorker``, and in each step if
-    the engine asks."""
+    the engine asks.
+
+    A difference is only published: the engine acts on it. An error of the probe is raised in vLLM's
+    worker.
+    """
     submit_store = worker.submit_store
     submit_load = worker.submit_load
     get_finished = worker.get_finished

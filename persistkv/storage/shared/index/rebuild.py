@@ -120,23 +120,27 @@ class Rebuilder:
 
     def _tail(self, info: BlobInfo) -> bytes | None:
         """Return the bytes behind the payload of a pack: its tags and its encoded table; None: they
-        are unreadable."""
+        are unreadable. Errors of the medium are raised unchanged.
+
+        A blob ends with payload, tags, table and trailer. Each of them tells how long the one
+        before it is, so a large table or many tags need a second or third read.
+        """
         length = min(info.size, _TAIL_BYTES)
         try:
             tail = self._read(info, length)
             trailer = tail[-TRAILER_BYTES:]
             # its first field is the length of the table without the trailer
-            table = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES
-            most = min(info.size, MAX_OBJECT_BYTES)
-            if length < table <= most:
-                tail = self._read(info, table)
-            payload = PackTable.parse(tail).payload_length
-            following = info.size - payload
-            if not 0 < following <= MAX_OBJECT_BYTES:
+            table_bytes = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES
+            most_bytes = min(info.size, MAX_OBJECT_BYTES)
+            if length < table_bytes <= most_bytes:
+                tail = self._read(info, table_bytes)
+            payload_bytes = PackTable.parse(tail).payload_length
+            tail_bytes = info.size - payload_bytes
+            if not 0 < tail_bytes <= MAX_OBJECT_BYTES:
                 return None
-            if following > len(tail):
-                tail = self._read(info, following)
-            return tail[-following:]
+            if tail_bytes > len(tail):
+                tail = self._read(info, tail_bytes)
+            return tail[-tail_bytes:]
         except (CorruptPackError, BlobMissingError):
             return None
 

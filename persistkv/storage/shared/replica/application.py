@@ -166,6 +166,9 @@ class Application:
         return known
 
     def _add_blob(self, entry: PackEntry) -> None:
+        """Add a blob of a pack that may have others. The catalogue shows the one with the smallest
+        name; a hidden one keeps its table, to be shown when those before it end. A blob with an
+        unreadable table is logged and skipped."""
         table = self._table_of(entry)
         if table is None:
             return

@@ -28,8 +28,8 @@ from benchmarks.rig import show
 from benchmarks.s3_fleet import IDENTITY, pack_of
 from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.rows import encode_namespace
-from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.index import Index
 from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.storage.shared.format import (
@@ -41,7 +41,7 @@ from persistkv.storage.shared.format import (
     PackEntry,
     StoreNames,
     encode_delta,
-    seal,
+    seal_object,
 )
 from persistkv.testing import FaultyBlobs, MemoryBlobs
 
@@ -127,7 +127,7 @@ def write(server: MemoryBlobs, level: int, delta: Delta, draw: random.Random) ->
 
 
 def put(server: MemoryBlobs, name: str, body: bytes, namespace: bytes) -> None:
-    server.put(name, [seal(name, body, Authenticator(), namespace)])
+    server.put(name, [seal_object(name, body, PLAIN, namespace)])
 
 
 def open_store(server: MemoryBlobs, cache: Path, packs: int, blocks: int) -> Opening:

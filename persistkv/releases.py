@@ -37,6 +37,7 @@ TESTED = MappingProxyType(
         "xxhash": Tested("3.4.1", "4.1"),
         "zstandard": Tested("0.23", "0.25"),
         "boto3": Tested("1.40", "1.44"),
+        "cryptography": Tested("43", "50.0"),
         "prometheus-client": Tested("0.20", "0.26"),
         "safetensors": Tested("0.4.3", "0.8"),
         "torch": Tested("2.13", "2.13"),

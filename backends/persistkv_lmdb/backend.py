@@ -21,8 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from persistkv.config import (
     PAGE_BYTES,
     StoreUrl,
@@ -30,7 +28,12 @@ from persistkv.config import (
     parse_duration,
     parse_size,
 )
-from persistkv.errors import ConfigurationError, StoreError, StoreFullError
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptPackError,
+    StoreError,
+    StoreFullError,
+)
 from persistkv.storage.backend import (
     Backend,
     Capabilities,
@@ -54,8 +57,11 @@ from persistkv.storage.catalog.rows import (
     note_row,
 )
 from persistkv.storage.format.files import replace_file
+from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.pack import table_lengths
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
+from persistkv.storage.key_options import KeyOptions
 from persistkv.storage.mounts import existing_parent, remote_type
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
@@ -65,6 +71,7 @@ from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.inline import read_pieces
+from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
     DEFAULT_CAPACITY,
     is_capacity,
@@ -83,7 +90,7 @@ _STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
 _STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
 
 
-class LmdbOptions(msgspec.Struct, frozen=True):
+class LmdbOptions(KeyOptions, frozen=True):
     """Options in the URL of a store."""
 
     capacity: str | None = None
@@ -101,6 +108,7 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """True: the store is opened for reading, and none of its content is written."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         capacity = self.given.capacity
         if capacity is not None and not is_capacity(capacity):
             raise ConfigurationError(
@@ -140,17 +148,29 @@ class LmdbBackend(Backend):
     status_interval_s: float | None = 2.0
 
     def __init__(
-        self, shared: Environment, policy: Policy, *, read_only: bool, cached: bool
+        self,
+        shared: Environment,
+        policy: Policy,
+        keys: KeyFile,
+        *,
+        read_only: bool,
+        cached: bool,
     ) -> None:
         self._shared: Environment | None = shared
         self._path = shared.path
-        self._policy = policy  # of a store that is created in place of a removed one
+        # of a store that is created in place of a removed one
+        self._policy = policy
+        self._keys = keys
         self._following = threading.RLock()
         self._read_only = read_only
         self.capabilities = Capabilities(writable=not read_only)
         if read_only:
             self.status_interval_s = None
         self._direct = not cached
+
+    @property
+    def seal(self) -> Seal:
+        return self.environment.database.seal
 
     @property
     def environment(self) -> Environment:
@@ -175,6 +195,7 @@ class LmdbBackend(Backend):
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> LmdbBackend:
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _path_of(url)
+        keys = KeyFile(path, options.store_key())
         read_only = read_only or options.read_only
         _refuse_remote(path)
         files.prepare_directory(path, read_only=read_only)
@@ -184,10 +205,11 @@ class LmdbBackend(Backend):
                 path,
             )
             read_only = True
-        shared = ENVIRONMENTS.acquire(path, options.policy, read_only=read_only)
+        shared = ENVIRONMENTS.acquire(path, options.policy, keys, read_only=read_only)
         backend = cls(
             shared,
             options.policy,
+            keys,
             read_only=read_only,
             cached=options.reads == "cached",
         )
@@ -211,7 +233,9 @@ class LmdbBackend(Backend):
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _path_of(url)
         _refuse_remote(path)
-        return rebuild(path, replace(options.given, placement="extents"), progress)
+        keys = KeyFile(path, options.store_key())
+        policy = replace(options.given, placement="extents")
+        return rebuild(path, policy, keys, progress)
 
     @classmethod
     def new_policy(cls, url: StoreUrl) -> Policy:
@@ -254,7 +278,7 @@ class LmdbBackend(Backend):
                 return
             files.prepare_directory(self._path, read_only=self._read_only)
             self._shared = ENVIRONMENTS.acquire(
-                self._path, self._policy, read_only=self._read_only
+                self._path, self._policy, self._keys, read_only=self._read_only
             )
             self._shared.opened.update(replaced.opened)
             message = (
@@ -268,6 +292,11 @@ class LmdbBackend(Backend):
         return StoreError(
             f"{self._path}: files of the store were replaced {_REPLACEMENTS} times in one operation"
         )
+
+    def rotate_key(self, key: StoreKey) -> None:
+        environment = self._writable()
+        with environment.transaction(write=True), files.translated_io(self._path):
+            self._keys.rotate(key)
 
     # Namespaces. They have rows only while they have content: the commit that adds the first pack
     # or manifest writes them, and the one that removes the last deletes them.
@@ -304,9 +333,16 @@ class LmdbBackend(Backend):
         return namespace
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
+        key = note_row(namespace, name)
         with self.rows() as rows:
-            row = rows.get(META, note_row(namespace, name))
-            return None if row is None else bytes(row)
+            found = rows.get(META, key)
+            content = None if found is None else bytes(found)
+        if content is None or not self.seal.encrypts:
+            return content
+        try:
+            return self.seal.opened(key, content)
+        except CorruptPackError:
+            return None
 
     def note_names(self, namespace: bytes) -> list[str]:
         prefix = note_row(namespace, "")
@@ -315,19 +351,22 @@ class LmdbBackend(Backend):
             return [bytes(key[len(prefix) :]).decode() for key, _ in found]
 
     def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
-        row = note_row(namespace, name)
+        key = note_row(namespace, name)
+        if content is not None and self.seal.encrypts:
+            content = self.seal.sealed(key, content)
         with self.rows(write=True) as rows:
             if content is None:
-                rows.delete(META, row)
+                rows.delete(META, key)
             else:
-                rows.put(META, row, content)
+                rows.put(META, key, content)
 
     # Content
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        check_batch(namespace, batch)
         for _ in range(_REPLACEMENTS):
             environment = self._writable()
+            # again: a store in place of a replaced one has other keys
+            check_batch(namespace, batch, environment.database.seal)
             try:
                 return self._commit(environment, namespace, batch)
             except ReplacedError:

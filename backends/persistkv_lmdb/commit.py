@@ -261,7 +261,7 @@ class BatchCommit:
         """
         yield from pack.stream()
         # the table is complete only after the stream
-        encoded = pack.table.encode()
+        encoded = self._environment.database.seal.encode_table(pack.table)
         pack_bytes = pack.table.payload_length + len(tail)
         own, _ = split(extents, pages_for(pack_bytes))
         erasures = self._erasures

@@ -22,14 +22,18 @@ import lmdb
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreFullError
 from persistkv.storage.catalog.rows import TableRows
+from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.policy import Policy
 from persistkv_lmdb import files
+from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
     INLINE,
     create_databases,
     open_databases,
     read_capacity,
+    read_keyring,
     read_placement,
+    write_keyring,
 )
 from persistkv_lmdb.opening import open_lmdb
 
@@ -148,11 +152,16 @@ class Database:
     hold ``map_lock`` shared.
 
     :param policy: recorded if the store is created; an existing store keeps its own.
+    :param keys: of the store.
     """
 
-    def __init__(self, path: Path, policy: Policy) -> None:
+    def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
         self._path = path
         self._policy = policy
+        self._keys = keys
+        self._keyring_id: str | None = None
+        self.seal: Seal = PLAIN
+        """Seals rows and packs; valid while the environment is open."""
         self.map_lock = MapLock()
         self.is_open = False
         self._env: lmdb.Environment
@@ -171,6 +180,7 @@ class Database:
 
         :raises StoreUnavailableError: it cannot be opened.
         :raises CorruptStoreError: it is damaged, or something else, and was not changed.
+        :raises ConfigurationError: the user's key is not that of the store.
         """
         with files.translated_at_open(self._path):
             exists = files.file_id(self._path / files.DATA_FILE) is not None
@@ -186,8 +196,13 @@ class Database:
                 if read_only:
                     self._databases = open_databases(env)
                 else:
-                    with env.begin(write=True, buffers=True) as txn:
-                        self._databases = create_databases(env, txn, self._policy)
+                    self._create_databases(env)
+                with env.begin(buffers=True) as txn:
+                    keyring_id = read_keyring(TableRows(txn, self._databases))
+                # an open handle keeps its keys: the user's may have been replaced
+                if keyring_id != self._keyring_id:
+                    self.seal = self._keys.seal(keyring_id)
+                    self._keyring_id = keyring_id
                 if not exists:
                     files.sync_directory(self._path)
             except BaseException:
@@ -195,6 +210,16 @@ class Database:
                 raise
             self._env = env
             self.is_open = True
+
+    def _create_databases(self, env: lmdb.Environment) -> None:
+        """Open the databases of a store for writing; create them in an empty environment."""
+        with env.begin(write=True, buffers=True) as txn:
+            is_new = not txn.stat()["entries"]
+            self._databases = create_databases(env, txn, self._policy)
+            if is_new:
+                # durable before the row: without the keys, the store could never be read
+                keyring_id = self._keys.prepare()
+                write_keyring(TableRows(txn, self._databases), keyring_id)
 
     def close(self) -> None:
         """Close the environment; no transaction may be running. Idempotent."""
@@ -241,7 +266,7 @@ class Database:
 
     def rows(self, txn: lmdb.Transaction[memoryview]) -> TableRows:
         """Return the rows that a transaction sees."""
-        return TableRows(txn, self._databases)
+        return TableRows(txn, self._databases, self.seal)
 
     def is_next(self, txn: lmdb.Transaction[memoryview]) -> bool:
         """Return whether a write transaction follows the one that LMDB's lock file names."""

@@ -51,6 +51,8 @@ from persistkv_lmdb.allocator import (
 )
 from persistkv_lmdb.database import LOCK_FILE_BYTES, Database
 from persistkv_lmdb.files import ReplacedError
+from persistkv_lmdb.keys import KeyFile
+from persistkv_lmdb.layout import read_keyring
 from persistkv_lmdb.opening import Guard
 from persistkv_lmdb.recovery import RecoveryFiles
 from persistkv_lmdb.segments import SegmentFiles
@@ -69,12 +71,15 @@ class Environment:
     Thread-safe.
 
     :param policy: recorded if the store is created; an existing store keeps its own.
+    :param keys: of the store.
     :raises StoreUnavailableError: the store cannot be opened.
     :raises StoreBusyError: another process holds a lock of the store for too long.
     :raises CorruptStoreError: the directory holds something else, which was not changed.
     """
 
-    def __init__(self, path: Path, policy: Policy, *, read_only: bool) -> None:
+    def __init__(
+        self, path: Path, policy: Policy, keys: KeyFile, *, read_only: bool
+    ) -> None:
         self.path = path
         self.read_only = read_only
         self.handles = 0
@@ -92,7 +97,7 @@ class Environment:
         ``claim_writer``."""
         self._is_closed = False
         self._guard = None if read_only else Guard(path)
-        self.database = Database(path, policy)
+        self.database = Database(path, policy, keys)
         with ExitStack() as undone:  # undoes each step if a later one fails
             if self._guard is not None:
                 undone.callback(self._guard.close)
@@ -439,7 +444,9 @@ class Environments:
         self._slots: dict[tuple[int, int], _Slot] = {}
         os.register_at_fork(after_in_child=self._forget)
 
-    def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
+    def acquire(
+        self, path: Path, policy: Policy, keys: KeyFile, *, read_only: bool
+    ) -> Environment:
         """Return the process's environment of a store, opened if necessary; errors as in
         ``Environment``."""
         with files.translated_at_open(path):
@@ -461,9 +468,13 @@ class Environments:
                     slot.environments.remove(environment)
             found = next(iter(slot.environments), None)
             if found is None:
-                found = Environment(path, policy, read_only=read_only)
+                found = Environment(path, policy, keys, read_only=read_only)
                 slot.environments.append(found)
-            elif found.read_only and not read_only:
+            else:
+                # the other handles may have been opened with another key
+                with found.transaction() as rows:
+                    keys.seal(read_keyring(rows))
+            if found.read_only and not read_only:
                 found.make_writable()
             found.handles += 1
             return found

@@ -37,7 +37,15 @@ DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # names given by LMDB
 GUARD_FILE, WRITER_LOCK_FILE = "guard", "writer.lock"
 SEGMENT_DIRECTORY, STATUS_DIRECTORY = "segments", "status"
 INDEX_PREFIX = "index-"
-STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
+KEY_FILE, KEY_PART_FILE = "keys", "keys.part"
+STORE_FILES = (
+    DATA_FILE,
+    LOCK_FILE,
+    GUARD_FILE,
+    WRITER_LOCK_FILE,
+    KEY_FILE,
+    KEY_PART_FILE,
+)
 _STORE_DIRECTORIES = (SEGMENT_DIRECTORY, STATUS_DIRECTORY)
 
 # for the writer lock, whose holder may be checking the store's integrity

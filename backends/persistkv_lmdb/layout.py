@@ -27,6 +27,7 @@ from persistkv.rounding import divide_up
 from persistkv.storage.catalog.rows import META, TABLES, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.policy import Policy
 from persistkv_lmdb.segments import Extent
 
@@ -66,6 +67,7 @@ INLINE = "inline"  # placement of payloads in LMDB, as values
 # the other one: in segment files; LMDB holds the extents (page ranges)
 PLACEMENTS = (INLINE, "extents")
 _ERASURES_ROW = b"erasures"
+_KEYRING_ROW = b"keyring"
 # numbers of pages of the segment files: with disk space, of these free, and reserved
 SPACE_ROW = b"space"
 
@@ -181,6 +183,17 @@ def read_placement(rows: TableRows) -> str:
     return placement
 
 
+def read_keyring(rows: TableRows) -> str:
+    """Return the id of the keyring whose keys seal the store; empty: it has no key."""
+    return bytes(rows.get(META, _KEYRING_ROW) or b"").decode("ascii", "replace")
+
+
+def write_keyring(rows: TableRows, keyring_id: str) -> None:
+    """Record the keyring of a new store; empty: it has no key."""
+    if keyring_id:
+        rows.put(META, _KEYRING_ROW, keyring_id.encode())
+
+
 def read_erasures(rows: TableRows) -> int:
     """Return the number of the last erasure (see ``recovery``); 0 if there is none."""
     return int(_read_number(rows, _ERASURES_ROW, _BYTES))
@@ -272,12 +285,12 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
     return Trailer(extent, num_extents, erasures, tail_length)
 
 
-def decode_table(tail: memoryview) -> PackTable:
+def decode_table(tail: memoryview, seal: Seal) -> PackTable:
     """Return the table in the last ``Trailer.tail_length`` bytes of a pack.
 
-    :raises CorruptPackError: it is malformed.
+    :raises CorruptPackError: it is malformed, or sealed with another key.
     """
-    return PackTable.parse(tail[:-_TRAILER_BYTES])
+    return seal.decode_table(tail[:-_TRAILER_BYTES])
 
 
 def _trailer_checksum(table_trailer: Buffer, fields: bytes) -> int:

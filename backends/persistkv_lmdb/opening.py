@@ -310,6 +310,10 @@ class Guard:
         store = self._directory
         size = 0
         target = quarantine_directory(store)
+        keys = store / files.KEY_FILE
+        # a copy, so that a rebuild of the renamed files can open them
+        if keys.exists():
+            shutil.copy(keys, target / files.KEY_FILE)
         for name in (files.SEGMENT_DIRECTORY, files.LOCK_FILE, files.DATA_FILE):
             file = store / name
             if file.exists():

@@ -39,16 +39,15 @@ from persistkv.storage.format.pack import (
     ID_BYTES,
     PackTable,
     align,
-    frame_seed,
-    pack_id,
-    verify_frame,
 )
-from persistkv.storage.format.pack_writer import PackCopy
+from persistkv.storage.format.pack_writer import PlacedPack
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import Rebuilt
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, pages_for, without
 from persistkv_lmdb.fsck import DAMAGE, CheckResult, inspect
+from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
     DATABASES,
     DEFAULT_CAPACITY,
@@ -57,6 +56,7 @@ from persistkv_lmdb.layout import (
     decode_trailer,
     find_trailers,
     write_erasures,
+    write_keyring,
     write_policy,
 )
 from persistkv_lmdb.opening import Guard, quarantine_directory
@@ -101,12 +101,13 @@ class _InvalidError(Exception):
 
 
 def rebuild(
-    path: Path, policy: Policy, progress: Callable[[int, int], None]
+    path: Path, policy: Policy, keys: KeyFile, progress: Callable[[int, int], None]
 ) -> Rebuilt | None:
     """Rebuild the store in a directory; see ``Backend.rebuild``.
 
     :param policy: of the new catalogue. Without capacity: the default, or more if the segments need
         it.
+    :param keys: of the store.
     """
     if not (path / files.SEGMENT_DIRECTORY).is_dir():
         what = "a store keeps packs there unless it has placement=inline, which cannot be rebuilt"
@@ -117,7 +118,7 @@ def rebuild(
     with closing(Guard(path)) as guard, guard.alone(), files.translated_io(path):
         if not _is_lost(path):
             return None
-        return _Rebuild(path, policy).run(progress)
+        return _Rebuild(path, policy, keys).run(progress)
 
 
 def _is_lost(path: Path) -> bool:
@@ -140,9 +141,11 @@ def _is_lost(path: Path) -> bool:
 class _Rebuild:
     """Rebuild of the store in a directory, which no other process has open for writing."""
 
-    def __init__(self, path: Path, policy: Policy) -> None:
+    def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
         self._path = path
         self._policy = policy
+        self._keyring_id = keys.known()
+        self._seal = keys.seal(self._keyring_id)
         recovery = RecoveryFiles(path)
         self._namespaces = recovery.identities()
         self._erasures = recovery.erasures()
@@ -151,7 +154,7 @@ class _Rebuild:
     def run(self, progress: Callable[[int, int], None]) -> Rebuilt:
         segments = _open_segments(self._path)
         try:
-            scan = SegmentScan(segments, self._erasures, self._skipped)
+            scan = SegmentScan(segments, self._erasures, self._skipped, self._seal)
             found = self._chosen(scan.packs(progress))
             if not found:
                 return Rebuilt(0, 0, 0, 0, scan.num_bytes, self._skipped, 0, None)
@@ -159,7 +162,9 @@ class _Rebuild:
             with suppress(FileNotFoundError):
                 part.unlink()  # of a rebuild that was killed
             try:
-                builder = _Builder(part, self._policy, segments)
+                builder = _Builder(
+                    part, self._policy, segments, self._seal, self._keyring_id
+                )
                 with files.translated(self._path):
                     # The list may be lost. Later erasures must have larger numbers than the packs.
                     last = max(self._erasures.last, *(pack.erasures for pack in found))
@@ -270,6 +275,7 @@ class SegmentScan:
         segments: Mapping[int, OpenSegment],
         erasures: Erasures,
         skipped: Counter[str],
+        seal: Seal,
     ) -> None:
         num_pages = sum(segment.pages for segment in segments.values())
         self.num_bytes = num_pages * PAGE_BYTES
@@ -277,6 +283,7 @@ class SegmentScan:
         self._segments = segments
         self._erasures = erasures
         self._skipped = skipped
+        self._seal = seal
 
     def packs(self, progress: Callable[[int, int], None]) -> Iterator[ScannedPack]:
         """Iterate over the verified packs that were not deleted, by the place of their trailers."""
@@ -332,15 +339,15 @@ class SegmentScan:
         if trailer.extents > 1:
             raise _InvalidError(SPLIT)
         found = ScannedPack(trailer.extent, b"", trailer.erasures, trailer.tail_length)
-        table = read_table(fd, found)
+        table = read_table(fd, found, self._seal)
         name = table.namespace + table.pack_id
         if self._erasures.covers(name, trailer.erasures):
             raise _InvalidError(DELETED)
-        verify_payload(fd, trailer.extent, table)
+        verify_payload(fd, trailer.extent, table, self._seal)
         return found._replace(name=name)
 
 
-def read_table(fd: int, pack: ScannedPack) -> PackTable:
+def read_table(fd: int, pack: ScannedPack, seal: Seal) -> PackTable:
     """Return the table of a pack.
 
     :raises CorruptPackError: it is not valid, or does not fit the extent.
@@ -352,33 +359,33 @@ def read_table(fd: int, pack: ScannedPack) -> PackTable:
         )
     pack_end = pack.extent.end * PAGE_BYTES
     tail = _read(fd, pack_end - pack.tail_length, pack.tail_length)
-    table = decode_table(memoryview(tail))
+    table = decode_table(memoryview(tail), seal)
     payload_pages = pack.extent.pages - table_pages
     if table.payload_length != payload_pages * PAGE_BYTES:
         raise CorruptPackError(
             "payload length",
             f"{table.payload_length} bytes in {pack.extent.pages} pages",
         )
-    if table.pack_id != pack_id(table.namespace, table.keys, table.codec):
+    if not seal.is_id_of(table):
         raise CorruptPackError("name", "it is that of other keys")
     return table
 
 
-def verify_payload(fd: int, extent: Extent, table: PackTable) -> None:
+def verify_payload(fd: int, extent: Extent, table: PackTable, seal: Seal) -> None:
     """Verify all frames of a pack, and the zeros between them.
 
     :raises CorruptPackError: some bytes are others than those that were written.
     """
     keys = table.keys.unpack()
+    frame_seal = seal.of_pack(table)
     first = 0
-    for frame in table.frames:
+    for number, frame in enumerate(table.frames):
         stored = _read(fd, extent.offset + frame.offset, align(frame.stored_length))
-        content = stored[: frame.stored_length]
+        content = bytearray(stored[: frame.stored_length])
         padding = stored[frame.stored_length :]
-        own_keys = b"".join(keys[first : first + frame.block_count])
+        own_keys = keys[first : first + frame.block_count]
         first += frame.block_count
-        seed = frame_seed(table.namespace, own_keys)
-        verify_frame(frame, [content], seed)
+        frame_seal.open(number, frame, own_keys, [memoryview(content)])
         if any(padding):
             raise CorruptPackError("padding", f"after the frame at {frame.offset}")
 
@@ -413,14 +420,22 @@ class _Builder:
 
     :param file: path of the file.
     :param policy: without capacity: the default, or more if the present content needs it.
+    :param seal: of the store; ``keyring_id``: of its keys.
     """
 
     def __init__(
-        self, file: Path, policy: Policy, segments: Mapping[int, OpenSegment]
+        self,
+        file: Path,
+        policy: Policy,
+        segments: Mapping[int, OpenSegment],
+        seal: Seal,
+        keyring_id: str,
     ) -> None:
         self._file = file
         self._policy = policy
         self._segments = segments
+        self._seal = seal
+        self._keyring_id = keyring_id
         self.totals = NamespaceState(b"")
         """Totals of all namespaces."""
         self.namespaces = 0
@@ -456,12 +471,13 @@ class _Builder:
                 # the capacity follows from the size of the catalogue, at the end
                 policy = replace(self._policy, capacity=DEFAULT_CAPACITY)
                 databases = create_databases(env, txn, policy)
-                rows = TableRows(txn, databases)
+                rows = TableRows(txn, databases, self._seal)
+                write_keyring(rows, self._keyring_id)
                 self._record_space(rows, packs)
                 write_erasures(rows, erasures)
             for namespace, page in _pages_of(packs):
                 with env.begin(write=True, buffers=True) as txn:
-                    rows = TableRows(txn, databases)
+                    rows = TableRows(txn, databases, self._seal)
                     self._add(rows, namespaces[namespace], page)
             with env.begin(write=True, buffers=True) as txn:
                 rows = TableRows(txn, databases)
@@ -492,10 +508,10 @@ class _Builder:
         copies = []
         for pack in packs:
             segment = self._segments[pack.extent.segment]
-            table = read_table(segment.fd, pack)
+            table = read_table(segment.fd, pack, self._seal)
             self.totals.count(table, 1)
             # without payload, which is in place
-            copies.append(PackCopy(table, b""))
+            copies.append(PlacedPack(table))
         # the first page of a namespace adds its row, too
         opened = {namespace.id: namespace}
         commit = CatalogTransaction(rows, payloads, namespace.id, opened=opened)

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.checks import Check
+from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.format.pack_writer import NewPack
+from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt
@@ -189,6 +191,11 @@ class Backend(ABC):
         """Release the store; idempotent. Committed data is kept."""
 
     # Content, for engines
+
+    @property
+    def seal(self) -> Seal:
+        """Seal of the store, with which packs for ``commit`` are made, and their frames opened."""
+        return PLAIN
 
     @abstractmethod
     def open_namespace(self, identity: Identity) -> Namespace:
@@ -409,6 +416,19 @@ class Backend(ABC):
         """
 
     # Maintenance
+
+    def rotate_key(self, key: StoreKey) -> None:
+        """Wrap the data keys of the store with another key of the user, which from then on opens it
+        in place of the present one. No content is written. Handles that are open stay open, in all
+        processes.
+
+        If this call fails or is killed, one of the two keys opens the store, and it can be
+        repeated.
+
+        :raises ConfigurationError: the store has no key, or the other key has content of its own.
+        :raises StoreError: the store is open read-only, or the medium failed.
+        """
+        raise StoreError("stores of this kind have no keys")
 
     def free_space(self) -> FreeSpace | None:
         """Return the free space within the store; None: its medium takes the space of deleted

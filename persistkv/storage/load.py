@@ -37,9 +37,8 @@ from persistkv.storage.format.pack import (
     Frame,
     align,
     decode_frame,
-    frame_seed,
-    verify_frame,
 )
+from persistkv.storage.format.seal import FrameSeal
 from persistkv.storage.index import HeldPack
 
 logger = logging.getLogger(__name__)
@@ -140,6 +139,8 @@ class FrameRead:
     blocks."""
 
     pack: HeldPack
+    number: int
+    """Index of the frame in the pack."""
     frame: Frame
     keys: Sequence[bytes]
     rows: list[int]
@@ -257,11 +258,11 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
 def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
     rows = [row_of.get(key, _UNWANTED) for key in pack.keys]
     start = 0
-    for frame in pack.table.frames:
+    for number, frame in enumerate(pack.table.frames):
         stop = start + frame.block_count
         of_frame = rows[start:stop]
         if of_frame.count(_UNWANTED) < len(of_frame):
-            yield FrameRead(pack, frame, pack.keys[start:stop], of_frame)
+            yield FrameRead(pack, number, frame, pack.keys[start:stop], of_frame)
         start = stop
 
 
@@ -316,6 +317,8 @@ class PartRead:
         """None: the read has ended, or was abandoned."""
         self._unread = dict(enumerate(part))
         self._outcome = ReadOutcome()
+        self._seals: dict[bytes, FrameSeal] = {}
+        """By pack id."""
 
     def __call__(self) -> ReadOutcome:
         """Read, verify and decode the part into its rows. Raises no errors: see
@@ -411,11 +414,10 @@ class PartRead:
         frame = read.frame
         if not in_rows:
             stored = [stored[0][: frame.stored_length]]
-        seed = frame_seed(self._namespace, b"".join(read.keys))
         with self._lock:
             rows = self._memory()
             try:
-                verify_frame(frame, stored, seed)
+                self._seal_of(read.pack).open(read.number, frame, read.keys, stored)
                 if not in_rows:
                     _decode(read, stored[0], rows, raw)
             except CorruptPackError as error:
@@ -428,8 +430,8 @@ class PartRead:
     def _fail(self, read: FrameRead, error: CorruptPackError) -> None:
         """Add a frame whose bytes are bad to the outcome."""
         self._outcome.failed += read.wanted
-        # a codec of another release is not damage: that release can read the pack
-        if error.field != "codec":
+        # a codec of another release, or a key that this process lacks, is not damage
+        if error.field not in ("codec", "key"):
             self._outcome.bad_frames[read.pack.pack_id] += 1
             self._outcome.suspects[read.pack.pack_id] = read.pack
 
@@ -449,6 +451,17 @@ class PartRead:
                     outcome.suspects[read.pack.pack_id] = read.pack
             self._unread.clear()
         return outcome
+
+    def _seal_of(self, pack: HeldPack) -> FrameSeal:
+        """Return the seal of a pack's frames.
+
+        :raises CorruptPackError: its key is not known.
+        """
+        found = self._seals.get(pack.pack_id)
+        if found is None:
+            found = self._backend.seal.of_pack(pack.table)
+            self._seals[pack.pack_id] = found
+        return found
 
 
 class _AbandonedError(Exception):

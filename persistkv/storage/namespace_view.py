@@ -156,7 +156,9 @@ class NamespaceView:
     def _load(self) -> Changes:
         """Load the index from its file, and return the changes since then; without a file, the
         whole catalogue."""
-        self._file = self.backend.index_file(self.namespace)
+        # fingerprints of keys confirm a guess of the prompt: a store with a key saves none
+        if not self.backend.seal.encrypts:
+            self._file = self.backend.index_file(self.namespace)
         self._saved = self.cursor = (
             None if self._file is None else self.index.load(self._file)
         )

@@ -129,7 +129,8 @@ class Store:
         self._max_pack_bytes = MemoryShares.of(options.staging_bytes).transaction
 
         def make_writer(segments: Sequence[Segment]) -> PackWriter:
-            return PackWriter(identity.digest, codec, segments, threads.start)
+            start = threads.start
+            return PackWriter(identity.digest, codec, segments, start, backend.seal)
 
         # not a method: in a reference cycle, a closed store would keep the rows mapped
         self.queue = CommitQueue(

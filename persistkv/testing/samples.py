@@ -12,8 +12,9 @@ from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.manifest import RequestManifest
-from persistkv.storage.format.pack import PackedKeys
+from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
+from persistkv.storage.format.seal import PLAIN, Seal
 
 
 def sample_keys(
@@ -65,19 +66,41 @@ def sample_pack(
     block_bytes: int = 4096,
     content: int | None = None,
     depth: int = 0,
+    seal: Seal = PLAIN,
 ) -> PackWriter:
     """Return a pack of consecutive blocks of group 0; see ``sample_segment``. The default codec is
-    ``raw``."""
+    ``raw``.
+
+    :param seal: of the store (``Backend.seal``).
+    """
     segment = sample_segment(
         seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth
     )
-    return PackWriter(namespace, codec or RawCodec(), [segment])
+    return PackWriter(namespace, codec or RawCodec(), [segment], seal=seal)
 
 
 def payload_of(pack: NewPack) -> bytes:
-    """Return the payload of a pack: all bytes that ``NewPack.stream`` yields, joined."""
-    pieces = [bytes(piece) for piece in pack.stream()]
-    return b"".join(pieces)
+    """Return the payload of a pack: all bytes that ``NewPack.stream`` yields, joined; with opened
+    frames if a key seals them."""
+    if pack.seal.encrypts and isinstance(pack, PackWriter):
+        # its own stream would seal it anew
+        pack = PackWriter(pack.namespace, pack.codec, pack.segments)
+    return b"".join(map(bytes, pack.stream()))
+
+
+def open_payload(seal: Seal, table: PackTable, payload: memoryview) -> None:
+    """Open all frames of a payload, in place.
+
+    :raises CorruptPackError: one does not verify.
+    """
+    keys = table.keys.unpack()
+    frame_seal = seal.of_pack(table)
+    first = 0
+    for number, frame in enumerate(table.frames):
+        own_keys = keys[first : first + frame.block_count]
+        first += frame.block_count
+        end = frame.offset + frame.stored_length
+        frame_seal.open(number, frame, own_keys, [payload[frame.offset : end]])
 
 
 def sample_manifest(

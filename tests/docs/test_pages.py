@@ -27,7 +27,8 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 REPOSITORY_PATH = re.compile(
     r"`((?:tests|benchmarks|backends|tools|docs|examples|\.ci)/[\w./-]*|persistkv/[\w./-]*(?:/|\.py))`"
 )
-NO_COMMAND = {"identity"}  # first word of the input to a namespace's digest
+# after "persistkv" in inputs of digests and derived keys
+NO_COMMAND = {"identity", "store", "data", "pack", "record"}
 
 
 @pytest.fixture(params=PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

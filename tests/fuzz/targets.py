@@ -27,7 +27,6 @@ from persistkv.memory.rows import Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.rows import META, SEQUENCE, manifest_row
 from persistkv.storage.catalog.rows import PACKS as PACK_ROWS
-from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.codec import (
     Codec,
     PlanesCodec,
@@ -47,10 +46,10 @@ from persistkv.storage.format.pack import (
     PackedKeys,
     PackTable,
     align,
-    frame_seed,
     pack_frames,
 )
 from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.shared.format import (
@@ -67,8 +66,8 @@ from persistkv.storage.shared.format import (
     decode_latest,
     encode_delta,
     encode_latest,
-    seal,
-    unseal,
+    open_object,
+    seal_object,
 )
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.store import Store
@@ -227,14 +226,12 @@ class Payloads(Target):
 
 def _resealed(table: PackTable, payload: bytes) -> PackTable:
     frames, first, names = [], 0, table.keys.unpack()
-    for frame in table.frames:
-        seed = frame_seed(
-            table.namespace, b"".join(names[first : first + frame.block_count])
-        )
+    seal = PLAIN.of_pack(table)
+    for number, frame in enumerate(table.frames):
+        keys = names[first : first + frame.block_count]
         stored = payload[frame.offset : frame.offset + frame.stored_length]
-        frames.append(
-            frame._replace(checksum=xxhash.xxh3_64_intdigest(stored, seed=seed))
-        )
+        _, tag = seal.seal(number, frame, keys, [stored])
+        frames.append(frame._replace(tag=tag))
         first += frame.block_count
     return msgspec.structs.replace(table, packed_frames=pack_frames(frames))
 
@@ -481,11 +478,9 @@ def shared_delta(packs: Sequence[PackTable]) -> Delta:
     )
 
 
-def seal_object(data: bytes) -> bytes:
+def resealed_object(data: bytes) -> bytes:
     """Return an object of the index with a valid header and checksum."""
-    return seal(
-        SHARED_OBJECT, data[SHARED_HEADER:-16], Authenticator(), IDENTITY.digest
-    )
+    return seal_object(SHARED_OBJECT, data[SHARED_HEADER:-16], PLAIN, IDENTITY.digest)
 
 
 class SharedDeltas(Target):
@@ -494,10 +489,10 @@ class SharedDeltas(Target):
 
     name = "shared delta"
     samples = tuple(
-        seal(
+        seal_object(
             SHARED_OBJECT,
             encode_delta(shared_delta(packs)),
-            Authenticator(),
+            PLAIN,
             IDENTITY.digest,
         )
         for packs in (
@@ -507,10 +502,10 @@ class SharedDeltas(Target):
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
-        data = seal_object(data) if sealed else data
+        data = resealed_object(data) if sealed else data
         try:
             delta = decode_delta(
-                unseal(SHARED_OBJECT, data, Authenticator(), IDENTITY.digest)
+                open_object(SHARED_OBJECT, data, PLAIN, IDENTITY.digest)
             )
         except CorruptPackError:
             return False
@@ -542,25 +537,25 @@ class SharedHints(Target):
 
     name = "shared latest"
     samples = (
-        seal(
+        seal_object(
             SHARED_OBJECT,
             encode_latest(Latest(bytes(16), 1.7e9, [])),
-            Authenticator(),
+            PLAIN,
             IDENTITY.digest,
         ),
-        seal(
+        seal_object(
             SHARED_OBJECT,
             encode_latest(Latest(b"w", 1.7e9, [("x", 9)])),
-            Authenticator(),
+            PLAIN,
             IDENTITY.digest,
         ),
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
-        data = seal_object(data) if sealed else data
+        data = resealed_object(data) if sealed else data
         try:
             latest = decode_latest(
-                unseal(SHARED_OBJECT, data, Authenticator(), IDENTITY.digest)
+                open_object(SHARED_OBJECT, data, PLAIN, IDENTITY.digest)
             )
         except CorruptPackError:
             return False

@@ -19,7 +19,7 @@ HEADINGS = {
     "dev": "# The newest releases, for development and CI. The package itself allows ranges.",
     "oldest": "# The oldest releases that pyproject.toml allows, the newest of all others.",
 }
-EXTRAS_FOR_USERS = ("s3", "transformers", "metrics")
+EXTRAS_FOR_USERS = ("encryption", "s3", "transformers", "metrics")
 CPU_BUILD = "torch"
 """Older releases have no CPU build in the package index: both files pin that of
 constraints-dev.txt."""

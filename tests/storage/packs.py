@@ -11,19 +11,18 @@ from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.pack import (
     PackTable,
     decode_frame,
-    frame_seed,
-    verify_frame,
 )
 from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.seal import PLAIN
 from persistkv.testing.samples import sample_segment
 
 NAMESPACE = bytes(range(16))
 
 
-HEADER = struct.Struct("<HHIIIQQ16s16s")  # docs/format.md
+HEADER = struct.Struct("<HHIIIQQ16s16s8s16s")  # docs/format.md
 
 
-FRAME = struct.Struct("<IIIIQQQ")
+FRAME = struct.Struct("<IIIIQQ16s")
 
 
 TRAILER = struct.Struct("<QQ8s")
@@ -56,10 +55,11 @@ def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
     keys = table.keys.unpack()
     blocks: dict[bytes, bytes] = {}
     first = 0
-    for frame in table.frames:
+    seal = PLAIN.of_pack(table)
+    for number, frame in enumerate(table.frames):
         names = keys[first : first + frame.block_count]
         stored = payload[frame.offset : frame.offset + frame.stored_length]
-        verify_frame(frame, [stored], frame_seed(NAMESPACE, b"".join(names)))
+        seal.open(number, frame, names, [memoryview(stored)])
         raw = bytearray(frame.raw_length)
         decode_frame(table.codec, frame, stored, memoryview(raw))
         size = frame.block_bytes

@@ -49,6 +49,7 @@ COMMANDS: dict[str, str] = {
     "prune": "persistkv_tools.maintain.prune:COMMAND",
     "rebuild": "persistkv_tools.maintain.rebuild:COMMAND",
     "set": "persistkv_tools.maintain.set:COMMAND",
+    "rotate-key": "persistkv_tools.maintain.rotate_key:COMMAND",
     "pin": "persistkv_tools.maintain.label:PIN",
     "unpin": "persistkv_tools.maintain.label:UNPIN",
     "label": "persistkv_tools.maintain.label:LABEL",

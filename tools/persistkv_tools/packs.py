@@ -22,10 +22,8 @@ from persistkv.storage.format.pack import (
     PackTable,
     align,
     decode_frame,
-    frame_seed,
-    pack_id,
-    verify_frame,
 )
+from persistkv.storage.format.seal import Seal
 
 # 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
 BATCH_BYTES = 8 << 20
@@ -74,6 +72,8 @@ class Piece(NamedTuple):
 
     table: PackTable
     frames: Sequence[Frame]
+    first_frame: int
+    """Number of frames of the pack before these."""
     first_block: int
     """Number of blocks of the pack before these frames."""
     start: int
@@ -87,42 +87,46 @@ class Piece(NamedTuple):
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
     """Cut a pack into pieces of ``most_bytes``, or one larger frame. A pack without frames is one
     empty piece."""
-    block = start = size = 0
+    first = block = start = size = 0
     frames: list[Frame] = []
     for frame in table.frames:
         if frames and size + frame.stored_length > most_bytes:
-            yield Piece(table, frames, block, start, size, False)
+            yield Piece(table, frames, first, block, start, size, False)
+            first += len(frames)
             block += sum(done.block_count for done in frames)
-            start, size, frames = start + size, 0, []
+            start += size
+            size = 0
+            frames = []
         frames.append(frame)
         size += align(frame.stored_length)
-    yield Piece(table, frames, block, start, size, True)
+    yield Piece(table, frames, first, block, start, size, True)
 
 
-def check_piece(piece: Piece, found: memoryview) -> Iterator[Defect]:
-    """Yield the defects of a piece with these stored bytes; for the first piece of a pack, also
-    check the pack's id.
+def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]:
+    """Yield the defects of a piece with these stored bytes, and decrypt them in place; for the
+    first piece of a pack, also check the pack's id.
 
+    :param seal: of the store.
     :raises OtherReleaseError: the frames cannot be decoded by this release.
     """
     table = piece.table
     block = piece.first_block
     keys = table.keys.unpack()
-    if not block and pack_id(table.namespace, table.keys, table.codec) != table.pack_id:
+    if not block and not seal.is_id_of(table):
         yield _defect(
             table,
             Problem.NAME,
             "the pack's id does not match the keys and codec of its table",
         )
-    for frame in piece.frames:
+    frame_seal = seal.of_pack(table)
+    for number, frame in enumerate(piece.frames, piece.first_frame):
         own_keys = keys[block : block + frame.block_count]
-        seed = frame_seed(table.namespace, b"".join(own_keys))
         block += frame.block_count
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
         problem = Problem.PAYLOAD
         try:
-            verify_frame(frame, [found[begin:end]], seed)
+            frame_seal.open(number, frame, own_keys, [found[begin:end]])
             problem = Problem.DECODE
             # the checksum covers the stored bytes: a wrong encoder could have made them
             if frame.encoded:
@@ -143,6 +147,27 @@ def check_piece(piece: Piece, found: memoryview) -> Iterator[Defect]:
             )
 
 
+def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | None:
+    """Return the raw bytes of a frame; None if the store does not hold it.
+
+    :param number: index of the frame in the pack.
+    :raises CorruptPackError: its bytes do not verify or decode.
+    :raises StoreError: the medium failed.
+    """
+    frames = table.frames
+    frame = frames[number]
+    stored = memoryview(bytearray(frame.stored_length))
+    span = ReadSpan(table.pack_id, frame.offset, [stored])
+    if backend.read(table.namespace, [span]) != [True]:
+        return None
+    first = sum(before.block_count for before in frames[:number])
+    keys = table.keys.unpack()[first : first + frame.block_count]
+    backend.seal.of_pack(table).open(number, frame, keys, [stored])
+    raw = bytearray(frame.raw_length)
+    decode_frame(table.codec, frame, stored, memoryview(raw))
+    return raw
+
+
 def check_pack(
     backend: Backend,
     table: PackTable,
@@ -151,8 +176,8 @@ def check_pack(
 ) -> list[Defect]:
     """Read a pack and return its defects.
 
-    :param keep: receives the whole payload, appended. Its bytes must not be used if there are
-        defects.
+    :param keep: receives the whole payload, appended, with opened frames. Its bytes must not be
+        used if there are defects.
     :raises OtherReleaseError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.
     """
@@ -162,7 +187,7 @@ def check_pack(
         buffer = memoryview(mmap.mmap(-1, piece.length or 1))[: piece.length]
         span = ReadSpan(table.pack_id, piece.start, [buffer])
         if backend.read(table.namespace, [span]) == [True]:
-            findings += check_piece(piece, buffer)
+            findings += check_piece(piece, buffer, backend.seal)
         else:
             detail = (
                 f"bytes {piece.start:,} to {piece.start + piece.length:,} are missing"

@@ -44,6 +44,7 @@ from persistkv.storage.format.manifest import (
     decode_manifest_keys,
 )
 from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.stats import BackendStats, RequestUse
 
 T = TypeVar("T")
@@ -229,8 +230,14 @@ def totals(
     )
 
 
-def check_batch(namespace: bytes, batch: CommitBatch) -> None:
-    """Raise a StoreError if a pack of the batch belongs to another namespace."""
+def check_batch(namespace: bytes, batch: CommitBatch, seal: Seal) -> None:
+    """Raise a StoreError if a pack of the batch belongs to another namespace, or is not
+    sealed as the store seals packs.
+
+    :param seal: of the store.
+    """
+    if any(pack.seal.encrypts != seal.encrypts for pack in batch.packs):
+        raise StoreError("a pack that is not sealed as the store seals packs")
     if any(pack.namespace != namespace for pack in batch.packs):
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 

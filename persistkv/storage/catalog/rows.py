@@ -7,7 +7,7 @@ docs/format.md specifies the encoding.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -16,6 +16,7 @@ from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
+from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.identity import Identity
 
 if TYPE_CHECKING:
@@ -66,35 +67,64 @@ TABLES = (
 )
 
 
+# whose values contain keys of blocks, their fingerprints, ids of requests or labels
+SEALED_TABLES = frozenset({PACKS, LOG, MANIFESTS, MANIFEST_KEYS})
+
+
 class TableRows:
     """Rows (key and value) of all tables of a store within one LMDB transaction, sorted by key in
     each table.
+
+    In a store with a key, the values of some tables are sealed. One that does not open reads as
+    empty, as a damaged one would.
 
     A row's key has at most 64 bytes. Returned buffers are valid until a row is changed, or the
     transaction ends. A change that finds no room raises LMDB's error; the transaction must then be
     rolled back.
 
     :param databases: by the name of the table.
+    :param sealed: names of the tables whose values ``seal`` hides, if it encrypts.
     """
 
     def __init__(
-        self, txn: lmdb.Transaction[memoryview], databases: Mapping[str, _Database]
+        self,
+        txn: lmdb.Transaction[memoryview],
+        databases: Mapping[str, _Database],
+        seal: Seal = PLAIN,
+        sealed: Collection[str] = SEALED_TABLES,
     ) -> None:
         self.txn = txn
         self._databases = databases
+        self._seal = seal
+        self._sealed = sealed if seal.encrypts else ()
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """Return the value of a key; None if there is no such row."""
-        return self.txn.get(key, db=self._databases[table])
+        value = self.txn.get(key, db=self._databases[table])
+        if value is None or table not in self._sealed:
+            return value
+        return self._opened(table, key, value)
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """Write a row, replacing the row with the same key."""
+        if table in self._sealed:
+            value = self._seal.sealed(_row_name(table, key), value)
         self.txn.put(key, value, db=self._databases[table])
 
     def put_many(self, table: str, rows: Sequence[tuple[bytes, bytes]]) -> None:
         """Write many rows at once, as ``put`` does."""
+        if table in self._sealed:
+            for key, value in rows:
+                self.put(table, key, value)
+            return
         with self.cursor(table) as cursor:
             cursor.putmulti(rows)
+
+    def _opened(self, table: str, key: Buffer, value: Buffer) -> bytes:
+        try:
+            return self._seal.opened(_row_name(table, key), value)
+        except CorruptPackError:
+            return b""
 
     def delete(self, table: str, key: bytes) -> bool:
         """Delete a row; return whether it existed."""
@@ -104,8 +134,13 @@ class TableRows:
         """Iterate over (key, value) from the key ``start`` on, ascending. Do not change rows
         meanwhile."""
         cursor = self.cursor(table)
-        if cursor.set_range(start):
+        if not cursor.set_range(start):
+            return
+        if table not in self._sealed:
             yield from cursor.iternext()
+            return
+        for key, value in cursor.iternext():
+            yield key, self._opened(table, key, value)
 
     def starting_with(
         self, table: str, prefix: bytes
@@ -154,6 +189,11 @@ class TableRows:
             pages += tree["leaf_pages"]
             pages += tree["overflow_pages"]
         return int(pages * main["psize"])
+
+
+def _row_name(table: str, key: Buffer) -> bytes:
+    """Return the name under which the value of a row is sealed."""
+    return table.encode() + b"\0" + key
 
 
 _META_PAGES = 2  # of an LMDB environment

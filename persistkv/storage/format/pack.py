@@ -1,12 +1,13 @@
 """Packs: the unit of durable writing. An immutable sequence of frames, then a checksummed table of
 their keys.
 
-docs/format.md has the layout in bytes; ``pack_writer`` writes packs. Invariants of this file:
+docs/format.md has the layout in bytes; ``pack_writer`` writes packs, ``seal`` verifies frames.
+Invariants of this file:
 
 1. A pack alone (frames, table, trailer) is enough to recover its blocks. The frames are its
    payload.
-2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: the stored
-   bytes of another frame do not verify.
+2. A frame's tag covers its stored bytes, its keys and the namespace: the stored bytes of another
+   frame do not verify (``seal``).
 3. Parsing trusts no input: each count and length is checked against the available bytes before it
    is used.
 """
@@ -26,6 +27,7 @@ from persistkv.config import MAX_BLOCK_BYTES, PAGE_BYTES
 from persistkv.errors import CorruptPackError
 from persistkv.rounding import divide_up
 from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
+from persistkv.storage.format.keys import KEY_ID_BYTES, SALT_BYTES
 
 MAX_KEY_BYTES = 0xFFFF
 
@@ -35,11 +37,18 @@ ID_BYTES = 16
 FRAME_BYTES = 1 << 20
 UNKNOWN_DEPTH = 0xFFFFFFFF
 
-_HEADER = struct.Struct("<HHIIIQQ16s16s")
-_FRAME = struct.Struct("<IIIIQQQ")
+PLAIN_KEY = bytes(
+    KEY_ID_BYTES
+)  # in place of a key's id: the pack is sealed without one
+NO_SALT = bytes(SALT_BYTES)
+
+_HEADER = struct.Struct("<HHIIIQQ16s16s8s16s")
+_FRAME = struct.Struct("<IIIIQQ16s")
 _TRAILER = struct.Struct("<QQ8s")
 TRAILER_BYTES = _TRAILER.size
 _MAGIC = b"PKVPACK1"
+SEALED_TABLE = b"PKVSEAL1"
+"""Magic number in the trailer of a table that is sealed with a key."""
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -171,8 +180,8 @@ class Frame(NamedTuple):
     stored_length: int
     """Bytes at rest, without padding. If equal to ``raw_length``, the stored bytes are the raw
     bytes."""
-    checksum: int
-    """xxh3-64 of the stored bytes, seeded by ``frame_seed``."""
+    tag: bytes
+    """16 bytes that verify the stored bytes (``FrameSeal``)."""
 
     @property
     def encoded(self) -> bool:
@@ -189,13 +198,6 @@ class Frame(NamedTuple):
 def pack_frames(frames: Iterable[Frame]) -> bytes:
     """Encode frames as in a pack's table."""
     return b"".join([_FRAME.pack(*frame) for frame in frames])
-
-
-def frame_seed(namespace: bytes, keys: bytes) -> int:
-    """Return the seed of a frame's checksum, which binds the frame to its keys (concatenated) and
-    its namespace."""
-    namespace_seed = int.from_bytes(namespace[:8], "little")
-    return xxhash.xxh3_64_intdigest(keys, seed=namespace_seed)
 
 
 def align(length: int) -> int:
@@ -230,15 +232,13 @@ def table_lengths(data: Buffer) -> tuple[int, int]:
     it is too short."""
     if len(data) < _HEADER.size:
         return 0, 0
-    _, _, _, _, _, payload, raw, _, _ = _HEADER.unpack_from(data)
+    _, _, _, _, _, payload, raw, *_ = _HEADER.unpack_from(data)
     return raw, payload
 
 
 class TableHead(NamedTuple):
     """Fields of an encoded table that a catalogue needs for each of its packs, unverified."""
 
-    start: int
-    """Offset of the table in the data."""
     namespace: bytes
     pack_id: bytes
     block_count: int
@@ -249,14 +249,13 @@ class TableHead(NamedTuple):
 
 
 def table_head(data: bytes) -> TableHead | None:
-    """Return the head of the table that ends ``data``, unverified; None if it is malformed."""
+    """Return the head of an encoded table, unverified; None if it is malformed."""
     if len(data) < TRAILER_BYTES:
         return None
     # no checksum: a catalogue reads the heads of all packs, and a load verifies the table
     end = len(data) - TRAILER_BYTES
     length, _, magic = _TRAILER.unpack_from(data, end)
-    start = end - length
-    if magic != _MAGIC or length < _HEADER.size or start < 0:
+    if magic != _MAGIC or length != end or length < _HEADER.size:
         return None
     (
         version,
@@ -268,15 +267,15 @@ def table_head(data: bytes) -> TableHead | None:
         raw_length,
         namespace,
         name,
-    ) = _HEADER.unpack_from(data, start)
-    frames_at = start + _HEADER.size + codec_length
+        *_,  # key and salt
+    ) = _HEADER.unpack_from(data)
+    frames_at = _HEADER.size + codec_length
     frames_end = frames_at + frame_count * _FRAME.size
     if version != PACK_VERSION or frames_end > len(data):
         return None
     packed_frames = data[frames_at:frames_end]
     depths = [depth for _, _, _, depth, _, _, _ in _FRAME.iter_unpack(packed_frames)]
     return TableHead(
-        start,
         namespace,
         name,
         block_count,
@@ -292,7 +291,7 @@ class PackTable(msgspec.Struct, frozen=True):
     namespace: bytes
     """16 bytes: the digest of the identity."""
     pack_id: bytes
-    """16 bytes, see the function ``pack_id``."""
+    """16 bytes (``Seal.new_pack_id``)."""
     codec: str
     """Text form of the codec that encoded the frames; frames that it did not make shorter are
     raw."""
@@ -304,6 +303,10 @@ class PackTable(msgspec.Struct, frozen=True):
     """Frames as encoded in the table; ``frames`` decodes them."""
     keys: PackedKeys
     """The keys of all blocks, frame after frame."""
+    data_key: bytes = PLAIN_KEY
+    """Id of the key that seals the frames, 8 bytes; ``PLAIN_KEY``: none does."""
+    salt: bytes = NO_SALT
+    """16 random bytes, from which the frames' key is derived; ``NO_SALT`` without a key."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -329,10 +332,11 @@ class PackTable(msgspec.Struct, frozen=True):
             self.raw_length,
             self.namespace,
             self.pack_id,
+            self.data_key,
+            self.salt,
         )
-        table = header + codec + self.packed_frames + self.keys.lengths + self.keys.data
-        checksum = xxhash.xxh3_64_intdigest(table)
-        return table + _TRAILER.pack(len(table), checksum, _MAGIC)
+        keys = self.keys.lengths + self.keys.data
+        return with_trailer(header + codec + self.packed_frames + keys)
 
     @classmethod
     def parse(cls, data: Buffer) -> PackTable:
@@ -355,7 +359,9 @@ class PackTable(msgspec.Struct, frozen=True):
 
         :raises CorruptPackError: as ``parse``.
         """
-        table = _checked_table(data)
+        table = without_trailer(data)
+        if len(table) < _HEADER.size:
+            raise CorruptPackError("table length", f"{len(table)} bytes are too few")
         (
             version,
             key_length,
@@ -366,6 +372,8 @@ class PackTable(msgspec.Struct, frozen=True):
             raw_length,
             namespace,
             name,
+            data_key,
+            salt,
         ) = _HEADER.unpack_from(table)
         if version != PACK_VERSION:
             raise CorruptPackError(
@@ -391,20 +399,37 @@ class PackTable(msgspec.Struct, frozen=True):
         except UnicodeDecodeError:
             raise CorruptPackError("codec name", "it is not text") from None
         return cls(
-            namespace, name, codec, payload_length, raw_length, packed_frames, keys
+            namespace,
+            name,
+            codec,
+            payload_length,
+            raw_length,
+            packed_frames,
+            keys,
+            data_key,
+            salt,
         )
 
 
-def _checked_table(data: Buffer) -> bytes:
-    """Return the table without its trailer, whose checksum it matches."""
+def with_trailer(table: bytes, magic: bytes = _MAGIC) -> bytes:
+    """Return a table with its trailer: length, checksum and magic number."""
+    checksum = xxhash.xxh3_64_intdigest(table)
+    return table + _TRAILER.pack(len(table), checksum, magic)
+
+
+def without_trailer(data: Buffer, magic: bytes = _MAGIC) -> bytes:
+    """Return the table that ends ``data``, without its trailer, whose checksum it matches.
+
+    :raises CorruptPackError: it does not, or the magic number is another one.
+    """
     view = memoryview(data)
     end = len(view) - _TRAILER.size
-    if end < _HEADER.size:
+    if end < 0:
         raise CorruptPackError("trailer", f"{len(view)} bytes are too few for a pack")
-    length, checksum, magic = _TRAILER.unpack_from(view, end)
-    if magic != _MAGIC:
-        raise CorruptPackError("magic", f"{magic!r} instead of {_MAGIC!r}")
-    if not _HEADER.size <= length <= end:
+    length, checksum, found = _TRAILER.unpack_from(view, end)
+    if found != magic:
+        raise CorruptPackError("magic", f"{found!r} instead of {magic!r}")
+    if length > end:
         raise CorruptPackError("table length", f"{length} exceeds {len(view)} bytes")
     table = bytes(view[end - length : end])
     if xxhash.xxh3_64_intdigest(table) != checksum:
@@ -463,28 +488,6 @@ def _check_lengths(count: int, block_bytes: int, stored: int, codec: str) -> Non
         raise CorruptPackError(
             "frame length", f"{stored} stored bytes for {raw} raw ones"
         )
-
-
-def frame_checksum(pieces: Iterable[Buffer], seed: int) -> int:
-    """Return the xxh3-64 checksum of a frame's stored bytes, given in order, with the seed of
-    ``frame_seed``."""
-    digest = xxhash.xxh3_64(seed=seed)
-    for piece in pieces:
-        digest.update(piece)
-    return digest.intdigest()
-
-
-def verify_frame(frame: Frame, pieces: Sequence[Buffer], seed: int) -> None:
-    """Verify a frame's stored bytes.
-
-    :param pieces: the stored bytes, in order.
-    :raises CorruptPackError: length or checksum differ from the frame's, or the bytes belong to
-        other keys.
-    """
-    length = sum(map(len, pieces))
-    if length == frame.stored_length and frame_checksum(pieces, seed) == frame.checksum:
-        return
-    raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
 
 
 def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:

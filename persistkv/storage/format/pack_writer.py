@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
+
 from persistkv.storage.format.codec import Buffer, Codec
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
@@ -19,11 +21,9 @@ from persistkv.storage.format.pack import (
     PackTable,
     align,
     encoded_length,
-    frame_checksum,
-    frame_seed,
     pack_frames,
-    pack_id,
 )
+from persistkv.storage.format.seal import PLAIN, FrameSeal, Seal
 
 if TYPE_CHECKING:
     from persistkv.memory.rows import ByteArray
@@ -77,10 +77,10 @@ class _StoredFrame(NamedTuple):
     """A frame and its stored bytes."""
 
     frame: Frame
-    """The frame, without its offset; without its checksum, too, if ``seed`` is set."""
+    """The frame, without its offset, and without its tag if ``keys`` is not empty."""
     pieces: Sequence[Buffer]
-    seed: int | None = None
-    """Seed of the checksum that is still to be computed; None if ``frame`` has its checksum."""
+    keys: Sequence[bytes] = ()
+    """The keys of its blocks, if its tag is still to be computed."""
 
 
 _StoreFrame = Callable[[], _StoredFrame]
@@ -112,6 +112,8 @@ class NewPack(ABC):
     encodes: bool
     """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing
     memory."""
+    seal: Seal
+    """Seals its frames."""
     written: bool = field(default=False, init=False)
     """Whether ``stream`` has run to its end since the last ``restart``. It stays False if the
     backend already holds the pack."""
@@ -141,14 +143,10 @@ class NewPack(ABC):
         abandoned."""
 
 
-class PackCopy(NewPack):
-    """A copy of a pack from another store, with the same bytes and name. The caller has verified
-    the pack.
+class PlacedPack(NewPack):
+    """A pack whose payload is in its place already: only its rows are written."""
 
-    :param payload: the whole payload; it must not change until the commit has ended.
-    """
-
-    def __init__(self, table: PackTable, payload: Buffer) -> None:
+    def __init__(self, table: PackTable) -> None:
         super().__init__(
             table.namespace,
             table.pack_id,
@@ -158,8 +156,8 @@ class PackCopy(NewPack):
             payload_bound=table.payload_length,
             table_length=encoded_length(table.codec, table.frame_count, table.keys),
             encodes=False,
+            seal=PLAIN,
         )
-        self.payload = payload
         self._table = table
 
     @property
@@ -167,19 +165,86 @@ class PackCopy(NewPack):
         return self._table
 
     def stream(self) -> Iterator[Buffer]:
-        yield self.payload
         self.written = True
+        return iter(())
+
+    def end_reads(self) -> None:
+        """Do nothing: no blocks are read."""
+
+
+class PackCopy(NewPack):
+    """A copy of a pack from another store, with the same frames, sealed as the store that it is
+    written to seals packs.
+
+    :param table: of the other store.
+    :param payload: the whole payload, whose frames were opened (``FrameSeal.open``); it must not
+        change until the commit has ended.
+    :param seal: of the store that it is written to.
+    """
+
+    def __init__(self, table: PackTable, payload: Buffer, seal: Seal) -> None:
+        length = encoded_length(table.codec, table.frame_count, table.keys)
+        super().__init__(
+            table.namespace,
+            seal.new_pack_id(table.namespace, table.keys, table.codec),
+            table.keys,
+            table.raw_length,
+            table.frame_count,
+            payload_bound=table.payload_length,
+            table_length=seal.stored_bytes(length),
+            encodes=seal.encrypts,
+            seal=seal,
+        )
+        self._copied = table
+        self._payload = memoryview(payload)
+        self._table: PackTable | None = None
+
+    @property
+    def table(self) -> PackTable:
+        if self._table is None:
+            raise _no_table()
+        return self._table
+
+    def stream(self) -> Iterator[Buffer]:
+        self.restart()
+        frame_seal = self.seal.new_pack(self.namespace)
+        keys = self.keys.unpack()
+        frames: list[Frame] = []
+        first = 0
+        for number, frame in enumerate(self._copied.frames):
+            end = frame.offset + frame.stored_length
+            opened = [self._payload[frame.offset : end]]
+            own_keys = keys[first : first + frame.block_count]
+            first += frame.block_count
+            pieces, tag = frame_seal.seal(number, frame, own_keys, opened)
+            frames.append(frame._replace(tag=tag))
+            yield from pieces
+            if align(end) > end:
+                yield bytes(align(end) - end)
+        self._table = msgspec.structs.replace(
+            self._copied,
+            pack_id=self.pack_id,
+            packed_frames=pack_frames(frames),
+            data_key=frame_seal.key_id,
+            salt=frame_seal.salt,
+        )
+        self.written = True
+
+    def restart(self) -> None:
+        super().restart()
+        self._table = None
 
     def end_reads(self) -> None:
         """Do nothing: ``stream`` starts no work in other threads."""
 
 
 class PackWriter(NewPack):
-    """A pack whose frames are encoded from segments during ``stream``. Holds one encoded frame in
-    memory, or a few if other threads encode frames.
+    """A pack whose frames are encoded and sealed from segments during ``stream``. Holds one such
+    frame in memory, or a few if other threads encode frames.
 
     :param start_frame: starts the encoding of a frame in another thread; None: each frame is
         encoded when the stream reaches it.
+    :param seal: of the store (``Backend.seal``).
     :raises ValueError: a key occurs twice (``PackTable.parse`` would reject the pack), is empty, or
         is too long.
     """
@@ -190,6 +255,7 @@ class PackWriter(NewPack):
         codec: Codec,
         segments: Sequence[Segment],
         start_frame: StartFrame | None = None,
+        seal: Seal = PLAIN,
     ) -> None:
         all_keys: list[bytes] = []
         num_frames = 0
@@ -208,17 +274,20 @@ class PackWriter(NewPack):
         codec_name = str(codec)
         super().__init__(
             namespace,
-            pack_id(namespace, keys, codec_name),
+            seal.new_pack_id(namespace, keys, codec_name),
             keys,
             raw_length,
             num_frames,
             payload_bound,
-            table_length=encoded_length(codec_name, num_frames, keys),
-            encodes=not codec.identity,
+            table_length=seal.stored_bytes(
+                encoded_length(codec_name, num_frames, keys)
+            ),
+            encodes=seal.encrypts or not codec.identity,
+            seal=seal,
         )
         self.segments = segments
         """The blocks; empty after ``release``."""
-        self._codec = codec
+        self.codec = codec
         self._start_frame = start_frame
         self._table: PackTable | None = None
         # frames whose encoding has started in other threads, in order
@@ -233,22 +302,22 @@ class PackWriter(NewPack):
         """
         self._finish()
         if self._table is None:
-            raise ValueError(
-                "a pack's table exists after its stream has run to the end"
-            )
+            raise _no_table()
         return self._table
 
     def stream(self) -> Iterator[Buffer]:
         """Iterate over the payload. Raw frames are not copied: their pieces are views of the
         rows."""
         self.restart()
+        # a new one for each attempt, so that no key seals two attempts
+        frame_seal = self.seal.new_pack(self.namespace)
         frames: list[Frame] = []
         raw: list[tuple[int, _StoredFrame]] = []
         offset = 0
-        for stored in self._stored_frames():
+        for stored in self._stored_frames(frame_seal):
             frame = stored.frame._replace(offset=offset)
-            # its checksum is still to be computed
-            if stored.seed is not None:
+            # its tag is still to be computed
+            if stored.keys:
                 raw.append((len(frames), stored))
             frames.append(frame)
             yield from stored.pieces
@@ -258,23 +327,31 @@ class PackWriter(NewPack):
                 yield bytes(offset - end)
         # The checksums of raw frames wait for the access to ``table``: a backend may write the
         # frames while they are computed.
-        self._make_pending_table = partial(self._make_table, frames, raw, offset)
+        make_table = partial(self._make_table, frame_seal, frames, raw, offset)
+        self._make_pending_table = make_table
         self.written = True
 
     def _make_table(
-        self, frames: list[Frame], raw: Iterable[tuple[int, _StoredFrame]], end: int
+        self,
+        frame_seal: FrameSeal,
+        frames: list[Frame],
+        raw: Iterable[tuple[int, _StoredFrame]],
+        end: int,
     ) -> PackTable:
         for number, stored in raw:
-            checksum = frame_checksum(stored.pieces, stored.seed or 0)
-            frames[number] = frames[number]._replace(checksum=checksum)
+            frame = frames[number]
+            _, tag = frame_seal.seal(number, frame, stored.keys, stored.pieces)
+            frames[number] = frame._replace(tag=tag)
         return PackTable(
             self.namespace,
             self.pack_id,
-            str(self._codec),
+            str(self.codec),
             end,
             self.raw_length,
             pack_frames(frames),
             self.keys,
+            frame_seal.key_id,
+            frame_seal.salt,
         )
 
     def _finish(self) -> None:
@@ -306,16 +383,18 @@ class PackWriter(NewPack):
         self.end_reads()
         self.segments = ()
 
-    def _stored_frames(self) -> Iterator[_StoredFrame]:
+    def _stored_frames(self, frame_seal: FrameSeal) -> Iterator[_StoredFrame]:
         """Yield the frames in order, encoded in other threads if they are encoded at all."""
         start_frame = self._start_frame if self.encodes else None
+        number = 0
         for segment in self.segments:
             for start, stop in segment.frame_bounds():
+                store = partial(self._store, frame_seal, number, segment, start, stop)
+                number += 1
                 if start_frame is None:
-                    yield self._store(segment, start, stop)
+                    yield store()
                     continue
-                started = start_frame(partial(self._store, segment, start, stop))
-                self._started.append(started)
+                self._started.append(start_frame(store))
                 # bounds the memory of encoded frames
                 if len(self._started) > MOST_STARTED:
                     wait_for_frame = self._started.popleft()
@@ -324,30 +403,52 @@ class PackWriter(NewPack):
             wait_for_frame = self._started.popleft()
             yield wait_for_frame()
 
-    def _store(self, segment: Segment, start: int, stop: int) -> _StoredFrame:
-        """Return the frame of blocks ``start`` to ``stop`` (exclusive) of a segment."""
-        keys = b"".join(segment.keys[start:stop])
-        seed = frame_seed(self.namespace, keys)
+    def _store(
+        self,
+        frame_seal: FrameSeal,
+        number: int,
+        segment: Segment,
+        start: int,
+        stop: int,
+    ) -> _StoredFrame:
+        """Return frame ``number`` of the pack: blocks ``start`` to ``stop`` (exclusive) of a
+        segment."""
+        keys = segment.keys[start:stop]
         depth = segment.depth
         if depth != UNKNOWN_DEPTH:
             depth += start
         num_blocks = stop - start
-        raw = Frame(
+        frame = Frame(
             segment.group,
             num_blocks,
             segment.block_bytes,
             depth,
             offset=0,
             stored_length=num_blocks * segment.block_bytes,
-            checksum=0,
+            tag=b"",
         )
-        # A frame that the codec does not make shorter is stored raw, as views of the rows.
-        if self.encodes:
-            blocks = segment.source.gather(start, stop)
-            encoded = self._codec.encode(blocks.data.cast("B"))
-            if len(encoded) < raw.raw_length:
-                checksum = frame_checksum([encoded], seed)
-                frame = raw._replace(stored_length=len(encoded), checksum=checksum)
-                return _StoredFrame(frame, [encoded])
-        pieces = segment.source.pieces(start, stop)
-        return _StoredFrame(raw, pieces, seed)
+        encoded = self._encoded(segment, start, stop)
+        if encoded is None:
+            pieces: Sequence[Buffer] = segment.source.pieces(start, stop)
+            # views of the rows: they stay until the table is made
+            if not frame_seal.encrypts:
+                return _StoredFrame(frame, pieces, keys)
+        else:
+            pieces = [encoded]
+            frame = frame._replace(stored_length=len(encoded))
+        pieces, tag = frame_seal.seal(number, frame, keys, pieces)
+        return _StoredFrame(frame._replace(tag=tag), pieces)
+
+    def _encoded(self, segment: Segment, start: int, stop: int) -> Buffer | None:
+        """Return the encoded blocks; None if the codec does not make them shorter: they are then
+        stored raw."""
+        if self.codec.identity:
+            return None
+        blocks = segment.source.gather(start, stop)
+        encoded = self.codec.encode(blocks.data.cast("B"))
+        is_shorter = len(encoded) < (stop - start) * segment.block_bytes
+        return encoded if is_shorter else None
+
+
+def _no_table() -> ValueError:
+    return ValueError("a pack's table exists after its stream has run to the end")

@@ -41,9 +41,10 @@ from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 from persistkv.storage.catalog.catalogue import Catalogue, check_batch, totals
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, NamespaceState
 from persistkv.storage.checks import Check
-from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import Frame, PackTable
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
@@ -100,8 +101,7 @@ class SharedBackend(Backend):
         writes = not self._read_only
         self.capabilities = replace(self.capabilities, writable=writes)
         self.status_interval_s = options.status_s if writes else None
-        authenticator = Authenticator(options.secret())
-        self._medium = Medium(blobs, authenticator, clock or Clock())
+        self._medium = Medium(blobs, options.store_key(), clock or Clock())
         self._policy = RecordedPolicy(
             self._medium, options.policy, place, creates=writes
         )
@@ -138,6 +138,10 @@ class SharedBackend(Backend):
             self._policy.last_error = str(error)
             text = "%s does not answer (%s); lookups miss until it does"
             logger.warning(text, self._place, error)
+
+    @property
+    def seal(self) -> Seal:
+        return self._medium.seal
 
     @classmethod
     def open_blobs(
@@ -444,7 +448,7 @@ class SharedBackend(Backend):
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_open(writes=True)
-        check_batch(namespace, batch)
+        check_batch(namespace, batch, self.seal)
         self._identities.write_new()
         opened = self._open(namespace)
         deletes = batch.deletions or batch.bad or batch.manifest_deletions
@@ -496,6 +500,10 @@ class SharedBackend(Backend):
             states.append(replica.catalogue.state())
             disk_bytes += replica.disk_bytes()
         return totals(states, disk_bytes, self._policy.now().capacity)
+
+    def rotate_key(self, key: StoreKey) -> None:
+        self._check_open(writes=True)
+        self._medium.keys.rotate(key)
 
     def merge_state(self, namespace: bytes) -> MergeState:
         return self._open(namespace).merge_state()

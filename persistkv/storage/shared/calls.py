@@ -8,16 +8,18 @@ from typing import TypeVar
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError, Blobs
-from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.keys import StoreKey
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.shared.clock import Clock, ServerTime
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,
     MAX_SMALL_BYTES,
     StoreNames,
-    seal,
-    unseal,
+    open_object,
+    seal_object,
 )
+from persistkv.storage.shared.keys import StoreKeys
 from persistkv.storage.threads import ThreadPool
 
 _FIRST_BYTES = 16 << 10  # 16 KiB: of the buffer for a blob of unknown length
@@ -76,20 +78,30 @@ class Medium:
     everything else.
 
     :param blobs: closed with this object.
-    :param authenticator: of the store's key.
+    :param key: of the store; None: it has none.
     """
 
-    def __init__(
-        self, blobs: Blobs, authenticator: Authenticator, clock: Clock
-    ) -> None:
+    def __init__(self, blobs: Blobs, key: StoreKey | None, clock: Clock) -> None:
         self.blobs = blobs
-        self.authenticator = authenticator
         self.clock = clock
-        self.names = StoreNames(authenticator.key_id)
+        self.keys = StoreKeys(self, key)
         self.time = ServerTime(clock)
         self.loads = Calls(blobs.connections, "persistkv-shared-load")
         self.uploads = Calls(blobs.connections, "persistkv-shared-upload")
         self.maintenance = Calls(blobs.connections, "persistkv-shared-index")
+
+    @property
+    def seal(self) -> Seal:
+        """Seal of all that the store writes."""
+        return self.keys.seal
+
+    @property
+    def names(self) -> StoreNames:
+        """Names of the store's own blobs.
+
+        :raises UnavailableError: the store has a key, and the medium has not answered yet.
+        """
+        return StoreNames(self.keys.keyring_id)
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
         """See ``Blobs.put``."""
@@ -109,7 +121,7 @@ class Medium:
         :param limit: bytes that readers accept under this name.
         :raises StoreError: it is larger than ``limit``, and was not written; or the medium failed.
         """
-        data = seal(name, body, self.authenticator, namespace)
+        data = seal_object(name, body, self.seal, namespace)
         if len(data) > limit:
             raise StoreError(
                 f"{name}: {len(data)} bytes are more than the {limit} that readers accept"
@@ -152,7 +164,7 @@ class Medium:
         :raises CorruptPackError: it is damaged, too large, or not written with the key;
             ``NewerFormatError``: it was written by a newer release.
         """
-        return unseal(name, self.whole(name, limit), self.authenticator, namespace)
+        return open_object(name, self.whole(name, limit), self.seal, namespace)
 
     def listed(self, prefix: str, *, stable: bool = False) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.

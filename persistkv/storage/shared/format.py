@@ -5,9 +5,9 @@ namespace is the union of the deltas of all its index objects, in any order, eac
 of times: names of packs are unique, times merge by maximum, requests by their newest version. An
 object that *includes* others contains all their content.
 
-An index object is sealed: a magic number, the number of the format, the body, and a checksum of all
-of these and of the object's name. With a key, an authentication tag replaces the checksum. An
-object of a newer format is never included in another one, and never deleted.
+An index object is a sealed record (``format.seal``) of a magic number, the number of the format and
+the body, under the name of its namespace and its own. An object of a newer format is never included
+in another one, and never deleted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 import msgspec
-import xxhash
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.format.seal import Seal
 
 FORMAT_VERSION = 1
 NONCE_BYTES = 16  # random bytes in each name: 128 bits
@@ -41,8 +40,7 @@ _MAX_MILLISECONDS = (1 << 48) - 1  # 12 digits in names
 
 _HEADER = struct.Struct("<8sI")
 _MAGIC = b"PKVINDEX"
-_CHECKSUM_BYTES = 16
-PLAIN = "plain"  # in names, instead of the id of a key
+PLAIN_NAME = "plain"  # in names, instead of the id of a keyring
 _HEX = re.compile(r"[0-9a-f]{32}")
 _KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
@@ -68,7 +66,7 @@ class PackEntry(
     """Drawn when the pack was uploaded. Pack id and nonce are the name of its blob, which is never
     used again."""
     body: bytes
-    """Authentication tags if there is a key, then the encoded table."""
+    """The encoded table."""
     time: float
     """Of its last use, on the medium's clock: seconds since the epoch."""
 
@@ -94,7 +92,7 @@ class ManifestEntry(
     """Random part of the name of the blob with the request's keys."""
     offset: int
     length: int
-    """Place of the keys in that blob, the authentication tag included."""
+    """Place of the keys, a sealed record, in that blob."""
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -217,33 +215,20 @@ def union(deltas: Iterable[Delta], includes: Sequence[str]) -> Delta:
     return Delta(packs, uses, removed, manifests, dropped, pins, includes)
 
 
-def seal(
-    name: str, body: bytes, authenticator: Authenticator, namespace: bytes
-) -> bytes:
+def seal_object(name: str, body: bytes, seal: Seal, namespace: bytes) -> bytes:
     """Return the bytes of the object ``name``."""
     content = _HEADER.pack(_MAGIC, FORMAT_VERSION) + body
-    signed = b"".join(authenticator.signed(namespace, name, [content]))
-    return signed if authenticator.key_id else content + _checksum(name, content)
+    return seal.sealed(record_name(namespace, name), content)
 
 
-def unseal(
-    name: str, data: Buffer, authenticator: Authenticator, namespace: bytes
-) -> bytes:
+def open_object(name: str, data: Buffer, seal: Seal, namespace: bytes) -> bytes:
     """Return the body of the object ``name``.
 
     :raises CorruptPackError: it is damaged, belongs under another name, or was not written with the
         key.
     :raises NewerFormatError: it was written by a newer release.
     """
-    view = memoryview(data)
-    if authenticator.key_id:
-        content = bytes(authenticator.opened(namespace, name, view))
-    else:
-        length = max(0, len(view) - _CHECKSUM_BYTES)
-        content = bytes(view[:length])
-        checksum = bytes(view[length:])
-        if checksum != _checksum(name, content):
-            raise CorruptPackError("index object", "its checksum does not match")
+    content = seal.opened(record_name(namespace, name), data)
     if len(content) < _HEADER.size:
         raise CorruptPackError("index object", f"{len(content)} bytes")
     magic, version = _HEADER.unpack_from(content)
@@ -252,6 +237,14 @@ def unseal(
     if version > FORMAT_VERSION:
         raise NewerFormatError(version)
     return content[_HEADER.size :]
+
+
+def record_name(namespace: bytes, name: str) -> bytes:
+    """Return the name under which a record of a shared store is sealed.
+
+    :param namespace: its id; ``NO_NAMESPACE`` for records of the whole store.
+    """
+    return namespace + name.encode()
 
 
 def encode_delta(delta: Delta) -> bytes:
@@ -292,10 +285,6 @@ def split_ids(joined: bytes) -> list[bytes]:
     """Return the pack ids in their concatenation."""
     starts = range(0, len(joined), ID_BYTES)
     return [joined[start : start + ID_BYTES] for start in starts]
-
-
-def _checksum(name: str, content: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(name.encode() + b"\0" + content)
 
 
 def _check(delta: Delta) -> None:
@@ -387,13 +376,13 @@ def _parse_index(name: str) -> IndexName | None:
 
 
 class Names:
-    """Names of the blobs of one namespace's index. One index exists per namespace and key.
+    """Names of the blobs of one namespace's index. One index exists per namespace and keyring.
 
-    :param key_id: ``Authenticator.key_id``; empty without a key.
+    :param keyring_id: ``StoreKeys.keyring_id``.
     """
 
-    def __init__(self, namespace: bytes, key_id: str = "") -> None:
-        self.base = f"{namespace.hex()}-{key_id or PLAIN}/"
+    def __init__(self, namespace: bytes, keyring_id: str = PLAIN_NAME) -> None:
+        self.base = f"{namespace.hex()}-{keyring_id}/"
         self.inbox = f"{self.base}inbox/"
         self.index = f"{self.base}index/"
         self.packs = f"{self.base}packs/"
@@ -454,11 +443,11 @@ class StoreNames:
     """Names of the blobs that belong to no namespace's index. Stores with different keys share a
     medium, but nothing else: the blobs of one are junk to the others.
 
-    :param key_id: ``Authenticator.key_id``; empty without a key.
+    :param keyring_id: ``StoreKeys.keyring_id``.
     """
 
-    def __init__(self, key_id: str = "") -> None:
-        base = key_id or PLAIN
+    def __init__(self, keyring_id: str = PLAIN_NAME) -> None:
+        base = keyring_id
         self.policy = f"{base}/policy"
         self.identities = f"{base}/identities/"
         self.totals = f"{base}/totals/"
@@ -478,11 +467,11 @@ class StoreNames:
 
 
 def key_of(blob: str) -> str:
-    """Return the id of the key under which a blob was written; ``PLAIN``: without one; empty: its
-    name is none of a store."""
+    """Return the id of the keyring of a blob; ``PLAIN_NAME``: it was written without a key; empty:
+    its name is none of a store's content."""
     found = _KEY_ID.match(blob)
     return "" if found is None else found[1]
 
 
-# of blobs that belong to no namespace, in authentication tags
+# in ``record_name``, of blobs that belong to no namespace
 NO_NAMESPACE = bytes(ID_BYTES)

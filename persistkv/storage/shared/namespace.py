@@ -52,7 +52,7 @@ class SharedNamespace:
         self._medium = medium
         self._folder = folder
         self._is_writable = is_writable
-        self._names = Names(namespace, medium.authenticator.key_id)
+        self._names = Names(namespace, medium.keys.keyring_id)
         self.replica: Replica = folder.open(namespace)
         self.reader = IndexReader(medium, self._names, self.replica)
         self.merger = Merger(medium, self._names, self.replica, self.reader)

@@ -118,8 +118,8 @@ class OpenedNamespaces:
     def _make(self, name: bytes) -> SharedNamespace:
         store = self._place.encode() + self._policy.store_name()
         place = blake2b(store, digest_size=16).hexdigest()
-        key_id = self._medium.authenticator.key_id or "plain"
-        folder = ReplicaFolder(self._cache, [place, f"{name.hex()}-{key_id}"])
+        index = f"{name.hex()}-{self._medium.keys.keyring_id}"
+        folder = ReplicaFolder(self._cache, [place, index], self._medium.seal)
         return SharedNamespace(
             self._medium,
             name,

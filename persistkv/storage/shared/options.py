@@ -10,18 +10,17 @@ from pathlib import Path
 import msgspec
 
 from persistkv.config import convert_options, parse_duration, parse_size
-from persistkv.errors import ConfigurationError, FileError
+from persistkv.storage.key_options import KeyOptions
 from persistkv.storage.mounts import existing_parent, remote_type
 from persistkv.storage.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-_SECRET_BYTES = 32
 _DURATIONS = ("refresh", "touch", "ttl", "status")
 _MAY_BE_ZERO = ("refresh", "touch")
 
 
-class SharedOptions(msgspec.Struct, frozen=True):
+class SharedOptions(KeyOptions, frozen=True):
     """Options of an opened store. docs/shared.md describes them. Durations (``…_s``) are in
     seconds, the capacity is in bytes.
     """
@@ -37,45 +36,14 @@ class SharedOptions(msgspec.Struct, frozen=True):
     ttl_s: float | None = msgspec.field(default=None, name="ttl")
     status_s: float | None = msgspec.field(default=None, name="status")
     """Seconds between status rows of an engine; None: engines publish no status."""
-    key_file: str | None = None
-    """The key in it has at least 32 bytes; surrounding white space is ignored."""
-    key_env: str | None = None
     cache: str | bool | None = None
     """Directory of the replicas of the index; False: a temporary directory; None:
     ``~/.cache/persistkv``."""
-
-    def __post_init__(self) -> None:
-        if self.key_file is not None and self.key_env is not None:
-            raise ConfigurationError(
-                "key_env", self.key_env, "a file or a variable, not both"
-            )
 
     @property
     def policy(self) -> Policy:
         """Capacity and ttl of a new store."""
         return Policy(self.capacity, self.ttl_s)
-
-    def secret(self) -> bytes:
-        """Return the key that authenticates the store; empty: no authentication. Errors do not
-        reveal it."""
-        if self.key_file is not None:
-            name, value = "key_file", self.key_file
-            try:
-                found = Path(value).read_bytes().strip()
-            except OSError as error:
-                raise FileError("read", Path(value), error) from None
-        elif self.key_env is not None:
-            name, value = "key_env", self.key_env
-            found = os.environ.get(value, "").encode().strip()
-        else:
-            return b""
-        if len(found) < _SECRET_BYTES:
-            expected = (
-                f"{_SECRET_BYTES} bytes or more there, such as openssl rand -hex 32 "
-                f"prints; found {len(found)}"
-            )
-            raise ConfigurationError(name, value, expected)
-        return found
 
     def cache_directory(self) -> Path | None:
         """Return the directory of the replicas; None: use a temporary one. One that other hosts may

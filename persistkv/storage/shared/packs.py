@@ -1,13 +1,11 @@
 """Packs and keys of requests in blobs: upload and reads.
 
-Adjacent ranges of a pack are read with one call, and calls run in parallel. With a key, only frames
-with a valid authentication tag are returned.
+Adjacent ranges of a pack are read with one call, and calls run in parallel.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +14,6 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import ManifestWrite, ReadSpan
 from persistkv.storage.blobs import BlobMissingError
-from persistkv.storage.format.authentication import slices
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import (
     ManifestKeys,
@@ -32,6 +29,7 @@ from persistkv.storage.shared.format import (
     NONCE_BYTES,
     Names,
     PackEntry,
+    record_name,
 )
 from persistkv.storage.shared.replica import KeysPlace, PackBlob, Replica
 
@@ -117,10 +115,10 @@ class PackBlobs:
         places: list[KeysPlace] = []
         offset = 0
         for write in writes:
-            signed = b"".join(self._signed_keys(write))
-            places.append(KeysPlace(nonce, offset, len(signed)))
-            pieces.append(signed)
-            offset += len(signed)
+            sealed = self._sealed_keys(write)
+            places.append(KeysPlace(nonce, offset, len(sealed)))
+            pieces.append(sealed)
+            offset += len(sealed)
 
         def put(pack: NewPack | None) -> tuple[float, PackEntry | None]:
             if pack is None:
@@ -137,23 +135,22 @@ class PackBlobs:
         first = min((time for time, _ in done), default=LATEST_TIME)
         return Upload(entries, places, first)
 
-    def _signed_keys(self, write: ManifestWrite) -> list[Buffer]:
+    def _sealed_keys(self, write: ManifestWrite) -> bytes:
         encoded = encode_manifest_keys(write.keys)
-        name = _keys_of(write.manifest.id)
-        return self._medium.authenticator.signed(
-            self._replica.namespace, name, [encoded]
-        )
+        return self._medium.seal.sealed(self._keys_name(write.manifest.id), encoded)
+
+    def _keys_name(self, manifest_id: str) -> bytes:
+        return record_name(self._replica.namespace, f"keys of {manifest_id}")
 
     def _upload_pack(self, pack: NewPack) -> tuple[float, PackEntry]:
         payload: list[Buffer] = list(pack.stream())
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
-        tags = self._medium.authenticator.pack_tags(pack.table, payload)
-        body = tags + pack.table.encode()
         # The table behind the payload describes the pack, so that a rebuild can find it without the
         # index.
+        table = self._medium.seal.encode_table(pack.table)
         blob = self._names.pack(pack.pack_id + nonce)
-        time = self._medium.put(blob, [*payload, body])
-        return time, PackEntry(pack.pack_id, nonce, body, time)
+        time = self._medium.put(blob, [*payload, table])
+        return time, PackEntry(pack.pack_id, nonce, pack.table.encode(), time)
 
     # Reads
 
@@ -169,38 +166,10 @@ class PackBlobs:
         return filled
 
     def _fetch(self, run: _Range, filled: list[bool]) -> None:
-        """Read a range, and mark those of its spans whose bytes arrived; with a key, those of
-        authentic frames."""
-        if not self._medium.authenticator.key_id:
-            if self._fill(run, None):
-                for span in run.spans:
-                    filled[span.number] = True
-            return
-        frames = run.widen()
-        if not self._fill(run, None):
-            return
-        forged = self._forged(run, frames)
-        for span in run.spans:
-            is_forged = any(span.overlaps(frame) for frame in forged)
-            filled[span.number] = not is_forged
-
-    def _forged(self, run: _Range, frames: Sequence[tuple[int, Frame]]) -> list[Frame]:
-        """Return the frames of a range that are not authentic.
-
-        :param frames: (index in pack, frame) of all frames of the range.
-        """
-        held = run.held
-        is_ours = self._medium.authenticator.frame_check(held.table, held.tags)
-        places: list[tuple[int, int]] = []
-        for _, frame in frames:
-            offset = frame.offset - run.start
-            places.append((offset, frame.stored_length))
-        contents = slices(run.buffers, places)
-        forged: list[Frame] = []
-        for (number, frame), stored in zip(frames, contents, strict=True):
-            if not is_ours(number, stored):
-                forged.append(frame)
-        return forged
+        """Read a range, and mark its spans if the bytes arrived."""
+        if self._fill(run, None):
+            for index in run.spans:
+                filled[index] = True
 
     def _have_other_blobs(self, ranges: Sequence[_Range]) -> bool:
         """Return whether a pack was read from a blob that turned out to be missing, and another
@@ -221,34 +190,18 @@ class PackBlobs:
         # receives the bytes of all gaps
         gap = memoryview(bytearray(max(1, self._gap_bytes)))
         is_read = [False] * len(spans)
+
+        def take_span(index: int, stored: memoryview) -> None:
+            take(index, stored)
+            is_read[index] = True
+
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, is_read, gap)
             for run in ranges:
-                checked = self._checked(run, frames, is_read, take)
-                if not self._fill(run, checked):
+                if not self._fill(run, run.passed_to(take_span)):
                     break
             if all(is_read) or not self._have_other_blobs(ranges):
                 break
-
-    def _checked(
-        self, run: _Range, frames: Sequence[Frame], is_read: list[bool], take: Take
-    ) -> Take:
-        """Return a function of the index of a full buffer, which passes authentic frames to
-        ``take``, and marks them as read."""
-        held = run.held
-        offsets = [frame.offset for frame in held.table.frames]
-        is_ours = self._medium.authenticator.frame_check(held.table, held.tags)
-
-        def check(number: int, stored: memoryview) -> None:
-            index = run.first_buffers.get(number)
-            if index is None:
-                return
-            place = bisect_left(offsets, frames[index].offset)
-            if is_ours(place, [stored]):
-                take(index, stored)
-                is_read[index] = True
-
-        return check
 
     def _fill(self, run: _Range, take: Take | None) -> bool:
         """Read the range of a run; return False if its blob is missing or too short."""
@@ -319,26 +272,10 @@ class PackBlobs:
             )
             if done < place.length:
                 return None
-            name = _keys_of(manifest_id)
-            opened = self._medium.authenticator.opened(
-                self._replica.namespace, name, buffer
-            )
+            opened = self._medium.seal.opened(self._keys_name(manifest_id), buffer)
             return decode_manifest_keys(opened)
         except (CorruptPackError, BlobMissingError):
             return None
-
-
-class _Requested(NamedTuple):
-    """Place of a requested span in the payload of a pack."""
-
-    number: int
-    """Index among the requested spans."""
-    start: int
-    end: int
-    """Offset after the last byte."""
-
-    def overlaps(self, frame: Frame) -> bool:
-        return frame.offset < self.end and self.start < _end(frame)
 
 
 class _Range:
@@ -353,7 +290,8 @@ class _Range:
         self.start = self.end = start
         self._gap = gap
         self.buffers: list[memoryview] = []
-        self.spans: list[_Requested] = []
+        self.spans: list[int] = []
+        """Indexes of the requested spans."""
         self.first_buffers: dict[int, int] = {}
         """Index of a span's first buffer → index of the span."""
 
@@ -369,7 +307,17 @@ class _Range:
         self.first_buffers[len(self.buffers)] = index
         self.buffers += [buffer.cast("B") for buffer in span.buffers]
         self.end = span.offset + length
-        self.spans.append(_Requested(index, span.offset, self.end))
+        self.spans.append(index)
+
+    def passed_to(self, take: Take) -> Take:
+        """Return a function of the index of a full buffer, which passes spans to ``take``."""
+
+        def pass_span(number: int, stored: memoryview) -> None:
+            index = self.first_buffers.get(number)
+            if index is not None:
+                take(index, stored)
+
+        return pass_span
 
     def _skip(self, length: int) -> None:
         if length <= 0:
@@ -379,22 +327,6 @@ class _Range:
             memory = memoryview(bytearray(length))
         self.buffers.append(memory[:length])
         self.end += length
-
-    def widen(self) -> list[tuple[int, Frame]]:
-        """Extend the range to whole frames, to verify their tags; return (index in pack, frame) of
-        each."""
-        table = self.held.table.frames
-        offsets = [frame.offset for frame in table]
-        first = bisect_right(offsets, self.start) - 1
-        after_last = bisect_left(offsets, self.end)
-        before = self.start - table[first].offset
-        if before:
-            memory = memoryview(bytearray(before))
-            self.buffers.insert(0, memory)
-            self.start -= before
-        last_end = _end(table[after_last - 1])
-        self._skip(last_end - self.end)
-        return [(number, table[number]) for number in range(first, after_last)]
 
 
 def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:
@@ -414,12 +346,3 @@ def _followed(buffers: Sequence[memoryview], take: Take | None) -> Iterator[memo
             yield buffer
         if take is not None:
             take(number, buffer)
-
-
-def _end(frame: Frame) -> int:
-    return frame.offset + frame.stored_length
-
-
-def _keys_of(manifest_id: str) -> str:
-    """Return the name that the authentication tag of a manifest's keys covers."""
-    return f"keys of {manifest_id}"

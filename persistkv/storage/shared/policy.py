@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from itertools import islice
 
 import msgspec
 
@@ -16,15 +15,15 @@ from persistkv.storage.shared.format import (
     MAX_SMALL_BYTES,
     NO_NAMESPACE,
     NONCE_BYTES,
-    PLAIN,
-    key_of,
+    PLAIN_NAME,
+    StoreNames,
 )
+from persistkv.storage.shared.keys import KEYRINGS
 
 logger = logging.getLogger(__name__)
 
 _POLICY_S = 60.0  # between reads of the policy
 _RETRY_S = 5.0  # until a medium that has not answered is tried again
-_MOST_NAMES = 100  # of a medium without a store, to find content under another key
 _CREATION_S = 120.0  # two minutes: a policy that was read and is a minute old, twice
 
 
@@ -112,7 +111,9 @@ class RecordedPolicy:
         :raises StoreError: the medium failed; or there is no store, and none is created.
         """
         before = self._stored
-        found = self._read()
+        found = None
+        if self._medium.keys.open(creates=self._creates):
+            found = self._read()
         if found is None:
             found = self._create()
         self._stored = found
@@ -137,8 +138,11 @@ class RecordedPolicy:
     def _create(self) -> StoredPolicy:
         if not self._creates:
             raise StoreUnavailableError(f"{self._place}: {self._absence()}")
-        # one that was deleted keeps its policy
-        policy = self._wanted if self._stored is None else self.now()
+        # one that was deleted keeps its policy and its keys
+        policy = self._wanted
+        if self._stored is not None:
+            policy = self.now()
+            self._medium.keys.write_again()
         name = self._clock.random.randbytes(NONCE_BYTES)
         created = StoredPolicy(name, policy.capacity, policy.ttl_s)
         self._write(created)
@@ -149,21 +153,24 @@ class RecordedPolicy:
         """Return why a handle that creates no store finds none."""
         if self._stored is not None:
             return "the store was deleted"
-        own = self._medium.authenticator.key_id or PLAIN
-        # A few names tell: all that is stored under a key names it, and a list is ascending.
-        for info in islice(self._medium.blobs.list(""), _MOST_NAMES):
-            other = key_of(info.name)
-            if other in (own, ""):
-                continue
-            if other == PLAIN:
-                return (
-                    "there is no store under this key, but one without a key: "
-                    "leave out key_file and key_env to open it"
-                )
-            which = "without a key" if own == PLAIN else "under this key"
+        own = self._medium.keys.key_id
+        others: set[str] = set()
+        for info in self._medium.blobs.list(KEYRINGS):
+            key_id, _, _ = info.name.removeprefix(KEYRINGS).partition("/")
+            if not info.name.endswith("/replaced"):
+                others.add(key_id)
+        others.discard(own)
+        if own and self._medium.exists(StoreNames(PLAIN_NAME).policy):
             return (
-                f"there is no store {which}, but content under another key (id {other}): "
-                "name that one with key_file or key_env"
+                "there is no store under this key, but one without a key: leave out key_file, "
+                "key_env and key_command to open it"
+            )
+        if others:
+            which = "under this key" if own else "without a key"
+            ids = ", ".join(sorted(others))
+            return (
+                f"there is no store {which}, but content under another key (id {ids}): "
+                "name that one with key_file, key_env or key_command"
             )
         return "there is no store"
 
@@ -175,7 +182,7 @@ class RecordedPolicy:
         except BlobMissingError:
             return None
         except (CorruptPackError, msgspec.DecodeError) as error:
-            if self._medium.authenticator.key_id or self._stored is None:
+            if self._medium.seal.encrypts or self._stored is None:
                 text = "%s: the policy does not read (%s): nothing is evicted"
                 logger.warning(text, self._place, error)
             return self._stored or StoredPolicy(bytes(NONCE_BYTES), None, None)

@@ -23,7 +23,6 @@ class Identities:
 
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
-        self._names = medium.names
         self._known: dict[bytes, Namespace] = {}
         self._unwritten: dict[bytes, Namespace] = {}
         """Namespaces that the store lacks."""
@@ -41,7 +40,7 @@ class Identities:
         if known is not None:
             return known
         try:
-            row = self._medium.sealed(self._names.identity(name), NO_NAMESPACE)
+            row = self._medium.sealed(self._medium.names.identity(name), NO_NAMESPACE)
         except (BlobMissingError, CorruptPackError):
             return None
         found = decode_namespace(name, row)
@@ -54,11 +53,11 @@ class Identities:
 
         :raises StoreError: the medium failed, now or during the iteration.
         """
-        infos = self._medium.listed(self._names.identities)
+        infos = self._medium.listed(self._medium.names.identities)
         newest_first = sorted(infos, key=lambda info: -info.time)
         names: list[bytes] = []
         for info in newest_first:
-            name = self._names.parse_identity(info.name)
+            name = self._medium.names.parse_identity(info.name)
             if name is not None:
                 names.append(name)
         found = self._medium.maintenance.each(self.find, names)
@@ -81,7 +80,7 @@ class Identities:
         unwritten = list(self._unwritten.items())
         for name, namespace in unwritten:
             body = encode_namespace(namespace)
-            blob = self._names.identity(name)
+            blob = self._medium.names.identity(name)
             self._medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
             self._unwritten.pop(name, None)
 
@@ -91,7 +90,6 @@ class Statuses:
 
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
-        self._prefix = medium.names.statuses
         self._cleaned = False
 
     def publish(self, engine: str, row: bytes | None) -> None:
@@ -99,7 +97,7 @@ class Statuses:
 
         :raises StoreError: it is larger than readers accept, or the medium failed.
         """
-        name = f"{self._prefix}{engine.lower()}"
+        name = f"{self._medium.names.statuses}{engine.lower()}"
         if row is None:
             self._medium.blobs.delete([name])
             return
@@ -114,16 +112,17 @@ class Statuses:
     def _delete_old(self) -> None:
         """Delete what killed engines have left."""
         oldest = self._medium.time.now() - _STATUS_KEPT_S
-        infos = self._medium.listed(self._prefix)
+        infos = self._medium.listed(self._medium.names.statuses)
         old = [info.name for info in infos if info.time < oldest]
         self._medium.blobs.delete(old)
 
     def all(self) -> dict[str, bytes]:
         """Return the statuses by the names of the engines."""
         found: dict[str, bytes] = {}
-        infos = self._medium.listed(self._prefix)
+        prefix = self._medium.names.statuses
+        infos = self._medium.listed(prefix)
         for info in infos:
-            engine = info.name.removeprefix(self._prefix)
+            engine = info.name.removeprefix(prefix)
             with suppress(BlobMissingError, CorruptPackError):
                 row = self._medium.whole(info.name, MAX_SMALL_BYTES)
                 found[engine] = bytes(row)

@@ -24,7 +24,7 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.storage.stats import BackendStats
-from persistkv.testing.samples import sample_pack
+from persistkv.testing.samples import open_payload, sample_pack
 
 
 class RawKind(Enum):
@@ -143,6 +143,11 @@ class BackendSuite:
         if not self.ends_namespaces:
             pytest.skip("the driver keeps namespaces without content")
 
+    def need_plain(self, rig: NamespaceRig) -> None:
+        """Skip the test if the store has a key: its bytes are hidden, and ids of packs random."""
+        if rig.backend.seal.encrypts:
+            pytest.skip("the store has a key")
+
     def need_sharing(self) -> None:
         """Skip the test if the driver's stores end with their handle."""
         if not self.driver.capabilities.shared:
@@ -172,6 +177,7 @@ class NamespaceRig:
             blocks=blocks,
             block_bytes=block_bytes,
             content=content,
+            seal=self.backend.seal,
         )
 
     def packs(
@@ -249,10 +255,14 @@ def sample_identity(number: int = 0) -> Identity:
 
 
 def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | None:
-    """Return the whole payload of a pack; None if the read is a miss."""
+    """Return the whole payload of a pack, with opened frames; None if the read is a miss."""
     buffer = bytearray(table.payload_length)
     span = ReadSpan(table.pack_id, 0, [memoryview(buffer)])
     (filled,) = backend.read(namespace, [span])
+    if filled and backend.seal.encrypts:
+        # as it is held: each stream of a pack is sealed with another key
+        for held in backend.tables(namespace, [table.pack_id]):
+            open_payload(backend.seal, held, memoryview(buffer))
     return bytes(buffer) if filled else None
 
 

@@ -128,3 +128,26 @@ class TestInlinePlacement(LmdbConformance):
 
 class TestExtentsPlacement(LmdbConformance):
     placement = "extents"
+
+
+class TestWithKey(BackendConformance):
+    """The conformance suite for a store with a key. The rules of the catalogue know packs by ids
+    that follow from their keys, and those of a store with a key are random.
+    """
+
+    driver = LmdbBackend
+
+    @pytest.fixture
+    def url(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
+        options = "placement=inline&key_env=PERSISTKV_TEST_KEY"
+        return f"lmdb://{tmp_path}/store?capacity=256MiB&{options}"
+
+    @pytest.fixture
+    def small_url(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
+        return f"lmdb://{tmp_path}/small?capacity=4MiB&key_env=PERSISTKV_TEST_KEY"
+
+    @pytest.fixture
+    def raw(self, tmp_path: Path) -> RawLmdb:
+        return RawLmdb(tmp_path / "store")

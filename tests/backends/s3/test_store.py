@@ -18,11 +18,11 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blocking import BlockingStore
-from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.shared.format import Latest, Names, encode_latest, seal
+from persistkv.storage.shared.format import Latest, Names, encode_latest, seal_object
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
@@ -230,7 +230,7 @@ def test_host_process_driver_log_reaches_engine(
     names = Names(namespace)
     damaged = names.new_index(1, time.time(), Random(1))
     latest = encode_latest(Latest(b"writer", time.time(), [(damaged, 7)]))
-    body = seal(names.latest, latest, Authenticator(), namespace)
+    body = seal_object(names.latest, latest, PLAIN, namespace)
     raw_client.put_object(Bucket=bucket, Key=f"store/{damaged}", Body=b"damaged")
     raw_client.put_object(Bucket=bucket, Key=f"store/{names.latest}", Body=body)
     wait_for(client, lambda: "is unreadable" in caplog.text)

@@ -5,6 +5,7 @@ import struct
 import threading
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -20,10 +21,9 @@ from persistkv.storage.format.pack import (
     PackTable,
     align,
     decode_frame,
-    frame_seed,
-    verify_frame,
 )
 from persistkv.storage.format.pack_writer import PackCopy, PackWriter, Segment
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.threads import StoreThreads
 from persistkv.testing.samples import (
     payload_of,
@@ -117,7 +117,7 @@ def test_pack_bounds_hold_and_pack_copy_bounds_are_exact(codec: Codec) -> None:
     payload = payload_of(pack)
     assert frames == pack.table.frame_count
     assert bound >= len(payload)
-    copy = PackCopy(pack.table, payload)
+    copy = PackCopy(pack.table, payload, PLAIN)
     assert (copy.pack_id, copy.keys, copy.raw_length) == (
         pack.pack_id,
         pack.keys,
@@ -184,30 +184,31 @@ def test_pack_writer_table_before_stream_raises() -> None:
         _ = pack.table
 
 
-def test_verify_frame_other_keys_or_namespace_raise_corrupt() -> None:
+def test_plain_seal_other_keys_or_namespace_raise_corrupt() -> None:
     payload, table = write(sample_segment(1))
     (frame,) = table.frames
-    stored = payload[: frame.stored_length]
-    verify_frame(frame, [stored], frame_seed(NAMESPACE, table.keys.data))
-    for seed in (
-        frame_seed(bytes(16), table.keys.data),
-        frame_seed(NAMESPACE, table.keys.data[::-1]),
-    ):
-        with pytest.raises(CorruptPackError, match="frame checksum"):
-            verify_frame(frame, [stored], seed)
-    with pytest.raises(CorruptPackError):
-        verify_frame(frame, [stored[:-1]], frame_seed(NAMESPACE, table.keys.data))
+    stored = memoryview(payload[: frame.stored_length])
+    keys = table.keys.unpack()
+    seal = PLAIN.of_pack(table)
+    seal.open(0, frame, keys, [stored])
+    seal.open(0, frame, keys, [stored[:10], stored[10:]])
+    other = msgspec.structs.replace(table, namespace=bytes(16))
+    for wrong, names in ((seal, keys[::-1]), (PLAIN.of_pack(other), keys)):
+        with pytest.raises(CorruptPackError, match="frame"):
+            wrong.open(0, frame, names, [stored])
+    with pytest.raises(CorruptPackError, match="frame"):
+        seal.open(0, frame, keys, [stored[:-1]])
 
 
-def test_verify_frame_any_flipped_byte_raises_corrupt() -> None:
+def test_plain_seal_any_flipped_byte_raises_corrupt() -> None:
     payload, table = write(sample_segment(1, blocks=2, block_bytes=64))
     (frame,) = table.frames
-    seed = frame_seed(NAMESPACE, table.keys.data)
+    seal = PLAIN.of_pack(table)
     for offset in range(frame.stored_length):
         damaged = bytearray(payload[: frame.stored_length])
         damaged[offset] ^= 1
-        with pytest.raises(CorruptPackError, match="frame checksum"):
-            verify_frame(frame, [damaged], seed)
+        with pytest.raises(CorruptPackError, match="frame"):
+            seal.open(0, frame, table.keys.unpack(), [memoryview(damaged)])
 
 
 def test_pack_format_matches_documentation() -> None:
@@ -234,17 +235,22 @@ def test_pack_format_matches_documentation() -> None:
         raw,
         namespace,
         name,
-    ) = struct.unpack_from("<HHIIIQQ16s16s", body)
+        data_key,
+        salt,
+    ) = struct.unpack_from("<HHIIIQQ16s16s8s16s", body)
+    assert (data_key, salt) == (bytes(8), bytes(16))
     assert (version, key_length, frames, blocks, codec_length) == (1, 0, 2, 5, 3)
     assert (payload_length, raw, namespace) == (
         len(payload),
         3 * 5000 + 2 * 9,
         NAMESPACE,
     )
-    assert body[64:67] == b"raw"
-    rows = [struct.unpack_from("<IIIIQQQ", body, 67 + 40 * index) for index in range(2)]
-    lengths = struct.unpack_from("<5H", body, 67 + 80)
-    keys = body[67 + 80 + 10 :]
+    assert body[88:91] == b"raw"
+    rows = [
+        struct.unpack_from("<IIIIQQ16s", body, 91 + 48 * index) for index in range(2)
+    ]
+    lengths = struct.unpack_from("<5H", body, 91 + 96)
+    keys = body[91 + 96 + 10 :]
     assert lengths == (36, 36, 36, 12, 12)
     assert keys == b"".join([*parts[0].keys, *parts[1].keys])
     assert (
@@ -258,7 +264,7 @@ def test_pack_format_matches_documentation() -> None:
     (seed_of_namespace,) = struct.unpack_from("<Q", namespace)
     at = 0
     for part, row in zip(parts, rows, strict=True):
-        group, count, block_bytes, depth, offset, stored, frame_checksum = row
+        group, count, block_bytes, depth, offset, stored, tag = row
         assert (group, count, block_bytes, depth) == (
             part.group,
             len(part.keys),
@@ -270,7 +276,7 @@ def test_pack_format_matches_documentation() -> None:
         at += len(joined)
         seed = xxhash.xxh3_64_intdigest(joined, seed=seed_of_namespace)
         stored_bytes = pack[offset : offset + stored]
-        assert xxhash.xxh3_64_intdigest(stored_bytes, seed=seed) == frame_checksum
+        assert xxhash.xxh3_128_digest(stored_bytes, seed=seed) == tag
         assert stored_bytes == b"".join(raw_blocks(part).values())
     assert [row[4] for row in rows] == [0, 16384]
     assert len(payload) == 20480

@@ -140,11 +140,11 @@ def forged(**changes: Any) -> bytes:
     frame."""
     header = {
         "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "payload": 16384, "raw": 16384,
-        "namespace": NAMESPACE, "name": bytes(16),
+        "namespace": NAMESPACE, "name": bytes(16), "key": bytes(8), "salt": bytes(16),
     }  # fmt: skip
     frame = {
         "group": 0, "count": 4, "block_bytes": 4096, "depth": 0, "offset": 0,
-        "stored": 16384, "checksum": 7,
+        "stored": 16384, "tag": bytes(16),
     }  # fmt: skip
     codec = changes.pop("codec", b"raw")
     keys = changes.pop("keys", b"".join(sample_keys(1, 4)))
@@ -155,7 +155,9 @@ def forged(**changes: Any) -> bytes:
 
 
 def test_pack_table_parse_valid_table_returns_frames() -> None:
-    assert PackTable.parse(forged()).frames == (Frame(0, 4, 4096, 0, 0, 16384, 7),)
+    assert PackTable.parse(forged()).frames == (
+        Frame(0, 4, 4096, 0, 0, 16384, bytes(16)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from unittest import mock
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.shared import format
-from persistkv.storage.shared.format import Delta, Names, decode_delta, unseal
+from persistkv.storage.shared.format import Delta, Names, decode_delta, open_object
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
 from tests.storage.shared.simulation import HOUR_S, World
@@ -175,7 +175,7 @@ def decode(name: str, data: bytes) -> Delta | None:
     for namespace in NAMESPACES:
         if Names(namespace).is_object(name):
             with suppress(CorruptPackError):
-                return decode_delta(unseal(name, data, Authenticator(), namespace))
+                return decode_delta(open_object(name, data, PLAIN, namespace))
     return None
 
 
@@ -198,6 +198,4 @@ def ended_in(world: World, since: float = 0.0) -> Ended:
 def newer(name: str, namespace: bytes) -> bytes:
     """Return the bytes of an index object in a format that a later release writes."""
     with mock.patch.object(format, "FORMAT_VERSION", format.FORMAT_VERSION + 1):
-        return format.seal(
-            name, b"content of a later release", Authenticator(), namespace
-        )
+        return format.seal_object(name, b"content of a later release", PLAIN, namespace)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.shared import Clock
 from persistkv.storage.shared.calls import Calls, Medium
 from persistkv.testing import MemoryBlobs
@@ -85,7 +84,7 @@ class KeepingBlobs(MemoryBlobs):
 
 
 def test_whole_medium_that_keeps_the_buffer_returns_content() -> None:
-    medium = Medium(KeepingBlobs(), Authenticator(), Clock())
+    medium = Medium(KeepingBlobs(), None, Clock())
     medium.put("a", [b"content"])
     assert medium.whole("a", 100) == b"content"
     medium.close()

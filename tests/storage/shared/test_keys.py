@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hmac
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -14,35 +12,39 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import (
     ConfigurationError,
-    CorruptPackError,
+    CorruptStoreError,
     StoreUnavailableError,
 )
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blocking import BlockingStore
-from persistkv.storage.format.authentication import TAG_BYTES, Authenticator
+from persistkv.storage.format.keys import (
+    DEFAULT_TENANT,
+    STORE,
+    DataKey,
+    StoreKey,
+    encode_keys,
+)
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.format.seal import PLAIN, KeySeal, Seal
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.shared import SharedOptions
 from persistkv.storage.shared.format import (
     NONCE_BYTES,
     Delta,
     Names,
     PackEntry,
     encode_delta,
-    seal,
+    seal_object,
 )
-from persistkv.storage.shared.options import parse_shared
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from tests.storage.shared.town import NAMESPACE, START, Engine, Town, town_of
 
 SECRET = "0123456789abcdef" * 4
 KEY = "PERSISTKV_TEST_KEY"
-OURS = Authenticator(SECRET.encode())
-NAMES = Names(NAMESPACE, OURS.key_id)
+NAMES = Names(NAMESPACE, StoreKey(SECRET.encode()).id)
 
 
 @pytest.fixture(autouse=True)
@@ -68,23 +70,14 @@ def blob_of(town: Town, part: str) -> str:
     return name
 
 
-def forge(
-    town: Town,
-    table: PackTable,
-    tags: bytes = b"",
-    authenticator: Authenticator | None = None,
-) -> None:
+def forge(town: Town, table: PackTable, seal: Seal) -> None:
     """Write a commit that names the blob of the held pack, with another table."""
     held = NAMES.pack_name(blob_of(town, "/packs/"))
     assert held is not None
-    entry = PackEntry(
-        table.pack_id, held[-NONCE_BYTES:], tags + table.encode(), START + 1e6
-    )
+    entry = PackEntry(held[:-NONCE_BYTES], held[-NONCE_BYTES:], table.encode(), START)
     body = encode_delta(Delta([entry]))
     name = NAMES.new_commit(random.Random(1))
-    town.server.put(
-        name, [seal(name, body, authenticator or Authenticator(), NAMESPACE)]
-    )
+    town.server.put(name, [seal_object(name, body, seal, NAMESPACE)])
 
 
 def forge_commit(town: Town) -> None:
@@ -93,17 +86,18 @@ def forge_commit(town: Town) -> None:
     evil = sample_pack(NAMESPACE, 1, content=66)
     payload = payload_of(evil)
     town.server.put(blob_of(town, "/packs/"), [payload, evil.table.encode()])
-    forge(town, evil.table)
+    forge(town, evil.table, PLAIN)
 
 
-def forge_tags(town: Town) -> None:
-    """Do the same with tags and a signature made with another key."""
-    evil = sample_pack(NAMESPACE, 1, content=66)
-    payload = payload_of(evil)
-    stranger = Authenticator(b"x" * 32)
-    tags = stranger.pack_tags(evil.table, [payload])
-    town.server.put(blob_of(town, "/packs/"), [payload, tags, evil.table.encode()])
-    forge(town, evil.table, tags, stranger)
+def forge_with_other_key(town: Town) -> None:
+    """Do the same, sealed with another key."""
+    keyring = StoreKey(b"x" * 32).new_keyring()
+    stranger = KeySeal(lambda: keyring)
+    evil = sample_pack(NAMESPACE, 1, content=66, seal=stranger)
+    payload = b"".join(evil.stream())
+    table = stranger.encode_table(evil.table)
+    town.server.put(blob_of(town, "/packs/"), [payload, table])
+    forge(town, evil.table, stranger)
 
 
 def change_payload(town: Town) -> None:
@@ -112,7 +106,7 @@ def change_payload(town: Town) -> None:
     town.server.put(name, [bytes([data[0] ^ 1]) + data[1:]])
 
 
-@pytest.mark.parametrize("attack", [forge_commit, forge_tags, change_payload])
+@pytest.mark.parametrize("attack", [forge_commit, forge_with_other_key, change_payload])
 def test_read_forged_pack_misses_and_commit_replaces_it(
     town: Town, attack: Callable[[Town], None]
 ) -> None:
@@ -123,26 +117,25 @@ def test_read_forged_pack_misses_and_commit_replaces_it(
     store = BlockingStore(
         first.backend, sample_identity(), rows, StoreOptions(), url="shared://test"
     )
-    pack = sample_pack(NAMESPACE, 1)
+    pack = first.pack(1)
     keys = pack.segments[0].keys
     first.store(pack)
     store.refresh()
     assert store.contains(keys[0])
     attack(town)
-    assert read_pack(keyed(town).backend, NAMESPACE, pack.table) is None
     assert sorted(store.read(keys, range(4))) == sorted(keys)
 
-    keyed(town).store(sample_pack(NAMESPACE, 1))
-    assert read_pack(keyed(town).backend, NAMESPACE, pack.table) == payload_of(pack), (
-        "it is written again"
-    )
+    again = keyed(town)
+    again.store(again.pack(1))
+    store.refresh()
+    assert store.read(keys, range(4)) == [], "it is written again"
 
 
 def test_keyed_store_is_readable_only_with_same_key(town: Town) -> None:
     ours, theirs = keyed(town), keyed(town)
     packs: list[PackWriter] = []
     for seed in (1, 2):
-        packs.append(sample_pack(NAMESPACE, seed, blocks=5, block_bytes=400_000))
+        packs.append(ours.pack(seed, blocks=5, block_bytes=400_000))
     names = [pack.pack_id for pack in packs]
     ours.backend.commit(
         NAMESPACE, CommitBatch(packs, [sample_manifest("r", packs=names)])
@@ -150,7 +143,8 @@ def test_keyed_store_is_readable_only_with_same_key(town: Town) -> None:
     theirs.backend.refresh()
     for engine in (ours, theirs):
         for pack in packs:
-            assert read_pack(engine.backend, NAMESPACE, pack.table) == payload_of(pack)
+            found = read_pack(engine.backend, NAMESPACE, pack.table)
+            assert found == payload_of(pack)
         assert (
             engine.backend.manifest_keys(NAMESPACE, ["r"])[0]
             == sample_manifest("r").keys
@@ -159,7 +153,7 @@ def test_keyed_store_is_readable_only_with_same_key(town: Town) -> None:
     stranger = town.engine(refresh_s=0.0, key_env="PERSISTKV_OTHER_KEY")
     for engine in (keyless, stranger):
         assert tables(engine.backend, NAMESPACE) == {}
-        engine.store(sample_pack(NAMESPACE, 3))
+        engine.store(engine.pack(3))
     assert len(tables(ours.backend, NAMESPACE)) == 2, "each sees its own"
 
 
@@ -171,13 +165,15 @@ def test_open_with_another_key_says_that_content_exists(
     place = f"file://{tmp_path}/store"
     with closing(open_backend(f"{place}?{present}")) as backend:
         namespace = backend.open_namespace(sample_identity()).id
-        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+        backend.commit(
+            namespace, CommitBatch([sample_pack(namespace, 1, seal=backend.seal)])
+        )
     if present == asked:
         open_backend(f"{place}?{asked}", read_only=True).close()
         return
     with pytest.raises(StoreUnavailableError) as raised:
         open_backend(f"{place}?{asked}", read_only=True)
-    other = Authenticator(SECRET[::-1].encode()).key_id
+    other = StoreKey(SECRET[::-1].encode()).id
     expected = f"under another key (id {other})" if present else "one without a key"
     assert expected in str(raised.value)
     assert SECRET not in str(raised.value)
@@ -191,7 +187,7 @@ def test_open_absent_store_does_not_mention_keys(tmp_path: Path) -> None:
 
 def test_commit_copied_to_other_name_is_ignored(town: Town) -> None:
     first = keyed(town)
-    pack = sample_pack(NAMESPACE, 1)
+    pack = first.pack(1)
     first.store(pack)
     added = blob_of(town, "/inbox/")
     first.backend.commit(NAMESPACE, CommitBatch(deletions=[pack.pack_id]))
@@ -205,7 +201,7 @@ def test_commit_copied_to_other_name_is_ignored(town: Town) -> None:
 def test_manifest_keys_tampered_blob_misses(town: Town) -> None:
     first = keyed(town)
     first.backend.commit(
-        NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)], [sample_manifest("r")])
+        NAMESPACE, CommitBatch([first.pack(1)], [sample_manifest("r")])
     )
     assert first.backend.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
     name = blob_of(town, "/keys/")
@@ -218,86 +214,88 @@ def test_policy_without_the_key_is_not_believed(town: Town) -> None:
     """A stranger could empty the store with it."""
     town.engine(capacity=1, ttl_s=1.0)
     first = keyed(town)
-    first.store(sample_pack(NAMESPACE, 1))
+    pack = first.pack(1)
+    first.store(pack)
     town.run(200)
-    assert first.held() == {sample_pack(NAMESPACE, 1).pack_id}
+    assert first.held() == {pack.pack_id}
 
 
-def test_frame_check_swapped_or_foreign_frames_rejects() -> None:
-    pack = sample_pack(NAMESPACE, 1, blocks=3, block_bytes=1 << 20)
-    payload = payload_of(pack)
-    ours, table = Authenticator(b"s" * 32), pack.table
-    tags = ours.pack_tags(table, [payload[:100], payload[100:]])
-    assert len(tags) == 4 * TAG_BYTES
-    frames = [
-        payload[frame.offset : frame.offset + frame.stored_length]
-        for frame in table.frames
-    ]
-
-    def authentic(table: PackTable, tags: bytes, order: tuple[int, ...]) -> list[bool]:
-        is_ours = ours.frame_check(table, tags)
-        return [
-            is_ours(number, [frames[place][:7], frames[place][7:]])
-            for number, place in enumerate(order)
-        ]
-
-    assert authentic(table, tags, (0, 1, 2)) == [True] * 3
-    assert authentic(table, tags, (1, 0, 2)) == [False, False, True]
-    moved = tags[TAG_BYTES : 2 * TAG_BYTES] + tags[:TAG_BYTES] + tags[2 * TAG_BYTES :]
-    assert authentic(table, moved, (1, 0, 2)) == [False, False, True]
-    assert not Authenticator(b"t" * 32).frame_check(table, tags)(0, [frames[0]])
-    other = sample_pack(sample_identity(1).digest, 1, blocks=3, block_bytes=1 << 20)
-    payload_of(other)
-    assert authentic(other.table, tags, (0, 1, 2)) == [False] * 3, "another identity's"
+def test_engines_that_create_a_store_at_once_read_each_other(town: Town) -> None:
+    """Each makes data keys before it sees those of the other."""
+    secret = StoreKey(SECRET.encode())
+    for tenant in (STORE, DEFAULT_TENANT):
+        wrapped = secret.wrap(secret.id, DataKey.new(tenant))
+        name = f"keyrings/{secret.id}/{wrapped.id.hex()}"
+        town.server.put(name, [encode_keys([wrapped])])
+    first = keyed(town)
+    # later ones, which only a handle that is opened after them reads at once
+    for tenant in (STORE, DEFAULT_TENANT):
+        key = DataKey(bytes(8), tenant, bytes(range(32)))
+        key = key._replace(id=tenant.encode().ljust(8, b"\0"))
+        wrapped = secret.wrap(secret.id, key)
+        name = f"keyrings/{secret.id}/{wrapped.id.hex()}"
+        town.server.put(name, [encode_keys([wrapped])])
+    second = keyed(town)
+    for engine, seed in ((first, 1), (second, 2)):
+        engine.store(engine.pack(seed))
+    for engine in (first, second, keyed(town)):
+        for table in tables(engine.backend, NAMESPACE).values():
+            assert read_pack(engine.backend, NAMESPACE, table) is not None
+        assert len(tables(engine.backend, NAMESPACE)) == 2
 
 
-def test_authenticator_tags_match_documented_format() -> None:
-    pack = sample_pack(NAMESPACE, 1)
-    payload = payload_of(pack)
-    key = hmac.digest(b"persistkv s3 authentication 1", SECRET.encode(), "sha256")
-    digest = sha256(pack.table.encode()).digest()
-    frame = hmac.digest(key, b"frame\0" + digest + bytes(4) + payload, "sha256")
-    table = hmac.digest(key, b"table\0" + digest + frame, "sha256")
-    ours = Authenticator(SECRET.encode())
-    assert ours.pack_tags(pack.table, [payload]) == frame + table
-    assert ours.key_id == hmac.digest(key, b"key id\0", "sha256").hex()[:16]
-    name = b"some/object"
-    tag = hmac.digest(
-        key, b"object\0" + NAMESPACE + bytes([11, 0, 0, 0]) + name + b"body", "sha256"
-    )
-    assert (
-        b"".join(ours.signed(NAMESPACE, name.decode(), [b"bo", b"dy"])) == b"body" + tag
-    )
-    for data in (b"", b"short", b"bodY" + tag):
-        with pytest.raises(CorruptPackError):
-            ours.opened(NAMESPACE, name.decode(), data)
+def test_open_content_without_its_data_keys_raises_and_keeps_it(town: Town) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    town.server.delete(town.names("keyrings/"))
+    before = town.names("")
+    with pytest.raises(CorruptStoreError, match="no data keys"):
+        keyed(town)
+    assert town.names("") == before
 
 
-def test_secret_key_file_is_read_and_invalid_key_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "key"
-    path.write_text(f"{SECRET}\n")
-    assert SharedOptions(key_file=str(path)).secret() == SECRET.encode()
-    path.write_text("hunter2")
-    monkeypatch.setenv(KEY, "hunter2")
-    wrong = {"key_file": str(path), "key_env": KEY}
-    for name, value in [
-        *wrong.items(),
-        ("key_file", "/no/such/file"),
-        ("key_env", "NOT_SET_AT_ALL"),
-    ]:
-        options, _ = parse_shared({name: value}, "s3")
-        with pytest.raises(ConfigurationError, match=f"{name}|cannot read") as caught:
-            options.secret()
-        assert "hunter2" not in str(caught.value)
-    with pytest.raises(ConfigurationError, match="key_env"):
-        parse_shared({"key_file": "x", "key_env": "y"}, "s3")
+def test_deleted_store_is_written_again_with_its_keys(town: Town) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    town.server.delete(town.names(""))
+    town.run(200)
+    first.store(first.pack(2))
+    assert len(tables(keyed(town).backend, NAMESPACE)) == 1
+
+
+def test_rotation_other_key_opens_store_and_old_one_does_not(town: Town) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    other = StoreKey(SECRET[::-1].encode())
+    first.backend.rotate_key(other)
+    before = set(town.names(""))
+    # the handle runs on
+    first.store(first.pack(2))
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=other.id):
+            keyed(town)
+    second = town.engine(refresh_s=0.0, key_env="PERSISTKV_OTHER_KEY")
+    found = tables(second.backend, NAMESPACE)
+    assert len(found) == 2
+    for table in found.values():
+        assert read_pack(second.backend, NAMESPACE, table) is not None
+    assert set(town.names("")) >= before, "nothing was destroyed"
+    # and back
+    second.backend.rotate_key(StoreKey(SECRET.encode()))
+    assert len(tables(keyed(town).backend, NAMESPACE)) == 2
+
+
+def test_rotation_to_key_with_content_raises(town: Town) -> None:
+    keyed(town)
+    other = town.engine(refresh_s=0.0, key_env="PERSISTKV_OTHER_KEY")
+    with pytest.raises(ConfigurationError, match="without content"):
+        other.backend.rotate_key(StoreKey(SECRET.encode()))
+    assert tables(keyed(town).backend, NAMESPACE) == {}
 
 
 def test_keyed_backend_key_is_absent_from_repr_and_log(
     town: Town, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = keyed(town)
-    first.store(sample_pack(NAMESPACE, 1))
+    first.store(first.pack(1))
     assert SECRET not in repr(first.backend) + repr(vars(first.backend)) + caplog.text

@@ -14,15 +14,15 @@ import pytest
 
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog.rows import encode_namespace
-from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.policy import Policy
-from persistkv.storage.shared.format import NO_NAMESPACE, StoreNames, seal
+from persistkv.storage.shared.format import NO_NAMESPACE, StoreNames, seal_object
 from persistkv.storage.shared.index import totals as totals_module
 from persistkv.storage.shared.index.totals import Totals
 from persistkv.testing.conformance.suite import sample_identity
 from tests.storage.shared.town import NAMESPACE, START, Town, pack, town_of
 
-NAMES = StoreNames("")
+NAMES = StoreNames()
 HOUR_S = 3600.0
 IDLE = 10_000
 
@@ -42,9 +42,9 @@ def fill(town: Town, number: int) -> None:
         namespace = identity.digest
         name = NAMES.identity(namespace)
         content = encode_namespace(Namespace(identity, START))
-        town.server.put(name, [seal(name, content, Authenticator(), NO_NAMESPACE)])
+        town.server.put(name, [seal_object(name, content, PLAIN, NO_NAMESPACE)])
         name = NAMES.totals + namespace.hex()
-        town.server.put(name, [seal(name, body, Authenticator(), namespace)])
+        town.server.put(name, [seal_object(name, body, PLAIN, namespace)])
 
 
 def test_opening_beside_ten_thousand_namespaces_reads_none_of_them(town: Town) -> None:

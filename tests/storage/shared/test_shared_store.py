@@ -12,13 +12,13 @@ import pytest
 from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blobs import BlobInfo, RefusedError, UnavailableError
-from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared import SharedOptions
 from persistkv.storage.shared import format as index_format
-from persistkv.storage.shared.format import NONCE_BYTES, Delta, StoreNames, seal
+from persistkv.storage.shared.format import NONCE_BYTES, Delta, StoreNames, seal_object
 from persistkv.testing.conformance.suite import read_pack, sample_identity
 from persistkv.testing.samples import payload_of, sample_manifest
 from tests.storage.shared.town import (
@@ -180,7 +180,7 @@ def newer_object(name: str) -> bytes:
         index_format._MAGIC, index_format.FORMAT_VERSION + 1
     )
     content = header + b"later"
-    return content + index_format._checksum(name, content)
+    return PLAIN.sealed(index_format.record_name(NAMESPACE, name), content)
 
 
 def test_junk_costs_only_itself(town: Town) -> None:
@@ -535,7 +535,7 @@ def test_status_that_readers_would_refuse_is_refused(town: Town) -> None:
 def test_statuses_larger_one_of_another_program_is_skipped(town: Town) -> None:
     engine = town.engine()
     engine.backend.publish_status("e1", b"first")
-    junk_in(town, f"{StoreNames('').statuses}e2", TOO_LONG.encode() + b"x")
+    junk_in(town, f"{StoreNames().statuses}e2", TOO_LONG.encode() + b"x")
     assert engine.backend.statuses() == {"e1": b"first"}
 
 
@@ -921,19 +921,19 @@ def key(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_objects_without_the_key_do_not_exist(town: Town, key: str) -> None:
     first = town.engine(key_env=key)
-    first.store(pack(1))
-    forged = index_format.Names(NAMESPACE, first.backend._medium.authenticator.key_id)
+    held = first.pack(1)
+    first.store(held)
+    forged = index_format.Names(NAMESPACE, first.backend._medium.keys.keyring_id)
     name = forged.new_commit(random.Random(1))
     entry = index_format.PackEntry(pack(2).pack_id, bytes(NONCE_BYTES), b"", START)
     body = index_format.encode_delta(Delta(packs=[entry]))
-    town.server.put(name, [seal(name, body, Authenticator(), NAMESPACE)])
+    town.server.put(name, [seal_object(name, body, PLAIN, NAMESPACE)])
     town.run(10)
-    assert first.held() == {pack(1).pack_id}
+    assert first.held() == {held.pack_id}
     second = town.engine(key_env=key)
-    assert second.held() == {pack(1).pack_id}
-    assert read_pack(
-        second.backend, NAMESPACE, table_of(second, pack(1).pack_id)
-    ) == payload_of(pack(1))
+    assert second.held() == {held.pack_id}
+    table = table_of(second, held.pack_id)
+    assert read_pack(second.backend, NAMESPACE, table) == payload_of(held)
 
 
 def test_stores_with_and_without_key_share_a_medium(town: Town, key: str) -> None:
@@ -943,9 +943,10 @@ def test_stores_with_and_without_key_share_a_medium(town: Town, key: str) -> Non
     keyed = Engine(town, SharedOptions(cache=False, key_env=key))
     town.engines.append(keyed)
     keyed.namespace = keyed.backend.open_namespace(sample_identity()).id
-    keyed.store(pack(2))
+    held = keyed.pack(2)
+    keyed.store(held)
     town.run(10)
-    assert keyed.held() == {pack(2).pack_id}
+    assert keyed.held() == {held.pack_id}
     assert plain.held() == {pack(1).pack_id}
 
 
@@ -1004,14 +1005,14 @@ def test_rebuild_of_whole_index_finds_nothing(town: Town) -> None:
     assert first.backend.rebuild_index(lambda done, total: None) is None
 
 
-def test_rebuild_with_key_keeps_tags(town: Town, key: str) -> None:
+def test_rebuild_with_key_opens_sealed_tables(town: Town, key: str) -> None:
     first = town.engine(key_env=key)
-    first.store(pack(1))
+    held = first.pack(1)
+    first.store(held)
     town.kill(first)
     town.server.delete(town.names("/inbox/"))
     second = town.engine(key_env=key)
     assert second.held() == set()
     second.backend.rebuild_index(lambda done, total: None)
-    assert read_pack(
-        second.backend, NAMESPACE, table_of(second, pack(1).pack_id)
-    ) == payload_of(pack(1))
+    table = table_of(second, held.pack_id)
+    assert read_pack(second.backend, NAMESPACE, table) == payload_of(held)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from persistkv.storage.blobs import RefusedError
-from persistkv.storage.format.authentication import Authenticator
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.shared.format import (
     NONCE_BYTES,
     Latest,
     decode_latest,
     encode_latest,
-    seal,
-    unseal,
+    open_object,
+    seal_object,
 )
 from tests.storage.shared.model import newer
 from tests.storage.shared.town import (
@@ -49,9 +49,7 @@ def put_latest(town: Town, time: float, *recent: tuple[str, int]) -> None:
     """Overwrite ``latest`` as another program would that knows the format."""
     latest = Latest(bytes(NONCE_BYTES), time, recent)
     body = encode_latest(latest)
-    town.server.put(
-        NAMES.latest, [seal(NAMES.latest, body, Authenticator(), NAMESPACE)]
-    )
+    town.server.put(NAMES.latest, [seal_object(NAMES.latest, body, PLAIN, NAMESPACE)])
 
 
 def seconds_until_seen(
@@ -100,7 +98,7 @@ def test_engine_that_adds_its_segment_to_latest_leaves_merging_to_the_writer(
     merged = START + town.now
     put_latest(town, merged)  # another engine has merged at the same time
     town.run(3)
-    body = unseal(NAMES.latest, town.data(NAMES.latest), Authenticator(), NAMESPACE)
+    body = open_object(NAMES.latest, town.data(NAMES.latest), PLAIN, NAMESPACE)
     latest = decode_latest(body)
     assert [name for name, _ in latest.recent] == town.names("/index/")
     assert (latest.writer, latest.time) == (bytes(NONCE_BYTES), merged)

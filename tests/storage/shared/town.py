@@ -10,10 +10,10 @@ from pathlib import Path
 
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blobs import UnavailableError
-from persistkv.storage.format.authentication import Authenticator
 from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.shared import Clock, SharedBackend, SharedOptions
-from persistkv.storage.shared.format import Delta, Names, decode_delta, unseal
+from persistkv.storage.shared.format import Delta, Names, decode_delta, open_object
 from persistkv.testing import FaultyBlobs, MemoryBlobs
 from persistkv.testing.conformance.suite import sample_identity, tables
 from persistkv.testing.samples import sample_pack
@@ -67,6 +67,18 @@ class Engine:
         """Open a namespace; return its id."""
         self.namespace = self.backend.open_namespace(sample_identity(number)).id
         return self.namespace
+
+    def pack(
+        self, seed: int, *, blocks: int = 4, block_bytes: int = 4096
+    ) -> PackWriter:
+        """Return a pack for this handle; see ``sample_pack``."""
+        return sample_pack(
+            NAMESPACE,
+            seed,
+            blocks=blocks,
+            block_bytes=block_bytes,
+            seal=self.backend.seal,
+        )
 
     def store(self, *packs: PackWriter) -> None:
         self.backend.commit(packs[0].namespace, CommitBatch(packs))
@@ -154,7 +166,7 @@ class Town:
 
     def delta(self, name: str, namespace: bytes = NAMESPACE) -> Delta:
         """Return the content of an index object."""
-        return decode_delta(unseal(name, self.data(name), Authenticator(), namespace))
+        return decode_delta(open_object(name, self.data(name), PLAIN, namespace))
 
     def data(self, name: str) -> bytes:
         (size,) = [info.size for info in self.server.list("") if info.name == name]

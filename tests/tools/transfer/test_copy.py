@@ -16,6 +16,7 @@ from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend
+from persistkv.testing.conformance.suite import read_pack
 from tests.memory_store import flip
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
@@ -56,6 +57,22 @@ def contents(backend):
 def contents_at(url):
     with closing(open_backend(url, read_only=True)) as backend:
         return contents(backend)
+
+
+def opened(backend):
+    """Return the whole content of a store without what its seal decides: ids and tags of packs."""
+    found = {}
+    for name, (packs, heads, keys) in contents(backend).items():
+        blocks = {}
+        for table, _ in packs.values():
+            blocks[table.keys] = read_pack(backend, name, table)
+        found[name] = (blocks, heads, keys)
+    return found
+
+
+def opened_at(url):
+    with closing(open_backend(url, read_only=True)) as backend:
+        return opened(backend)
 
 
 def ids(run, url):
@@ -311,6 +328,6 @@ class TestCopyCommand:
         done = run("copy", shared(first), shared(second), "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["copied"]["requests"] == 2
-        assert contents_at(shared(second)) == contents(writer.backend)
+        assert opened_at(shared(second)) == opened(writer.backend)
         assert run("verify", shared(second)).returncode == 0
         assert run("copy", shared(second), shared(second)).returncode == 2

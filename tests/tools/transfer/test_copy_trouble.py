@@ -255,7 +255,7 @@ def raise_versions(directory: Path, namespace: str) -> None:
         content = bytearray(path.read_bytes())
         content[8:12] = (9).to_bytes(4, "little")
         name = str(path.relative_to(directory))
-        sealed = name.encode() + b"\0" + content[:-16]
+        sealed = bytes.fromhex(namespace) + name.encode() + b"\0" + content[:-16]
         content[-16:] = xxhash.xxh3_128_digest(bytes(sealed))
         path.write_bytes(bytes(content))
 

@@ -167,7 +167,7 @@ def _measure(url: str, job_bytes: int, rounds: int, took: Took) -> _Times:
             # new keys: a store does not write blocks again that it holds
             keys = [os.urandom(32) + bytes(4) for _ in rows]
             segment = Segment(0, _BLOCK_BYTES, keys, StagedBlocks([rows]))
-            pack = PackWriter(namespace, RawCodec(), [segment])
+            pack = PackWriter(namespace, RawCodec(), [segment], seal=backend.seal)
             steps: dict[str, Callable[[], object]] = {
                 "store": partial(backend.commit, namespace, CommitBatch([pack])),
                 "load": partial(_load, backend, pack, target),
@@ -191,8 +191,8 @@ def _load(backend: Backend, pack: PackWriter, target: memoryview) -> None:
     if backend.read(pack.namespace, [span]) != [True]:
         raise StoreError("a stored pack is gone: the capacity in the URL is too small")
     table = pack.table
-    piece = Piece(table, table.frames, 0, 0, table.payload_length, True)
-    if any(check_piece(piece, target)):
+    piece = Piece(table, table.frames, 0, 0, 0, table.payload_length, True)
+    if any(check_piece(piece, target, backend.seal)):
         raise StoreError("a stored pack was read with wrong bytes")
 
 

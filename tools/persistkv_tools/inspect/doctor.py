@@ -28,13 +28,14 @@ from persistkv.errors import CorruptPackError, PersistKVError
 from persistkv.releases import TESTED
 from persistkv.rounding import divide_up
 from persistkv.storage import BACKENDS, open_backend
-from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.backend import Backend
 from persistkv.storage.checks import Check, Level
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.format.pack import FRAME_BYTES, PackTable, align, decode_frame
+from persistkv.storage.format.pack import FRAME_BYTES, PackTable, align
 from persistkv.storage.stats import BackendStats
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command
+from persistkv_tools.packs import read_frame
 
 CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
@@ -55,6 +56,7 @@ _PACKAGES = (
 )
 _OPTIONAL_PACKAGES = {
     "boto3": "'persistkv[s3]'",
+    "cryptography": "'persistkv[encryption]'",
     "prometheus-client": "'persistkv[metrics]'",
     "torch": "'persistkv[transformers]'",
     "transformers": "'persistkv[transformers]'",
@@ -322,17 +324,10 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
     per_pack = max(1, most_bytes // FRAME_BYTES // max(1, len(packs)))
     sample = bytearray()
     for table in packs:
-        for frame in _spread(table.frames, per_pack):
-            stored, raw = bytearray(frame.stored_length), bytearray(frame.raw_length)
+        numbers = range(table.frame_count)
+        for number in _spread(numbers, per_pack):
             with suppress(CorruptPackError):
-                if all(
-                    backend.read(
-                        table.namespace,
-                        [ReadSpan(table.pack_id, frame.offset, [memoryview(stored)])],
-                    )
-                ):
-                    decode_frame(table.codec, frame, stored, memoryview(raw))
-                    sample += raw
+                sample += read_frame(backend, table, number) or b""
     return bytes(sample[:most_bytes]) if len(sample) >= FRAME_BYTES else b""
 
 

@@ -39,6 +39,7 @@ from persistkv.memory.pages import huge_memory
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.inspection.pack_tables import NamespacePacks, keys_of
 from persistkv.storage.threads import ThreadPool
 from persistkv_tools import options
@@ -333,7 +334,7 @@ class Verifier:
             begin += piece.length
         filled = self._backend.read(batch[0].table.namespace, spans)
         return [
-            is_filled and _is_good(piece, span.buffers[0])
+            is_filled and _is_good(piece, span.buffers[0], self._backend.seal)
             for piece, span, is_filled in zip(batch, spans, filled, strict=True)
         ]
 
@@ -380,9 +381,9 @@ class Verifier:
         return findings
 
 
-def _is_good(piece: Piece, found: memoryview) -> bool:
+def _is_good(piece: Piece, found: memoryview, seal: Seal) -> bool:
     try:
-        return next(check_piece(piece, found), None) is None
+        return next(check_piece(piece, found, seal), None) is None
     except UnknownCodecError:
         return False
 

@@ -23,6 +23,7 @@ from persistkv.storage.inspection.requests import (
     chosen_requests,
 )
 from persistkv.storage.inspection.selection import Selection
+from persistkv.storage.key_options import KEY_OPTIONS
 from persistkv_tools import render
 from persistkv_tools.command import (
     REQUESTS,
@@ -43,7 +44,6 @@ from persistkv_tools.transfer.writer import run_plan
 
 _SHOWN = 20
 _ALL = Selection()
-_KEY_OPTIONS = ("key_file", "key_env")
 
 
 _SOURCE = Positional("source", "SRC", "Store to copy from.", is_store=True)
@@ -192,7 +192,7 @@ def _refuse_same_store(url: str, target: str) -> None:
     target_place = (target_url.scheme, target_url.location)
     if source_place != target_place:
         return
-    for name in _KEY_OPTIONS:
+    for name in KEY_OPTIONS:
         if source_url.options.get(name) != target_url.options.get(name):
             return
     raise ConfigurationError("target", target, "another store than the source")

@@ -93,8 +93,10 @@ class _NamespaceWriter:
         waiting_bytes = sum(waiting.raw_length for waiting in self._waiting)
         if waiting_bytes + table.raw_length > MAX_PACK_BYTES:
             self.flush()
-        self._waiting.append(PackCopy(table, payload))
-        self._packs.add(table)
+        copy = PackCopy(table, payload, self._backend.seal)
+        self._waiting.append(copy)
+        # under the id that it gets in the target
+        self._packs.add(msgspec.structs.replace(table, pack_id=copy.pack_id))
 
     def request(self, manifest: RequestManifest) -> None:
         """Commit a request with those of its packs that the target lacks, and with other waiting

@@ -84,22 +84,21 @@ class Rebuilder:
         candidates = self._candidates()
         total = sum(info.size for info in candidates)
         done = 0
-        tails = self._medium.maintenance.each(self._tail, candidates)
-        for info, body in tails:
+        tables = self._medium.maintenance.each(self._table_of, candidates)
+        for info, table in tables:
             done += info.size
             self._progress(done, total)
             name = self._names.pack_name(info.name)
-            if body is None or name is None:
+            if table is None or name is None:
                 self.skipped["blobs without a readable table"] += 1
                 continue
             pack_id = name[:-NONCE_BYTES]
             nonce = name[-NONCE_BYTES:]
-            table = PackTable.parse(body)
             is_here = table.namespace == self._replica.namespace
             if not is_here or table.pack_id != pack_id:
                 self.skipped["packs of another place"] += 1
                 continue
-            entry = PackEntry(pack_id, nonce, body, info.time)
+            entry = PackEntry(pack_id, nonce, table.encode(), info.time)
             yield UnnamedPack(entry, table, info.size)
 
     def _candidates(self) -> list[BlobInfo]:
@@ -118,12 +117,12 @@ class Rebuilder:
             self.skipped["deleted packs"] += 1
         return list(blobs.values())
 
-    def _tail(self, info: BlobInfo) -> bytes | None:
-        """Return the bytes behind the payload of a pack: its tags and its encoded table; None: they
-        are unreadable. Errors of the medium are raised unchanged.
+    def _table_of(self, info: BlobInfo) -> PackTable | None:
+        """Return the table behind the payload of a pack; None: it is unreadable. Errors of the
+        medium are raised unchanged.
 
-        A blob ends with payload, tags, table and trailer. Each of them tells how long the one
-        before it is, so a large table or many tags need a second or third read.
+        The trailer at the end of the blob tells how long the table before it is, so a large table
+        needs a second read.
         """
         length = min(info.size, _TAIL_BYTES)
         try:
@@ -134,15 +133,11 @@ class Rebuilder:
             most_bytes = min(info.size, MAX_OBJECT_BYTES)
             if length < table_bytes <= most_bytes:
                 tail = self._read(info, table_bytes)
-            payload_bytes = PackTable.parse(tail).payload_length
-            tail_bytes = info.size - payload_bytes
-            if not 0 < tail_bytes <= MAX_OBJECT_BYTES:
-                return None
-            if tail_bytes > len(tail):
-                tail = self._read(info, tail_bytes)
-            return tail[-tail_bytes:]
+            table = self._medium.seal.decode_table(tail)
         except (CorruptPackError, BlobMissingError):
             return None
+        following = info.size - table.payload_length
+        return table if 0 < following <= MAX_OBJECT_BYTES else None
 
     def _read(self, info: BlobInfo, length: int) -> bytes:
         """Return the last bytes of a blob."""

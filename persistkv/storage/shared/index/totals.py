@@ -82,7 +82,6 @@ class TotalsBoard:
 
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
-        self._prefix = medium.names.totals
         self._clock = medium.clock
         self._published: dict[bytes, PublishedTotals] = {}
         """As they were read last, by namespace: also of those that this handle uses."""
@@ -108,7 +107,7 @@ class TotalsBoard:
     def _publish(self, replica: Replica) -> Totals:
         """Write the totals of a namespace, and return them; if it has become empty, delete them."""
         namespace = replica.namespace
-        name = self._prefix + namespace.hex()
+        name = self._medium.names.totals + namespace.hex()
         totals = Totals(replica.disk_bytes(), replica.ages(_POINTS))
         if totals.num_bytes:
             self._medium.put_sealed(name, _ENCODER.encode(totals), namespace)
@@ -153,8 +152,9 @@ class TotalsBoard:
 
     def _list(self) -> Iterator[_Place]:
         """Iterate over the totals in the store."""
-        for info in self._medium.listed(self._prefix):
-            digits = info.name.removeprefix(self._prefix)
+        prefix = self._medium.names.totals
+        for info in self._medium.listed(prefix):
+            digits = info.name.removeprefix(prefix)
             # else it is of another program
             if _DIGITS.fullmatch(digits) is not None:
                 namespace = bytes.fromhex(digits)

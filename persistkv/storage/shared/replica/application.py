@@ -30,10 +30,9 @@ from persistkv.storage.format.manifest import RequestManifest, decode_manifest
 from persistkv.storage.format.pack import (
     ID_BYTES,
     PackTable,
-    encoded_length,
     table_head,
 )
-from persistkv.storage.format.pack_writer import PackCopy
+from persistkv.storage.format.pack_writer import PlacedPack
 from persistkv.storage.shared.format import (
     Delta,
     Dropped,
@@ -172,22 +171,17 @@ class Application:
         table = self._table_of(entry)
         if table is None:
             return
-        length = encoded_length(table.codec, table.frame_count, table.keys)
-        tags = entry.body[:-length]
-        encoded = entry.body[-length:]
         counted = table.payload_length + len(entry.body) + OVERHEAD_BYTES
         self._grown += counted
 
         rows = self._rows
         shown = shown_name(rows, entry.pack_id)
         if shown is not None and shown < entry.name:
-            hidden = BlobRow(counted, tags, encoded)
-            put_blob_row(rows, entry.name, hidden)
+            put_blob_row(rows, entry.name, BlobRow(counted, entry.body))
             return
         if shown is not None:
             self._hide(shown)
-        row = BlobRow(counted, tags, b"")
-        put_blob_row(rows, entry.name, row)
+        put_blob_row(rows, entry.name, BlobRow(counted, b""))
         self._show(table)
 
     def _table_of(self, entry: PackEntry) -> PackTable | None:
@@ -211,7 +205,7 @@ class Application:
         last_use = read_time(self._rows, EARLY, pack_id)
         self._order.set_time(last_use or 0.0)
         self._rows.delete(EARLY, pack_id)
-        batch = CommitBatch([PackCopy(table, b"")])
+        batch = CommitBatch([PlacedPack(table)])
         self._catalogue.add(batch)
 
     def _hide(self, name: bytes) -> None:
@@ -395,11 +389,9 @@ class _Additions:
         self.counted += counted
 
         key = namespace + entry.pack_id
-        tags = entry.body[: head.start]
-        encoded = entry.body[head.start :]
         sequence = SEQUENCE.pack(state.sequence)
-        self._packs.append((key, sequence + encoded))
-        blob = BlobRow(counted, tags, b"")
+        self._packs.append((key, sequence + entry.body))
+        blob = BlobRow(counted, b"")
         self._blobs.append((entry.name, blob.encode()))
         self._order.set_time(entry.time)
         use = Use(self._order.moment, entry.time, head.depth, 0, 0)

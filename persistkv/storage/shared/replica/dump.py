@@ -151,4 +151,4 @@ def _pack_entries(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
             encoded = bytes(shown)[SEQUENCE.size :]
         use = Use.decode(rows.get(USES, namespace + pack_id))
         time = 0.0 if use is None else use.time
-        yield PackEntry(pack_id, nonce, row.tags + encoded, time)
+        yield PackEntry(pack_id, nonce, encoded, time)

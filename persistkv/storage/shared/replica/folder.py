@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from persistkv.errors import StoreError
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.shared.replica.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -25,9 +26,11 @@ class ReplicaFolder:
 
     :param root: directory for all stores; None: a temporary directory that ends with this object.
     :param parts: parts of the path below ``root`` that identify the namespace.
+    :param seal: of the store: replicas hide what the store hides.
     """
 
-    def __init__(self, root: Path | None, parts: Sequence[str]) -> None:
+    def __init__(self, root: Path | None, parts: Sequence[str], seal: Seal) -> None:
+        self._seal = seal
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if root is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="persistkv-")
@@ -57,11 +60,11 @@ class ReplicaFolder:
 
     def _opened(self, namespace: bytes) -> Replica:
         try:
-            return Replica(self.path, namespace)
+            return Replica(self.path, namespace, self._seal)
         except StoreError:
             with suppress(OSError):  # a damaged one is emptied
                 self._clear()
-            return Replica(self.path, namespace)
+            return Replica(self.path, namespace, self._seal)
 
     def close(self, replica: Replica, *, keep: bool) -> None:
         """Close the replica; ``keep`` it for the next process. Failures are only logged."""

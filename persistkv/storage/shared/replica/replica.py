@@ -38,6 +38,7 @@ from persistkv.storage.catalog.rows import (
     ORDER_KEY,
     PACK,
     PACKS,
+    SEALED_TABLES,
     STATES,
     NamespaceState,
     TableRows,
@@ -48,6 +49,7 @@ from persistkv.storage.catalog.rows import (
 from persistkv.storage.catalog.transaction import CatalogTransaction, kept_names
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack
+from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.shared.format import NONCE_BYTES, Delta
 from persistkv.storage.shared.replica.application import Application
 from persistkv.storage.shared.replica.dump import dump_deltas
@@ -68,6 +70,7 @@ from persistkv.storage.shared.replica.rows import (
     shown_name,
 )
 
+_SEALED_TABLES = SEALED_TABLES | {BLOBS}
 _KIND_ROW = b"kind"
 _KIND = b"persistkv replica 1"
 
@@ -85,8 +88,6 @@ class PackBlob(NamedTuple):
 
     nonce: bytes
     table: PackTable
-    tags: bytes
-    """Authentication tags; empty without a key."""
 
 
 class KeysPlace(NamedTuple):
@@ -124,14 +125,20 @@ class Replica:
     """Replica of the index of one namespace. Thread-safe.
 
     :param directory: of the LMDB environment; the replica is its only user.
+    :param seal: of the rows.
     :param map_bytes: address space, halved until it fits.
     :raises StoreError: the directory cannot be used.
     """
 
     def __init__(
-        self, directory: Path, namespace: bytes, map_bytes: int = MAP_BYTES
+        self,
+        directory: Path,
+        namespace: bytes,
+        seal: Seal = PLAIN,
+        map_bytes: int = MAP_BYTES,
     ) -> None:
         self.namespace = namespace
+        self._seal = seal
         self._directory = directory
         self._closed = False
         self._running = 0  # transactions
@@ -196,7 +203,7 @@ class Replica:
         try:
             txn = self._env.begin(write=write, buffers=True)
             try:
-                yield TableRows(txn, self._databases)
+                yield TableRows(txn, self._databases, self._seal, _SEALED_TABLES)
             except BaseException:
                 txn.abort()
                 raise
@@ -231,8 +238,7 @@ class Replica:
                 name = shown_name(rows, pack_id)
                 if table is not None and name is not None:
                     nonce = name[ID_BYTES:]
-                    tags = blob_row(rows, name).tags
-                    found[pack_id] = PackBlob(nonce, table, tags)
+                    found[pack_id] = PackBlob(nonce, table)
         return found
 
     def live_names(self, names: Iterable[bytes]) -> set[bytes]:

@@ -26,7 +26,7 @@ KEYS = struct.Struct("<16sQQQ")
 BYTES = struct.Struct("<q")
 BYTES_ROW = b"bytes"  # in ``META``: what the namespace takes on the medium
 OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects
-_BLOB = struct.Struct("<QI")  # bytes that the blob counts for, bytes of the tags
+_BLOB = struct.Struct("<Q")  # bytes that the blob counts for
 _VERSION = struct.Struct("<Q16sQQ?d")
 
 
@@ -60,13 +60,11 @@ class BlobRow(NamedTuple):
 
     counted: int
     """Bytes that the blob counts for."""
-    tags: bytes
     table: bytes
     """The encoded table; empty if the catalogue shows this blob, and has its table."""
 
     def encode(self) -> bytes:
-        head = _BLOB.pack(self.counted, len(self.tags))
-        return b"".join([head, self.tags, self.table])
+        return _BLOB.pack(self.counted) + self.table
 
 
 def names_of(rows: TableRows, pack_id: bytes) -> list[bytes]:
@@ -88,7 +86,7 @@ def blob_row(rows: TableRows, name: bytes) -> BlobRow:
     """Return the row of a blob; an empty one if there is none."""
     row = rows.get(BLOBS, name)
     if row is None:
-        return BlobRow(0, b"", b"")
+        return BlobRow(0, b"")
     return decode_blob_row(bytes(row))
 
 
@@ -97,11 +95,8 @@ def put_blob_row(rows: TableRows, name: bytes, row: BlobRow) -> None:
 
 
 def decode_blob_row(row: bytes) -> BlobRow:
-    counted, tag_bytes = _BLOB.unpack_from(row)
-    tags_end = _BLOB.size + tag_bytes
-    tags = row[_BLOB.size : tags_end]
-    table = row[tags_end:]
-    return BlobRow(counted, tags, table)
+    (counted,) = _BLOB.unpack_from(row)
+    return BlobRow(counted, row[_BLOB.size :])
 
 
 def read_time(rows: TableRows, table: str, key: bytes) -> float | None:

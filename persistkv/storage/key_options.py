@@ -1,0 +1,100 @@
+"""Options that name the key of a store. Every medium has them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from persistkv.errors import ConfigurationError, FileError
+from persistkv.storage.format.keys import StoreKey
+
+_LEAST_BYTES = 32
+_COMMAND_S = 30.0
+KEY_OPTIONS = ("key_file", "key_env", "key_command")
+
+
+class KeyOptions(msgspec.Struct, frozen=True):
+    """Where the key of a store is. At most one option is given; without one, the store has no
+    key.
+    """
+
+    key_file: str | None = None
+    """The key in it has at least 32 bytes; surrounding white space is ignored."""
+    key_env: str | None = None
+    """Name of an environment variable with such a key."""
+    key_command: str | None = None
+    """Command that prints such a key, as a client of a key management service does. It is run
+    without a shell, and may take 30 s."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in KEY_OPTIONS if getattr(self, name) is not None]
+        if len(given) > 1:
+            value = getattr(self, given[1])
+            raise ConfigurationError(
+                given[1], value, f"one key: {given[0]} names another one"
+            )
+
+    def store_key(self) -> StoreKey | None:
+        """Return the key; None: none is named. Errors do not reveal it.
+
+        :raises ConfigurationError: it cannot be read, or is too short.
+        :raises MissingExtraError: the library for keys is not installed.
+        """
+        sources: dict[str, Callable[[str], bytes]] = {
+            "key_file": _of_file,
+            "key_env": _of_environment,
+            "key_command": _of_command,
+        }
+        for name, read in sources.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            secret = read(value).strip()
+            if len(secret) < _LEAST_BYTES:
+                expected = (
+                    f"{_LEAST_BYTES} bytes or more there, such as openssl rand -hex 32 "
+                    f"prints; found {len(secret)}"
+                )
+                raise ConfigurationError(name, value, expected)
+            return StoreKey(secret)
+        return None
+
+
+def _of_file(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise FileError("read", Path(path), error) from None
+
+
+def _of_environment(name: str) -> bytes:
+    return os.environ.get(name, "").encode()
+
+
+def _of_command(command: str) -> bytes:
+    try:
+        words = shlex.split(command)
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        # the output may be the key
+        why = type(error).__name__
+        if isinstance(error, OSError):
+            why = error.strerror or why
+        raise ConfigurationError(
+            "key_command", command, f"a command that prints the key ({why})"
+        ) from None
+    if done.returncode:
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
+        raise ConfigurationError(
+            "key_command",
+            command,
+            f"a command that prints the key; exit code {done.returncode}: {lines[-1]}",
+        )
+    return done.stdout

@@ -1,0 +1,336 @@
+"""LMDB stores with a key."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
+from persistkv.errors import ConfigurationError, CorruptStoreError
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.format.keys import StoreKey
+from persistkv.storage.records import StoreOptions
+from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+
+OLD, NEW = "0123456789abcdef" * 4, "fedcba9876543210" * 4
+PLANTED = "planted-plaintext"
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSISTKV_OLD_KEY", OLD)
+    monkeypatch.setenv("PERSISTKV_NEW_KEY", NEW)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return f"lmdb://{tmp_path}/store"
+
+
+def with_key(place: str, key: str = "PERSISTKV_OLD_KEY", **options: str) -> str:
+    more = "".join(f"&{name}={value}" for name, value in options.items())
+    return f"{place}?key_env={key}{more}"
+
+
+def store_one(backend: Backend, seed: int) -> bytes:
+    """Store a pack and a request; return the pack's id."""
+    namespace = backend.open_namespace(sample_identity()).id
+    pack = sample_pack(namespace, seed, seal=backend.seal, blocks=3)
+    request = sample_manifest(f"r{seed}", seed, packs=[pack.pack_id])
+    backend.commit(namespace, CommitBatch([pack], [request]))
+    return pack.pack_id
+
+
+def content(url: str) -> dict[bytes, bytes | None]:
+    """Return the content of all packs by id."""
+    with closing(open_backend(url, read_only=True)) as backend:
+        name = sample_identity().digest
+        found = tables(backend, name)
+        return {pack: read_pack(backend, name, table) for pack, table in found.items()}
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of the files that hold content."""
+    files = [directory / "data.mdb", directory / "keys"]
+    files += (directory / "segments").glob("*.seg")
+    return {str(file): file.read_bytes() for file in files if file.exists()}
+
+
+@pytest.mark.parametrize("placement", ["extents", "inline"])
+@pytest.mark.parametrize("key", [True, False])
+def test_planted_plaintext_is_not_in_any_file_with_key(
+    tmp_path: Path, place: str, placement: str, key: bool
+) -> None:
+    """In no file, free space or page: of stored, evicted and deleted content."""
+    options = f"placement={placement}&capacity=8MiB"
+    url = f"{place}?{options}"
+    if key:
+        url += "&key_env=PERSISTKV_OLD_KEY"
+    planted: list[bytes] = [PLANTED.encode()]
+    stored: list[bytes] = []
+    with closing(open_backend(url)) as backend:
+        namespace = backend.open_namespace(sample_identity()).id
+        for seed in range(30):
+            pack = sample_pack(
+                namespace, seed, seal=backend.seal, blocks=8, block_bytes=1 << 16
+            )
+            planted += pack.keys.unpack()
+            # half of each block repeats one byte
+            planted.append(payload_of(pack)[100:132])
+            request = sample_manifest(
+                f"{PLANTED}-{seed}",
+                seed,
+                labels={"user": f"{PLANTED}-{seed}"},
+                packs=[pack.pack_id],
+            )
+            deletions = stored[-1:] if seed % 3 else []
+            batch = CommitBatch([pack], [request], deletions=deletions)
+            backend.commit(namespace, batch)
+            stored.append(pack.pack_id)
+        backend.put_note(namespace, "planted", PLANTED.encode())
+        assert tables(backend, namespace)
+    found = 0
+    for file in (tmp_path / "store").rglob("*"):
+        if file.is_file():
+            data = file.read_bytes()
+            found += sum(secret in data for secret in planted)
+    if key:
+        assert found == 0
+    else:
+        assert found > 10, "the scan finds what is there"
+
+
+@pytest.mark.parametrize("key", [True, False])
+def test_planted_plaintext_is_not_in_files_of_shared_store_with_key(
+    tmp_path: Path, key: bool
+) -> None:
+    """Replicas of the index on this machine included."""
+    url = f"file://{tmp_path}/store?refresh=0s&cache={tmp_path}/cache"
+    if key:
+        url += "&key_env=PERSISTKV_OLD_KEY"
+    planted: list[bytes] = [PLANTED.encode()]
+    for seed in range(3):
+        with closing(open_backend(url)) as backend:
+            namespace = backend.open_namespace(sample_identity()).id
+            pack = sample_pack(namespace, seed, seal=backend.seal, block_bytes=50_000)
+            planted += [*pack.keys.unpack(), payload_of(pack)[100:132]]
+            request = sample_manifest(
+                f"{PLANTED}-{seed}", labels={"user": PLANTED}, packs=[pack.pack_id]
+            )
+            backend.commit(namespace, CommitBatch([pack], [request]))
+            backend.put_note(namespace, "planted", PLANTED.encode())
+            assert tables(backend, namespace)
+    found = 0
+    num_files = 0
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            num_files += 1
+            data = file.read_bytes()
+            found += sum(secret in data for secret in planted)
+    assert num_files > 5
+    assert (found == 0) == key
+
+
+def test_open_with_other_missing_or_unneeded_key_raises_and_changes_nothing(
+    tmp_path: Path, place: str
+) -> None:
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 1)
+    before = snapshot(tmp_path / "store")
+    other = StoreKey(NEW.encode())
+    mine = StoreKey(OLD.encode())
+    for read_only in (False, True):
+        with pytest.raises(ConfigurationError, match=f"{other.id}.*{mine.id}"):
+            open_backend(with_key(place, "PERSISTKV_NEW_KEY"), read_only=read_only)
+        with pytest.raises(ConfigurationError, match=f"none.*{mine.id}.*key_file"):
+            open_backend(place, read_only=read_only)
+    assert snapshot(tmp_path / "store") == before
+    assert len(content(with_key(place))) == 1
+
+    plain = f"{place}-plain"
+    with closing(open_backend(plain)) as backend:
+        store_one(backend, 1)
+        with pytest.raises(ConfigurationError, match="without one"):
+            open_backend(with_key(plain))
+    with pytest.raises(ConfigurationError, match="without one"):
+        open_backend(with_key(plain))
+    assert len(content(plain)) == 1
+
+
+def test_open_second_handle_of_process_checks_its_key(place: str) -> None:
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 1)
+        with pytest.raises(ConfigurationError, match="key"):
+            open_backend(with_key(place, "PERSISTKV_NEW_KEY"))
+        with pytest.raises(ConfigurationError, match="key"):
+            open_backend(place)
+        with closing(open_backend(with_key(place))) as second:
+            store_one(second, 2)
+    assert len(content(with_key(place))) == 2
+
+
+def test_open_without_file_of_data_keys_raises_and_keeps_content(
+    tmp_path: Path, place: str
+) -> None:
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 1)
+    file = tmp_path / "store" / "keys"
+    kept = file.read_bytes()
+    file.unlink()
+    before = snapshot(tmp_path / "store")
+    with pytest.raises(CorruptStoreError, match="keys is missing"):
+        open_backend(with_key(place))
+    assert snapshot(tmp_path / "store") == before
+    file.write_bytes(kept[:-1] + b"x")
+    with pytest.raises(CorruptStoreError, match="damaged"):
+        open_backend(with_key(place))
+    file.write_bytes(kept)
+    assert len(content(with_key(place))) == 1
+
+
+def test_rebuild_with_key_finds_packs(tmp_path: Path, place: str) -> None:
+    with closing(open_backend(with_key(place))) as backend:
+        stored = {store_one(backend, seed) for seed in range(3)}
+    before = content(with_key(place))
+    (tmp_path / "store" / "data.mdb").unlink()
+    driver = type(backend)
+    for url in (place, with_key(place, "PERSISTKV_NEW_KEY")):
+        with pytest.raises(ConfigurationError, match="key"):
+            driver.rebuild(StoreUrl.parse(url), lambda done, of: None)
+    found = driver.rebuild(StoreUrl.parse(with_key(place)), lambda done, of: None)
+    assert found is not None
+    assert found.packs == 3
+    assert content(with_key(place)) == before
+    assert set(before) == stored
+
+
+def test_damaged_catalogue_with_key_is_renamed_and_its_packs_are_found(
+    tmp_path: Path, place: str
+) -> None:
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 1)
+    store = tmp_path / "store"
+    with (store / "data.mdb").open("r+b") as file:
+        file.truncate(5000)
+    (store / "guard").write_text("open".ljust(31) + "\n")
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 2)
+    assert len(content(with_key(place))) == 1
+    (damaged,) = store.glob("damaged-*")
+    url = StoreUrl.parse(with_key(f"lmdb://{damaged}"))
+    found = type(backend).rebuild(url, lambda done, of: None)
+    assert found is not None
+    assert found.packs == 1
+
+
+def commit_all(url: str, numbers: range, done: Connection) -> None:
+    backend = open_backend(url)
+    for number in numbers:
+        store_one(backend, number)
+        done.send(number)
+    backend.close()
+
+
+@pytest.fixture
+def writer(place: str) -> Iterator[Connection]:
+    """A process that commits until it is killed; yields the numbers of its commits."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    arguments = (with_key(place), range(1_000_000), theirs)
+    process = context.Process(target=commit_all, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def test_rotate_key_while_engine_runs_keeps_all_content(
+    tmp_path: Path, place: str, writer: Connection
+) -> None:
+    assert writer.recv() == 0
+    with closing(open_backend(with_key(place))) as backend:
+        before = (tmp_path / "store" / "keys").read_bytes()
+        backend.rotate_key(StoreKey(NEW.encode()))
+        # this handle runs on
+        store_one(backend, 2_000_000)
+    rotated = 0
+    while writer.poll():
+        rotated = writer.recv()
+    for number in range(rotated + 1, rotated + 20):
+        assert writer.recv() == number, "the engine runs on"
+    assert (tmp_path / "store" / "keys").read_bytes() != before
+    with pytest.raises(ConfigurationError, match="key"):
+        open_backend(with_key(place))
+    found = content(with_key(place, "PERSISTKV_NEW_KEY"))
+    assert len(found) >= rotated + 20
+    assert None not in found.values()
+
+
+def test_salts_of_killed_and_restarted_engines_never_repeat(
+    tmp_path: Path, place: str
+) -> None:
+    """Engines that store the same content, are killed, and store it again."""
+    context = multiprocessing.get_context("spawn")
+    for _ in range(2):
+        processes = []
+        for _ in range(2):
+            ours, theirs = context.Pipe()
+            arguments = (with_key(place), range(1_000_000), theirs)
+            process = context.Process(target=commit_all, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append((process, ours))
+        for process, ours in processes:
+            for _ in range(10):
+                ours.recv()
+            process.kill()
+            process.join()
+            ours.close()
+    with closing(open_backend(with_key(place))) as backend:
+        name = sample_identity().digest
+        found = tables(backend, name)
+        salts = [table.salt for table in found.values()]
+        with backend.rows() as rows:  # type: ignore[attr-defined]
+            for table in ("packs", "manifests", "manifest_keys", "log"):
+                for _, value in rows.cursor(table).iternext():
+                    salts.append(bytes(value[8:24]))
+    assert len(found) >= 40
+    assert len(salts) == len(set(salts))
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_engine_of_store_with_key_restores_blocks_after_restart(
+    place: str, codec: str
+) -> None:
+    layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
+    keys = [os.urandom(32) + bytes(4) for _ in range(8)]
+    memory = bytearray(os.urandom(8 * 4096))
+    expected = bytes(memory)
+    for is_first in (True, False):
+        rows = Rows(memoryview(memory), layout)
+        backend = open_backend(with_key(place))
+        store = BlockingStore(
+            backend, sample_identity(), rows, StoreOptions(codec=codec), url=place
+        )
+        if is_first:
+            store.put("r", keys, range(8), None)
+            store.flush()
+        else:
+            assert store.read(keys, range(8)) == []
+            assert memory == expected
+        store.close()
+        memory[:] = bytes(len(memory))

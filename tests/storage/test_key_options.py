@@ -1,0 +1,76 @@
+"""Options that name a key."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from persistkv.errors import ConfigurationError
+from persistkv.storage.format.keys import StoreKey
+from persistkv.storage.key_options import KeyOptions
+
+SECRET = "0123456789abcdef" * 4
+EXPECTED = StoreKey(SECRET.encode()).id
+VARIABLE = "PERSISTKV_TEST_KEY"
+
+
+def test_key_options_each_source_gives_same_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{SECRET}\n")
+    monkeypatch.setenv(VARIABLE, SECRET)
+    program = f"print('{SECRET}')"
+    command = shlex.join([sys.executable, "-c", program])
+    for options in (
+        KeyOptions(key_file=str(file)),
+        KeyOptions(key_env=VARIABLE),
+        KeyOptions(key_command=command),
+    ):
+        key = options.store_key()
+        assert key is not None
+        assert key.id == EXPECTED
+    assert KeyOptions().store_key() is None
+
+
+def test_key_options_two_sources_raise() -> None:
+    with pytest.raises(ConfigurationError, match="key_env"):
+        KeyOptions(key_file="x", key_env="y")
+
+
+@pytest.mark.parametrize("content", ["hunter2", ""])
+def test_key_options_short_key_raises_without_showing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(content)
+    monkeypatch.setenv(VARIABLE, content)
+    command = shlex.join(["cat", str(file)])
+    for name, value in (
+        ("key_file", str(file)),
+        ("key_env", VARIABLE),
+        ("key_command", command),
+    ):
+        with pytest.raises(ConfigurationError, match=name) as caught:
+            KeyOptions(**{name: value}).store_key()
+        assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("key_file", "/no/such/file", "cannot read"),
+        ("key_env", "NOT_SET_AT_ALL", "found 0"),
+        ("key_command", "/no/such/command", "No such file"),
+        ("key_command", "sh -c 'echo it failed >&2; exit 3'", "3: it failed"),
+        ("key_command", "'", "ValueError"),
+    ],
+)
+def test_key_options_unreadable_key_raises(
+    name: str, value: str, expected: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        KeyOptions(**{name: value}).store_key()

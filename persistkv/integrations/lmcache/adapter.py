@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
@@ -36,6 +36,7 @@ from persistkv.integrations.lmcache.keys import (
     encode_key,
 )
 from persistkv.integrations.lmcache.leases import Leases
+from persistkv.integrations.lmcache.loads import ObjectLoads
 from persistkv.integrations.lmcache.options import NAME_OF_WEIGHTS, lmcache_options
 from persistkv.integrations.lmcache.parts import (
     GetPart,
@@ -51,6 +52,13 @@ from persistkv.storage.blocks.identity import weights_of
 from persistkv.storage.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
+
+
+class _Lookup(NamedTuple):
+    """A lookup task that was not queried with success yet."""
+
+    keys: ObjectKeys
+    parts: Collection[Part]
 
 
 class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
@@ -75,8 +83,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._load_tasks = TaskQueue()
         self._sizes: dict[int, int] = {}
         """Bytes of each store task."""
-        self._looked_up: dict[int, Sequence[Any]] = {}
-        """Keys of each lookup task."""
+        self._looked_up: dict[int, _Lookup] = {}
+        self._loads = ObjectLoads(self._stores, self.options.prefill_tokens_per_s)
         self._opener = ThreadPool(1, "persistkv-opener")
         self._announcer = Announcer(
             self._stores, self._announce_stored, self._announce_removed
@@ -127,7 +135,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         tasks = self._lookup_tasks
         parts = parts_of_lookup(keys, group_layout_descs, self._stores)
         task = tasks.begin(len(keys), len(parts))
-        self._looked_up[task] = keys
+        self._looked_up[task] = _Lookup(keys, parts)
         for part in parts:
             self._start(tasks, task, part)
         return task
@@ -136,8 +144,9 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         results = self._lookup_tasks.take_one(task_id)
         if results is None:
             return None
-        keys = self._looked_up.pop(task_id)
-        found = list(itertools.compress(keys, results))
+        lookup = self._looked_up.pop(task_id)
+        results = self._loads.hits(lookup.keys, lookup.parts, results)
+        found = list(itertools.compress(lookup.keys, results))
         self._leases.expire()
         self._leases.acquire(found)
         if found:
@@ -153,6 +162,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         tasks = self._load_tasks
         parts = parts_of_objects(GetPart, keys, objects)
         task = tasks.begin(len(keys), len(parts))
+        self._loads.begin(task, [memory.get_size() for memory in objects])
         for part in parts:
             self._start(tasks, task, part)
         return task
@@ -161,6 +171,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         results = self._load_tasks.take_one(task_id)
         if results is None:
             return None
+        self._loads.end(task_id, results)
         return _bitmap(results)
 
     # Calls
@@ -268,12 +279,14 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             "loaded_objects": loaded_objects,
             "dropped_objects": dropped_objects,
             "verification_failures": failures,
+            "declined_lookups": self._loads.num_declined,
         }
 
     def close(self) -> None:
         """Commit all accepted tasks and close the stores; waits for up to a minute for each."""
         self._announcer.stop()
         self._opener.shutdown()
+        self._loads.close()
         self._stores.close()
         for tasks in (self._store_tasks, self._lookup_tasks, self._load_tasks):
             tasks.close()

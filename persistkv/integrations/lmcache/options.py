@@ -40,6 +40,9 @@ class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which the lock of a lookup expires if nobody unlocks it."""
     delete_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """Time limit of a deletion."""
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
+    """Tokens per second that the engine computes: a lookup reports hits only if loading them is
+    expected to be faster. LMCache does not tell the speed. None: it reports all hits."""
 
     def __post_init__(self) -> None:
         needed = {

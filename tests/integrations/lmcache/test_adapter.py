@@ -41,6 +41,21 @@ def test_store_lookup_load(open_adapter: Open) -> None:
     assert driver.adapter.report_status()["is_healthy"]
 
 
+@pytest.mark.parametrize("tokens_per_s", [None, 1.0, 1e12])
+def test_lookup_reports_hits_if_loading_is_faster_than_computing(
+    open_adapter: Open, tokens_per_s: float | None
+) -> None:
+    driver = open_adapter(prefill_tokens_per_s=tokens_per_s)
+    keys, objects = object_keys(range(8)), memories(8, seed=1)
+    assert driver.store(keys, objects)
+    assert driver.lookup(keys) == [True] * 8, "nothing is known of the store"
+    assert driver.load(keys, memories(8)) == [True] * 8
+    is_declined = tokens_per_s == 1e12
+    assert driver.lookup(keys) == [not is_declined] * 8
+    status = driver.adapter.report_status()
+    assert status["declined_lookups"] == is_declined
+
+
 def test_descriptors_are_distinct_and_tasks_empty(open_adapter: Open) -> None:
     driver = open_adapter()
     adapter = driver.adapter

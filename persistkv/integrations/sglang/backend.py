@@ -109,9 +109,14 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     # Interface v1: pages in the main pool
 
     def batch_exists(self, keys: PageKeys, extra_info: Any = None) -> int:
-        """Return the length of the run of held pages at the start. Does not wait for I/O."""
+        """Return the length of the run of held pages at the start; 0 if computing them is expected
+        to be faster than loading them. Does not wait for I/O."""
         held = self._held(MAIN_POOL, keys)
-        return leading(held)
+        num_pages = leading(held)
+        store = self._pools.get(MAIN_POOL)
+        if store is None or store.is_worth(keys[:num_pages], _depth(extra_info)):
+            return num_pages
+        return 0
 
     def batch_get_v1(
         self, keys: PageKeys, host_indices: Any, extra_info: Any = None

@@ -39,6 +39,9 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bound on the bytes of pages that wait to be stored; further ones are not stored."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     """Time limit of each call that reads or writes. After it, pages are misses, or not stored."""
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
+    """Tokens per second that the engine computes: pages are hits only if loading them is expected
+    to be faster. SGLang does not tell the speed. None: all held pages are hits."""
     labels: dict[str, str] = {}
     """Names and values that are stored with each context."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from persistkv.errors import StoreError
+from persistkv.integrations.prefix_loads import PrefixLoads
 from persistkv.integrations.sglang.opening import StoreOpener
 from persistkv.integrations.sglang.options import SGLangOptions
 from persistkv.integrations.sglang.pools import PageMemory, tensor_memory
@@ -26,6 +27,9 @@ StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
 _DELETED_AT_ONCE = 4096
 _CLEAR_CALLS = 12
 """Time limit of a ``clear``, as a multiple of that of a call: a person waits for it."""
+
+
+_PAGES_AT_ONCE = 128  # of a call of SGLang that reads
 
 
 class PoolStore:
@@ -64,6 +68,9 @@ class PoolStore:
         pool_name = str(self._identity.more["pool"])
         self._labels = {"sglang_pool": pool_name, **options.labels}
         self._opener = StoreOpener(self._open, options.timeout_s)
+        self._loads = PrefixLoads(
+            options.prefill_tokens_per_s, _PAGES_AT_ONCE * self._page_bytes
+        )
 
     def _region_sizes(self) -> list[int] | None:
         """Return the bytes of each region of a page; None if SGLang does not tell where they
@@ -95,6 +102,21 @@ class PoolStore:
             return store.contains(encoded, timeout_s=timeout_s)
 
         return self._call(keys, look_up)
+
+    def is_worth(self, keys: PageKeys, depth: int | None) -> bool:
+        """Return whether held pages are expected to be loaded faster than computed.
+
+        :param depth: pages before the first one in its context; None: unknown.
+        """
+        page_size = self.memory.page_size
+        start = (depth or 0) * page_size
+        stop = start + len(keys) * page_size
+        if self._loads.is_worth(len(keys) * self._page_bytes, start, stop):
+            return True
+        store = self._opener.get()
+        if store is not None:
+            self._loads.probe(store, keys[0].encode(), self._page_bytes)
+        return False
 
     # Pages of the pool
 
@@ -150,6 +172,7 @@ class PoolStore:
         num_pages = sum(found)
         num_bytes = num_pages * self._page_bytes
         self._transfers.read(num_pages, num_bytes, seconds)
+        self._loads.add_load(num_bytes, seconds)
         return found
 
     def _put(
@@ -207,6 +230,7 @@ class PoolStore:
 
     def close(self) -> None:
         """Commit all accepted work and close the store. Idempotent."""
+        self._loads.close()
         self._opener.close()
 
 

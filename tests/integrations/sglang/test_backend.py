@@ -45,6 +45,22 @@ def test_v1_pages_are_restored_by_another_process(
     assert not pages_of(other, 0, 10).view(torch.uint8).any()
 
 
+@pytest.mark.parametrize("tokens_per_s", [None, 1.0, 1e12])
+def test_batch_exists_reports_pages_if_loading_is_faster_than_computing(
+    open_backend: Open, tokens_per_s: float | None
+) -> None:
+    pool = make_pool()
+    backend = open_backend(pool, prefill_tokens_per_s=tokens_per_s)
+    keys, indices = page_keys(range(8)), page_indices(0, 8)
+    assert backend.batch_set_v1(keys, indices) == [True] * 8
+    assert backend.batch_exists(keys) == 8, "nothing is known of the store"
+    assert backend.batch_get_v1(keys, indices) == [True] * 8
+    is_declined = tokens_per_s == 1e12
+    assert backend.batch_exists(keys) == (0 if is_declined else 8)
+    result = backend.batch_exists_v2(keys)
+    assert result.kv_hit_pages == (0 if is_declined else 8)
+
+
 def test_layer_first_engine_misses_page_first_pages(open_backend: Open) -> None:
     """SGLang's file backend hands them over: 94 % of the numbers are wrong."""
     one, other = make_pool("page_first"), make_pool("layer_first")

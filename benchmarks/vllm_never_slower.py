@@ -107,9 +107,10 @@ def _start(field: Field, store: Path, policy: str, name: str) -> Contestant:
     tier = {"type": "persistkv", "url": f"delayed://{store}", "load_policy": policy}
     engine = field.start_engine(name, [tier], cpu_bytes=CPU_TIER_BYTES, program=PROGRAM)
     contestant = Contestant(engine)
-    # the kernels, and the speed of prefills
-    for seed in range(4):
-        contestant.turn(prompts_of(-10 - seed, 1, 1024), 4, settle=False)
+    # the kernels, and the speed of prefills: prompts that no other engine has stored
+    first_seed = 10 * sum(name.encode())
+    for seed in range(first_seed, first_seed + 4):
+        contestant.turn(prompts_of(seed, 1, 1024), 4, settle=False)
     return contestant
 
 

@@ -52,7 +52,7 @@ def test_measure_stacks_lead_from_thread_to_driver(
     store = measured["store"]
     assert "pwritev" in store.device, "the blocks are written"
     deepest = max(store.device.values(), key=len)
-    assert deepest[0] == "persistkv/storage/threads.py:_run_calls"
+    assert deepest[0] == "persistkv/storage/threads.py:run"
     assert deepest[-1].startswith(DRIVER)
     assert store.frames == len(deepest)
 

@@ -28,7 +28,8 @@ class Tier:
         self._held = {key_of(chunk) for chunk in range(num_held)}
         self._chunk_s = chunk_s
         group = SimpleNamespace(block_bytes=CHUNK_BYTES)
-        self.config = SimpleNamespace(layout=SimpleNamespace(groups=[group]))
+        layout = SimpleNamespace(groups=[group])
+        self.config = SimpleNamespace(layout=layout, windows=())
 
     def holds(self, key: OffloadKey) -> bool:
         return key in self._held
@@ -41,7 +42,10 @@ class Tier:
 
 def decide(*tiers: Any, first: int = 0, num_tokens: int = 1000) -> Any:
     """Return the decision of the first tier; the engine computes a chunk in 32 ms."""
-    offloading = SimpleNamespace(cache=SimpleNamespace(tokens_per_hash=HASH_TOKENS))
+    offloading = SimpleNamespace(
+        cache=SimpleNamespace(tokens_per_hash=HASH_TOKENS),
+        groups=[SimpleNamespace(group_id=0)],
+    )
     loads = PrefixLoads(offloading, [CHUNK_TOKENS], PrefillSpeed(1000))
     request = SimpleNamespace(block_hashes=HASHES, num_tokens=num_tokens)
     end = (first + 1) * CHUNK_TOKENS

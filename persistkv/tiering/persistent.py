@@ -54,13 +54,12 @@ from persistkv.tiering.load_cost import (
     LoadTimes,
     Reason,
 )
-from persistkv.tiering.probing import PROBE_S, ProbeTimer
+from persistkv.tiering.probing import PROBE_S, PROBED_KEYS, ProbeTimer
 
 logger = logging.getLogger(__name__)
 
 _NAP_S = 0.0005
 _MOST_PREFETCHES = 64
-_PROBED_KEYS = 128  # more than a probe reads, unless blocks are small
 # ended requests whose persistence ``wait_persisted`` can still report
 REMEMBERED_ENDS = 4_096
 
@@ -309,7 +308,7 @@ class PersistentTier(SecondaryTierManager):
         discards them: this shows when the store is fast again."""
         self._count_load(req_context, decision.reason, decision, decision.load_s)
         if self._probes.begin():
-            most = 1 if self._probes.is_small else _PROBED_KEYS
+            most = 1 if self._probes.is_small else PROBED_KEYS
             if not self.client.probe(keys[:most], PROBE_S):
                 self._probes.end()
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 PROBE_S = 10.0
 """Deadline of a probe in seconds."""
+PROBED_KEYS = 128
+"""Most blocks that a probe is asked for: more than it reads, unless they are small."""
 _FIRST_S = 1.0
 _LONGEST_S = 5.0
 

@@ -60,6 +60,7 @@ class StepMeter:
         self._record = record
         self._clock = clock
         self._ended_at: float | None = None  # of the last schedule
+        self._computed_at: float | None = None  # end of the step since then, if known
         self._step_s: float | None = None  # of the step before it
         # by request: tokens that this step has computed
         self._computed: dict[str, tuple[int, int]] = {}
@@ -69,13 +70,21 @@ class StepMeter:
         first, last = self._computed.get(req_id, (start, stop))
         self._computed[req_id] = (min(first, start), max(last, stop))
 
+    def on_request_finished(self) -> None:
+        """A request has ended: the step that was scheduled last is computed. Without this call, the
+        next schedule shows its end, which waits for another request if none is left."""
+        if self._computed_at is None:
+            self._computed_at = self._clock()
+
     def end_schedule(self) -> None:
         """End the schedule of a step."""
         now = self._clock()
+        computed_at = self._computed_at or now
+        self._computed_at = None
         computed, self._computed = self._computed, {}
         step_s, self._step_s = self._step_s, None
         if self._ended_at is not None:
-            self._step_s = now - self._ended_at
+            self._step_s = computed_at - self._ended_at
         self._ended_at = now
         if step_s is not None and computed:
             self._observe(list(computed.values()), step_s)
@@ -128,14 +137,12 @@ class PrefixLoads:
         """
         group = get_offload_group_idx(key)
         chunk_tokens = self._group_tokens[group]
-        hashes = request.block_hashes
         first = end // chunk_tokens - 1
         # at least one token is computed; the chunk that is asked for counts in any case
         num_chunks = max(end, request.num_tokens - 1) // chunk_tokens
 
         def key_at(chunk: int) -> OffloadKey:
-            last_hash = (chunk + 1) * chunk_tokens // self._hash_tokens - 1
-            return make_offload_key(bytes(hashes[last_hash]), group)
+            return self._key_at(request, group, chunk)
 
         def num_held(of_tier: PersistentTier) -> int:
             # A store evicts the deepest chunks of a context first, so what it holds is a prefix.
@@ -155,6 +162,28 @@ class PrefixLoads:
         stop = end + (num_chunks_held - 1) * chunk_tokens
         run = LoadRun(tier, stop, num_bytes)
         return self._chooser.choose([run], end - chunk_tokens)
+
+    def keys_from(
+        self, tier: PersistentTier, request: Any, key: OffloadKey, end: int, most: int
+    ) -> list[OffloadKey]:
+        """Return the chunks of a request that a tier holds, at most so many, from ``key`` on;
+        parameters as for ``decide``."""
+        group = get_offload_group_idx(key)
+        chunk_tokens = self._group_tokens[group]
+        first = end // chunk_tokens - 1
+        num_chunks = request.num_tokens // chunk_tokens
+        keys = [key]
+        for chunk in range(first + 1, min(num_chunks, first + most)):
+            following = self._key_at(request, group, chunk)
+            if not tier.holds(following):
+                break
+            keys.append(following)
+        return keys
+
+    def _key_at(self, request: Any, group: int, chunk: int) -> OffloadKey:
+        """Return the key of a chunk, given by its index in the request."""
+        last_hash = (chunk + 1) * self._group_tokens[group] // self._hash_tokens - 1
+        return make_offload_key(bytes(request.block_hashes[last_hash]), group)
 
     def _group_sizes(self, config: OffloadingConfig) -> list[GroupSize]:
         """Return the sizes of the chunks of all KV cache groups: the decision applies to all."""

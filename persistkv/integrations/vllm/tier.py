@@ -78,6 +78,7 @@ from persistkv.storage.identity import Identity
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.load_cost import Reason
 from persistkv.tiering.persistent import PersistentTier
+from persistkv.tiering.probing import PROBED_KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +289,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             # decided once: vLLM asks for each chunk, and again in each step
             request.loads_elsewhere = decision is None
             if decision is not None and not decision.num_runs:
-                self._tier.on_load_declined([key], request.context, decision)
+                # a probe of many chunks shows the bandwidth, one of a single chunk the latency
+                keys = self._prefix_loads.keys_from(
+                    self._tier, waiting, key, end, PROBED_KEYS
+                )
+                self._tier.on_load_declined(keys, request.context, decision)
         return not request.is_declined
 
     def _measure(self, request: LiveRequest, keys: Sequence[OffloadKey]) -> None:
@@ -422,6 +427,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers.all)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._meter.on_request_finished()
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return

@@ -40,13 +40,18 @@ class Tier:
         return self._chunk_s * num_bytes / CHUNK_BYTES
 
 
-def decide(*tiers: Any, first: int = 0, num_tokens: int = 1000) -> Any:
-    """Return the decision of the first tier; the engine computes a chunk in 32 ms."""
+def prefix_loads() -> PrefixLoads:
+    """Return the decisions of an engine that computes a chunk in 32 ms."""
     offloading = SimpleNamespace(
         cache=SimpleNamespace(tokens_per_hash=HASH_TOKENS),
         groups=[SimpleNamespace(group_id=0)],
     )
-    loads = PrefixLoads(offloading, [CHUNK_TOKENS], PrefillSpeed(1000))
+    return PrefixLoads(offloading, [CHUNK_TOKENS], PrefillSpeed(1000))
+
+
+def decide(*tiers: Any, first: int = 0, num_tokens: int = 1000) -> Any:
+    """Return the decision of the first tier."""
+    loads = prefix_loads()
     request = SimpleNamespace(block_hashes=HASHES, num_tokens=num_tokens)
     end = (first + 1) * CHUNK_TOKENS
     return loads.decide(tiers, tiers[0], request, key_of(first), end)
@@ -82,6 +87,21 @@ def test_decide_faster_store_of_same_prefix_loads() -> None:
 
 def test_decide_store_that_is_not_compared_loads() -> None:
     assert decide(Tier(10, None), Tier(10, 0.001)).num_runs == 1
+
+
+def test_keys_from_are_held_chunks_of_request() -> None:
+    request = SimpleNamespace(block_hashes=HASHES, num_tokens=1000)
+
+    def keys_from(tier: Any, first: int, most: int) -> list[OffloadKey]:
+        end = (first + 1) * CHUNK_TOKENS
+        return prefix_loads().keys_from(tier, request, key_of(first), end, most)
+
+    ten = Tier(10, 0.01)
+    assert keys_from(ten, 0, 128) == [key_of(chunk) for chunk in range(10)]
+    assert keys_from(ten, 7, 128) == [key_of(7), key_of(8), key_of(9)]
+    assert keys_from(ten, 7, 2) == [key_of(7), key_of(8)]
+    all_of_it = keys_from(Tier(32, 0.01), 0, 128)
+    assert len(all_of_it) == 1000 // CHUNK_TOKENS, "the last chunk is not full"
 
 
 class Clock:
@@ -128,6 +148,22 @@ def test_step_meter_ignores_decoding_and_waits() -> None:
     step(1000, 10.0)  # no request for 9 s
     assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
     assert recorded == [(1000, 1.0)]
+
+
+def test_step_meter_wait_after_last_request_is_no_computation() -> None:
+    clock, prefill = Clock(), PrefillSpeed()
+    meter = StepMeter(prefill, lambda *measured: None, clock)
+    meter.end_schedule()
+    clock.now += (
+        1.0  # the step that computes 1,000 tokens and the only one of the answer
+    )
+    meter.on_request_finished()
+    clock.now += 3.0  # no request
+    meter.end_schedule()
+    meter.add("a", 0, 1000)
+    clock.now += 0.1
+    meter.end_schedule()
+    assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
 
 
 def test_shared_prefill_is_one_per_engine() -> None:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -128,6 +129,15 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     computation if that is earlier."""
 
 
+@dataclass
+class _Load:
+    """A load in flight."""
+
+    job: JobMetadata
+    is_abandoned: bool = False
+    """Whether no request waits for it any more."""
+
+
 class PersistentTier(SecondaryTierManager):
     """Secondary tier that stores the blocks of whole requests durably, so that they survive
     restarts of the engine.
@@ -180,8 +190,7 @@ class PersistentTier(SecondaryTierManager):
         self._ended: dict[str, bool] = {}
         # blocks of each group that a request has used instead of computing them, by its id
         self._restored: dict[str, list[int]] = {}
-        self._loads: dict[int, JobMetadata] = {}  # in flight
-        self._abandoned: set[int] = set()  # ids of those for which no request waits
+        self._loads: dict[int, _Load] = {}  # in flight
         self._detached = False
         self._prefetches: deque[Choice | list[OffloadKey]] = deque(
             maxlen=_MOST_PREFETCHES
@@ -285,7 +294,7 @@ class PersistentTier(SecondaryTierManager):
         deadline = time.monotonic() + self.load_deadline_s
         if job_metadata.deadline is not None:
             deadline = min(deadline, job_metadata.deadline)
-        self._loads[job_id] = job_metadata
+        self._loads[job_id] = _Load(job_metadata)
         self._load_times.begin(job_id, self._num_bytes(job_metadata.keys))
         self.client.submit_load(
             job_id, job_metadata.keys, job_metadata.block_ids.tolist(), deadline
@@ -313,7 +322,9 @@ class PersistentTier(SecondaryTierManager):
                 self._probes.end()
 
     def on_load_abandoned(self, job_id: int) -> None:
-        self._abandoned.add(job_id)
+        load = self._loads.get(job_id)
+        if load is not None:
+            load.is_abandoned = True
 
     def _end_probe(self) -> None:
         probed = self.client.take_probed()
@@ -326,11 +337,10 @@ class PersistentTier(SecondaryTierManager):
             self._load_times.stall()
 
     def _end_load(self, outcome: JobOutcome) -> None:
-        job = self._loads.pop(outcome.job_id, None)
-        if job is None:
+        load = self._loads.pop(outcome.job_id, None)
+        if load is None:
             return
-        is_late = outcome.is_late or outcome.job_id in self._abandoned
-        self._abandoned.discard(outcome.job_id)
+        is_late = outcome.is_late or load.is_abandoned
         times = self._load_times
         if outcome.refused and not outcome.is_late:  # it was not sent
             times.cancel(outcome.job_id)
@@ -344,6 +354,7 @@ class PersistentTier(SecondaryTierManager):
         reason = Reason.DEADLINE if is_late else Reason.LOADED
         if not is_late:
             self._probes.reset()
+        job = load.job
         self._count_load(job.req_context, reason, job.decision, outcome.seconds)
 
     def _count_load(

@@ -64,12 +64,13 @@ class Tiers:
             "unique_request_ids": True,
             **options,
         }
+        secondary = [{**common, "url": url} for url in urls]
         spec = TieringOffloadingSpec(
             extra_config={
                 "cpu_bytes_to_use": cpu_bytes,
                 "prewarm_share": prewarm_share,
                 "prefill_tokens_per_s": prefill_tokens_per_s,
-                "secondary_tiers": [{**common, "url": url} for url in urls],
+                "secondary_tiers": secondary,
             },
             geometry=WorkerGeometry(
                 instance_id=uuid.uuid4().hex,

@@ -61,6 +61,13 @@ SHOWN = [
     ("top", "{url}", "--count", "1", "--interval", "1s"),
     ("doctor", "{url}"),
     ("copy", "{url}", "lmdb://{tmp}/copy"),
+    ("copy", "{url}", "lmdb://{tmp}/sealed?key_file={tmp}/key"),
+    (
+        "rotate-key",
+        "lmdb://{tmp}/sealed?key_file={tmp}/key",
+        "--new-key-file",
+        "{tmp}/new-key",
+    ),
     ("rebuild", "lmdb://{tmp}/copy"),
     ("set", "{url}", "capacity=2GiB", "ttl=7d", "--yes"),
     ("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1"),
@@ -75,6 +82,8 @@ def test_commands_on_terminal_fit_width_and_keep_ids_whole(
     terminal, store, width, tmp_path
 ):
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 10)
+    (tmp_path / "key").write_text("0123456789abcdef" * 4)
+    (tmp_path / "new-key").write_text("fedcba9876543210" * 4)
     assert {command[0] for command in SHOWN} == set(COMMANDS)
     for command in SHOWN:
         arguments = [part.format(url=store, tmp=tmp_path) for part in command]

@@ -190,7 +190,9 @@ def skip_if_extra_is_missing(command: tuple[str, ...]) -> None:
 
 
 STORE_COMMANDS = [
-    command for command in SHOWN if command[0] not in ("doctor", "bench", "rebuild")
+    command
+    for command in SHOWN
+    if command[0] not in ("doctor", "bench", "rebuild", "rotate-key")
 ]
 
 

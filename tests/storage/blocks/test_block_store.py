@@ -240,6 +240,34 @@ def test_simultaneous_deletions_from_one_pack_both_hold(tmp_path: Path) -> None:
             assert held.intersection(keys) == set(keys[2:])
 
 
+def test_deletion_finds_copy_of_pack_that_another_one_replaced_during_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
+    backend = open_backend(url)
+    options = StoreOptions(adopt="never")
+    with (
+        BlockStore.open(url, identity(), [BLOCK_BYTES]) as first,
+        BlockStore(backend, identity(), [BLOCK_BYTES], options, url=url) as second,
+    ):
+        keys, blocks = new_keys(4), random_blocks(4)
+        assert all(first.put(keys, list(blocks)))
+        wait_until_held(second, keys)
+        tables = backend.tables
+        deletions: list[list[bool]] = []
+
+        def tables_after_other_deletion(namespace: bytes, packs: Any) -> Any:
+            if not deletions:
+                deletions.append(first.delete(keys[:1]))
+            return tables(namespace, packs)
+
+        monkeypatch.setattr(backend, "tables", tables_after_other_deletion)
+        assert second.delete(keys[1:2]) == [True]
+        assert deletions == [[True]]
+        held = {block.key for block in second.stored_blocks()}
+        assert held.intersection(keys) == set(keys[2:])
+
+
 def test_deletion_begins_again_if_another_one_ends_before_its_first_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

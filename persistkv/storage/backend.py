@@ -422,10 +422,11 @@ class Backend(ABC):
         in place of the present one. No content is written. Handles that are open stay open, in all
         processes.
 
-        If this call fails or is killed, one of the two keys opens the store, and it can be
-        repeated.
+        If this call fails or is killed, at least one of the two keys opens the store. While the
+        present one does, the call can be repeated.
 
-        :raises ConfigurationError: the store has no key, or the other key has content of its own.
+        :raises ConfigurationError: the store has no key; its key is the other one already, or was
+            replaced; or the other one has content of its own. Nothing was changed.
         :raises StoreError: the store is open read-only, or the medium failed.
         """
         raise StoreError("stores of this kind have no keys")

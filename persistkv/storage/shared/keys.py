@@ -1,25 +1,35 @@
 """Keys of a shared store: which of its data keys this handle knows.
 
-1. Each wrapped data key is a blob of its own, ``keyrings/<store key>/<data key>``. Blobs only
-   appear, so several engines may create a store at once: each uses the data keys of all.
-2. The content of a keyring is under its id. The id is that of the store key that made it, so these
+1. The wrapped data keys are blobs ``keyrings/<store key>/<random name>``. An engine that creates a
+   store writes one with all its keys. Several may do so at once: each uses the data keys of all.
+2. No name is written twice, except ``replaced``: a deletion that takes effect late destroys no keys
+   that were written since, as by a rotation back.
+3. The content of a keyring is under its id. The id is that of the store key that made it, so these
    engines agree on it; a rotation does not change it.
-3. A rotation writes the blobs for the new store key first, then a blob ``replaced`` for the old
-   one, then deletes those of the old one. A handle that is open keeps its keys.
-4. No data key is made where content is whose keys are missing.
+4. A rotation writes one blob for the new store key, then a blob ``replaced`` for the old one, then
+   deletes the others of the old one. While one is left, the old key opens the store, so that a
+   rotation that was killed can be repeated. A handle that is open keeps its keys.
+5. No data key is made where content is whose keys are missing, or for a key that was replaced.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from persistkv.errors import ConfigurationError, CorruptPackError, CorruptStoreError
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptPackError,
+    CorruptStoreError,
+    StoreError,
+)
 from persistkv.storage.blobs import BlobMissingError, UnavailableError
 from persistkv.storage.format.keys import (
-    DEFAULT_TENANT,
-    STORE,
-    DataKey,
     Keyring,
     StoreKey,
     WrappedKey,
@@ -32,8 +42,12 @@ from persistkv.storage.shared.format import MAX_SMALL_BYTES, PLAIN_NAME, StoreNa
 if TYPE_CHECKING:
     from persistkv.storage.shared.calls import Medium
 
+logger = logging.getLogger(__name__)
+
 KEYRINGS = "keyrings/"
 _REPLACED = "replaced"
+_MOST_LISTS = 3  # of the keys, while some are deleted
+_NAME_BYTES = 8  # random bytes in the name of a blob
 _RELOAD_S = 60.0  # between two searches for an unknown key: junk may name any
 
 
@@ -78,52 +92,67 @@ class StoreKeys:
         if self._key is None or self._keyring is not None:
             return True
         with self._lock:
-            keys = self._read(self._key)
-            lacking = {STORE, DEFAULT_TENANT} - {key.tenant for key in keys}
-            if lacking and creates:
-                self._create(self._key, keys, sorted(lacking))
-                keys = self._read(self._key)
-            elif lacking:
+            wrapped = self._read(self._key)
+            if not wrapped and creates:
+                self._create(self._key)
+                wrapped = self._read(self._key)
+            if not wrapped:
                 return False
-            self._keyring = self._unwrapped(self._key, keys)
+            self._keyring = self._unwrapped(self._key, wrapped)
             return True
 
     def write_again(self) -> None:
-        """Write the data keys that this handle knows: the store was deleted.
+        """Write the data keys that this handle knows, unless another key has replaced its own: the
+        store was deleted.
 
         :raises StoreError: the medium failed.
         """
-        if self._key is not None:
-            for wrapped in self._key.wrap_all(self._known()):
-                self._put(wrapped)
+        if self._key is not None and not self._successor(self._key):
+            self._write(self._key, self._known())
 
     def rotate(self, key: StoreKey) -> None:
         """Wrap all data keys with another key of the user, from which on only that one opens the
         store. Handles that are open stay open.
 
-        If this call fails or is killed, one of the two keys opens the store, and it can be
-        repeated.
+        If this call fails or is killed, at least one of the two keys opens the store. While the
+        present one does, the call can be repeated.
 
-        :raises ConfigurationError: the store has no key, or the other key has content of its own.
+        :raises ConfigurationError: the store has no key; its key is the other one already, or was
+            replaced; or the other one has content of its own. Nothing was changed.
         :raises StoreError: the medium failed.
         """
         if self._key is None:
             raise ConfigurationError("store", "a store without a key", "one with a key")
-        keyring = self._known()
-        there = self._wrapped(key)
-        if any(entry.keyring != keyring.id for entry in there):
-            raise ConfigurationError("new key", key.id, "a key without content")
-        for data_key in keyring.keys.values():
-            self._put(key.wrap(keyring.id, data_key))
-        # again: engines that created the store may have made keys since
-        for wrapped in self._wrapped(self._key):
-            if wrapped.id not in keyring.keys:
-                self._put(key.wrap(keyring.id, self._key.unwrap(wrapped)))
+        if key.id == self._key.id:
+            raise ConfigurationError(
+                "new key", key.id, "another key than the present one"
+            )
+        # from the medium: another operator may have replaced the key since this handle was opened
+        keyring = self._unwrapped(self._key, self._read(self._key))
+        self._refuse_content(key, keyring)
+        written = self._write(key, keyring)
+        try:
+            # again: an engine may have created a store with the other key meanwhile
+            self._refuse_content(key, keyring)
+        except ConfigurationError:
+            self._medium.blobs.delete([written])
+            raise
+
         self._medium.blobs.delete([_blob(key.id, _REPLACED)])
         self._medium.put(_blob(self._key.id, _REPLACED), [key.id.encode()])
-        infos = self._medium.listed(_blob(self._key.id, ""))
-        marker = _blob(self._key.id, _REPLACED)
-        self._medium.blobs.delete([info.name for info in infos if info.name != marker])
+        # After the blob ``replaced``: an engine that makes keys for the old store key either shows
+        # them in this list, or sees that blob and does not use them.
+        old_blobs = self._blobs(self._key)
+        wrapped = _joined(old_blobs)
+        if any(entry.id not in keyring.keys for entry in wrapped):
+            self._write(key, self._unwrapped(self._key, wrapped))
+        self._medium.blobs.delete(list(old_blobs))
+
+    def _refuse_content(self, key: StoreKey, keyring: Keyring) -> None:
+        """Raise a ConfigurationError if a key wraps data keys of another keyring."""
+        present = _joined(self._blobs(key))
+        if any(entry.keyring != keyring.id for entry in present):
+            raise ConfigurationError("new key", key.id, "a key without content")
 
     def _known(self) -> Keyring:
         if self._keyring is None:
@@ -131,45 +160,61 @@ class StoreKeys:
         return self._keyring
 
     def _reload(self) -> Keyring:
-        """Read the data keys again, at most once a minute."""
+        """Read the data keys again, at most once a minute; return all that are known. If the medium
+        does not answer, these are the ones before."""
         known = self._known()
         with self._lock:
             now = self._medium.clock.monotonic()
             if self._key is None or now < self._reloaded_at + _RELOAD_S:
-                return known
+                return self._known()
             self._reloaded_at = now
-            keys = self._wrapped(self._key)
-            # after a rotation, no other data key is made
-            if keys:
-                self._keyring = self._unwrapped(self._key, keys)
-            return self._known()
+            try:
+                found = _joined(self._blobs(self._key))
+                added = [self._key.unwrap(entry) for entry in found]
+            except StoreError as error:
+                logger.debug("the keys of the store were not read again (%s)", error)
+                return known
+            # a rotation deletes blobs, but no key ceases to be one of the store
+            self._keyring = Keyring(known.id, [*known.keys.values(), *added])
+            return self._keyring
 
     def _read(self, key: StoreKey) -> list[WrappedKey]:
         """Return the data keys that are wrapped with a key.
 
         :raises ConfigurationError: another key has replaced it.
         """
+        wrapped = _joined(self._blobs(key))
+        other = "" if wrapped else self._successor(key)
+        if other:
+            raise ConfigurationError(
+                "key", key.id, f"the key {other}, which has replaced it (rotate-key)"
+            )
+        return wrapped
+
+    def _successor(self, key: StoreKey) -> str:
+        """Return the id of the key that has replaced this one; empty: none has."""
         try:
             marker = self._medium.whole(_blob(key.id, _REPLACED), MAX_SMALL_BYTES)
         except BlobMissingError:
-            return self._wrapped(key)
-        other = bytes(marker).decode("ascii", "replace")
-        raise ConfigurationError(
-            "key", key.id, f"the key {other}, which has replaced it (rotate-key)"
-        )
+            return ""
+        return bytes(marker).decode("ascii", "replace")
 
-    def _wrapped(self, key: StoreKey) -> list[WrappedKey]:
-        found: list[WrappedKey] = []
-        for info in self._medium.listed(_blob(key.id, "")):
-            if info.name.endswith(_REPLACED):
-                continue
-            try:
-                found += decode_keys(self._medium.whole(info.name, MAX_SMALL_BYTES))
-            except BlobMissingError:
-                continue
-            except CorruptPackError as error:
-                raise CorruptStoreError(f"{info.name}: {error}") from None
-        return found
+    def _blobs(self, key: StoreKey) -> dict[str, list[WrappedKey]]:
+        """Return the blobs of a store key by name: all of one moment."""
+        for _ in range(_MOST_LISTS):
+            # a rotation deletes them: without one, a handle would lack some of the content
+            with suppress(BlobMissingError):
+                infos = self._medium.listed(_blob(key.id, ""))
+                names = {info.name for info in infos} - {_blob(key.id, _REPLACED)}
+                return {name: self._wrapped(name) for name in sorted(names)}
+        raise UnavailableError("the keys of the store are being replaced")
+
+    def _wrapped(self, name: str) -> list[WrappedKey]:
+        content = self._medium.whole(name, MAX_SMALL_BYTES)
+        try:
+            return decode_keys(content)
+        except CorruptPackError as error:
+            raise CorruptStoreError(f"{name}: {error}") from None
 
     def _unwrapped(self, key: StoreKey, wrapped: list[WrappedKey]) -> Keyring:
         try:
@@ -177,27 +222,31 @@ class StoreKeys:
         except CorruptPackError as error:
             raise CorruptStoreError(f"the keys of the store: {error}") from None
 
-    def _create(
-        self, key: StoreKey, there: list[WrappedKey], tenants: list[str]
-    ) -> None:
-        """Make the data keys that a store lacks.
-
-        :param there: those that it has.
-        """
+    def _create(self, key: StoreKey) -> None:
+        """Make the data keys of a new store."""
         names = StoreNames(key.id)
-        if not there and self._medium.exists(names.policy):
+        if self._medium.exists(names.policy):
             raise CorruptStoreError(
                 f"there is content of the key {key.id}, but no data keys in "
                 f"{_blob(key.id, '')}: without these blobs, nothing can read it"
             )
-        keyring = there[0].keyring if there else key.id
-        for tenant in tenants:
-            self._put(key.wrap(keyring, DataKey.new(tenant)))
+        created = self._write(key, key.new_keyring())
+        keyrings = {entry.keyring for entry in _joined(self._blobs(key))}
+        # a rotation from this key, or to it, has ended meanwhile
+        if self._successor(key) or keyrings != {key.id}:
+            self._medium.blobs.delete([created])
 
-    def _put(self, wrapped: WrappedKey) -> None:
-        name = _blob(wrapped.store_key, wrapped.id.hex())
-        self._medium.put(name, [encode_keys([wrapped])])
+    def _write(self, key: StoreKey, keyring: Keyring) -> str:
+        """Write a blob with all data keys of a keyring, and return its name."""
+        name = _blob(key.id, os.urandom(_NAME_BYTES).hex())
+        self._medium.put(name, [encode_keys(key.wrap_all(keyring))])
+        return name
 
 
 def _blob(store_key: str, name: str) -> str:
     return f"{KEYRINGS}{store_key}/{name}"
+
+
+def _joined(blobs: Mapping[str, Sequence[WrappedKey]]) -> list[WrappedKey]:
+    """Return the keys of all blobs."""
+    return list(chain.from_iterable(blobs.values()))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from persistkv.errors import (
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blobs import UnavailableError
 from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.keys import (
     DEFAULT_TENANT,
@@ -30,6 +33,7 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.format.seal import PLAIN, KeySeal, Seal
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.storage.shared.format import (
     NONCE_BYTES,
     Delta,
@@ -38,13 +42,17 @@ from persistkv.storage.shared.format import (
     encode_delta,
     seal_object,
 )
+from persistkv.testing import FaultyBlobs
+from persistkv.testing.blobs import METHODS
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from tests.storage.shared.town import NAMESPACE, START, Engine, Town, town_of
+from tests.storage.shared.town import NAMESPACE, START, Engine, Town, TownClock, town_of
 
 SECRET = "0123456789abcdef" * 4
 KEY = "PERSISTKV_TEST_KEY"
-NAMES = Names(NAMESPACE, StoreKey(SECRET.encode()).id)
+OURS = StoreKey(SECRET.encode())
+OTHER = StoreKey(SECRET[::-1].encode())
+NAMES = Names(NAMESPACE, OURS.id)
 
 
 @pytest.fixture(autouse=True)
@@ -291,6 +299,257 @@ def test_rotation_to_key_with_content_raises(town: Town) -> None:
     with pytest.raises(ConfigurationError, match="without content"):
         other.backend.rotate_key(StoreKey(SECRET.encode()))
     assert tables(keyed(town).backend, NAMESPACE) == {}
+
+
+def other_keyed(town: Town) -> Engine:
+    """Return a new handle with the other key."""
+    return town.engine(key_env="PERSISTKV_OTHER_KEY", refresh_s=0.0)
+
+
+def held_by_either_key(town: Town) -> list[set[bytes]]:
+    """Return what our key and the other one open, without creating a store; each pack is read."""
+    found: list[set[bytes]] = []
+    for variable in (KEY, "PERSISTKV_OTHER_KEY"):
+        options = SharedOptions(key_env=variable, cache=False, read_only=True)
+        with suppress(ConfigurationError, StoreUnavailableError):
+            engine = Engine(town, options, read_only=True)
+            for table in tables(engine.backend, NAMESPACE).values():
+                assert read_pack(engine.backend, NAMESPACE, table) is not None
+            found.append(engine.held())
+            engine.backend.close()
+    return found
+
+
+def test_rotation_to_present_key_raises_and_keeps_store(town: Town) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    before = town.names("")
+    with pytest.raises(ConfigurationError, match="another key"):
+        first.backend.rotate_key(StoreKey(SECRET.encode()))
+    assert town.names("") == before
+    assert keyed(town).held() == first.held()
+
+
+def test_rotation_by_second_operator_raises_and_changes_nothing(town: Town) -> None:
+    first, second = keyed(town), keyed(town)
+    first.backend.rotate_key(OTHER)
+    before = town.names("")
+    with pytest.raises(ConfigurationError, match=OTHER.id):
+        second.backend.rotate_key(StoreKey(b"third" * 8))
+    assert town.names("") == before
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_rotation_that_fails_at_any_call_keeps_content_and_is_repeated(
+    tmp_path: Path, after: bool
+) -> None:
+    for number in itertools.count():
+        with town_of(tmp_path / str(number)) as town:
+            first = keyed(town)
+            pack = first.pack(1)
+            first.store(pack)
+            calls = 0
+
+            def fail_once(subject: str, number: int = number) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == number + 1:
+                    raise UnavailableError("no reply")
+
+            for method in METHODS:
+                add = first.blobs.after if after else first.blobs.before
+                add(method, fail_once)
+            has_failed = False
+            try:
+                first.backend.rotate_key(OTHER)
+            except UnavailableError:
+                has_failed = True
+            first.blobs.clear_faults()
+            held = held_by_either_key(town)
+            assert held, f"after call {number}, no key opens the store"
+            assert all(found == {pack.pack_id} for found in held)
+
+            # the same command once more, unless the last call of the first one took effect
+            with suppress(ConfigurationError):
+                keyed(town).backend.rotate_key(OTHER)
+            with pytest.raises(ConfigurationError, match=OTHER.id):
+                keyed(town)
+            assert other_keyed(town).held() == {pack.pack_id}
+            left = town.names(f"keyrings/{OURS.id}/")
+            assert left == [f"keyrings/{OURS.id}/replaced"]
+        if not has_failed:
+            break
+    assert number > 5, "the calls of a rotation were counted"
+
+
+def test_rotation_content_of_engine_that_opens_at_any_call_is_kept(
+    tmp_path: Path,
+) -> None:
+    """With the present key: until it is refused."""
+    for number in itertools.count():
+        with town_of(tmp_path / str(number)) as town:
+            first = keyed(town)
+            first.store(first.pack(1))
+            opened: list[Engine] = []
+            calls = 0
+
+            def open_once(
+                subject: str,
+                number: int = number,
+                town: Town = town,
+                opened: list[Engine] = opened,
+            ) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == number + 1:
+                    with suppress(ConfigurationError):
+                        opened.append(keyed(town))
+
+            for method in METHODS:
+                first.blobs.before(method, open_once)
+            first.backend.rotate_key(OTHER)
+            is_last = calls <= number
+            first.blobs.clear_faults()
+            for engine in opened:
+                engine.store(engine.pack(2))
+            expected = 1 + len(opened)
+            found = tables(other_keyed(town).backend, NAMESPACE)
+            assert len(found) == expected
+        if is_last:
+            break
+    assert number > 5
+
+
+def test_creation_of_store_during_rotation_loses_no_content(tmp_path: Path) -> None:
+    """A second engine has found no keys, and writes its own before any call of the rotation, or
+    after the last one."""
+    for number in itertools.count():
+        with town_of(tmp_path / str(number)) as town:
+            is_last = rotate_while_engine_creates(town, number)
+        if is_last:
+            break
+    assert number > 5
+
+
+def rotate_while_engine_creates(town: Town, number: int) -> bool:
+    """Let an engine write data keys before call ``number`` of a rotation; return whether there is
+    no such call."""
+    has_found_none = threading.Event()
+    may_write = threading.Event()
+    late_blobs = FaultyBlobs(town.server.handle())
+
+    def wait(name: str) -> None:
+        if name.startswith("keyrings/"):
+            has_found_none.set()
+            assert may_write.wait(60)
+
+    late_blobs.before("put", wait)
+    opened: list[SharedBackend] = []
+
+    def create() -> None:
+        options = SharedOptions(key_env=KEY, cache=False, refresh_s=0.0)
+        clock = TownClock(town)
+        with suppress(ConfigurationError):
+            opened.append(
+                SharedBackend(late_blobs, options, clock=clock, background=False)
+            )
+
+    late = threading.Thread(target=create, daemon=True)
+    late.start()
+    assert has_found_none.wait(60)
+    first = keyed(town)
+    first.store(first.pack(1))
+    calls = 0
+
+    def let_write(subject: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number + 1:
+            may_write.set()
+            late.join(60)
+
+    for method in METHODS:
+        first.blobs.before(method, let_write)
+    first.backend.rotate_key(OTHER)
+    is_last = calls <= number
+    first.blobs.clear_faults()
+    may_write.set()
+    late.join(60)
+    assert not late.is_alive()
+    for backend in opened:
+        backend.open_namespace(sample_identity())
+        seal = backend.seal
+        backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2, seal=seal)]))
+        backend.close()
+    assert len(tables(other_keyed(town).backend, NAMESPACE)) == 1 + len(opened)
+    return is_last
+
+
+def test_rotation_while_engine_creates_store_with_other_key_keeps_both(
+    tmp_path: Path,
+) -> None:
+    """The other key has content of its own before any call of the rotation."""
+    for number in itertools.count():
+        with town_of(tmp_path / str(number)) as town:
+            first = keyed(town)
+            first.store(first.pack(1))
+            opened: list[Engine] = []
+            calls = 0
+
+            def create_once(
+                subject: str,
+                number: int = number,
+                town: Town = town,
+                opened: list[Engine] = opened,
+            ) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == number + 1:
+                    opened.append(other_keyed(town))
+
+            for method in METHODS:
+                first.blobs.before(method, create_once)
+            with suppress(ConfigurationError):
+                first.backend.rotate_key(OTHER)
+            is_last = calls <= number
+            first.blobs.clear_faults()
+            for engine in opened:
+                engine.store(engine.pack(2))
+            held = held_by_either_key(town)
+            if len(held) == 2:
+                assert [len(found) for found in held] == [1, 1], "two stores"
+            else:
+                assert [len(found) for found in held] == [1 + len(opened)]
+        if is_last:
+            break
+    assert number > 5
+
+
+def test_late_deletion_of_rotation_destroys_no_keys_of_rotation_back(
+    town: Town,
+) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    first.blobs.postpone("delete", only=lambda names: "replaced" not in names)
+    with pytest.raises(UnavailableError):
+        first.backend.rotate_key(OTHER)
+    other_keyed(town).backend.rotate_key(OURS)
+    assert first.blobs.run_postponed() == 1
+    assert keyed(town).held() == first.held()
+
+
+def test_store_deleted_after_rotation_is_not_written_for_replaced_key(
+    town: Town,
+) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    first.backend.rotate_key(OTHER)
+    town.server.delete(town.names("/policy"))
+    town.run(200)
+    first.store(first.pack(2))
+    with pytest.raises(ConfigurationError, match=OTHER.id):
+        keyed(town)
+    assert len(tables(other_keyed(town).backend, NAMESPACE)) == 2
 
 
 def test_keyed_backend_key_is_absent_from_repr_and_log(

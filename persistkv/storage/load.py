@@ -414,18 +414,23 @@ class PartRead:
         frame = read.frame
         if not in_rows:
             stored = [stored[0][: frame.stored_length]]
-        with self._lock:
-            rows = self._memory()
-            try:
-                self._seal_of(read.pack).open(read.number, frame, read.keys, stored)
+        try:
+            # not under the lock: a shared store may read its keys again
+            seal = self._seal_of(read.pack)
+            with self._lock:
+                rows = self._memory()
+                seal.open(read.number, frame, read.keys, stored)
                 if not in_rows:
                     _decode(read, stored[0], rows, raw)
-            except CorruptPackError as error:
-                self._fail(read, error)
-            else:
                 num_blocks = len(read.rows) - read.rows.count(_UNWANTED)
                 self._outcome.raw_bytes += num_blocks * frame.block_bytes
-            del self._unread[number]
+                del self._unread[number]
+        except CorruptPackError as error:
+            with self._lock:
+                # raises if the read was abandoned in between, and has counted this frame
+                self._memory()
+                self._fail(read, error)
+                del self._unread[number]
 
     def _fail(self, read: FrameRead, error: CorruptPackError) -> None:
         """Add a frame whose bytes are bad to the outcome."""

@@ -9,9 +9,16 @@ from contextlib import asynccontextmanager
 from threading import Event
 
 import numpy as np
+import pytest
 
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend, Capabilities
+from persistkv.storage.format.keys import (
+    DEFAULT_TENANT,
+    DataKey,
+    StoreKey,
+    encode_keys,
+)
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.storage.store import Store, start_threads
@@ -117,6 +124,50 @@ def test_read_from_hung_medium_ends_at_deadline_and_others_go_on(
             goes_on.set()
             await wait_for(lambda: not store.catalogue.threads.longest_s())
             assert (rows.array == before).all()
+
+    asyncio.run(load())
+
+
+def test_read_of_pack_with_new_data_key_ends_at_deadline_while_keys_are_read(
+    make_rows: MakeRows, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine that created the store at the same time."""
+    secret = "0123456789abcdef" * 4
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", secret)
+    rows, names = make_rows(64), keys(8)
+    medium = MemoryBlobs()
+    blobs = FaultyBlobs(medium.handle())
+    options = SharedOptions(cache=False, key_env="PERSISTKV_TEST_KEY")
+    reader = RemoteBackend(blobs, options, background=False)
+    store_key = StoreKey(secret.encode())
+    # the smallest id seals new packs
+    data_key = DataKey(bytes(8), DEFAULT_TENANT, bytes(range(32)))
+    wrapped = store_key.wrap(store_key.id, data_key)
+    medium.put(f"keyrings/{store_key.id}/0123456789abcdef", [encode_keys([wrapped])])
+    writer = RemoteBackend(medium.handle(), options, background=False)
+    goes_on = Event()
+
+    def wait(prefix: str) -> None:
+        if prefix.startswith("keyrings/"):
+            assert goes_on.wait(PATIENCE_S)
+
+    async def load() -> None:
+        async with opened(writer, rows, names):
+            pass
+        async with opened(reader, rows, names) as store:
+            before = rows.array.copy()
+            blobs.before("list", wait)
+            begin = time.monotonic()
+            outcome = await store.read(names, range(8, 16), begin + DEADLINE_S)
+            assert time.monotonic() - begin < PATIENCE_S / 2
+            assert outcome.is_late
+            assert outcome.failed == names
+            goes_on.set()
+            await wait_for(lambda: not store.catalogue.threads.longest_s())
+            assert (rows.array == before).all()
+            outcome = await store.read(names, range(8, 16), time.monotonic() + 60)
+            assert (outcome.failed, outcome.is_late) == ([], False)
+            assert (rows.array[8:16] == before[:8]).all()
 
     asyncio.run(load())
 

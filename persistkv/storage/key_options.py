@@ -70,15 +70,21 @@ def _of_file(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise FileError("read", Path(path), error) from None
+    except ValueError as error:
+        # a zero byte in the path
+        raise ConfigurationError("key_file", path, f"a path ({error})") from None
 
 
 def _of_environment(name: str) -> bytes:
-    return os.environ.get(name, "").encode()
+    # the bytes of the variable, which need not be text
+    return os.environb.get(os.fsencode(name), b"")
 
 
 def _of_command(command: str) -> bytes:
     try:
         words = shlex.split(command)
+        if not words:
+            raise ValueError("it is empty")
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -67,6 +68,9 @@ def test_key_options_short_key_raises_without_showing_it(
         ("key_command", "/no/such/command", "No such file"),
         ("key_command", "sh -c 'echo it failed >&2; exit 3'", "3: it failed"),
         ("key_command", "'", "ValueError"),
+        ("key_command", "", "key_command"),
+        ("key_file", "a\0b", "key_file"),
+        ("key_env", "a\0b", "found 0"),
     ],
 )
 def test_key_options_unreadable_key_raises(
@@ -74,3 +78,20 @@ def test_key_options_unreadable_key_raises(
 ) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         KeyOptions(**{name: value}).store_key()
+
+
+def test_key_options_key_that_is_no_text_is_the_same_from_each_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = bytes(range(128, 192))
+    file = tmp_path / "key"
+    file.write_bytes(secret)
+    monkeypatch.setitem(os.environb, VARIABLE.encode(), secret)
+    for options in (
+        KeyOptions(key_file=str(file)),
+        KeyOptions(key_env=VARIABLE),
+        KeyOptions(key_command=shlex.join(["cat", str(file)])),
+    ):
+        key = options.store_key()
+        assert key is not None
+        assert key.id == StoreKey(secret).id

@@ -101,13 +101,19 @@ class KeyFile:
     def rotate(self, key: StoreKey) -> None:
         """Wrap the data keys with another key of the user. The caller holds the writer lock.
 
-        :raises ConfigurationError: the store has no key, or the present one is not the user's.
+        :raises ConfigurationError: the store has no key; its key is the other one already, or is
+            not the user's.
         :raises OSError: the file was not replaced.
         """
         there = self._read()
         if not there:
             raise ConfigurationError("store", str(self._store), "a store with a key")
-        self._write(key.wrap_all(self._keyring(there)))
+        keyring = self._keyring(there)
+        if key.id == there[0].store_key:
+            raise ConfigurationError(
+                "new key", key.id, "another key than the present one"
+            )
+        self._write(key.wrap_all(keyring))
 
     def _keyring(self, there: list[WrappedKey]) -> Keyring:
         given = there[0].store_key
@@ -138,22 +144,13 @@ class KeyFile:
             raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
 
     def _write(self, keys: list[WrappedKey]) -> None:
-        """Replace the file durably, and overwrite the content of the one before."""
+        """Replace the file durably. The content of the one before is not overwritten: an engine may
+        be reading it, and a backup may be a link to it."""
         part = self._store / KEY_PART_FILE
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with os.fdopen(open_regular(part, flags), "wb") as file:
             file.write(encode_keys(keys))
             file.flush()
             os.fsync(file.fileno())
-        before = None
-        if self._path.exists():
-            before = open_regular(self._path, os.O_WRONLY)
-        try:
-            part.rename(self._path)
-            sync_directory(self._store)
-            if before is not None:
-                os.pwrite(before, bytes(os.fstat(before).st_size), 0)
-                os.fsync(before)
-        finally:
-            if before is not None:
-                os.close(before)
+        part.rename(self._path)
+        sync_directory(self._store)

@@ -231,13 +231,14 @@ def totals(
 
 
 def check_batch(namespace: bytes, batch: CommitBatch, seal: Seal) -> None:
-    """Raise a StoreError if a pack of the batch belongs to another namespace, or is not
-    sealed as the store seals packs.
+    """Raise a StoreError if a pack of the batch belongs to another namespace, or has another seal
+    than the store.
 
-    :param seal: of the store.
+    :param seal: of the store: the same object, because two stores with one key of the user have
+        different data keys.
     """
-    if any(pack.seal.encrypts != seal.encrypts for pack in batch.packs):
-        raise StoreError("a pack that is not sealed as the store seals packs")
+    if any(pack.seal is not seal for pack in batch.packs):
+        raise StoreError("a pack with another seal than the store's")
     if any(pack.namespace != namespace for pack in batch.packs):
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 

@@ -160,23 +160,21 @@ class StoreKeys:
         return self._keyring
 
     def _reload(self) -> Keyring:
-        """Read the data keys again, at most once a minute; return all that are known. If the medium
-        does not answer, these are the ones before."""
-        known = self._known()
+        """Read the data keys again, at most once a minute, and return them; those known before if
+        the medium has none, or does not answer."""
         with self._lock:
             now = self._medium.clock.monotonic()
             if self._key is None or now < self._reloaded_at + _RELOAD_S:
                 return self._known()
             self._reloaded_at = now
             try:
-                found = _joined(self._blobs(self._key))
-                added = [self._key.unwrap(entry) for entry in found]
+                wrapped = _joined(self._blobs(self._key))
+                # none after a rotation, and then no other data key is made
+                if wrapped:
+                    self._keyring = self._unwrapped(self._key, wrapped)
             except StoreError as error:
                 logger.debug("the keys of the store were not read again (%s)", error)
-                return known
-            # a rotation deletes blobs, but no key ceases to be one of the store
-            self._keyring = Keyring(known.id, [*known.keys.values(), *added])
-            return self._keyring
+            return self._known()
 
     def _read(self, key: StoreKey) -> list[WrappedKey]:
         """Return the data keys that are wrapped with a key.

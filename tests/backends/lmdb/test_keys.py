@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
-from persistkv.errors import ConfigurationError, CorruptStoreError
+from persistkv.errors import ConfigurationError, CorruptStoreError, StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
@@ -278,6 +279,51 @@ def test_rotate_key_while_engine_runs_keeps_all_content(
     found = content(with_key(place, "PERSISTKV_NEW_KEY"))
     assert len(found) >= rotated + 20
     assert None not in found.values()
+
+
+def test_rotate_key_keeps_linked_copy_of_file_of_data_keys(
+    tmp_path: Path, place: str
+) -> None:
+    """Backups link files that have not changed."""
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 1)
+        file = tmp_path / "store" / "keys"
+        copy = tmp_path / "copy"
+        copy.hardlink_to(file)
+        backend.rotate_key(StoreKey(NEW.encode()))
+    copy.replace(file)
+    assert len(content(with_key(place))) == 1
+
+
+def test_rotate_key_to_present_key_or_by_second_operator_raises_and_keeps_store(
+    place: str,
+) -> None:
+    url = with_key(place)
+    with closing(open_backend(url)) as backend, closing(open_backend(url)) as second:
+        store_one(backend, 1)
+        with pytest.raises(ConfigurationError, match="another key"):
+            backend.rotate_key(StoreKey(OLD.encode()))
+        assert len(content(url)) == 1
+        backend.rotate_key(StoreKey(NEW.encode()))
+        with pytest.raises(ConfigurationError, match=StoreKey(NEW.encode()).id):
+            second.rotate_key(StoreKey(b"third" * 8))
+    assert len(content(with_key(place, "PERSISTKV_NEW_KEY"))) == 1
+
+
+def test_commit_pack_of_replaced_store_raises_and_next_one_is_readable(
+    tmp_path: Path, place: str
+) -> None:
+    """A store in its place with the same key has data keys of its own."""
+    with closing(open_backend(with_key(place))) as backend:
+        namespace = backend.open_namespace(sample_identity()).id
+        pack = sample_pack(namespace, 1, seal=backend.seal)
+        shutil.rmtree(tmp_path / "store")
+        with pytest.raises(StoreError, match="seal"):
+            backend.commit(namespace, CommitBatch([pack]))
+        stored = store_one(backend, 2)
+    found = content(with_key(place))
+    assert list(found) == [stored]
+    assert found[stored] is not None
 
 
 def test_salts_of_killed_and_restarted_engines_never_repeat(

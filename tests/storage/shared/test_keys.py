@@ -271,6 +271,26 @@ def test_deleted_store_is_written_again_with_its_keys(town: Town) -> None:
     assert len(tables(keyed(town).backend, NAMESPACE)) == 1
 
 
+def test_store_deleted_and_created_by_other_engine_is_sealed_with_its_keys(
+    tmp_path: Path,
+) -> None:
+    """The new data keys, of which the smallest id seals, are random."""
+    for number in range(5):
+        with town_of(tmp_path / str(number)) as town:
+            first = keyed(town)
+            first.store(first.pack(1))
+            town.server.delete(town.names(""))
+            keyed(town)
+            town.run(200)
+            pack = first.pack(2)
+            first.store(pack)
+            found = tables(keyed(town).backend, NAMESPACE)
+            assert set(found) == {pack.pack_id}
+            reader = keyed(town).backend
+            table = found[pack.pack_id]
+            assert read_pack(reader, NAMESPACE, table) == payload_of(pack)
+
+
 def test_rotation_other_key_opens_store_and_old_one_does_not(town: Town) -> None:
     first = keyed(town)
     first.store(first.pack(1))

@@ -81,20 +81,14 @@ class Deleter:
         deleted: set[bytes] = set()
         for _ in range(_MOST_ATTEMPTS):
             await self._catalogue.refresh()
-            position = self._catalogue.cursor
+            await self._catalogue.repair()
             packs = await self._catalogue.packs_with(keys)
-            if not packs:
-                # A pack that was replaced since the refresh is not found, and its copy is unknown.
-                await self._catalogue.refresh()
-                if self._catalogue.cursor == position:
-                    return deleted
-                continue
+            # another process may have replaced a pack during the search, which missed the copy
+            if not packs and not self._catalogue.needs_repair:
+                return deleted
             for pack in packs:
                 deleted.update(keys.intersection(pack.keys))
             await self._delete(packs, keys)
-        # a busy store: other commits followed each search, which found nothing
-        if not packs:
-            return deleted
         raise StoreError(
             f"other processes replaced or stored the blocks during {_MOST_ATTEMPTS} attempts to "
             f"delete them"

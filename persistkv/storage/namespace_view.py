@@ -368,7 +368,6 @@ class NamespaceView:
         packs = await self._packs(chain.from_iterable(candidates))
         found: list[HeldPack | None] = []
         collided: list[bytes] = []
-        unread: dict[bytes, int] = {}
         for key, pack_ids in zip(keys, candidates, strict=True):
             are_read = True
             holder = None
@@ -376,18 +375,17 @@ class NamespaceView:
                 pack = packs.get(pack_id)
                 if pack is None:
                     are_read = False
-                    unread[pack_id] = self.index.number_of(pack_id)
                 elif holder is None and key in pack.places:
                     holder = pack
             found.append(holder)
             if holder is None and are_read:
                 collided.append(key)
         self._set_collisions(collided, collided=True)
-        self._repair_work.unread.update(unread)
         return found
 
     async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
-        """Return these packs by id, without those whose tables are missing or damaged."""
+        """Return these packs by id, without those whose tables are missing or damaged, about which
+        ``repair`` decides."""
         numbers = {pack_id: self.index.number_of(pack_id) for pack_id in pack_ids}
         found: dict[bytes, HeldPack] = {}
         unread: list[bytes] = []
@@ -402,6 +400,9 @@ class NamespaceView:
                 pack = HeldPack(table, numbers[table.pack_id])
                 self._recent.add(pack)
                 found[table.pack_id] = pack
+            for pack_id in unread:
+                if pack_id not in found:
+                    self._repair_work.unread[pack_id] = numbers[pack_id]
         return found
 
     async def _read_tables(self, pack_ids: Sequence[bytes]) -> Sequence[PackTable]:
@@ -415,7 +416,8 @@ class NamespaceView:
             return tables
 
     async def packs_with(self, keys: Iterable[bytes]) -> list[HeldPack]:
-        """Return every pack that holds one of these keys.
+        """Return every pack that holds one of these keys. If the table of a pack that may hold one
+        is missing or damaged, ``needs_repair`` is true afterwards.
 
         :raises StoreError: the key tables could not be read.
         """

@@ -7,9 +7,9 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from persistkv import (
 )
 from persistkv.errors import HostError
 from persistkv.storage import open_backend
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import Backend
 from persistkv.storage.records import StoreOptions
 from tests.storage.blocks.conftest import (
     BLOCK_BYTES,
@@ -240,60 +240,97 @@ def test_simultaneous_deletions_from_one_pack_both_hold(tmp_path: Path) -> None:
             assert held.intersection(keys) == set(keys[2:])
 
 
-def test_deletion_finds_copy_of_pack_that_another_one_replaced_during_the_search(
+@pytest.mark.parametrize("step", ["tables", "commit"])
+def test_deletion_begins_again_if_another_one_replaces_its_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    with stores_of_two(tmp_path) as (first, second, backend):
+        keys = stored_in_one_pack(first, second, 4)
+        deletions: list[list[bool]] = []
+
+        def delete_another() -> None:
+            if not deletions:
+                deletions.append(first.delete(keys[:1]))
+
+        run_before(monkeypatch, backend, step, delete_another)
+        assert second.delete(keys[1:2]) == [True]
+        assert deletions == [[True]]
+        for store in (first, second):
+            held = {block.key for block in store.stored_blocks()}
+            assert held.intersection(keys) == set(keys[2:])
+
+
+def test_deletion_fails_if_others_replace_its_pack_during_each_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
+    with stores_of_two(tmp_path) as (first, second, backend):
+        first_key, *others = stored_in_one_pack(first, second, 64)
+
+        def delete_another() -> None:
+            if others:
+                assert first.delete([others.pop()]) == [True]
+
+        run_before(monkeypatch, backend, "tables", delete_another)
+        with pytest.raises(StoreError, match="other processes replaced"):
+            second.delete([first_key])
+        assert len(others) > 1
+        assert first.contains([first_key]) == [True]
+
+
+def test_deletion_of_absent_blocks_ends_while_others_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stores_of_two(tmp_path) as (first, second, backend):
+        stored_in_one_pack(first, second, 1)
+        commits: list[bool] = []
+
+        def commit_another() -> None:
+            commits.extend(first.put(new_keys(1), list(random_blocks(1))))
+
+        run_before(monkeypatch, backend, "changes", commit_another)
+        assert second.delete([b"absent"]) == [False]
+        # the deletion's own refresh, and one that may have begun before it
+        assert all(commits)
+        assert 1 <= len(commits) <= 2
+
+
+@contextmanager
+def stores_of_two(path: Path) -> Iterator[tuple[BlockStore, BlockStore, Backend]]:
+    """Open one store twice; yield both, and the backend of the second one."""
+    url = f"lmdb://{path}/store?capacity=256MiB"
     backend = open_backend(url)
     options = StoreOptions(adopt="never")
     with (
         BlockStore.open(url, identity(), [BLOCK_BYTES]) as first,
         BlockStore(backend, identity(), [BLOCK_BYTES], options, url=url) as second,
     ):
-        keys, blocks = new_keys(4), random_blocks(4)
-        assert all(first.put(keys, list(blocks)))
-        wait_until_held(second, keys)
-        tables = backend.tables
-        deletions: list[list[bool]] = []
-
-        def tables_after_other_deletion(namespace: bytes, packs: Any) -> Any:
-            if not deletions:
-                deletions.append(first.delete(keys[:1]))
-            return tables(namespace, packs)
-
-        monkeypatch.setattr(backend, "tables", tables_after_other_deletion)
-        assert second.delete(keys[1:2]) == [True]
-        assert deletions == [[True]]
-        held = {block.key for block in second.stored_blocks()}
-        assert held.intersection(keys) == set(keys[2:])
+        yield first, second, backend
 
 
-def test_deletion_begins_again_if_another_one_ends_before_its_first_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def stored_in_one_pack(
+    writer: BlockStore, reader: BlockStore, count: int
+) -> list[bytes]:
+    """Store blocks, and return their keys when the other store knows them."""
+    keys = new_keys(count)
+    assert all(writer.put(keys, list(random_blocks(count))))
+    wait_until_held(reader, keys)
+    return keys
+
+
+def run_before(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Backend,
+    step: str,
+    action: Callable[[], None],
 ) -> None:
-    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
-    backend = open_backend(url)
-    options = StoreOptions(adopt="never")
-    with (
-        BlockStore.open(url, identity(), [BLOCK_BYTES]) as first,
-        BlockStore(backend, identity(), [BLOCK_BYTES], options, url=url) as second,
-    ):
-        keys, blocks = new_keys(4), random_blocks(4)
-        assert all(first.put(keys, list(blocks)))
-        wait_until_held(second, keys)
-        commit = backend.commit
-        deletions: list[list[bool]] = []
+    """Run an action before each call of a method of a backend."""
+    method = getattr(backend, step)
 
-        def commit_after_other_deletion(namespace: bytes, batch: CommitBatch) -> Any:
-            if not deletions:
-                deletions.append(first.delete(keys[:1]))
-            return commit(namespace, batch)
+    def after_action(*args: Any) -> Any:
+        action()
+        return method(*args)
 
-        monkeypatch.setattr(backend, "commit", commit_after_other_deletion)
-        assert second.delete(keys[1:2]) == [True]
-        assert deletions == [[True]]
-        held = {block.key for block in first.stored_blocks()}
-        assert held == set(keys[2:])
+    monkeypatch.setattr(backend, step, after_action)
 
 
 def test_deletion_reports_the_kept_blocks_of_a_pack_as_held(tmp_path: Path) -> None:

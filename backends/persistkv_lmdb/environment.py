@@ -259,6 +259,9 @@ class Environment:
     def _segment_limit_bytes(self, transaction: TableRows) -> int:
         """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth
         of one transaction, leaves of the capacity, or of a smaller disk.
+
+        On a full disk they keep what they have if the disk has reserved space: the catalogue could
+        not grow into the space that they free until the reserve is full again.
         """
         shares = self.database.shares
         catalogue = self.database.file_bytes()
@@ -266,6 +269,8 @@ class Environment:
         free = files.free_disk_bytes(self.path)
         disk = catalogue + segments + free
         available = min(shares.capacity - LOCK_FILE_BYTES, disk)
+        if files.has_only_reserved_space(self.path):
+            return max(0, available - catalogue)
         grown_catalogue = catalogue + shares.growth_bytes
         grown_catalogue = min(grown_catalogue, self.database.map_bytes)
         return max(0, available - grown_catalogue)

@@ -168,6 +168,16 @@ def free_disk_bytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def has_only_reserved_space(path: Path) -> bool:
+    """Return whether all free disk space is reserved for root, as ext4 does with 5 % of a disk.
+    Space that this process frees may then be added to the reserve, and not be available."""
+    try:
+        status = os.statvfs(path)
+    except OSError:  # the directory was moved away
+        return False
+    return status.f_bavail == 0 and status.f_bfree > 0
+
+
 def growth_bytes(path: Path) -> int:
     """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file
     size limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import subprocess
 import weakref
 from collections.abc import Iterator
@@ -172,3 +173,60 @@ def test_commit_that_the_disk_does_not_hold_raises_naming_the_disk(
         large = sample_pack(namespace, 2, blocks=64, block_bytes=1 << 17)
         with pytest.raises(StoreFullError, match="do not fit the disk, which has"):
             backend.commit(namespace, CommitBatch([large]))
+
+
+@pytest.fixture
+def disk_with_reserve(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB, of which a fifth is reserved for root."""
+    directory = tmp_path / "reserving"
+    directory.mkdir()
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(64 * MIB)
+    commands = (
+        ["mkfs.ext4", "-q", "-m", "20", image],
+        ["mount", "-o", "loop", image, directory],
+    )
+    for command in commands:
+        if not shutil.which(command[0]):
+            pytest.skip(f"no {command[0]} here")
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting an ext4 needs privileges")
+    yield directory
+    subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+@pytest.mark.parametrize(("block_bytes", "stored"), [(64 << 10, 160), (512, 600)])
+def test_commit_on_disk_whose_reserve_is_used_evicts_only_what_it_needs(
+    disk_with_reserve: Path, identity: Identity, block_bytes: int, stored: int
+) -> None:
+    """The space that segments free would become part of the reserve, and of no use to the store."""
+    url = StoreUrl.parse(f"lmdb://{disk_with_reserve}/kv?capacity=256MiB")
+    with closing(LmdbBackend.open(url)) as backend:
+        namespace = backend.open_namespace(identity).id
+        commit_many(backend, namespace, stored, 10, blocks=2, block_bytes=block_bytes)
+        before = backend.stats()
+        assert before.packs == stored
+        fill(disk_with_reserve / "other")
+        refused = 0
+        for seed in range(10_000, 10_020):
+            pack = sample_pack(namespace, seed, blocks=2, block_bytes=block_bytes)
+            try:
+                backend.commit(namespace, CommitBatch([pack]))
+            except StoreFullError:
+                refused += 1
+        after = backend.stats()
+        # the catalogue of small packs cannot grow, and evicts for its free pages
+        assert refused <= 2
+        assert after.packs > 0.3 * stored
+        assert after.disk_bytes >= before.disk_bytes
+        if block_bytes == 64 << 10:
+            assert refused == 0
+            assert after.packs >= stored
+
+
+def fill(path: Path) -> None:
+    """Write a file until its file system is full."""
+    with suppress(OSError), path.open("wb", 0) as file:
+        while True:
+            file.write(bytes(4096))

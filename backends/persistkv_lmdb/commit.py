@@ -73,8 +73,8 @@ _EVICTED_AT_ONCE = 32
 _DROPPED_AT_ONCE = 128
 """Manifests of a shared pack that one transaction deletes. With 32, the deletion takes twice as
 long; with 512, other engines wait twice as long (``benchmarks.maintenance``)."""
-# packs and manifests that a transaction may evict for each pack that it adds
-_EVICTED_A_PACK = 2
+# packs and manifests that a transaction may evict for each one that it adds
+_EVICTED_PER_ADDED = 2
 # packs whose use one transaction records, in about 2 ms
 _TOUCHED_AT_ONCE = 128
 _TRANSACTIONS = 128
@@ -120,7 +120,8 @@ class BatchCommit:
         self._goal: Amount | None = None
         self._freed_by = 0  # number of the last transaction that evicted for this batch
         self._attempted = False
-        self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_A_PACK * len(batch.packs))
+        num_added = len(batch.packs) + len(batch.manifests)
+        self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_PER_ADDED * num_added)
         """Maximum number of packs and manifests that one transaction evicts or expires: a large
         batch takes its time anyway."""
         self._keep = kept_names(namespace, batch)

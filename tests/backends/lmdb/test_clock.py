@@ -175,3 +175,17 @@ def test_uses_after_clock_jump_return_wall_clock_times(
     (use,) = week.catalogue(namespace).uses(["r2"])
     assert use is not None
     assert machine.wall - use.last_used == pytest.approx(10, abs=1)
+
+
+def test_commits_of_many_requests_expire_as_many(
+    week: LmdbBackend, namespace: bytes, machine: Machine
+) -> None:
+    """Requests of contexts that the store holds already: manifests without new packs."""
+    packs = [put(week, namespace, 1)]
+    for batch in range(20):
+        numbers = range(1000 * batch, 1000 * batch + 100)
+        requests = [sample_manifest(f"r{number}", packs=packs) for number in numbers]
+        week.commit(namespace, CommitBatch(manifests=requests))
+        machine.advance(DAY_S)
+    # those of eight days, and of the one that expires during the next commits
+    assert week.stats().requests <= 900

@@ -184,8 +184,8 @@ def disk_with_reserve(tmp_path: Path) -> Iterator[Path]:
     with image.open("wb") as file:
         file.truncate(64 * MIB)
     commands = (
-        ["mkfs.ext4", "-q", "-m", "20", image],
-        ["mount", "-o", "loop", image, directory],
+        ["mkfs.ext4", "-q", "-m", "20", str(image)],
+        ["mount", "-o", "loop", str(image), str(directory)],
     )
     for command in commands:
         if not shutil.which(command[0]):

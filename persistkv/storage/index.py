@@ -291,21 +291,19 @@ class _FingerprintTable:
         left = np.arange(len(fingerprints))
         while len(left):
             slots = probed[left]
-            free = np.flatnonzero(self.fingerprints[slots] <= _GONE)
+            free = self.fingerprints[slots] <= _GONE
             # Several entries may have reached one free slot. Each writes its index there; the one
             # that is read back gets the slot, and the others continue.
-            free_slots = slots[free]
-            claimants = left[free]
-            self.packs[free_slots] = claimants
-            won = self.packs[free_slots] == claimants
+            self.packs[slots[free]] = left[free]
+            won = free & (self.packs[slots] == left)
 
-            at = free_slots[won]
-            winners = claimants[won]
+            at = slots[won]
+            winners = left[won]
             self.used += int(np.count_nonzero(self.fingerprints[at] == _EMPTY))
             # the fingerprint last, because it makes the entry visible to the engine
             self.packs[at] = packs[winners]
             self.fingerprints[at] = fingerprints[winners]
-            left = np.delete(left, free[won])
+            left = left[~won]
             _advance(probed, left, self.slots)
         self._header[0] += np.uint64(len(probed))
         return probed
@@ -322,7 +320,11 @@ class _FingerprintTable:
             found.append(slots[is_entry])
             left = left[values != _EMPTY]
             _advance(probed, left, self.slots)
-        return np.unique(np.concatenate(found))
+        slots = np.sort(np.concatenate(found))
+        # NumPy's ``unique`` imports 100 ms of modules
+        is_first = np.ones(len(slots), np.bool_)
+        is_first[1:] = slots[1:] != slots[:-1]
+        return slots[is_first]
 
     def remove(self, at: Ints) -> None:
         """Remove the entries in these slots, which must be distinct."""

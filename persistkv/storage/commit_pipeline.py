@@ -64,8 +64,9 @@ class Staging:
         self._open: dict[str, StagedPack] = {}
         self._pack_of: dict[bytes, StagedPack] = {}
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._pack_of
+    def staged(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Return the keys whose blocks are staged."""
+        return self._pack_of.keys() & set(keys)
 
     def fits(self, num_bytes: int) -> bool:
         """Return whether this many more raw bytes may be added."""

@@ -109,40 +109,44 @@ class CommitQueue:
         )
         self.ends = RequestEnds(shares.ends, interval_s)
         self._direct: list[PackWriter] = []
-        self._writes: dict[PackWriter, asyncio.Future[None]] = {}
+        self._writes: dict[PackWriter, asyncio.Future[bool]] = {}
         """For each pack that is written from rows, a future that ends with its transaction."""
-        self._in_flight: dict[bytes, asyncio.Future[None]] = {}
+        self._in_flight: dict[bytes, asyncio.Future[bool]] = {}
         """Key of a block in flight → future of its pack."""
         self._touched: dict[bytes, None] = {}
         self._freed = asyncio.Event()
 
     # Blocks
 
-    def add(self, request: str, segments: Sequence[Segment]) -> None:
+    def add(
+        self, request: str, segments: Sequence[Segment]
+    ) -> asyncio.Future[bool] | None:
         """Copy a pack to staging memory if it is small, or if commits are delayed or remote, and if
-        there is room. Otherwise queue it to be written from its rows, at once.
+        there is room; return None. Otherwise queue it to be written from its rows, at once; return
+        a future whose result comes when the pack is durable (True) or dropped (False).
         """
         num_bytes = sum(segment.raw_length for segment in segments)
         is_small = num_bytes < DIRECT_BYTES
         if (is_small or self._copies_all) and self.staging.fits(num_bytes):
             self.staging.add(request, segments, whole=not is_small)
-            return
+            return None
         writer = self._make_writer(segments)
         write = asyncio.get_running_loop().create_future()
         self._direct.append(writer)
         self._writes[writer] = write
         for segment in segments:
             self._in_flight.update(dict.fromkeys(segment.keys, write))
+        return write
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return the keys whose blocks are still to be written from their rows. These rows must not
         change."""
         return self._in_flight.keys() & set(keys)
 
-    def writes_of(self, keys: Iterable[bytes]) -> set[asyncio.Future[None]]:
-        """Return a future for each pack that is to be written from the rows of these blocks. Their
-        results come when the packs are durable or dropped."""
-        return {self._in_flight[key] for key in self.in_flight(keys)}
+    def writes_of(self, keys: Iterable[bytes]) -> set[asyncio.Future[bool]]:
+        """Return the futures of the packs with these blocks, which are all in flight; see
+        ``add``."""
+        return {self._in_flight[key] for key in keys}
 
     def take_direct(self) -> list[PackWriter]:
         """Remove and return the packs to be written from rows that no commit has taken yet."""
@@ -150,16 +154,19 @@ class CommitQueue:
         self._direct = []
         return taken
 
-    def end(self, writer: PackWriter) -> None:
+    def end(self, writer: PackWriter, *, is_durable: bool) -> None:
         """Forget a pack, because it is durable or dropped: its rows are free."""
-        for key in writer.keys.unpack():
-            self._in_flight.pop(key, None)
-        self.staging.end(writer.segments)
-        # before the rows are reported as free
-        writer.release()
         write = self._writes.pop(writer, None)
-        if write is not None:
-            resolve(write)
+        if write is None:
+            self.staging.end(writer.segments)
+            writer.release()
+        else:
+            for segment in writer.segments:
+                for key in segment.keys:
+                    self._in_flight.pop(key, None)
+            # before the rows are reported as free
+            writer.release()
+            resolve(write, is_durable)
         self._freed.set()
 
     # Uses

@@ -175,7 +175,7 @@ class Committer:
                 self._drop(transaction)
             self._committed_at = time.monotonic()
         for flushed in flushes:
-            resolve(flushed)
+            resolve(flushed, None)
 
     async def _try_commit(
         self, transaction: Transaction, uses: Sequence[bytes]
@@ -197,7 +197,7 @@ class Committer:
         for writer in transaction.packs:
             if writer not in done.writers:
                 self._counters.held_blocks += len(writer.keys)
-            self._queue.end(writer)
+            self._queue.end(writer, is_durable=True)
         catalogue.report.persisted += done.persisted
         self.changed.set()
         return True
@@ -213,7 +213,7 @@ class Committer:
         for writer in writers:
             self._counters.dropped_blocks += len(writer.keys)
             self._counters.dropped_bytes += writer.raw_length
-            self._queue.end(writer)
+            self._queue.end(writer, is_durable=False)
         self.changed.set()
 
     async def _commit_current(
@@ -285,12 +285,11 @@ class Committer:
     async def _holders(self, writer: PackWriter) -> list[bytes] | None:
         """Return the ids of packs that hold all blocks of a pack to write; None if a block is not
         held."""
-        keys = writer.keys.unpack()
         # new packs are the usual case: one probe instead of one for each block
-        if keys[0] not in self._catalogue.index:
+        if writer.segments[0].keys[0] not in self._catalogue.index:
             return None
         ids: list[bytes] = []
-        for holder in await self._catalogue.holders(keys):
+        for holder in await self._catalogue.holders(writer.keys.unpack()):
             if holder is None:
                 return None
             ids.append(holder.pack_id)

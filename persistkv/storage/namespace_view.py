@@ -193,13 +193,14 @@ class NamespaceView:
             self.index.save(file, self.cursor)
         self.index.close()
 
-    def call(self, call: Callable[[], T]) -> Awaitable[T]:
+    async def call(self, call: Callable[[], T]) -> T:
         """Run a blocking call with ``StoreThreads.write``.
 
         :raises StoreError: the call raised an exception of any kind; one of another kind is the
             ``__cause__``.
         """
-        return self.threads.write(_translated()(call))
+        with _translated():
+            return await self.threads.write(call)
 
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
         """Run ``Backend.commit`` as ``call`` does. When it has ended, no thread reads the blocks of
@@ -343,8 +344,10 @@ class NamespaceView:
         """
         candidates = self.index.first_candidates(keys)
         ids = [pack_id for pack_id in candidates if pack_id is not None]
-        packs = await self._packs(ids)
         found: list[HeldPack | None] = [None] * len(keys)
+        if not ids:
+            return found
+        packs = await self._packs(ids)
         unsure: list[int] = []
         for place, pack_id in enumerate(candidates):
             if pack_id is None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from persistkv.base import get_offload_group_idx
+from persistkv.base import GROUP_INDEX_BYTES, get_offload_group_idx
 from persistkv.config import parse_durability
 from persistkv.errors import IdentityMismatchError, StoreError, printable
 from persistkv.memory.budget import MAX_IO_THREADS, MemoryShares
@@ -71,11 +71,11 @@ class StoredJob:
     borrowed: set[bytes]
     """Keys that an earlier job is storing from its rows. If that fails, this job's rows are
     used."""
-    writes: set[asyncio.Future[None]]
-    """One for each pack that is to be written from rows of this job, or holds borrowed keys. The
-    rows are free when all are done; empty: now."""
+    writes: set[asyncio.Future[bool]]
+    """One for each pack that is to be written from rows of this job, or holds borrowed keys; True:
+    the pack is durable. The rows are free when all are done; empty: now."""
     lost: list[bytes]
-    """Keys whose blocks were dropped because memory was short; known if ``writes`` is empty."""
+    """Keys whose blocks were dropped because memory was short; complete if ``writes`` is empty."""
 
 
 class Store:
@@ -167,7 +167,9 @@ class Store:
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys whose blocks are neither durable in this namespace nor staged: only a row
         may hold them."""
-        return [key for key in self.index.absent(keys) if key not in self.queue.staging]
+        absent = self.index.absent(keys)
+        staged = self.queue.staging.staged(absent)
+        return [key for key in absent if key not in staged]
 
     # Writing
 
@@ -200,7 +202,10 @@ class Store:
                 f"{len(keys)} keys for {len(block_ids)} rows and {len(depths)} depths"
             )
         self.rows.check(block_ids)
-        groups = [get_offload_group_idx(key) for key in keys]
+        # few different ones: each is decoded once
+        suffixes = [key[-GROUP_INDEX_BYTES:] for key in keys]
+        group_of = {suffix: get_offload_group_idx(suffix) for suffix in set(suffixes)}
+        groups = [group_of[suffix] for suffix in suffixes]
         if max(groups, default=0) >= len(self.rows.layout.groups):
             raise ValueError(
                 f"key of group {max(groups)}; there are {len(self.rows.layout.groups)} groups"
@@ -219,6 +224,9 @@ class Store:
         """
         while job.writes:
             await asyncio.wait(job.writes)
+            are_durable = all(write.result() for write in job.writes)
+            if are_durable and not job.lost:
+                return []
             # what other jobs were to store is lost with their packs, so the rows must not be freed
             missing = self.missing(job.blocks.keys)
             if self._is_ending or job.borrowed.isdisjoint(missing):
@@ -243,22 +251,27 @@ class Store:
     async def _accept(self, request: str, blocks: Blocks) -> StoredJob:
         """Accept blocks; drop them if memory or descriptors are short."""
         borrowed: set[bytes] = set()
+        writes: set[asyncio.Future[bool]] = set()
         lost: list[bytes] = []
         try:
             await self.sources.examine(request, blocks)
             held = await self._held(blocks.keys)
             # no other task runs from here on, so the states of the keys stay as they are
             borrowed = self.queue.in_flight(blocks.keys)
+            writes = self.queue.writes_of(borrowed)
             new = self._new(blocks, held, borrowed)
             self.counters.held_blocks += len(blocks.keys) - len(new.keys)
             for segments in plan_packs(self.rows, new, self._max_pack_bytes):
-                self.queue.add(request, segments)
+                write = self.queue.add(request, segments)
+                if write is not None:
+                    writes.add(write)
         except (OSError, MemoryError) as error:
             why = describe_shortage(error)
             logger.warning("the blocks of a store job are dropped: %s", why)
             lost = self.missing(blocks.keys)
+            # a pack may have been queued in part
+            writes = self.queue.writes_of(self.queue.in_flight(blocks.keys))
         self._announce()
-        writes = self.queue.writes_of(blocks.keys)
         return StoredJob(request, blocks, borrowed, writes, lost)
 
     async def _held(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -279,10 +292,10 @@ class Store:
 
     def _new(self, blocks: Blocks, held: set[bytes], borrowed: set[bytes]) -> Blocks:
         """Return the blocks that are neither held, nor in flight, nor staged; one for each key."""
-        staging = self.queue.staging
+        known = held | borrowed | self.queue.staging.staged(blocks.keys)
         position_of: dict[bytes, int] = {}
         for position, key in enumerate(blocks.keys):
-            if not (key in held or key in borrowed or key in staging):
+            if key not in known:
                 position_of[key] = position
         if len(position_of) == len(blocks.keys):
             return blocks

@@ -168,7 +168,7 @@ def _ends(futures: Sequence[Future[T]]) -> asyncio.Future[None]:
     def end_one(_: Future[T]) -> None:
         # ``pop`` is atomic: only the last thread to call it gets 0, so the loop wakes up once
         if left.pop() == 0:
-            loop.call_soon_threadsafe(resolve, ended)
+            loop.call_soon_threadsafe(resolve, ended, None)
 
     for future in futures:
         future.add_done_callback(end_one)
@@ -177,10 +177,10 @@ def _ends(futures: Sequence[Future[T]]) -> asyncio.Future[None]:
     return ended
 
 
-def resolve(future: asyncio.Future[None]) -> None:
+def resolve(future: asyncio.Future[T], result: T) -> None:
     """Complete a future, unless its task was cancelled."""
     if not future.done():
-        future.set_result(None)
+        future.set_result(result)
 
 
 _Queue: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"

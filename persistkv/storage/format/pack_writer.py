@@ -269,7 +269,7 @@ class PackWriter(NewPack):
                 frame_bytes = (stop - start) * segment.block_bytes
                 payload_bound += align(frame_bytes)
         keys = PackedKeys.of(all_keys)
-        if not keys.distinct:
+        if len(set(all_keys)) < len(all_keys):
             raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
         codec_name = str(codec)
         super().__init__(

@@ -166,7 +166,7 @@ class Database:
         self.is_open = False
         self._env: lmdb.Environment
         self._databases: Mapping[str, _Database] = {}
-        self._file_ids: Sequence[tuple[int, int] | None] = ()
+        self._file_ids: Sequence[files.FileId | None] = ()
         self.shares = Shares(0, False, 0)  # valid within a write transaction
         # present bound of ``data.mdb``; valid within a write transaction
         self.map_bytes = 0
@@ -250,9 +250,9 @@ class Database:
     def is_writable(self) -> bool:
         return not self._env.flags()["readonly"]
 
-    def _ids_at_path(self) -> list[tuple[int, int] | None]:
+    def _ids_at_path(self) -> list[files.FileId | None]:
         names = (files.DATA_FILE, files.LOCK_FILE)
-        return [files.file_id(self._path / name) for name in names]
+        return [files.file_id(f"{self._path}/{name}") for name in names]
 
     # Transactions
 
@@ -318,14 +318,15 @@ class Database:
         bound = min(bound, self.shares.catalogue_bytes)
         return bound - _headroom_bytes(bound)
 
-    def check_growth(self, used: int) -> None:
-        """Refuse a commit if a stopped reader has made ``data.mdb`` grow far beyond the ``used``
-        bytes of its content.
+    def check_growth(self, transaction: TableRows) -> None:
+        """Refuse a commit if a stopped reader has made ``data.mdb`` grow far beyond the bytes of
+        its content.
 
         :raises StoreFullError: that is the case; the error names the reader's process.
         """
         allowance = min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED)
-        if self.file_bytes() <= 2 * used + allowance:
+        beyond = self.file_bytes() - allowance
+        if beyond <= 0 or beyond <= 2 * transaction.used_bytes():
             return
         oldest = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
         reader = self.oldest_reader()

@@ -131,9 +131,10 @@ class Environment:
             raise StoreError(
                 f"{self.path} was opened by process {self.process}; open it again after a fork"
             )
-        # before the writer lock, whose file must not be created among other files
-        self._check_current()
         guard = self._guard if write else None
+        if guard is not None:
+            # before the writer lock, whose file must not be created among other files
+            self._check_current()
         locked: AbstractContextManager[None] = nullcontext()
         if guard is not None:
             locked = guard.lock.held(recover=guard.recover)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import lmdb
 
@@ -218,19 +218,15 @@ def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
     raise OSError(errno.EINVAL, f"{path} is no regular file")
 
 
-def is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a path names the open file or directory; False if it cannot be read."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
+FileId: TypeAlias = tuple[int, int]
+"""Device and inode of a file or directory."""
 
 
-def file_id(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a file, the same for every path to it; None if it cannot be
-    read."""
+def file_id(path: Path | str | int) -> FileId | None:
+    """Return the id of a file, the same for every path to it and every descriptor of it; None if it
+    cannot be read."""
     try:
-        status = path.stat()
+        status = os.stat(path)
     except OSError:  # opening it reports the reason
         return None
     return status.st_dev, status.st_ino
@@ -519,7 +515,7 @@ class WriterLock:
 
     def _follow(self) -> bool:
         """Reopen the lock file if it was replaced or deleted; return whether it was."""
-        if is_at(self._fd, self._file):
+        if file_id(self._fd) == file_id(self._file):
             return False
         # the store's directory is gone or read-only: the present file remains in use
         with suppress(OSError):

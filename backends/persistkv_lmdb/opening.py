@@ -164,7 +164,8 @@ class Guard:
 
     def is_current(self) -> bool:
         """Return whether the guard file is still the one at its path."""
-        return files.is_at(self._fd, self._directory / files.GUARD_FILE)
+        path = f"{self._directory}/{files.GUARD_FILE}"
+        return files.file_id(self._fd) == files.file_id(path)
 
     def claim(self) -> int:
         """Claim a writer's number for as long as the guard file is open, and return it: the

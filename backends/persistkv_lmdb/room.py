@@ -131,7 +131,7 @@ class Room:
         if not any(self.need):
             return
         allocator = self.payloads.allocator
-        self._environment.database.check_growth(self._transaction.used_bytes())
+        self._environment.database.check_growth(self._transaction)
         goal = self.limit.minus(self.need)
         if not self.fits(goal):
             raise self.full()

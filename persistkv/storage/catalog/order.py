@@ -27,6 +27,7 @@ import math
 import struct
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,6 +133,7 @@ class StoreClock(NamedTuple):
         return StoreClock(time, now, unconfirmed, since)
 
 
+@cache  # a process ends with its boot, and each transaction reads the clocks
 def _boot() -> bytes:
     """Return 16 bytes that identify the present boot."""
     try:

@@ -332,9 +332,7 @@ class CatalogTransaction:
         table = pack.table
         added_at = SEQUENCE.pack(self._state.sequence)
         self._rows.put(PACKS, name, added_at + table.encode())
-        depths = [frame.depth for frame in table.frames]
-        depth = min(depths, default=UNKNOWN_DEPTH)
-        self._order.add_pack(name, depth, self._pins_of(name))
+        self._order.add_pack(name, table.depth, self._pins_of(name))
         # in a shared store, a manifest may arrive before its packs
         named = self._named_by(name)
         if named:

@@ -273,16 +273,14 @@ def table_head(data: bytes) -> TableHead | None:
     frames_end = frames_at + frame_count * _FRAME.size
     if version != PACK_VERSION or frames_end > len(data):
         return None
-    packed_frames = data[frames_at:frames_end]
+    depth = _smallest_depth(data[frames_at:frames_end])
+    return TableHead(namespace, name, block_count, raw_length, payload_length, depth)
+
+
+def _smallest_depth(packed_frames: bytes) -> int:
+    """Return the smallest depth of encoded frames; UNKNOWN_DEPTH if there is none."""
     depths = [depth for _, _, _, depth, _, _, _ in _FRAME.iter_unpack(packed_frames)]
-    return TableHead(
-        namespace,
-        name,
-        block_count,
-        raw_length,
-        payload_length,
-        min(depths, default=UNKNOWN_DEPTH),
-    )
+    return min(depths, default=UNKNOWN_DEPTH)
 
 
 class PackTable(msgspec.Struct, frozen=True):
@@ -317,6 +315,11 @@ class PackTable(msgspec.Struct, frozen=True):
     @property
     def frame_count(self) -> int:
         return len(self.packed_frames) // _FRAME.size
+
+    @property
+    def depth(self) -> int:
+        """The smallest ``Frame.depth``; UNKNOWN_DEPTH if there is no frame."""
+        return _smallest_depth(self.packed_frames)
 
     def encode(self) -> bytes:
         """Return table and trailer as stored."""

@@ -31,8 +31,9 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     only ``uint8``."""
     codec: str = "raw"
     """Codec of new packs."""
-    io_threads: int = 2
-    """Threads of each pool that read and decode; a remote store has always 8."""
+    io_threads: int | None = None
+    """Threads of each pool that read and decode; a remote store has always 8. None: 4 on a machine
+    with 8 cores or more, otherwise 2."""
     staging_bytes: int | str = "256MiB"
     """Bound on the memory of the store of each pool beyond its index."""
     max_queue_bytes: int | str = "1GiB"

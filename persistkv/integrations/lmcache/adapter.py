@@ -87,7 +87,10 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._loads = ObjectLoads(self._stores, self.options.prefill_tokens_per_s)
         self._opener = ThreadPool(1, "persistkv-opener")
         self._announcer = Announcer(
-            self._stores, self._announce_stored, self._announce_removed
+            self._stores,
+            self._announce_stored,
+            self._announce_removed,
+            self.options.delete_timeout_s,
         )
         self._unknown: set[str] = set()
         self._stores.open_stored()

@@ -28,10 +28,17 @@ class Announcer:
     """Reads the events of stores in a thread of its own."""
 
     def __init__(
-        self, stores: LayoutStores, stored: Announce, removed: Announce
+        self,
+        stores: LayoutStores,
+        stored: Announce,
+        removed: Announce,
+        list_timeout_s: float,
     ) -> None:
-        """:param stored: receives the keys that were stored, before those of ``removed``."""
+        """:param stored: receives the keys that were stored, before those of ``removed``.
+        :param list_timeout_s: time limit for the list of one store, in seconds.
+        """
         self._stores = stores
+        self._list_timeout_s = list_timeout_s
         self._stored = stored
         self._removed = removed
         self._known: set[Place] = set()
@@ -54,7 +61,7 @@ class Announcer:
         self._has_news.set()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread; wait for the list that it reads, if any, for its time limit at most."""
         self._is_stopped = True
         self._has_news.set()
         self._thread.join()
@@ -85,13 +92,16 @@ class Announcer:
             register()
             for place, store in self._stores.items():
                 try:
-                    for keys in _in_parts(_held(store)):
+                    held = _held(store, self._list_timeout_s)
+                    for keys in _in_parts(held):
                         stored(place, keys)
                 except PersistKVError as error:
                     logger.warning("stored keys are not announced: %s", error)
 
     def _announce_changes(self) -> None:
         for place, store in self._stores.items():
+            if self._is_stopped:
+                return
             try:
                 self._announce_store(place, store)
             except PersistKVError as error:
@@ -103,7 +113,7 @@ class Announcer:
         if place in self._known:
             changes = _changes(store)
         else:
-            changes = _content(store)
+            changes = _content(store, self._list_timeout_s)
             self._known.add(place)
         for keys in _in_parts(changes.stored):
             self._stored(place, keys)
@@ -124,10 +134,10 @@ def _changes(store: BlockStore) -> _Changes:
     return _Changes(stored, removed)
 
 
-def _content(store: BlockStore) -> _Changes:
+def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
     """Return what a store holds as changes of an empty one. Later events begin after them."""
     _changes(store)
-    listed = _held(store)
+    listed = _held(store, list_timeout_s)
     # what others store meanwhile is in both, and what they remove must have been announced
     changes = _changes(store)
     stored = dict.fromkeys([*listed, *changes.stored])
@@ -135,9 +145,10 @@ def _content(store: BlockStore) -> _Changes:
     return _Changes(list(stored), removed)
 
 
-def _held(store: BlockStore) -> list[bytes]:
+def _held(store: BlockStore, list_timeout_s: float) -> list[bytes]:
     """Return the keys that can be loaded now."""
-    listed = [block.key for block in store.stored_blocks()]
+    blocks = store.stored_blocks(timeout_s=list_timeout_s)
+    listed = [block.key for block in blocks]
     # the list may be ahead of the store's index
     return list(itertools.compress(listed, store.contains(listed)))
 

@@ -8,9 +8,11 @@ again.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from persistkv.errors import PersistKVError
 from persistkv.storage.blocks import BlockStore
@@ -18,27 +20,50 @@ from persistkv.storage.threads import ThreadPool
 from persistkv.tiering.load_cost import LoadChooser, LoadRun, LoadTimes, PrefillSpeed
 from persistkv.tiering.probing import PROBE_S, ProbeTimer
 
-_STALLED_S = (
-    1.0  # a load that brings nothing in this time hangs; a shorter one found nothing
-)
+_STALLED_S = 1.0
+"""A load that brings nothing in so many seconds hangs; a shorter one found nothing."""
+_LATE = 3.0
+"""A load that runs for so many times its expected time hangs."""
+
+
+@dataclass
+class _Load:
+    """A load in progress."""
+
+    began: float
+    late_at: float
+    """Time from which on it counts as hung."""
+    is_late: bool = False
+    """Whether it was counted."""
 
 
 class PrefixLoads:
     """Decides about the loads of the stores on one medium. Thread-safe."""
 
     def __init__(
-        self, prefill_tokens_per_s: float | None, call_bytes: int | None = None
+        self,
+        prefill_tokens_per_s: float | None,
+        *,
+        call_bytes: int | None = None,
+        timeout_s: float = _STALLED_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """:param prefill_tokens_per_s: tokens per second that the engine computes; None: every
             prefix is loaded.
         :param call_bytes: most bytes that the engine loads with one call, one after the other;
             None: all.
+        :param timeout_s: seconds after which a load ends, whatever it has brought.
+        :param clock: returns seconds.
         """
         self._call_bytes = call_bytes
+        self._stalled_s = min(timeout_s, _STALLED_S)
         self._chooser = LoadChooser(PrefillSpeed(prefill_tokens_per_s))
         self._times = LoadTimes()
-        self._probes = ProbeTimer(time.monotonic)
+        self._probes = ProbeTimer(clock)
+        self._clock = clock
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._running: dict[int, _Load] = {}
         self._prober: ThreadPool | None = None
         if prefill_tokens_per_s is not None:
             self._prober = ThreadPool(1, "persistkv-probe")
@@ -57,25 +82,55 @@ class PrefixLoads:
             expected_s += self._times.expected_s(num_bytes)
         return expected_s
 
-    def is_worth(self, num_bytes: int, start: int, stop: int) -> bool:
-        """Return whether loading the tokens from ``start`` to ``stop - 1``, of so many bytes, is
-        expected to be faster than computing them."""
+    def is_worth(self, num_bytes: int, num_tokens: int) -> bool:
+        """Return whether loading so many bytes is expected to be faster than computing their
+        tokens."""
         if self._prober is None or num_bytes <= 0:
             return True
-        run = LoadRun(self, stop, num_bytes)
+        run = LoadRun(self, num_tokens, num_bytes)
         with self._lock:
-            is_worth = self._chooser.choose([run], start).num_runs > 0
+            self._end_late()
+            is_worth = self._chooser.choose([run], 0).num_runs > 0
             self.num_declined += not is_worth
         return is_worth
 
-    def add_load(self, num_bytes: int, seconds: float) -> None:
-        """Add a load of so many bytes that has ended; 0: it brought none in this time."""
+    def begin_load(self, num_bytes: int) -> int:
+        """Begin a load of so many bytes; return its number, for ``end_load``."""
+        now = self._clock()
         with self._lock:
-            if num_bytes:
-                self._times.observe(num_bytes, seconds)
+            number = next(self._numbers)
+            expected_s = self._times.expected_s(num_bytes)
+            late_s = max(self._stalled_s, _LATE * expected_s)
+            self._times.begin(number, num_bytes)
+            self._running[number] = _Load(now, now + late_s)
+        return number
+
+    def end_load(self, number: int, loaded_bytes: int) -> None:
+        """End a load.
+
+        :param loaded_bytes: bytes that it brought.
+        """
+        with self._lock:
+            load = self._running.pop(number)
+            seconds = self._clock() - load.began
+            if load.is_late:
+                if loaded_bytes:
+                    self._times.observe(loaded_bytes, seconds)
+            else:
+                is_late = not loaded_bytes and seconds >= self._stalled_s
+                self._times.end(number, loaded_bytes, seconds, is_late=is_late)
+            if loaded_bytes:
                 self._probes.reset()
-            elif seconds >= _STALLED_S:
-                self._times.stall()
+
+    def _end_late(self) -> None:
+        """Count the loads that hang as late ones, each once: only probes and other loads show when
+        the store answers again."""
+        now = self._clock()
+        for number, load in self._running.items():
+            if load.is_late or now < load.late_at:
+                continue
+            load.is_late = True
+            self._times.end(number, 0, now - load.began, is_late=True)
 
     def probe(self, store: BlockStore, key: bytes, num_bytes: int) -> None:
         """Read a block of a declined prefix in the background, if it is time for that.
@@ -90,17 +145,17 @@ class PrefixLoads:
         self._prober.submit(self._read, store, [key], num_bytes)
 
     def _read(self, store: BlockStore, keys: Sequence[bytes], num_bytes: int) -> None:
-        begin = time.monotonic()
+        begin = self._clock()
         try:
             (is_read,) = store.get(keys, [bytearray(num_bytes)], timeout_s=PROBE_S)
         except PersistKVError:
             is_read = False  # the store was closed
-        seconds = time.monotonic() - begin
+        seconds = self._clock() - begin
         with self._lock:
             self._probes.end()
             if is_read:
                 self._times.observe(num_bytes, seconds)
-            elif seconds >= _STALLED_S:
+            elif seconds >= self._stalled_s:
                 self._times.stall()
 
     def close(self) -> None:

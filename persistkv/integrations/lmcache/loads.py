@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -21,9 +21,10 @@ class _Found(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """A load task in progress."""
+    """A load task that was not queried with success yet."""
 
-    began: float
+    number: int
+    """Its number in ``PrefixLoads``."""
     sizes: Sequence[int]
     """Bytes of each object."""
 
@@ -37,7 +38,7 @@ class ObjectLoads:
         """:param prefill_tokens_per_s: see ``LMCacheOptions``."""
         self._stores = stores
         self._loads = PrefixLoads(prefill_tokens_per_s)
-        self._running: dict[int, _Load] = {}
+        self._tasks: dict[int, _Load] = {}
 
     def hits(
         self, keys: ObjectKeys, parts: Collection[Part], results: Sequence[bool]
@@ -48,36 +49,38 @@ class ObjectLoads:
         :param results: for each key, whether a store holds it.
         """
         found = _found(parts, results)
-        num_bytes = 0
-        for held in found.values():
-            num_bytes += held.part.place.layout.num_bytes
-        chunks = {keys[position].chunk_hash for position in found}
-        num_tokens = 0
-        if found:
-            first = next(iter(found.values()))
-            num_tokens = len(chunks) * _tokens_of(first.part.place.layout)
-        if not num_tokens or self._loads.is_worth(num_bytes, 0, num_tokens):
+        if not found:
             return list(results)
-        store = self._stores.get(first.part.place)
+        chunks = set()
+        num_bytes = 0
+        for position, held in found.items():
+            chunks.add(keys[position].chunk_hash)
+            num_bytes += held.part.place.layout.num_bytes
+        first = next(iter(found.values()))
+        place = first.part.place
+        num_tokens = len(chunks) * _tokens_of(place.layout)
+        if not num_tokens or self._loads.is_worth(num_bytes, num_tokens):
+            return list(results)
+        store = self._stores.get(place)
         if store is not None:
             key = first.part.keys[first.number]
-            self._loads.probe(store, key, first.part.place.layout.num_bytes)
+            self._loads.probe(store, key, place.layout.num_bytes)
         return [False] * len(results)
 
     def begin(self, task: int, sizes: Sequence[int]) -> None:
         """A load task begins; ``sizes`` are the bytes of its objects."""
-        self._running[task] = _Load(time.monotonic(), sizes)
+        num_bytes = sum(sizes)
+        number = self._loads.begin_load(num_bytes)
+        self._tasks[task] = _Load(number, sizes)
 
     def end(self, task: int, results: Sequence[bool]) -> None:
         """A load task has ended.
 
         :param results: for each object, whether it was loaded.
         """
-        load = self._running.pop(task)
-        num_bytes = 0
-        for size, is_loaded in zip(load.sizes, results, strict=True):
-            num_bytes += size if is_loaded else 0
-        self._loads.add_load(num_bytes, time.monotonic() - load.began)
+        load = self._tasks.pop(task)
+        loaded_bytes = sum(itertools.compress(load.sizes, results))
+        self._loads.end_load(load.number, loaded_bytes)
 
     @property
     def num_declined(self) -> int:

@@ -114,7 +114,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         held = self._held(MAIN_POOL, keys)
         num_pages = leading(held)
         store = self._pools.get(MAIN_POOL)
-        if store is None or store.is_worth(keys[:num_pages], _depth(extra_info)):
+        if store is None or store.is_worth(keys[:num_pages]):
             return num_pages
         return 0
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from persistkv.errors import StoreError
+from persistkv.errors import PersistKVError, StoreError
 from persistkv.integrations.prefix_loads import PrefixLoads
 from persistkv.integrations.sglang.opening import StoreOpener
 from persistkv.integrations.sglang.options import SGLangOptions
@@ -27,9 +27,7 @@ StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
 _DELETED_AT_ONCE = 4096
 _CLEAR_CALLS = 12
 """Time limit of a ``clear``, as a multiple of that of a call: a person waits for it."""
-
-
-_PAGES_AT_ONCE = 128  # of a call of SGLang that reads
+_PAGES_AT_ONCE = 128  # in a call of SGLang that reads
 
 
 class PoolStore:
@@ -69,7 +67,9 @@ class PoolStore:
         self._labels = {"sglang_pool": pool_name, **options.labels}
         self._opener = StoreOpener(self._open, options.timeout_s)
         self._loads = PrefixLoads(
-            options.prefill_tokens_per_s, _PAGES_AT_ONCE * self._page_bytes
+            options.prefill_tokens_per_s,
+            call_bytes=_PAGES_AT_ONCE * self._page_bytes,
+            timeout_s=options.timeout_s,
         )
 
     def _region_sizes(self) -> list[int] | None:
@@ -103,15 +103,11 @@ class PoolStore:
 
         return self._call(keys, look_up)
 
-    def is_worth(self, keys: PageKeys, depth: int | None) -> bool:
-        """Return whether held pages are expected to be loaded faster than computed.
-
-        :param depth: pages before the first one in its context; None: unknown.
-        """
-        page_size = self.memory.page_size
-        start = (depth or 0) * page_size
-        stop = start + len(keys) * page_size
-        if self._loads.is_worth(len(keys) * self._page_bytes, start, stop):
+    def is_worth(self, keys: PageKeys) -> bool:
+        """Return whether held pages are expected to be loaded faster than computed."""
+        num_bytes = len(keys) * self._page_bytes
+        num_tokens = len(keys) * self.memory.page_size
+        if self._loads.is_worth(num_bytes, num_tokens):
             return True
         store = self._opener.get()
         if store is not None:
@@ -167,12 +163,16 @@ class PoolStore:
             return store.get(encoded, pages, timeout_s=timeout_s)
 
         begin = time.monotonic()
-        found = self._call(keys, get)
+        load = self._loads.begin_load(len(keys) * self._page_bytes)
+        num_pages = 0
+        try:
+            found = self._call(keys, get)
+            num_pages = sum(found)
+        finally:
+            num_bytes = num_pages * self._page_bytes
+            self._loads.end_load(load, num_bytes)
         seconds = time.monotonic() - begin
-        num_pages = sum(found)
-        num_bytes = num_pages * self._page_bytes
         self._transfers.read(num_pages, num_bytes, seconds)
-        self._loads.add_load(num_bytes, seconds)
         return found
 
     def _put(
@@ -203,7 +203,7 @@ class PoolStore:
         encoded = [key.encode() for key in keys]
         try:
             return call(store, encoded)
-        except StoreError as error:
+        except PersistKVError as error:
             # an exception would end SGLang's thread
             logger.warning(
                 "%d pages are misses, or are not stored: %s", len(keys), error

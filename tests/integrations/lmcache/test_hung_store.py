@@ -1,0 +1,85 @@
+"""A medium that hangs: calls of LMCache return, and lookups stop to report hits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from persistkv.storage import open_backend
+from persistkv.testing import FaultyBackend
+from tests.integrations.lmcache.conftest import (
+    Listener,
+    Open,
+    memories,
+    object_keys,
+)
+
+KEYS = object_keys(range(8))
+MOST_S = 20.0
+"""An upper bound of calls with a time limit of 0.3 s."""
+
+
+class Medium:
+    """The backends of one test."""
+
+    def __init__(self) -> None:
+        self._opened: list[FaultyBackend[Any]] = []
+        self._goes_on = threading.Event()
+
+    def open(self, url: str) -> FaultyBackend[Any]:
+        backend = FaultyBackend.of(open_backend(url))
+        self._opened.append(backend)
+        return backend
+
+    def hang(self, method: str) -> None:
+        for backend in self._opened:
+            backend.before(method, lambda *_: self._goes_on.wait(120))
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+
+@pytest.fixture
+def medium(monkeypatch: pytest.MonkeyPatch, open_adapter: Open) -> Iterator[Medium]:
+    medium = Medium()
+    monkeypatch.setattr("persistkv.storage.blocks.store.open_backend", medium.open)
+    yield medium
+    medium.go_on()
+
+
+def _wait_until(has_happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not has_happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_lookups_are_declined_while_a_load_hangs(
+    open_adapter: Open, medium: Medium
+) -> None:
+    driver = open_adapter(prefill_tokens_per_s=100.0)
+    assert driver.store(KEYS, memories(8, seed=1))
+    assert driver.load(KEYS, memories(8)) == [True] * 8
+    assert driver.lookup(KEYS) == [True] * 8
+    medium.hang("read")
+    objects = memories(8)
+    task = driver.adapter.submit_load_task(KEYS, objects)
+    _wait_until(lambda: not any(driver.lookup(KEYS)))
+    assert driver.adapter.query_load_result(task) is None
+    medium.go_on()
+    # a probe has shown that the store answers again
+    _wait_until(lambda: all(driver.lookup(KEYS)))
+
+
+def test_calls_return_while_lists_hang(open_adapter: Open, medium: Medium) -> None:
+    driver = open_adapter(delete_timeout_s=0.3)
+    assert driver.store(KEYS, memories(8, seed=1))
+    medium.hang("changes")
+    begin = time.monotonic()
+    driver.adapter.register_listener(Listener())
+    driver.adapter.delete(KEYS)
+    assert time.monotonic() - begin < MOST_S

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,27 @@ def test_batch_exists_reports_pages_if_loading_is_faster_than_computing(
     assert backend.batch_exists(keys) == (0 if is_declined else 8)
     result = backend.batch_exists_v2(keys)
     assert result.kv_hit_pages == (0 if is_declined else 8)
+
+
+def test_calls_in_a_forked_child_fail_without_an_exception(open_backend: Open) -> None:
+    backend = open_backend(make_pool())
+    keys, indices = page_keys(range(4)), page_indices(0, 4)
+    assert backend.batch_set_v1(keys, indices) == [True] * 4
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # instead of a hang
+        status = 1
+        try:
+            assert backend.batch_exists(keys) == 0
+            assert backend.batch_get_v1(keys, indices) == [False] * 4
+            assert backend.batch_set_v1(keys, indices) == [False] * 4
+            backend.close()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert backend.batch_get_v1(keys, indices) == [True] * 4
 
 
 def test_layer_first_engine_misses_page_first_pages(open_backend: Open) -> None:

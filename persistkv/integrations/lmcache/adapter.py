@@ -26,7 +26,7 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from persistkv.errors import PersistKVError
+from persistkv.errors import ConfigurationError, PersistKVError
 from persistkv.integrations.lmcache.announcer import Announcer
 from persistkv.integrations.lmcache.content import Content
 from persistkv.integrations.lmcache.keys import (
@@ -64,8 +64,9 @@ class _Lookup(NamedTuple):
 class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """Keeps LMCache's objects in a store of persistkv.
 
-    The constructor fingerprints the weights of the models, and opens what the store holds of them.
-    A store that fails costs misses, and tasks that fail.
+    The constructor fingerprints the weights of the models, and opens what the store holds of them,
+    within ``delete_timeout_s``. A store that fails costs misses, and tasks that fail; tasks wait
+    for one that is being opened.
 
     :raises ConfigurationError: an option is missing or invalid, or a directory has no weights.
     """
@@ -93,8 +94,26 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self.options.delete_timeout_s,
         )
         self._unknown: set[str] = set()
-        self._stores.open_stored()
+        self._open_stored()
         self._announcer.start()
+
+    def _open_stored(self) -> None:
+        """Open what the store holds; return when it is open, after ``delete_timeout_s`` at the
+        latest."""
+        timeout_s = self.options.delete_timeout_s
+        opening = self._opener.submit(self._stores.open_stored)
+        try:
+            opening.result(timeout_s)
+        except TimeoutError:
+            logger.error(
+                "the store does not open within %g s: objects are neither stored nor found until "
+                "it is open",
+                timeout_s,
+            )
+        except ConfigurationError:
+            self._opener.shutdown()
+            self._loads.close()
+            raise
 
     # Descriptors
 
@@ -286,9 +305,10 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         }
 
     def close(self) -> None:
-        """Commit all accepted tasks and close the stores; waits for up to a minute for each."""
+        """Commit the tasks of open stores and close the stores; waits for up to a minute for each.
+        Tasks that wait for a store to open are dropped. Idempotent."""
         self._announcer.stop()
-        self._opener.shutdown()
+        self._opener.shutdown(wait=False, cancel_futures=True)
         self._loads.close()
         self._stores.close()
         for tasks in (self._store_tasks, self._lookup_tasks, self._load_tasks):

@@ -37,9 +37,9 @@ class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_bytes: int | str = "1GiB"
     """Bound on the bytes of store tasks that wait or run; further ones fail."""
     lease_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
-    """Seconds after which the lock of a lookup expires if nobody unlocks it."""
+    """Seconds after which the lock of a lookup expires if it is not unlocked."""
     delete_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-    """Time limit of a deletion."""
+    """Time limit of a deletion, of a list, and of the opening at the start."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     """Tokens per second that the engine computes: a lookup reports hits only if loading them is
     expected to be faster. LMCache does not tell the speed. None: it reports all hits."""

@@ -37,7 +37,8 @@ class Place(NamedTuple):
 
 
 class LayoutStores:
-    """Opens block stores when they are needed. Thread-safe; ``open`` blocks."""
+    """Opens block stores when they are needed. Thread-safe, except that one thread at a time may
+    call ``open`` and ``open_stored``, which block."""
 
     def __init__(
         self, options: LMCacheOptions, weights: Mapping[str, str], release: str
@@ -86,27 +87,36 @@ class LayoutStores:
     def open(self, place: Place) -> BlockStore | None:
         """Return the store, and open it first if it is not open; None if it does not open, which is
         logged."""
-        with self._lock:
-            found = self._open.get(place)
-            if found is not None or self._is_closed or not self.may_open(place):
-                return found
-            try:
-                if len(self._open) >= _MOST_LAYOUTS:
-                    raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
-                store = self._open_store(place)
-            except PersistKVError as error:
-                self._failed_at[place] = time.monotonic()
-                logger.error(
-                    "the store of %s does not open (%s): its objects are not stored, and not "
-                    "found; it is tried again after %g s",
-                    place.model_name,
-                    error,
-                    _RETRY_S,
-                )
-                return None
-            self._open[place] = store
-            self._failed_at.pop(place, None)
+        found = self._open.get(place)
+        if found is not None or self._is_closed or not self.may_open(place):
+            return found
+        try:
+            if len(self._open) >= _MOST_LAYOUTS:
+                raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
+            store = self._open_store(place)
+        except PersistKVError as error:
+            self._failed_at[place] = time.monotonic()
+            logger.error(
+                "the store of %s does not open (%s): its objects are not stored, and not "
+                "found; it is tried again after %g s",
+                place.model_name,
+                error,
+                _RETRY_S,
+            )
+            return None
+        if self._add(place, store):
             return store
+        store.close()
+        return None
+
+    def _add(self, place: Place, store: BlockStore) -> bool:
+        """Keep an open store; return False if ``close`` was called meanwhile."""
+        # held no longer: ``close`` must not wait for a medium that hangs
+        with self._lock:
+            if not self._is_closed:
+                self._open[place] = store
+                self._failed_at.pop(place, None)
+            return not self._is_closed
 
     def _open_store(self, place: Place) -> BlockStore:
         options = self._options
@@ -175,7 +185,8 @@ class LayoutStores:
         return place if self._identity(place) == identity else None
 
     def close(self) -> bool:
-        """Close all stores; return whether none of them hung."""
+        """Close all stores, and one that is being opened when it is open; return whether none of
+        them hung."""
         with self._lock:
             self._is_closed = True
             closed = [store.close() for store in self._open.values()]

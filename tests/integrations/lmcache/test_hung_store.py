@@ -14,6 +14,7 @@ from persistkv.testing import FaultyBackend
 from tests.integrations.lmcache.conftest import (
     Listener,
     Open,
+    descriptions,
     memories,
     object_keys,
 )
@@ -29,8 +30,11 @@ class Medium:
     def __init__(self) -> None:
         self._opened: list[FaultyBackend[Any]] = []
         self._goes_on = threading.Event()
+        self._opening_hangs = False
 
     def open(self, url: str) -> FaultyBackend[Any]:
+        if self._opening_hangs:
+            self._goes_on.wait(120)
         backend = FaultyBackend.of(open_backend(url))
         self._opened.append(backend)
         return backend
@@ -39,6 +43,9 @@ class Medium:
         for backend in self._opened:
             backend.before(method, lambda *_: self._goes_on.wait(120))
 
+    def hang_opening(self) -> None:
+        self._opening_hangs = True
+
     def go_on(self) -> None:
         self._goes_on.set()
 
@@ -46,7 +53,8 @@ class Medium:
 @pytest.fixture
 def medium(monkeypatch: pytest.MonkeyPatch, open_adapter: Open) -> Iterator[Medium]:
     medium = Medium()
-    monkeypatch.setattr("persistkv.storage.blocks.store.open_backend", medium.open)
+    for module in ("storage.blocks.store", "integrations.lmcache.stores"):
+        monkeypatch.setattr(f"persistkv.{module}.open_backend", medium.open)
     yield medium
     medium.go_on()
 
@@ -83,3 +91,37 @@ def test_calls_return_while_lists_hang(open_adapter: Open, medium: Medium) -> No
     driver.adapter.register_listener(Listener())
     driver.adapter.delete(KEYS)
     assert time.monotonic() - begin < MOST_S
+
+
+def test_constructor_returns_while_opening_hangs_and_store_opens_later(
+    open_adapter: Open, medium: Medium
+) -> None:
+    driver = open_adapter()
+    assert driver.store(KEYS, memories(8, seed=1))
+    driver.adapter.close()
+    medium.hang_opening()
+    begin = time.monotonic()
+    driver = open_adapter(delete_timeout_s=0.3)
+    assert time.monotonic() - begin < MOST_S
+    task = driver.adapter.submit_lookup_and_lock_task(KEYS, descriptions())
+    assert driver.adapter.query_lookup_and_lock_result(task) is None
+    medium.go_on()
+    assert driver.lookup(KEYS) == [True] * 8
+
+
+def test_close_returns_while_opening_hangs_and_store_is_closed_later(
+    open_adapter: Open, medium: Medium
+) -> None:
+    driver = open_adapter(delete_timeout_s=0.3)
+    medium.hang_opening()
+    driver.adapter.submit_store_task(KEYS, memories(8, seed=1))
+    begin = time.monotonic()
+    driver.adapter.close()
+    assert time.monotonic() - begin < MOST_S
+    medium.go_on()
+    _wait_until(lambda: not _threads("persistkv-opener"))
+    assert not _threads("persistkv-blocks")
+
+
+def _threads(name: str) -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith(name)]

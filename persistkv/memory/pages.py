@@ -130,6 +130,21 @@ def huge_memory(num_bytes: int) -> mmap.mmap:
     return memory
 
 
+def prefer_huge_pages(address: int, num_bytes: int) -> bool:
+    """Have the kernel back memory with huge pages when it is first accessed. No byte changes, and
+    pages that are resident already stay as they are.
+
+    :param address: of mapped memory, which may begin and end within a page.
+    :returns: False: the kernel has none for this memory.
+    """
+    begin = round_up(address, mmap.PAGESIZE)
+    end = address + num_bytes
+    whole = end - end % mmap.PAGESIZE - begin
+    if whole <= 0:
+        return False
+    return libc.madvise(begin, whole, mmap.MADV_HUGEPAGE) == 0
+
+
 def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     """Make ``length`` bytes at ``first``, and again every ``stride`` bytes, resident in this
     process, in parallel.

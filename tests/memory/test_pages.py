@@ -20,9 +20,11 @@ from persistkv.memory.pages import (
     collapse,
     map_aligned,
     prefault,
+    prefer_huge_pages,
     use_huge_pages,
 )
 from persistkv.storage.host.server.child import map_rows
+from tests.memory.mappings import prefers_huge_pages
 
 MakeFile = Callable[[int], tuple[int, mmap.mmap]]
 
@@ -154,6 +156,23 @@ def mapped_in_huge_pages(address: int) -> int:
         return next(
             int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped")
         )
+
+
+def test_prefer_huge_pages_marks_whole_pages_of_the_memory() -> None:
+    memory = mmap.mmap(-1, 4 * HUGE_PAGE_BYTES)
+    address = address_of(memoryview(memory))
+    assert not prefers_huge_pages(address)
+    num_bytes = len(memory) - mmap.PAGESIZE
+    if not prefer_huge_pages(address + 1, num_bytes):
+        pytest.skip("the kernel has no huge pages")
+    assert not prefers_huge_pages(address)
+    assert prefers_huge_pages(address + mmap.PAGESIZE)
+    assert not prefers_huge_pages(address + len(memory) - mmap.PAGESIZE)
+
+
+def test_prefer_huge_pages_of_other_memory_returns_false() -> None:
+    assert not prefer_huge_pages(mmap.PAGESIZE, mmap.PAGESIZE), "nothing is mapped"
+    assert not prefer_huge_pages(mmap.PAGESIZE + 1, mmap.PAGESIZE), "no whole page"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from persistkv.integrations.lmcache.parts import (
 )
 from persistkv.integrations.lmcache.stores import LayoutStores, Place
 from persistkv.integrations.lmcache.tasks import TaskQueue
+from persistkv.memory.pages import prefer_huge_pages
 from persistkv.storage.blocks import BlockStore
 from persistkv.storage.blocks.identity import weights_of
 from persistkv.storage.threads import ThreadPool
@@ -71,10 +72,17 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     :raises ConfigurationError: an option is missing or invalid, or a directory has no weights.
     """
 
-    def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
-        """:param params: ``adapter_params`` of the configuration (``LMCacheOptions``)."""
+    def __init__(
+        self, params: Mapping[str, Any], l1_memory_desc: Any = None, **_: Any
+    ) -> None:
+        """:param params: ``adapter_params`` of the configuration (``LMCacheOptions``).
+        :param l1_memory_desc: LMCache's ``L1MemoryDesc`` of the memory that all objects are in.
+        """
         super().__init__(max_capacity_bytes=0)
         self.options = lmcache_options(params)
+        if l1_memory_desc is not None:
+            # LMCache accesses most of it later: then the disk transfers megabytes, not pages
+            prefer_huge_pages(l1_memory_desc.ptr, l1_memory_desc.size)
         weights = _weights(self.options.models)
         self._stores = LayoutStores(self.options, weights, version("lmcache"))
         self._content = Content(self._stores, self.options.delete_timeout_s)

@@ -201,8 +201,8 @@ def open_adapter(params: dict[str, Any]) -> Iterator[Open]:
 
     opened: list[Any] = []
 
-    def open_one(**options: Any) -> Driver:
-        adapter = PersistKVL2Adapter({**params, **options}, l1_memory_desc=None)
+    def open_one(l1_memory_desc: Any = None, **options: Any) -> Driver:
+        adapter = PersistKVL2Adapter({**params, **options}, l1_memory_desc)
         opened.append(adapter)
         return Driver(adapter)
 

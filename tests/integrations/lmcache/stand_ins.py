@@ -63,6 +63,13 @@ class MemoryLayoutDesc:
     dtypes: list[Any]
 
 
+@dataclass(frozen=True)
+class L1MemoryDesc:
+    ptr: int
+    size: int
+    align_bytes: int
+
+
 class Bitmap:
     def __init__(self, size: int) -> None:
         self._bits = [False] * size
@@ -141,7 +148,7 @@ _MODULES: dict[str, tuple[type, ...]] = {
     "lmcache.v1": (),
     "lmcache.v1.distributed": (),
     "lmcache.v1.distributed.api": (ObjectKey, KeyEntry, KeyListPage, MemoryLayoutDesc),
-    "lmcache.v1.distributed.internal_api": (L2StoreResult,),
+    "lmcache.v1.distributed.internal_api": (L1MemoryDesc, L2StoreResult),
     "lmcache.v1.distributed.l2_adapters": (),
     "lmcache.v1.distributed.l2_adapters.base": (AdapterUsage, L2AdapterInterface),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import time
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from persistkv import ConfigurationError
+from persistkv.memory.libc import address_of
+from persistkv.memory.pages import HUGE_PAGE_BYTES, prefer_huge_pages
 from tests.integrations.lmcache.conftest import (
     MODEL,
     OTHER_MODEL,
@@ -24,6 +27,7 @@ from tests.integrations.lmcache.conftest import (
     memories,
     object_keys,
 )
+from tests.memory.mappings import prefers_huge_pages
 
 OBJECT_BYTES = 2 * 4 * 16 * 64 * 2
 
@@ -54,6 +58,18 @@ def test_lookup_reports_hits_if_loading_is_faster_than_computing(
     assert driver.lookup(keys) == [not is_declined] * 8
     status = driver.adapter.report_status()
     assert status["declined_lookups"] == is_declined
+
+
+def test_l1_prefers_huge_pages(open_adapter: Open) -> None:
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+
+    l1 = mmap.mmap(-1, 4 * HUGE_PAGE_BYTES)
+    address = address_of(memoryview(l1))
+    open_adapter(L1MemoryDesc(address, len(l1), mmap.PAGESIZE))
+    other = mmap.mmap(-1, len(l1))
+    if not prefer_huge_pages(address_of(memoryview(other)), len(other)):
+        pytest.skip("the kernel has no huge pages")
+    assert prefers_huge_pages(address)
 
 
 def test_descriptors_are_distinct_and_tasks_empty(open_adapter: Open) -> None:

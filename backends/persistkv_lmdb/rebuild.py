@@ -376,16 +376,13 @@ def verify_payload(fd: int, extent: Extent, table: PackTable, seal: Seal) -> Non
 
     :raises CorruptPackError: some bytes are others than those that were written.
     """
-    keys = table.keys.unpack()
     frame_seal = seal.of_pack(table)
-    first = 0
-    for number, frame in enumerate(table.frames):
+    for placed in table.placed_frames():
+        frame = placed.frame
         stored = _read(fd, extent.offset + frame.offset, align(frame.stored_length))
         content = bytearray(stored[: frame.stored_length])
         padding = stored[frame.stored_length :]
-        own_keys = keys[first : first + frame.block_count]
-        first += frame.block_count
-        frame_seal.open(number, frame, own_keys, [memoryview(content)])
+        frame_seal.open(placed, [memoryview(content)])
         if any(padding):
             raise CorruptPackError("padding", f"after the frame at {frame.offset}")
 

@@ -35,6 +35,7 @@ from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
     Frame,
+    PlacedFrame,
     align,
     decode_frame,
 )
@@ -417,9 +418,10 @@ class PartRead:
         try:
             # not under the lock: a shared store may read its keys again
             seal = self._seal_of(read.pack)
+            placed = PlacedFrame(read.number, frame, read.keys)
             with self._lock:
                 rows = self._memory()
-                seal.open(read.number, frame, read.keys, stored)
+                seal.open(placed, stored)
                 if not in_rows:
                     _decode(read, stored[0], rows, raw)
                 num_blocks = len(read.rows) - read.rows.count(_UNWANTED)

@@ -93,14 +93,11 @@ def open_payload(seal: Seal, table: PackTable, payload: memoryview) -> None:
 
     :raises CorruptPackError: one does not verify.
     """
-    keys = table.keys.unpack()
     frame_seal = seal.of_pack(table)
-    first = 0
-    for number, frame in enumerate(table.frames):
-        own_keys = keys[first : first + frame.block_count]
-        first += frame.block_count
+    for placed in table.placed_frames():
+        frame = placed.frame
         end = frame.offset + frame.stored_length
-        frame_seal.open(number, frame, own_keys, [payload[frame.offset : end]])
+        frame_seal.open(placed, [payload[frame.offset : end]])
 
 
 def sample_manifest(

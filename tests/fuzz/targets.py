@@ -1,7 +1,8 @@
 """Fuzz targets: real stored bytes, and the properties that must hold after any damage.
 
 Each target receives damaged bytes in two ways. Unchanged, their checksum shows the damage. Sealed,
-their checksum is valid again, so only the parser can reject them.
+their checksum is valid again, so only the parser can reject them. Bytes that a key seals are
+accepted only unchanged.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ from persistkv.storage.format.codec import (
     ZstdCodec,
     parse_codec,
 )
+from persistkv.storage.format.keys import (
+    StoreKey,
+    WrappedKey,
+    decode_keys,
+    encode_keys,
+)
 from persistkv.storage.format.manifest import (
     RequestManifest,
     decode_manifest,
@@ -43,13 +50,15 @@ from persistkv.storage.format.manifest import (
 )
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
+    SEALED_TABLE,
     PackedKeys,
     PackTable,
     align,
     pack_frames,
+    with_trailer,
 )
 from persistkv.storage.format.pack_writer import PackWriter, Segment
-from persistkv.storage.format.seal import PLAIN
+from persistkv.storage.format.seal import PLAIN, KeySeal, Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.shared.format import (
@@ -129,7 +138,7 @@ def keys(group: int, hash_bytes: int = 32) -> list[bytes]:
     ]
 
 
-def packs() -> list[PackWriter]:
+def packs(seal: Seal = PLAIN) -> list[PackWriter]:
     """Return one pack for each codec and kind of table."""
     both = [
         Segment(
@@ -144,7 +153,10 @@ def packs() -> list[PackWriter]:
         (PlanesCodec(), both),
         (PlanesCodec(4), [uneven]),
     ]
-    return [PackWriter(IDENTITY.digest, codec, segments) for codec, segments in made]
+    return [
+        PackWriter(IDENTITY.digest, codec, segments, seal=seal)
+        for codec, segments in made
+    ]
 
 
 PACKS = packs()
@@ -225,14 +237,13 @@ class Payloads(Target):
 
 
 def _resealed(table: PackTable, payload: bytes) -> PackTable:
-    frames, first, names = [], 0, table.keys.unpack()
+    frames = []
     seal = PLAIN.of_pack(table)
-    for number, frame in enumerate(table.frames):
-        keys = names[first : first + frame.block_count]
+    for placed in table.placed_frames():
+        frame = placed.frame
         stored = payload[frame.offset : frame.offset + frame.stored_length]
-        _, tag = seal.seal(number, frame, keys, [stored])
+        _, tag = seal.seal(placed, [stored])
         frames.append(frame._replace(tag=tag))
-        first += frame.block_count
     return msgspec.structs.replace(table, packed_frames=pack_frames(frames))
 
 
@@ -568,7 +579,118 @@ class SharedHints(Target):
         return True
 
 
+STORE_KEY = StoreKey(b"0123456789abcdef" * 4)
+KEYRING = STORE_KEY.new_keyring()
+KEY_SEAL = KeySeal(lambda: KEYRING)
+SEALED_PACKS = packs(KEY_SEAL)
+SEALED_PAYLOADS = [b"".join(map(bytes, pack.stream())) for pack in SEALED_PACKS]
+TRAILER = 24  # bytes
+TAG = 16
+
+
+class SealedTables(Target):
+    """Tables of packs that a key seals."""
+
+    name = "sealed table"
+    samples = tuple(KEY_SEAL.encode_table(pack.table) for pack in SEALED_PACKS)
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        if sealed:
+            data = with_trailer(data[:-TRAILER], SEALED_TABLE)
+        try:
+            table = KEY_SEAL.decode_table(data)
+        except CorruptPackError:
+            return False
+        # bytes before a table are no part of it
+        require(data.endswith(self.samples), "a changed table was accepted")
+        require(
+            any(table == pack.table for pack in SEALED_PACKS),
+            "a table was read that was never written",
+        )
+        return True
+
+
+def sealed_frames() -> dict[tuple[int, int], bytes]:
+    """Return the stored bytes of each frame with its tag, by pack and number of the frame."""
+    found: dict[tuple[int, int], bytes] = {}
+    for place, pack in enumerate(SEALED_PACKS):
+        for number, frame in enumerate(pack.table.frames):
+            end = frame.offset + frame.stored_length
+            stored = SEALED_PAYLOADS[place][frame.offset : end]
+            found[place, number] = stored + frame.tag
+    return found
+
+
+class SealedFrames(Target):
+    """Frames that a key seals, each with its tag at the end."""
+
+    name = "sealed frame"
+    places = tuple(sealed_frames())
+    samples = tuple(sealed_frames().values())
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        pack, place = self.places[number]
+        table = SEALED_PACKS[pack].table
+        placed = list(table.placed_frames())[place]
+        stored = memoryview(bytearray(data[:-TAG]))
+        frame = placed.frame._replace(tag=data[-TAG:])
+        if sealed:
+            frame = frame._replace(stored_length=len(stored))
+        try:
+            changed = placed._replace(frame=frame)
+            KEY_SEAL.of_pack(table).open(changed, [stored])
+        except CorruptPackError:
+            return False
+        require(data == self.samples[number], "a changed frame was accepted")
+        return True
+
+
+class SealedRecords(Target):
+    """Records that a key seals."""
+
+    name = "sealed record"
+    bodies = (b"", b"body", bytes(range(256)) * 20)
+    samples = tuple(KEY_SEAL.sealed(b"name", body) for body in bodies)
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        if sealed:
+            # a key of the store, so that the record itself is examined
+            data = KEYRING.store.id + data[len(KEYRING.store.id) :]
+        try:
+            body = KEY_SEAL.opened(b"name", data)
+        except CorruptPackError:
+            return False
+        require(data in self.samples, "a changed record was accepted")
+        require(body in self.bodies, "a record was read that was never written")
+        return True
+
+
+class WrappedKeys(Target):
+    """The wrapped data keys of a store: rejected, or some of those that were written."""
+
+    name = "wrapped keys"
+    wrapped = STORE_KEY.wrap_all(KEYRING)
+    samples = (encode_keys(wrapped), encode_keys(wrapped[::-1]), encode_keys(()))
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        if sealed:
+            data = self.samples[0][:8] + data[8:]
+        try:
+            keyring = STORE_KEY.unwrap_all(decode_keys(data))
+        except CorruptPackError:
+            return False
+        found: list[WrappedKey] = decode_keys(data)
+        require(
+            all(entry in self.wrapped for entry in found), "a changed key was accepted"
+        )
+        require(
+            keyring.keys.items() <= KEYRING.keys.items() and keyring.id == KEYRING.id,
+            "a key was read that was never written",
+        )
+        return True
+
+
 TARGETS: tuple[Target, ...] = (
     Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(), SharedDeltas(),
-    SharedHints(),
+    SharedHints(), SealedTables(), SealedFrames(), SealedRecords(), WrappedKeys(),
 )  # fmt: skip

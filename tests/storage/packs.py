@@ -52,23 +52,20 @@ def raw_blocks(part: Segment) -> dict[bytes, bytes]:
 
 def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
     """Verify each frame; return all blocks by key."""
-    keys = table.keys.unpack()
     blocks: dict[bytes, bytes] = {}
-    first = 0
     seal = PLAIN.of_pack(table)
-    for number, frame in enumerate(table.frames):
-        names = keys[first : first + frame.block_count]
+    for placed in table.placed_frames():
+        frame = placed.frame
         stored = payload[frame.offset : frame.offset + frame.stored_length]
-        seal.open(number, frame, names, [memoryview(stored)])
+        seal.open(placed, [memoryview(stored)])
         raw = bytearray(frame.raw_length)
         decode_frame(table.codec, frame, stored, memoryview(raw))
         size = frame.block_bytes
         blocks |= {
             name: bytes(raw[index * size : (index + 1) * size])
-            for index, name in enumerate(names)
+            for index, name in enumerate(placed.keys)
         }
-        first += frame.block_count
-    assert first == len(keys)
+    assert len(blocks) == len(table.keys)
     return blocks
 
 

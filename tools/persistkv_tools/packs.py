@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +21,7 @@ from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.pack import (
     Frame,
     PackTable,
+    PlacedFrame,
     align,
     decode_frame,
 )
@@ -126,7 +128,8 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
         end = begin + frame.stored_length
         problem = Problem.PAYLOAD
         try:
-            frame_seal.open(number, frame, own_keys, [found[begin:end]])
+            placed = PlacedFrame(number, frame, own_keys)
+            frame_seal.open(placed, [found[begin:end]])
             problem = Problem.DECODE
             # the checksum covers the stored bytes: a wrong encoder could have made them
             if frame.encoded:
@@ -154,15 +157,13 @@ def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | N
     :raises CorruptPackError: its bytes do not verify or decode.
     :raises StoreError: the medium failed.
     """
-    frames = table.frames
-    frame = frames[number]
+    placed = next(islice(table.placed_frames(), number, None))
+    frame = placed.frame
     stored = memoryview(bytearray(frame.stored_length))
     span = ReadSpan(table.pack_id, frame.offset, [stored])
     if backend.read(table.namespace, [span]) != [True]:
         return None
-    first = sum(before.block_count for before in frames[:number])
-    keys = table.keys.unpack()[first : first + frame.block_count]
-    backend.seal.of_pack(table).open(number, frame, keys, [stored])
+    backend.seal.of_pack(table).open(placed, [stored])
     raw = bytearray(frame.raw_length)
     decode_frame(table.codec, frame, stored, memoryview(raw))
     return raw

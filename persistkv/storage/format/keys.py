@@ -1,12 +1,11 @@
 """Keys of a store: the user's key wraps random data keys, which seal the content.
 
-1. The user's *store key* seals nothing but data keys. To replace it, they are wrapped again, and no
+1. The user's *store key* seals data keys only. To replace it, they are wrapped again, and no
    content is written.
 2. A data key is 256 random bits, made once. One seals the records of the store itself, and one the
    packs of each tenant. Several engines may make one for the same purpose at once: all are kept,
    and each pack and record names its own.
-3. All data keys of a store belong to one *keyring*, whose id is that of the store key that made it.
-   The id stays when the store key is replaced.
+3. All data keys of a store belong to one *keyring*. Its id stays when the store key is replaced.
 
 The library ``cryptography`` is imported when a key is used: stores without one do not need it
 (``StoreKey``).

@@ -15,7 +15,7 @@ Invariants of this file:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
@@ -195,6 +195,15 @@ class Frame(NamedTuple):
         return self.block_count * self.block_bytes
 
 
+class PlacedFrame(NamedTuple):
+    """A frame with its place in its pack, and the keys of its blocks."""
+
+    number: int
+    """Index of the frame in the pack."""
+    frame: Frame
+    keys: Sequence[bytes]
+
+
 def pack_frames(frames: Iterable[Frame]) -> bytes:
     """Encode frames as in a pack's table."""
     return b"".join([_FRAME.pack(*frame) for frame in frames])
@@ -311,6 +320,18 @@ class PackTable(msgspec.Struct, frozen=True):
         """Frames, decoded at each access."""
         fields = _FRAME.iter_unpack(self.packed_frames)
         return tuple(map(Frame._make, fields))
+
+    def placed_frames(self) -> Iterator[PlacedFrame]:
+        """Iterate over the frames with their keys.
+
+        :raises CorruptPackError: the lengths of the keys are malformed.
+        """
+        keys = self.keys.unpack()
+        start = 0
+        for number, frame in enumerate(self.frames):
+            stop = start + frame.block_count
+            yield PlacedFrame(number, frame, keys[start:stop])
+            start = stop
 
     @property
     def frame_count(self) -> int:

@@ -19,6 +19,7 @@ from persistkv.storage.format.pack import (
     Frame,
     PackedKeys,
     PackTable,
+    PlacedFrame,
     align,
     encoded_length,
     pack_frames,
@@ -208,15 +209,12 @@ class PackCopy(NewPack):
     def stream(self) -> Iterator[Buffer]:
         self.restart()
         frame_seal = self.seal.new_pack(self.namespace)
-        keys = self.keys.unpack()
         frames: list[Frame] = []
-        first = 0
-        for number, frame in enumerate(self._copied.frames):
+        for placed in self._copied.placed_frames():
+            frame = placed.frame
             end = frame.offset + frame.stored_length
             opened = [self._payload[frame.offset : end]]
-            own_keys = keys[first : first + frame.block_count]
-            first += frame.block_count
-            pieces, tag = frame_seal.seal(number, frame, own_keys, opened)
+            pieces, tag = frame_seal.seal(placed, opened)
             frames.append(frame._replace(tag=tag))
             yield from pieces
             if align(end) > end:
@@ -340,7 +338,8 @@ class PackWriter(NewPack):
     ) -> PackTable:
         for number, stored in raw:
             frame = frames[number]
-            _, tag = frame_seal.seal(number, frame, stored.keys, stored.pieces)
+            placed = PlacedFrame(number, frame, stored.keys)
+            _, tag = frame_seal.seal(placed, stored.pieces)
             frames[number] = frame._replace(tag=tag)
         return PackTable(
             self.namespace,
@@ -436,7 +435,7 @@ class PackWriter(NewPack):
         else:
             pieces = [encoded]
             frame = frame._replace(stored_length=len(encoded))
-        pieces, tag = frame_seal.seal(number, frame, keys, pieces)
+        pieces, tag = frame_seal.seal(PlacedFrame(number, frame, keys), pieces)
         return _StoredFrame(frame._replace(tag=tag), pieces)
 
     def _encoded(self, segment: Segment, start: int, stop: int) -> Buffer | None:

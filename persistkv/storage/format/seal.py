@@ -1,7 +1,7 @@
-"""Seals of what a store keeps: a checksum, or encryption and authentication with keys.
+"""Seals of packs and records: a checksum, or encryption and authentication with keys.
 
 A *plain* seal is an xxh3-128 checksum: it finds damage, and hides nothing. A *key's* seal is
-AES-256-GCM. docs/format.md specifies both, docs/security.md what they protect.
+AES-256-GCM. docs/format.md specifies both, docs/security.md their protection.
 
 1. No pair of AES key and nonce is ever used twice. Each stream of a pack, and each record, draws
    128 random bits, the *salt*, from which its AES key is derived (HKDF-SHA256); the nonce is the
@@ -10,8 +10,8 @@ AES-256-GCM. docs/format.md specifies both, docs/security.md what they protect.
 2. A frame opens only with the keys, lengths, depth and place in its pack that it was sealed with,
    and only in its namespace and pack.
 3. A record opens only under the name that it was sealed with.
-4. Frames are encrypted after the codec, and take no more bytes than before: their tags are in the
-   pack's table.
+4. Frames are encrypted after the codec, and stay as long as they were: their tags are in the pack's
+   table.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from persistkv.storage.format.pack import (
     Frame,
     PackedKeys,
     PackTable,
+    PlacedFrame,
     pack_id,
     with_trailer,
     without_trailer,
@@ -60,7 +61,8 @@ _RECORD = struct.Struct(f"<{KEY_ID_BYTES}s{SALT_BYTES}s")
 RECORD_BYTES = _RECORD.size + TAG_BYTES
 """Bytes by which a key's seal makes a record longer."""
 _CHECKSUM_BYTES = 16
-_MOST_FREE = 32  # buffers of 1 MiB that are kept
+# buffers of 1 MiB that are kept: those of a pack, and as many that wait to be written
+_MOST_FREE = 32
 _PACK_PURPOSE = b"persistkv pack 1"
 _RECORD_PURPOSE = b"persistkv record 1"
 _TABLE = b"table"
@@ -78,28 +80,16 @@ class FrameSeal(ABC):
 
     @abstractmethod
     def seal(
-        self,
-        number: int,
-        frame: Frame,
-        keys: Iterable[bytes],
-        pieces: Sequence[Buffer],
+        self, placed: PlacedFrame, pieces: Sequence[Buffer]
     ) -> tuple[Sequence[Buffer], bytes]:
         """Return the bytes of a frame as stored, and its tag.
 
-        :param number: index of the frame in its pack.
-        :param frame: the frame; its offset and tag do not count.
-        :param keys: of its blocks, in order.
+        :param placed: the frame; its offset and tag do not count.
         :param pieces: its bytes, encoded or raw, in order. They are not changed.
         """
 
     @abstractmethod
-    def open(
-        self,
-        number: int,
-        frame: Frame,
-        keys: Iterable[bytes],
-        pieces: Sequence[memoryview],
-    ) -> None:
+    def open(self, placed: PlacedFrame, pieces: Sequence[memoryview]) -> None:
         """Verify a frame, and decrypt its stored bytes in place.
 
         :param pieces: the stored bytes, in order: writable memory, which then holds the bytes that
@@ -113,7 +103,15 @@ class Seal(ABC):
     """How a store seals packs and records. Thread-safe."""
 
     encrypts: ClassVar[bool]
-    """Whether what it seals can be read only with a key."""
+    """Whether packs and records that it has sealed can be read only with a key."""
+
+    @property
+    @abstractmethod
+    def keyring_id(self) -> str:
+        """Id of the keyring that it seals with; empty: no key.
+
+        :raises StoreError: the keys of the store are not known yet.
+        """
 
     @abstractmethod
     def new_pack_id(self, namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
@@ -173,28 +171,19 @@ class _PlainFrames(FrameSeal):
         self._namespace = namespace
 
     def seal(
-        self,
-        number: int,
-        frame: Frame,
-        keys: Iterable[bytes],
-        pieces: Sequence[Buffer],
+        self, placed: PlacedFrame, pieces: Sequence[Buffer]
     ) -> tuple[Sequence[Buffer], bytes]:
-        return pieces, self._checksum(keys, pieces)
+        return pieces, self._checksum(placed.keys, pieces)
 
-    def open(
-        self,
-        number: int,
-        frame: Frame,
-        keys: Iterable[bytes],
-        pieces: Sequence[memoryview],
-    ) -> None:
-        length = sum(map(len, pieces))
-        is_whole = length == frame.stored_length
-        if not is_whole or self._checksum(keys, pieces) != frame.tag:
+    def open(self, placed: PlacedFrame, pieces: Sequence[memoryview]) -> None:
+        frame = placed.frame
+        is_whole = sum(map(len, pieces)) == frame.stored_length
+        if not is_whole or self._checksum(placed.keys, pieces) != frame.tag:
             raise _wrong_frame(frame)
 
     def _checksum(self, keys: Iterable[bytes], pieces: Iterable[Buffer]) -> bytes:
         """Return the checksum of a frame's bytes, which its namespace and keys seed."""
+        # as a seed: a checksum of seeds and bytes together would need a copy, or one more call
         namespace_seed = int.from_bytes(self._namespace[:8], "little")
         seed = xxhash.xxh3_64_intdigest(b"".join(keys), seed=namespace_seed)
         digest = xxhash.xxh3_128(seed=seed)
@@ -207,6 +196,7 @@ class PlainSeal(Seal):
     """Seal of a store without a key. Use ``PLAIN``."""
 
     encrypts = False
+    keyring_id = ""
 
     def new_pack_id(self, namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
         """Return the digest of namespace, keys and codec: engines that store the same blocks at
@@ -227,17 +217,16 @@ class PlainSeal(Seal):
         return _PlainFrames(table.namespace)
 
     def sealed(self, name: bytes, body: Buffer) -> bytes:
-        content = bytes(body)
-        return content + _record_checksum(name, content)
+        return b"".join([body, _record_checksum(name, body)])
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
-        content = bytes(record)
+        content = memoryview(record)
         # a record shorter than a checksum has an empty body, and fails the comparison
         end = max(0, len(content) - _CHECKSUM_BYTES)
         body = content[:end]
         if content[end:] != _record_checksum(name, body):
             raise CorruptPackError("record", "its checksum does not match")
-        return body
+        return bytes(body)
 
     def encode_table(self, table: PackTable) -> bytes:
         return table.encode()
@@ -246,6 +235,7 @@ class PlainSeal(Seal):
         return PackTable.parse(stored)
 
     def stored_bytes(self, length: int) -> int:
+        # the table has a checksum of its own
         return length
 
 
@@ -255,7 +245,7 @@ PLAIN = PlainSeal()
 class _Buffers:
     """Page-aligned memory for sealed frames, which is written past the page cache without a copy.
 
-    Buffers that nobody references any more are lent again: new memory would cost more than the
+    Buffers without a reference are lent again: new memory would cost more than the
     encryption (10.5 instead of 4.6 ms of CPU per 32 MiB). Thread-safe.
     """
 
@@ -301,37 +291,32 @@ class _KeyFrames(FrameSeal):
         self.salt = salt
         self._namespace = namespace
         self._buffers = buffers
+        # one for all frames: a derivation for each would cost as much as 20 KiB of encryption
         self._key = derive(key.secret, salt, _PACK_PURPOSE)
 
     def seal(
-        self,
-        number: int,
-        frame: Frame,
-        keys: Iterable[bytes],
-        pieces: Sequence[Buffer],
+        self, placed: PlacedFrame, pieces: Sequence[Buffer]
     ) -> tuple[Sequence[Buffer], bytes]:
-        stored = self._buffers.take(frame.stored_length)
-        encryptor = gcm(self._key, _NONCE.pack(number)).encryptor()
-        encryptor.authenticate_additional_data(self._place(frame, keys))
+        # not over ``pieces``: they are rows, which the engine may be loading from
+        stored = self._buffers.take(placed.frame.stored_length)
+        encryptor = gcm(self._key, _NONCE.pack(placed.number)).encryptor()
+        encryptor.authenticate_additional_data(self._associated(placed))
         start = 0
+        # blocks are not contiguous: gathering them first would be another copy
         for piece in pieces:
             start += encryptor.update_into(piece, stored[start:])
         encryptor.finalize()
         return [stored], encryptor.tag
 
-    def open(
-        self,
-        number: int,
-        frame: Frame,
-        keys: Iterable[bytes],
-        pieces: Sequence[memoryview],
-    ) -> None:
+    def open(self, placed: PlacedFrame, pieces: Sequence[memoryview]) -> None:
         from cryptography.exceptions import InvalidTag
 
+        frame = placed.frame
         if sum(map(len, pieces)) != frame.stored_length:
             raise _wrong_frame(frame)
-        decryptor = gcm(self._key, _NONCE.pack(number), frame.tag).decryptor()
-        decryptor.authenticate_additional_data(self._place(frame, keys))
+        decryptor = gcm(self._key, _NONCE.pack(placed.number), frame.tag).decryptor()
+        decryptor.authenticate_additional_data(self._associated(placed))
+        # in place: the caller does not use the memory before this call has returned
         for piece in pieces:
             decryptor.update_into(piece, piece)
         try:
@@ -339,8 +324,9 @@ class _KeyFrames(FrameSeal):
         except InvalidTag:
             raise _wrong_frame(frame) from None
 
-    def _place(self, frame: Frame, keys: Iterable[bytes]) -> bytes:
+    def _associated(self, placed: PlacedFrame) -> bytes:
         """Return the associated data of a frame: namespace, fields and keys."""
+        frame = placed.frame
         fields = _PLACE.pack(
             frame.group,
             frame.block_count,
@@ -350,7 +336,7 @@ class _KeyFrames(FrameSeal):
             frame.raw_length,
         )
         parts = [self._namespace, fields]
-        for key in keys:
+        for key in placed.keys:
             # with its length, so that no byte can move from one key to the next
             parts.append(len(key).to_bytes(2, "little"))
             parts.append(key)
@@ -375,11 +361,16 @@ class KeySeal(Seal):
         self._reload = reload or keyring
         self._buffers = _Buffers()
 
+    @property
+    def keyring_id(self) -> str:
+        return self._keyring().id
+
     def new_pack_id(self, namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
         """Return random bytes: a digest of the keys would confirm a guess of the prompt."""
         return os.urandom(ID_BYTES)
 
     def is_id_of(self, table: PackTable) -> bool:
+        # the record that contains a table is authenticated, with the id in it
         return True
 
     def new_pack(self, namespace: bytes) -> FrameSeal:
@@ -392,11 +383,13 @@ class KeySeal(Seal):
 
     def sealed(self, name: bytes, body: Buffer) -> bytes:
         key = self._keyring().store
+        # a record may be written again under its name, with another body
         salt = os.urandom(SALT_BYTES)
         sealed = seal_record(derive(key.secret, salt, _RECORD_PURPOSE), name, body)
         return _RECORD.pack(key.id, salt) + sealed
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
+        # such as one of a store without a key
         if len(record) < RECORD_BYTES:
             raise CorruptPackError("record", "it was not sealed with a key")
         key_id, salt = _RECORD.unpack_from(record)
@@ -411,11 +404,13 @@ class KeySeal(Seal):
         return PackTable.parse(self.opened(_TABLE, record))
 
     def stored_bytes(self, length: int) -> int:
+        # a trailer of its own: a rebuild finds tables without the key, and opens them with it
         return length + RECORD_BYTES + TRAILER_BYTES
 
     def _key(self, key_id: bytes) -> DataKey:
         """Return a data key; one that was made after the keys were read is searched once."""
         key = self._keyring().keys.get(key_id)
+        # several engines that create a store at once make keys, and junk may name any
         if key is None:
             key = self._reload().keys.get(key_id)
         if key is None:
@@ -423,8 +418,11 @@ class KeySeal(Seal):
         return key
 
 
-def _record_checksum(name: bytes, body: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(name + b"\0" + body)
+def _record_checksum(name: bytes, body: Buffer) -> bytes:
+    # in pieces: an index of 10 million blocks is a record of 130 MB
+    digest = xxhash.xxh3_128(name + b"\0")
+    digest.update(body)
+    return digest.digest()
 
 
 def _wrong_frame(frame: Frame) -> CorruptPackError:

@@ -64,7 +64,7 @@ class StoreKeys:
         self._lock = medium.clock.lock()
         self._reloaded_at = -math.inf
         self.seal: Seal = PLAIN
-        """Seals what the handle writes, and opens what it reads; before ``open``, it raises."""
+        """Seal of the store; before ``open``, it raises."""
         if key is not None:
             self.seal = KeySeal(self._known, self._reload)
 

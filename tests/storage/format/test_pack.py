@@ -186,29 +186,29 @@ def test_pack_writer_table_before_stream_raises() -> None:
 
 def test_plain_seal_other_keys_or_namespace_raise_corrupt() -> None:
     payload, table = write(sample_segment(1))
-    (frame,) = table.frames
-    stored = memoryview(payload[: frame.stored_length])
-    keys = table.keys.unpack()
+    (placed,) = table.placed_frames()
+    stored = memoryview(payload[: placed.frame.stored_length])
+    keys = placed.keys
     seal = PLAIN.of_pack(table)
-    seal.open(0, frame, keys, [stored])
-    seal.open(0, frame, keys, [stored[:10], stored[10:]])
+    seal.open(placed, [stored])
+    seal.open(placed, [stored[:10], stored[10:]])
     other = msgspec.structs.replace(table, namespace=bytes(16))
     for wrong, names in ((seal, keys[::-1]), (PLAIN.of_pack(other), keys)):
         with pytest.raises(CorruptPackError, match="frame"):
-            wrong.open(0, frame, names, [stored])
+            wrong.open(placed._replace(keys=names), [stored])
     with pytest.raises(CorruptPackError, match="frame"):
-        seal.open(0, frame, keys, [stored[:-1]])
+        seal.open(placed, [stored[:-1]])
 
 
 def test_plain_seal_any_flipped_byte_raises_corrupt() -> None:
     payload, table = write(sample_segment(1, blocks=2, block_bytes=64))
-    (frame,) = table.frames
+    (placed,) = table.placed_frames()
     seal = PLAIN.of_pack(table)
-    for offset in range(frame.stored_length):
-        damaged = bytearray(payload[: frame.stored_length])
+    for offset in range(placed.frame.stored_length):
+        damaged = bytearray(payload[: placed.frame.stored_length])
         damaged[offset] ^= 1
         with pytest.raises(CorruptPackError, match="frame"):
-            seal.open(0, frame, table.keys.unpack(), [memoryview(damaged)])
+            seal.open(placed, [memoryview(damaged)])
 
 
 def test_pack_format_matches_documentation() -> None:

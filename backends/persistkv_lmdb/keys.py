@@ -2,8 +2,9 @@
 
 1. The file is durable before the first content that they seal. A damaged catalogue is renamed
    without it, so ``rebuild`` can open the packs.
-2. The catalogue names the keyring. A store whose file is missing, or another one's, is refused: it
-   is neither read nor written, and no keys are made for it.
+2. The catalogue names the keyring, whose id is random: two stores with one key of the user have
+   different data keys. A store whose file is missing, or another one's, is refused: it is neither
+   read nor written, and no keys are made for it.
 3. Only holders of the writer lock write the file.
 """
 
@@ -30,6 +31,7 @@ from persistkv_lmdb.files import (
 )
 
 _MOST_BYTES = 16 << 20  # 16 MiB
+_ID_BYTES = 8  # of a keyring
 _HINT = "key_file, key_env or key_command"
 
 
@@ -53,7 +55,8 @@ class KeyFile:
         there = self._read()
         if there or self._key is None:
             return self._keyring(there).id if there else ""
-        keyring = self._key.new_keyring()
+        data_keys = self._key.new_keyring().keys.values()
+        keyring = Keyring(os.urandom(_ID_BYTES).hex(), data_keys)
         self._write(self._key.wrap_all(keyring))
         return keyring.id
 

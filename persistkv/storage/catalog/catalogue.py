@@ -231,14 +231,13 @@ def totals(
 
 
 def check_batch(namespace: bytes, batch: CommitBatch, seal: Seal) -> None:
-    """Raise a StoreError if a pack of the batch belongs to another namespace, or has another seal
-    than the store.
+    """Raise a StoreError if a pack of the batch belongs to another namespace, or was made for a
+    store with other data keys.
 
-    :param seal: of the store: the same object, because two stores with one key of the user have
-        different data keys.
+    :param seal: of the store.
     """
-    if any(pack.seal is not seal for pack in batch.packs):
-        raise StoreError("a pack with another seal than the store's")
+    if any(pack.seal.keyring_id != seal.keyring_id for pack in batch.packs):
+        raise StoreError("a pack that was sealed with the keys of another store")
     if any(pack.namespace != namespace for pack in batch.packs):
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 

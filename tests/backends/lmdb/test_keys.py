@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -20,7 +22,12 @@ from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.records import StoreOptions
-from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
+from persistkv.testing.conformance.suite import (
+    check_totals,
+    read_pack,
+    sample_identity,
+    tables,
+)
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
 OLD, NEW = "0123456789abcdef" * 4, "fedcba9876543210" * 4
@@ -324,6 +331,150 @@ def test_commit_pack_of_replaced_store_raises_and_next_one_is_readable(
     found = content(with_key(place))
     assert list(found) == [stored]
     assert found[stored] is not None
+
+
+@pytest.mark.parametrize("how", ["removed", "empty", "half", "of another store"])
+def test_file_of_data_keys_lost_under_engine_leaves_engine_running(
+    tmp_path: Path, place: str, how: str
+) -> None:
+    """New openings are refused until the file is there again, and nothing is lost."""
+    other = f"{place}-other"
+    open_backend(with_key(other)).close()
+    file = tmp_path / "store" / "keys"
+    with closing(open_backend(with_key(place))) as backend:
+        stored = {store_one(backend, 1)}
+        kept = file.read_bytes()
+        damaged = {
+            "empty": b"",
+            "half": kept[: len(kept) // 2],
+            "of another store": (tmp_path / "store-other" / "keys").read_bytes(),
+        }
+        file.unlink()
+        if how in damaged:
+            file.write_bytes(damaged[how])
+        stored.add(store_one(backend, 2))
+        for read_only in (True, False):
+            with pytest.raises(CorruptStoreError, match="keys"):
+                open_backend(with_key(place), read_only=read_only)
+        stored.add(store_one(backend, 3))
+        name = sample_identity().digest
+        for table in tables(backend, name).values():
+            assert read_pack(backend, name, table) is not None
+    before = snapshot(tmp_path / "store")
+    with pytest.raises(CorruptStoreError, match="keys"):
+        open_backend(with_key(place))
+    assert snapshot(tmp_path / "store") == before
+    file.write_bytes(kept)
+    found = content(with_key(place))
+    assert set(found) == stored
+    assert None not in found.values()
+
+
+def test_engine_whose_segments_are_removed_stores_on_with_same_keys(
+    tmp_path: Path, place: str
+) -> None:
+    """The store is opened again, and a pack that was made before is committed."""
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 1)
+        namespace = backend.open_namespace(sample_identity()).id
+        pack = sample_pack(namespace, 2, seal=backend.seal)
+        shutil.rmtree(tmp_path / "store" / "segments")
+        (tmp_path / "store" / "lock.mdb").unlink()
+        backend.commit(namespace, CommitBatch([pack]))
+    with closing(open_backend(with_key(place), read_only=True)) as backend:
+        (table,) = backend.tables(namespace, [pack.pack_id])
+        assert read_pack(backend, namespace, table) == payload_of(pack)
+
+
+def rotate_until_killed(place: str, rotated: Connection) -> None:
+    """Replace the key of a store by the other one again and again."""
+    for number in range(1_000_000):
+        names = ["PERSISTKV_OLD_KEY", "PERSISTKV_NEW_KEY"]
+        if number % 2:
+            names.reverse()
+        with closing(open_backend(with_key(place, names[0]))) as backend:
+            backend.rotate_key(StoreKey(os.environ[names[1]].encode()))
+        rotated.send(number)
+
+
+def opens_with(place: str, key: str) -> bool:
+    """Return whether a key opens the store; then its packs are readable."""
+    try:
+        found = content(with_key(place, key))
+    except ConfigurationError:
+        return False
+    assert found
+    assert None not in found.values()
+    return True
+
+
+def test_rotation_killed_at_any_time_leaves_store_to_one_key(
+    tmp_path: Path, place: str
+) -> None:
+    """Openings meanwhile find one of the two keys, too, never a damaged file."""
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 1)
+    draw = random.Random(1)
+    context = multiprocessing.get_context("fork")
+    for _ in range(10):
+        rotated, theirs = context.Pipe()
+        if not opens_with(place, "PERSISTKV_OLD_KEY"):
+            with closing(open_backend(with_key(place, "PERSISTKV_NEW_KEY"))) as backend:
+                backend.rotate_key(StoreKey(OLD.encode()))
+        process = context.Process(target=rotate_until_killed, args=(place, theirs))
+        process.start()
+        theirs.close()
+        rotated.recv()
+        end = time.monotonic() + draw.uniform(0, 0.1)
+        while time.monotonic() < end:
+            for key in ("PERSISTKV_OLD_KEY", "PERSISTKV_NEW_KEY"):
+                opens_with(place, key)
+        process.kill()
+        process.join()
+        opened = [
+            opens_with(place, "PERSISTKV_OLD_KEY"),
+            opens_with(place, "PERSISTKV_NEW_KEY"),
+        ]
+        assert sorted(opened) == [False, True]
+
+
+def test_engines_that_create_a_store_at_once_have_one_keyring(place: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = []
+    for first in range(0, 400, 100):
+        ours, theirs = context.Pipe()
+        arguments = (with_key(place), range(first, first + 5), theirs)
+        process = context.Process(target=commit_all, args=arguments)
+        process.start()
+        writers.append((process, ours))
+    for process, _ in writers:
+        process.join(60)
+        assert process.exitcode == 0
+    found = content(with_key(place))
+    assert len(found) == 20
+    assert None not in found.values()
+
+
+@pytest.mark.parametrize("placement", ["extents", "inline"])
+def test_commit_full_store_with_key_evicts_within_capacity(
+    place: str, placement: str
+) -> None:
+    url = with_key(place, capacity="16MiB", placement=placement)
+    with closing(open_backend(url)) as backend:
+        namespace = backend.open_namespace(sample_identity()).id
+        for seed in range(200):
+            pack = sample_pack(
+                namespace, seed, seal=backend.seal, blocks=4, block_bytes=64 << 10
+            )
+            request = sample_manifest(f"r{seed}", seed, packs=[pack.pack_id])
+            backend.commit(namespace, CommitBatch([pack], [request]))
+            assert backend.stats().disk_bytes <= 16 << 20
+        used = backend.stats().stored_bytes
+        check_totals(backend)
+    assert used > 0.8 * (16 << 20)
+    found = content(url)
+    assert None not in found.values()
+    assert pack.pack_id in found
 
 
 def test_salts_of_killed_and_restarted_engines_never_repeat(

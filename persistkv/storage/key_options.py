@@ -14,6 +14,8 @@ from persistkv.errors import ConfigurationError, FileError
 from persistkv.storage.format.keys import StoreKey
 
 _LEAST_BYTES = 32
+# 64 KiB: a larger file is something else, such as a model
+_MOST_BYTES = 64 << 10
 _COMMAND_S = 30.0
 KEY_OPTIONS = ("key_file", "key_env", "key_command")
 
@@ -42,7 +44,7 @@ class KeyOptions(msgspec.Struct, frozen=True):
     def store_key(self) -> StoreKey | None:
         """Return the key; None: none is named. Errors do not reveal it.
 
-        :raises ConfigurationError: it cannot be read, or is too short.
+        :raises ConfigurationError: it cannot be read, is too short, or is more than 64 KiB.
         :raises MissingExtraError: the library for keys is not installed.
         """
         sources: dict[str, Callable[[str], bytes]] = {
@@ -61,13 +63,19 @@ class KeyOptions(msgspec.Struct, frozen=True):
                     f"prints; found {len(secret)}"
                 )
                 raise ConfigurationError(name, value, expected)
+            if len(secret) > _MOST_BYTES:
+                raise ConfigurationError(
+                    name, value, f"a key of at most {_MOST_BYTES} bytes"
+                )
             return StoreKey(secret)
         return None
 
 
 def _of_file(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with open(path, "rb") as file:
+            # with white space around the longest key, and one byte more
+            return file.read(2 * _MOST_BYTES)
     except OSError as error:
         raise FileError("read", Path(path), error) from None
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,8 @@ def test_key_options_short_key_raises_without_showing_it(
         ("key_command", "", "key_command"),
         ("key_file", "a\0b", "key_file"),
         ("key_env", "a\0b", "found 0"),
+        ("key_file", "/dev/zero", "at most 65536 bytes"),
+        ("key_command", "head -c 100000 /dev/zero", "at most 65536 bytes"),
     ],
 )
 def test_key_options_unreadable_key_raises(
@@ -95,3 +98,14 @@ def test_key_options_key_that_is_no_text_is_the_same_from_each_source(
         key = options.store_key()
         assert key is not None
         assert key.id == StoreKey(secret).id
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_key_options_command_that_hangs_raises_at_deadline() -> None:
+    """The command leaves a process behind that has its output open, too."""
+    command = "sh -c 'sleep 300 & sleep 300'"
+    begin = time.monotonic()
+    with pytest.raises(ConfigurationError, match="TimeoutExpired"):
+        KeyOptions(key_command=command).store_key()
+    assert 25 < time.monotonic() - begin < 60

@@ -34,9 +34,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from persistkv.errors import StoreError
+from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
+from persistkv.storage.format.seal import Seal
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,6 @@ _HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"PKVINDX1"
 _BITS = 64  # bits of a fingerprint
 _ENTRY = np.dtype([("fingerprint", "<u8"), ("pack", "<u4")])
-_CHECKSUM_BYTES = 8
 
 Fps = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -639,9 +639,12 @@ class Index:
 
     # The file
 
-    def save(self, path: Path, cursor: bytes) -> None:
+    def save(self, path: Path, cursor: bytes, seal: Seal, name: bytes) -> None:
         """Write the index as of ``cursor`` to a file for the next opening, unless it has fewer than
         65,536 entries. Adopted keys are removed. A failure is only logged; the old file remains.
+
+        :param seal: of the store: fingerprints of keys confirm a guess of the prompt.
+        :param name: of the record in the file.
         """
         if self._num_adopted:
             self.remove_adopted()
@@ -655,44 +658,38 @@ class Index:
                 raise StoreError(
                     f"it takes {num_bytes} bytes, more than half of the free space"
                 )
-            replace_file(path, self._pieces(cursor))
-        except (OSError, StoreError) as error:
+            replace_file(path, [seal.sealed(name, b"".join(self._pieces(cursor)))])
+        except (OSError, StoreError, MemoryError, OverflowError) as error:
             logger.info("the index is not saved in %s: %s", path, error)
 
     def _pieces(self, cursor: bytes) -> Iterator[bytes]:
-        """Yield the content of the file: header, cursor, numbers and ids of the packs, entries,
-        checksum."""
+        """Yield the content of the file: header, cursor, numbers and ids of the packs, entries."""
         numbers = np.fromiter(self._packs.numbers(), np.uint32, len(self._packs))
         header = _HEADER.pack(_MAGIC, _BITS, len(cursor), len(numbers), len(self))
-        packed_numbers = numbers.astype("<u4").tobytes()
-        packed_ids = b"".join(self._packs.ids())
-        digest = xxhash.xxh3_64()
-        for piece in (header, cursor, packed_numbers, packed_ids):
-            digest.update(piece)
-            yield piece
+        yield header
+        yield cursor
+        yield numbers.astype("<u4").tobytes()
+        yield from self._packs.ids()
         table = self._table
         for start in range(0, table.slots, _AT_ONCE):
             at = start + np.flatnonzero(table.packs[start : start + _AT_ONCE])
             entries = np.empty(len(at), _ENTRY)
             entries["fingerprint"] = table.fingerprints[at]
             entries["pack"] = table.packs[at]
-            piece = entries.tobytes()
-            digest.update(piece)
-            yield piece
-        yield digest.intdigest().to_bytes(_CHECKSUM_BYTES, "little")
+            yield entries.tobytes()
 
-    def load(self, path: Path) -> bytes | None:
+    def load(self, path: Path, seal: Seal, name: bytes) -> bytes | None:
         """Fill an empty index from a file that ``save`` wrote, and return its cursor; None if the
         file is absent or damaged. The index is still empty then.
         """
         try:
-            data = _read_saved(path)
+            data = seal.opened(name, _read_saved(path))
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, CorruptPackError) as error:
             logger.info("the index is not loaded from %s: %s", path, error)
             return None
-        if data is None:
+        if len(data) < _HEADER.size:
             return None
         magic, bits, cursor_bytes, packs, entries = _HEADER.unpack_from(data)
         if (magic, bits) != (_MAGIC, _BITS):
@@ -701,18 +698,18 @@ class Index:
         ids_at = numbers_at + 4 * packs
         entries_at = ids_at + ID_BYTES * packs
         numbers = np.frombuffer(data[numbers_at:ids_at], "<u4").tolist()
-        ids = PackedKeys(bytes(data[ids_at:entries_at]), ID_BYTES).unpack()
+        ids = PackedKeys(data[ids_at:entries_at], ID_BYTES).unpack()
         for pack_id, number in zip(ids, numbers, strict=True):
             self._packs.put(pack_id, number)
         table = _FingerprintTable(self._size_for(entries))
         table.prefault(0, table.slots)
-        saved = np.frombuffer(data[entries_at:], _ENTRY)
+        saved = np.frombuffer(data, _ENTRY, offset=entries_at)
         for start in range(0, entries, _AT_ONCE):
             some = saved[start : start + _AT_ONCE]
             table.insert(some["fingerprint"].copy(), some["pack"].copy())
         self._replace(table)
         self._last = max(numbers, default=0)
-        return bytes(data[_HEADER.size : numbers_at])
+        return data[_HEADER.size : numbers_at]
 
     # Replacement of the table
 
@@ -797,16 +794,9 @@ class Index:
         self._new = None
 
 
-def _read_saved(path: Path) -> memoryview | None:
-    """Return a file that ``Index.save`` wrote without its checksum; None if it is damaged."""
+def _read_saved(path: Path) -> bytes:
+    """Return the content of a file that ``Index.save`` wrote."""
     # a link or FIFO in a store must not make the engine read another file, or wait
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(path, flags), "rb") as file:
-        saved = memoryview(file.read() or b"")
-    end = len(saved) - _CHECKSUM_BYTES
-    if end < _HEADER.size:
-        return None
-    checksum = xxhash.xxh3_64_intdigest(saved[:end])
-    if checksum.to_bytes(_CHECKSUM_BYTES, "little") != saved[end:]:
-        return None
-    return saved[:end]
+        return file.read() or b""

@@ -36,6 +36,7 @@ from persistkv.storage.format.manifest import (
 )
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
+from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.index import HeldPack, Index, set_bounded
 from persistkv.storage.records import (
     RequestEnd,
@@ -142,6 +143,9 @@ class NamespaceView:
         self._repair_work = _RepairWork()
         self._failure_logged_at: float | None = None
         self._file: Path | None = None
+        self._file_name = b"index of " + namespace
+        """Name of the record in ``_file``."""
+        self._file_seal: Seal = PLAIN
         self._saved: bytes | None = None
         """``cursor`` of the index that is saved in ``_file``; None: no valid file."""
         try:
@@ -156,12 +160,12 @@ class NamespaceView:
     def _load(self) -> Changes:
         """Load the index from its file, and return the changes since then; without a file, the
         whole catalogue."""
-        # fingerprints of keys confirm a guess of the prompt: a store with a key saves none
-        if not self.backend.seal.encrypts:
-            self._file = self.backend.index_file(self.namespace)
-        self._saved = self.cursor = (
-            None if self._file is None else self.index.load(self._file)
-        )
+        self._file = self.backend.index_file(self.namespace)
+        if self._file is not None:
+            # of now: a backend that is closed has none
+            self._file_seal = self.backend.seal
+            self.cursor = self.index.load(self._file, self._file_seal, self._file_name)
+            self._saved = self.cursor
         changes = self.backend.changes(self.namespace, self.cursor)
         if self._file is not None and changes.reset:
             # its cursor must not become valid later, in a store that is restored from a copy
@@ -190,7 +194,7 @@ class NamespaceView:
             and is_whole
             and saves
         ):
-            self.index.save(file, self.cursor)
+            self.index.save(file, self.cursor, self._file_seal, self._file_name)
         self.index.close()
 
     async def call(self, call: Callable[[], T]) -> T:

@@ -23,15 +23,25 @@ from tests.storage.stores import inject_faults
 PACKS, BLOCKS = 17, 4096  # enough keys for a file
 
 
+KEY = "PERSISTKV_TEST_KEY"
+
+
+@pytest.fixture(params=["", f"&key_env={KEY}"], ids=["plain", "key"])
+def url(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    monkeypatch.setenv(KEY, "k" * 32)
+    return f"lmdb://{tmp_path}/store?capacity=256MiB{request.param}"
+
+
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"lmdb://{tmp_path}/store?capacity=256MiB"
-
-
-@pytest.fixture(scope="module")
-def packs() -> list[PackWriter]:
+def packs(url: str) -> list[PackWriter]:
+    """Packs for the store, which is created."""
+    backend = open_backend(url)
+    seal = backend.seal
+    backend.close()
     return [
-        sample_pack(IDENTITY.digest, seed, blocks=BLOCKS, block_bytes=1)
+        sample_pack(IDENTITY.digest, seed, blocks=BLOCKS, block_bytes=1, seal=seal)
         for seed in range(PACKS + 1)
     ]
 

@@ -312,22 +312,26 @@ class TestCopyCommand:
     @pytest.mark.parametrize(
         ("first", "second"), [("", "one"), ("one", "two"), ("two", "")]
     )
+    @pytest.mark.parametrize("medium", ["file", "lmdb"])
     def test_copy_to_store_with_another_key_reproduces_content(
-        self, run, store, tmp_path, first, second
+        self, run, store, tmp_path, medium, first, second
     ):
-        """The stores are in the same directory: content under another key is another store."""
+        """Shared stores are in the same directory: content under another key is another store."""
         url, writer = store
 
-        def shared(key):
+        def keyed(key):
+            place = f"{medium}://{tmp_path}/keyed"
+            if medium == "lmdb":
+                place += f"-{key}"
             if not key:
-                return f"file://{tmp_path}/shared"
+                return place
             (tmp_path / key).write_bytes(KEYS[key])
-            return f"file://{tmp_path}/shared?key_file={tmp_path}/{key}"
+            return f"{place}?key_file={tmp_path}/{key}"
 
-        assert run("copy", url, shared(first)).returncode == 0
-        done = run("copy", shared(first), shared(second), "--json")
+        assert run("copy", url, keyed(first)).returncode == 0
+        done = run("copy", keyed(first), keyed(second), "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["copied"]["requests"] == 2
-        assert opened_at(shared(second)) == opened(writer.backend)
-        assert run("verify", shared(second)).returncode == 0
-        assert run("copy", shared(second), shared(second)).returncode == 2
+        assert opened_at(keyed(second)) == opened(writer.backend)
+        assert run("verify", keyed(second)).returncode == 0
+        assert run("copy", keyed(second), keyed(second)).returncode == 2

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from persistkv.connector.common import KVCacheGroupSpec
@@ -87,7 +87,20 @@ def probes(
     ]
 
 
+# the group that ends the match has smaller blocks than the other one
+MIXED_BLOCKS = (
+    [
+        GroupGeometry(KVCacheGroupSpec(4, None), factor=1),
+        GroupGeometry(KVCacheGroupSpec(1, None), factor=1),
+    ],
+    [{0, 1, 2}, {0, 1, 2, 3, 4}],
+    12,
+    0,
+)
+
+
 @settings(max_examples=200, deadline=None)
+@example(MIXED_BLOCKS)
 @given(contexts())
 def test_longest_match_any_context_equals_exhaustive_search(context: Context) -> None:
     groups, present, tokens, start = context

@@ -92,6 +92,8 @@ def _stored(fingerprints: Fps) -> Fps:
 
     Lookups of a single key do not, so they miss such a key (2 of 2^64).
     """
+    if fingerprints.min(initial=_GONE + 1) > _GONE:
+        return fingerprints
     return np.where(fingerprints <= _GONE, fingerprints + np.uint64(2), fingerprints)
 
 
@@ -291,7 +293,8 @@ class _FingerprintTable:
         left = np.arange(len(fingerprints))
         while len(left):
             slots = probed[left]
-            free = self.fingerprints[slots] <= _GONE
+            held = self.fingerprints[slots]
+            free = held <= _GONE
             # Several entries may have reached one free slot. Each writes its index there; the one
             # that is read back gets the slot, and the others continue.
             self.packs[slots[free]] = left[free]
@@ -299,7 +302,7 @@ class _FingerprintTable:
 
             at = slots[won]
             winners = left[won]
-            self.used += int(np.count_nonzero(self.fingerprints[at] == _EMPTY))
+            self.used += int(np.count_nonzero(held[won] == _EMPTY))
             # the fingerprint last, because it makes the entry visible to the engine
             self.packs[at] = packs[winners]
             self.fingerprints[at] = fingerprints[winners]
@@ -490,6 +493,8 @@ class Index:
         table = self._table
         wanted = _stored_fingerprints(keys)
         found, slots = _matches(table.fingerprints, table.slots, wanted)
+        if not found.any():
+            return [None] * len(keys)
         numbers = np.where(found, table.packs[slots], 0)
         number_of_each = numbers.tolist()
         # consecutive keys are mostly in one pack

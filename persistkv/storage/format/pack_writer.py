@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -310,44 +310,50 @@ class PackWriter(NewPack):
         # a new one for each attempt, so that no key seals two attempts
         frame_seal = self.seal.new_pack(self.namespace)
         frames: list[Frame] = []
-        raw: list[tuple[int, _StoredFrame]] = []
-        offset = 0
+        raw: dict[int, _StoredFrame] = {}
         for stored in self._stored_frames(frame_seal):
-            frame = stored.frame._replace(offset=offset)
             # its tag is still to be computed
             if stored.keys:
-                raw.append((len(frames), stored))
-            frames.append(frame)
+                raw[len(frames)] = stored
+            frames.append(stored.frame)
             yield from stored.pieces
-            end = frame.offset + frame.stored_length
-            offset = align(end)
-            if offset > end:
-                yield bytes(offset - end)
+            length = stored.frame.stored_length
+            padding = align(length) - length
+            if padding:
+                yield bytes(padding)
         # The checksums of raw frames wait for the access to ``table``: a backend may write the
         # frames while they are computed.
-        make_table = partial(self._make_table, frame_seal, frames, raw, offset)
+        make_table = partial(self._make_table, frame_seal, frames, raw)
         self._make_pending_table = make_table
         self.written = True
 
     def _make_table(
         self,
         frame_seal: FrameSeal,
-        frames: list[Frame],
-        raw: Iterable[tuple[int, _StoredFrame]],
-        end: int,
+        frames: Sequence[Frame],
+        raw: Mapping[int, _StoredFrame],
     ) -> PackTable:
-        for number, stored in raw:
-            frame = frames[number]
-            placed = PlacedFrame(number, frame, stored.keys)
-            _, tag = frame_seal.seal(placed, stored.pieces)
-            frames[number] = frame._replace(tag=tag)
+        """Return the table of these frames, in order, which lack their offsets.
+
+        :param raw: by their numbers, those that also lack their tags.
+        """
+        complete: list[Frame] = []
+        end = 0
+        for number, frame in enumerate(frames):
+            tag = frame.tag
+            if number in raw:
+                stored = raw[number]
+                placed = PlacedFrame(number, frame, stored.keys)
+                _, tag = frame_seal.seal(placed, stored.pieces)
+            complete.append(frame._replace(offset=end, tag=tag))
+            end += align(frame.stored_length)
         return PackTable(
             self.namespace,
             self.pack_id,
             str(self.codec),
             end,
             self.raw_length,
-            pack_frames(frames),
+            pack_frames(complete),
             self.keys,
             frame_seal.key_id,
             frame_seal.salt,

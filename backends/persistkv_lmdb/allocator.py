@@ -266,11 +266,11 @@ class Allocator:
             self._join(extent)
             self.free += extent.pages
 
-    def retire(self, name: bytes) -> bool:
-        """Make the extents of the pack ``name`` free. Return False if it has none."""
+    def retire(self, name: bytes) -> None:
+        """Make the extents of the pack ``name`` free, if it has any."""
         extents = read_extents(self._rows, name)
         if extents is None:
-            return False
+            return
         self._rows.delete(EXTENTS, name)
         segments = self.segments()
         for extent in extents:
@@ -279,7 +279,6 @@ class Allocator:
             # freed
             if extent.pages > 0 and extent.end <= segment_end:
                 self.free_now([extent])
-        return True
 
     def extend(self, segment: int, before: int, pages: int) -> None:
         """Record that a segment has ``pages`` pages instead of ``before``; the added ones are
@@ -437,15 +436,14 @@ class ExtentPayloads:
         """Holes that this transaction has made, to be punched after its commit."""
         self._rows = transaction
         self._files = files
-        self._inline = InlinePayloads(transaction)
-        self._is_inline = inline
+        self._inline = InlinePayloads(transaction) if inline else None
 
     def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
         """Store a payload in LMDB, or record the extents in ``placed`` as those of the pack.
 
         :raises NotPlacedError: the payload is to be in extents, and was not written.
         """
-        if self._is_inline:
+        if self._inline is not None:
             self._inline.write(name, stream)
         elif name in self.placed:
             self.allocator.publish(name, self.placed[name])
@@ -488,8 +486,10 @@ class ExtentPayloads:
         return self.allocator.take(pages, most_extents)
 
     def delete(self, name: bytes) -> None:
-        if not self.allocator.retire(name):
+        if self._inline is not None:
             self._inline.delete(name)
+        else:
+            self.allocator.retire(name)
 
     def shrink(self, limit: int) -> bool:
         """Return disk space of free pages to the file system, down to ``limit`` bytes in all.

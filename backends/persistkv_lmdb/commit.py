@@ -40,8 +40,8 @@ from persistkv.storage.catalog.rows import (
     LINKS,
     NAMESPACES,
     PACKS,
+    holds_pack,
     is_current,
-    pack_table,
     read_state,
 )
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
@@ -129,7 +129,8 @@ class BatchCommit:
         # packs that this batch deletes before it adds them
         self._rewritten = {*batch.deletions, *batch.bad}
         self._placed: dict[bytes, list[Extent]] = {}
-        """Extents of the packs that the present attempt has written durably, by pack id."""
+        """Extents of the packs that the present attempt has written durably, by namespace and pack
+        id."""
         self._erasures = 0  # number of the last erasure before the packs are written
         # of segment files, before the packs are written: later ones may lose their bytes
         self._replacements = 0
@@ -244,7 +245,7 @@ class BatchCommit:
                 tails = tails[tail_bytes:]
                 written_bytes = files.write(rest, self._whole(pack, rest, tail))
                 own, rest = split(rest, pages_for(written_bytes))
-                placed[pack.pack_id] = own
+                placed[self._namespace + pack.pack_id] = own
             files.sync()
         except BaseException:
             files.abandon()
@@ -284,7 +285,7 @@ class BatchCommit:
             commit, room = self._begin(transaction)
             if not room.is_inline:
                 self._check_placed(transaction)
-            room.payloads.placed = self._placed_by_name()
+            room.payloads.placed = self._placed
             room.check()
 
             commit.remove(batch)
@@ -307,13 +308,6 @@ class BatchCommit:
         self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
 
-    def _placed_by_name(self) -> dict[bytes, Sequence[Extent]]:
-        """Return ``_placed`` by namespace and pack id."""
-        placed: dict[bytes, Sequence[Extent]] = {}
-        for pack_id, extents in self._placed.items():
-            placed[self._namespace + pack_id] = extents
-        return placed
-
     def _describe_namespace(
         self, transaction: TableRows, commit: CatalogTransaction
     ) -> None:
@@ -326,9 +320,8 @@ class BatchCommit:
     def _check_placed(self, rows: TableRows) -> None:
         """Raise NotPlacedError if a pack that the store lacks was not written, or was written to
         extents that are not reserved for this process, or to a file that was replaced since."""
-        for pack in self._added(rows):
-            if pack.pack_id not in self._placed:
-                raise NotPlacedError
+        if self._unplaced(self._added(rows)):
+            raise NotPlacedError
         reserved = self._reserved(rows)
         placed = self._placed_extents()
         unused = without(reserved, placed)
@@ -379,8 +372,8 @@ class BatchCommit:
         """Mark the written packs that another process has stored meanwhile as not written by this
         commit."""
         for pack in self._batch.packs:
-            is_published = self._namespace + pack.pack_id in room.payloads.published
-            if pack.pack_id in self._placed and not is_published:
+            name = self._namespace + pack.pack_id
+            if name in self._placed and name not in room.payloads.published:
                 pack.restart()
 
     def _reserved(self, rows: TableRows) -> list[Extent]:
@@ -399,13 +392,16 @@ class BatchCommit:
             if pack.pack_id in added:
                 continue
             is_rewritten = pack.pack_id in self._rewritten
-            if is_rewritten or not self._holds(rows, pack.pack_id):
+            name = self._namespace + pack.pack_id
+            if is_rewritten or not holds_pack(rows, name):
                 added[pack.pack_id] = pack
         return list(added.values())
 
-    def _holds(self, rows: TableRows, pack_id: bytes) -> bool:
-        name = self._namespace + pack_id
-        return pack_table(name, rows.get(PACKS, name)) is not None
+    def _unplaced(self, packs: Iterable[NewPack]) -> list[NewPack]:
+        """Return the packs that the present attempt has not written."""
+        return [
+            pack for pack in packs if self._namespace + pack.pack_id not in self._placed
+        ]
 
     def write_after_eviction(self, full: StoreFullError) -> CommitResult:
         """Evict in short transactions, and write a batch for which ``write`` raised ``full``.
@@ -481,7 +477,7 @@ class BatchCommit:
         )
         self._check_seen(transaction, commit.cursor)
         added = self._added(transaction)
-        unplaced = [pack for pack in added if pack.pack_id not in self._placed]
+        unplaced = self._unplaced(added)
         rows_bytes = rows_bound(added, self._batch.manifests)
         if rows_bytes:
             rows_bytes += commit.beginning_bytes

@@ -109,7 +109,8 @@ class MapLock:
         """Hold the lock shared, after an exclusive holder, and at most 50 ms after threads that
         want to be one."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
+            if self._wanted:
+                self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
             self._inside += 1
         try:
             yield

@@ -75,19 +75,10 @@ class Room:
         """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for
         deletions."""
 
-    @property
-    def _segment_bytes(self) -> int:
-        """Bytes of the segment files on disk."""
-        return self.payloads.allocator.total * PAGE_BYTES
-
-    @property
-    def _reserved_bytes(self) -> int:
-        """Bytes of the segments that writers have reserved."""
-        return self.payloads.allocator.reserved * PAGE_BYTES
-
     def fits_when_empty(self) -> bool:
         """Return whether the batch would fit if everything were evicted."""
-        payload = self.need.payload + self._reserved_bytes
+        reserved = self.payloads.allocator.reserved * PAGE_BYTES
+        payload = self.need.payload + reserved
         return (
             self.need.catalogue <= self.limit.catalogue
             and payload <= self.limit.payload
@@ -135,11 +126,12 @@ class Room:
         goal = self.limit.minus(self.need)
         if not self.fits(goal):
             raise self.full()
-        growth = max(0, self.limit.payload - self._segment_bytes)
+        on_disk = allocator.total * PAGE_BYTES
+        growth = max(0, self.limit.payload - on_disk)
         free = allocator.free * PAGE_BYTES + growth
         if self.need.payload > free:
             raise self.full()
-        is_too_large = self._segment_bytes > self.payloads.limit and allocator.free > 0
+        is_too_large = on_disk > self.payloads.limit and allocator.free > 0
         # the catalogue may need the space
         if is_too_large and self._environment.files.punches:
             raise self.full()
@@ -189,7 +181,8 @@ class Room:
         """Return how much of the segments to reserve for the next commit: what the largest of the
         last ones took."""
         segments = self.limit.payload
-        left_of_all = segments // _ALL_RESERVED_SHARE - self._reserved_bytes
+        reserved = self.payloads.allocator.reserved * PAGE_BYTES
+        left_of_all = segments // _ALL_RESERVED_SHARE - reserved
         own = min(_MAX_RESERVED, segments // _RESERVED_SHARE)
         largest = max(self._environment.taken, default=0)
         ahead = min(largest, own, left_of_all)

@@ -450,6 +450,12 @@ def pack_table(key: Buffer, row: Buffer | None) -> PackTable | None:
     return table if table.namespace + table.pack_id == key else None
 
 
+def holds_pack(rows: TableRows, name: bytes) -> bool:
+    """Return whether the store has a pack, and its table can be read."""
+    row = rows.get(PACKS, name)
+    return pack_table(name, row) is not None
+
+
 def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -> bytes:
     """Return the value of a row in ``LOG``.
 

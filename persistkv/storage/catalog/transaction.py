@@ -38,6 +38,7 @@ from persistkv.storage.catalog.rows import (
     Use,
     encode_change,
     encode_namespace,
+    holds_pack,
     manifest_row,
     manifests_of,
     pack_table,
@@ -182,9 +183,11 @@ class CatalogTransaction:
     def missing(self, packs: Iterable[NewPack]) -> list[NewPack]:
         """Return the packs that ``add`` would write: those that are not held, or whose table is
         damaged."""
-        return [
-            pack for pack in packs if not self._holds(self._namespace + pack.pack_id)
-        ]
+        lacking: list[NewPack] = []
+        for pack in packs:
+            if not holds_pack(self._rows, self._namespace + pack.pack_id):
+                lacking.append(pack)
+        return lacking
 
     def evict(self, is_enough: Callable[[], bool], at_most: int) -> Evicted:
         """Evict in eviction order until a goal is met.
@@ -312,16 +315,11 @@ class CatalogTransaction:
 
     # Packs
 
-    def _holds(self, name: bytes) -> bool:
-        """Return whether the store has a pack, and its table can be read."""
-        row = self._rows.get(PACKS, name)
-        return pack_table(name, row) is not None
-
     def _add(self, pack: NewPack) -> None:
         """Write a pack, or touch it if it is held. A pack with a damaged table is not held and is
         rewritten."""
         name = self._namespace + pack.pack_id
-        if self._holds(name):
+        if holds_pack(self._rows, name):
             self._touch_held(name)
             return
         self._delete_pack(name)
@@ -332,9 +330,9 @@ class CatalogTransaction:
         table = pack.table
         added_at = SEQUENCE.pack(self._state.sequence)
         self._rows.put(PACKS, name, added_at + table.encode())
-        self._order.add_pack(name, table.depth, self._pins_of(name))
         # in a shared store, a manifest may arrive before its packs
-        named = self._named_by(name)
+        pins, named = self._named_by(name)
+        self._order.add_pack(name, table.depth, pins)
         if named:
             self._order.touch(name, named)
         self._state.count(table, 1)
@@ -344,7 +342,8 @@ class CatalogTransaction:
         could not be evicted."""
         is_listed = self._order.touch(name)
         if not is_listed:
-            self._order.add_pack(name, UNKNOWN_DEPTH, self._pins_of(name))
+            pins, _ = self._named_by(name)
+            self._order.add_pack(name, UNKNOWN_DEPTH, pins)
 
     def _remove(self, name: bytes, row: Use | Chain) -> None:
         """Evict the pack or manifest of a row in the eviction order."""
@@ -462,24 +461,17 @@ class CatalogTransaction:
         position = packs.index(after)
         return packs[position + 1 :]
 
-    def _pins_of(self, pack: bytes) -> int:
-        """Return the number of pinned manifests that name a pack."""
+    def _named_by(self, pack: bytes) -> tuple[int, int]:
+        """Return ``Use.pins`` and ``Use.named`` of a pack, from the manifests that name it."""
         pins = 0
-        for manifest in manifests_of(self._rows, pack):
-            chain = self._order.chain(manifest)
-            if chain is not None and chain.pinned:
-                pins += 1
-        return pins
-
-    def _named_by(self, pack: bytes) -> int:
-        """Return ``Use.named`` of a pack, from the manifests that name it."""
         highest = 0
         for manifest in manifests_of(self._rows, pack):
             chain = self._order.chain(manifest)
             if chain is not None:
+                pins += chain.pinned
                 named = NAMED_LOW if chain.flags & LOW else NAMED
                 highest = max(highest, named)
-        return highest
+        return pins, highest
 
     def pin(self, name: bytes, pinned: bool) -> None:
         """Pin or unpin a manifest, and the packs that it names. A name that is not held is

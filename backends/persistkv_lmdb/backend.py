@@ -368,12 +368,21 @@ class LmdbBackend(Backend):
             # again: a store in place of a replaced one has other keys
             check_batch(namespace, batch, environment.database.seal)
             try:
+                self._make_keys(environment, batch)
                 return self._commit(environment, namespace, batch)
             except ReplacedError:
                 self._follow(environment)
                 for pack in batch.packs:
                     pack.restart()
         raise self._keeps_changing()
+
+    def _make_keys(self, environment: Environment, batch: CommitBatch) -> None:
+        """Make the data keys of tenants that have none, durably, before their first packs."""
+        seal = environment.database.seal
+        if seal.lacking(pack.tenant for pack in batch.packs):
+            # for the writer lock
+            with environment.transaction(write=True), files.translated_io(self._path):
+                environment.database.keys.make(pack.tenant for pack in batch.packs)
 
     def _commit(
         self, environment: Environment, namespace: bytes, batch: CommitBatch

@@ -159,7 +159,7 @@ class Database:
     def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
         self._path = path
         self._policy = policy
-        self._keys = keys
+        self.keys = keys
         self._keyring_id: str | None = None
         self.seal: Seal = PLAIN
         """Seals rows and packs; valid while the environment is open."""
@@ -202,7 +202,7 @@ class Database:
                     keyring_id = read_keyring(TableRows(txn, self._databases))
                 # an open handle keeps its keys: the user's may have been replaced
                 if keyring_id != self._keyring_id:
-                    self.seal = self._keys.seal(keyring_id)
+                    self.seal = self.keys.seal(keyring_id)
                     self._keyring_id = keyring_id
                 if not exists:
                     files.sync_directory(self._path)
@@ -219,7 +219,7 @@ class Database:
             self._databases = create_databases(env, txn, self._policy)
             if is_new:
                 # durable before the row: without the keys, the store could never be read
-                keyring_id = self._keys.prepare()
+                keyring_id = self.keys.prepare()
                 write_keyring(TableRows(txn, self._databases), keyring_id)
 
     def close(self) -> None:

@@ -5,19 +5,29 @@
 2. The catalogue names the keyring, whose id is random: two stores with one key of the user have
    different data keys. A store whose file is missing, or another one's, is refused: it is neither
    read nor written, and no keys are made for it.
-3. Only holders of the writer lock write the file.
+3. Only holders of the writer lock write the file. Any process may add a tenant's data key: others
+   read the file again when they meet one that they do not know.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
-from persistkv.errors import ConfigurationError, CorruptPackError, CorruptStoreError
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptPackError,
+    CorruptStoreError,
+    StoreError,
+)
 from persistkv.storage.format.keys import (
+    DataKey,
     Keyring,
+    StoredKeys,
     StoreKey,
-    WrappedKey,
+    TenantKey,
     WrongKeyError,
     decode_keys,
     encode_keys,
@@ -45,6 +55,10 @@ class KeyFile:
         self._store = store
         self._key = key
         self._path = store / KEY_FILE
+        self._keyring: Keyring | None = None
+        """The data keys of the open store; None: it has none, or is not open."""
+        self._lock = threading.Lock()
+        self._seal = KeySeal(self._known, self._reload)
 
     def prepare(self) -> str:
         """Return the id of the keyring for a new store, after making it, unless it is there; empty:
@@ -53,11 +67,13 @@ class KeyFile:
         :raises ConfigurationError: data keys are there, and the user's key does not unwrap them.
         """
         there = self._read()
-        if there or self._key is None:
-            return self._keyring(there).id if there else ""
+        if there.wrapped:
+            return self._unwrapped(there).id
+        if self._key is None:
+            return ""
         data_keys = self._key.new_keyring().keys.values()
         keyring = Keyring(os.urandom(_ID_BYTES).hex(), data_keys)
-        self._write(self._key.wrap_all(keyring))
+        self._write(self._wrapped(self._key, keyring, ()))
         return keyring.id
 
     def known(self) -> str:
@@ -66,8 +82,8 @@ class KeyFile:
         :raises ConfigurationError: the user's key is missing, another one, or not for this store.
         """
         there = self._read()
-        if there:
-            return self._keyring(there).id
+        if there.wrapped:
+            return self._unwrapped(there).id
         if self._key is not None:
             raise ConfigurationError(
                 "key", self._key.id, f"no key: there is no {self._path}"
@@ -90,42 +106,86 @@ class KeyFile:
                 )
             return PLAIN
         there = self._read()
-        if not there:
+        if not there.wrapped:
             raise CorruptStoreError(
                 f"{self._path} is missing: nothing can read the store without it"
             )
-        keyring = self._keyring(there)
+        keyring = self._unwrapped(there)
         if keyring.id != keyring_id:
             raise CorruptStoreError(
                 f"{self._path} is of the keyring {keyring.id}, and the store of {keyring_id}"
             )
-        return KeySeal(lambda: keyring)
+        self._keyring = keyring
+        self._add(there.tenants)
+        return self._seal
+
+    def make(self, tenants: Iterable[str]) -> None:
+        """Make the data keys of these tenants, unless another process has made them. The caller
+        holds the writer lock.
+
+        :raises OSError: the file was not replaced.
+        """
+        there = self._read()
+        self._add(there.tenants)
+        made = list(map(DataKey.new, self._known().lacking(tenants)))
+        if not made:
+            return
+        added = [TenantKey(key.id, self._seal.sealed_key(key)) for key in made]
+        self._write(StoredKeys(there.wrapped, (*there.tenants, *added)))
+        self._add(added)
+
+    def _known(self) -> Keyring:
+        if self._keyring is None:
+            raise StoreError(f"{self._store} is not open, or has no key")
+        return self._keyring
+
+    def _reload(self, key_id: bytes) -> Keyring:
+        """Read the keys of tenants again."""
+        self._add(self._read().tenants)
+        return self._known()
+
+    def _add(self, tenants: Iterable[TenantKey]) -> None:
+        """Add the data keys of tenants that are not known."""
+        with self._lock:
+            known = self._known()
+            new = [key for key in tenants if key.id not in known.keys]
+            try:
+                opened = [self._seal.opened_key(key.id, key.sealed) for key in new]
+            except CorruptPackError as error:
+                raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
+            self._keyring = known.extended(opened)
 
     def rotate(self, key: StoreKey) -> None:
-        """Wrap the data keys with another key of the user. The caller holds the writer lock.
+        """Wrap the data key of the store with another key of the user. The caller holds the writer
+        lock.
 
         :raises ConfigurationError: the store has no key; its key is the other one already, or is
             not the user's.
         :raises OSError: the file was not replaced.
         """
         there = self._read()
-        if not there:
+        if not there.wrapped:
             raise ConfigurationError("store", str(self._store), "a store with a key")
-        keyring = self._keyring(there)
-        if key.id == there[0].store_key:
+        keyring = self._unwrapped(there)
+        if key.id == there.wrapped[0].store_key:
             raise ConfigurationError(
                 "new key", key.id, "another key than the present one"
             )
-        self._write(key.wrap_all(keyring))
+        self._write(self._wrapped(key, keyring, there.tenants))
 
-    def _keyring(self, there: list[WrappedKey]) -> Keyring:
-        given = there[0].store_key
+    def _wrapped(
+        self, key: StoreKey, keyring: Keyring, tenants: tuple[TenantKey, ...]
+    ) -> StoredKeys:
+        return StoredKeys((key.wrap(keyring.id, keyring.store),), tenants)
+
+    def _unwrapped(self, there: StoredKeys) -> Keyring:
+        given = there.wrapped[0].store_key
         if self._key is None:
             raise ConfigurationError(
                 "key", "none", f"the key {given} of {self._store}: name it with {_HINT}"
             )
         try:
-            return self._key.unwrap_all(there)
+            return self._key.unwrap_all(there.wrapped)
         except WrongKeyError:
             raise ConfigurationError(
                 "key", self._key.id, f"the key {given} of {self._store}"
@@ -133,12 +193,12 @@ class KeyFile:
         except CorruptPackError as error:
             raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
 
-    def _read(self) -> list[WrappedKey]:
-        """Return the wrapped keys; none if the file is missing."""
+    def _read(self) -> StoredKeys:
+        """Return the content of the file; no keys if it is missing."""
         try:
             fd = open_regular(self._path, os.O_RDONLY)
         except FileNotFoundError:
-            return []
+            return StoredKeys()
         with os.fdopen(fd, "rb") as file:
             content = file.read(_MOST_BYTES)
         try:
@@ -146,7 +206,7 @@ class KeyFile:
         except CorruptPackError as error:
             raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
 
-    def _write(self, keys: list[WrappedKey]) -> None:
+    def _write(self, keys: StoredKeys) -> None:
         """Replace the file durably. The content of the one before is not overwritten: an engine may
         be reading it, and a backup may be a link to it."""
         part = self._store / KEY_PART_FILE

@@ -15,6 +15,7 @@ from persistkv.storage.loop_thread import LoopThread
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.savings import Savings, add_savings
 from persistkv.storage.store import Store, start_threads
+from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.storage.threads import StoreThreads
 
 T = TypeVar("T")
@@ -75,11 +76,12 @@ class BlockingStore:
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         depths: Sequence[int] | None,
+        tenant: str = DEFAULT_TENANT,
     ) -> bool:
         """Accept blocks for storage; return whether the rows may be reused now. If not, they may be
         after ``flush``. See ``Store.put``.
         """
-        job = self._wait(self.store.put(request, keys, block_ids, depths))
+        job = self._wait(self.store.put(request, keys, block_ids, depths, tenant))
         return not job.writes
 
     def end_request(self, end: RequestEnd) -> None:

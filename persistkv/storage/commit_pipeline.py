@@ -29,8 +29,9 @@ FULL_BYTES = 16 << 20  # 16 MiB: a request's staged blocks become a pack at this
 
 @dataclass(eq=False)
 class StagedPack:
-    """Copies of blocks of one request that wait to be written as one pack."""
+    """Copies of blocks of one request of one tenant that wait to be written as one pack."""
 
+    tenant: str
     request: str
     since: float
     """Time of creation, by ``time.monotonic``."""
@@ -61,7 +62,8 @@ class Staging:
         self._gather_all = gather_all
         self._waiting: dict[StagedPack, None] = {}
         """Packs that no transaction is writing, by age."""
-        self._open: dict[str, StagedPack] = {}
+        self._open: dict[tuple[str, str], StagedPack] = {}
+        """By tenant and request."""
         self._pack_of: dict[bytes, StagedPack] = {}
 
     def staged(self, keys: Iterable[bytes]) -> set[bytes]:
@@ -73,7 +75,12 @@ class Staging:
         return self.num_bytes + num_bytes <= self._max_bytes
 
     def add(
-        self, request: str, segments: Iterable[Segment], *, whole: bool = False
+        self,
+        tenant: str,
+        request: str,
+        segments: Iterable[Segment],
+        *,
+        whole: bool = False,
     ) -> None:
         """Copy blocks to a pack of their own (``whole``) or to the request's open pack. Their rows
         are free then.
@@ -86,9 +93,9 @@ class Staging:
             copy = replace(segment, source=StagedBlocks([blocks]))
             copies.append(copy)
         # not before: if memory is short, no pack without blocks must wait
-        pack = StagedPack(request, time.monotonic(), closed=whole)
+        pack = StagedPack(tenant, request, time.monotonic(), closed=whole)
         if not whole:
-            pack = self._open.setdefault(request, pack)
+            pack = self._open.setdefault((tenant, request), pack)
         self._waiting[pack] = None
         for segment in copies:
             pack.segments.append(segment)
@@ -100,8 +107,9 @@ class Staging:
 
     def _close(self, pack: StagedPack) -> None:
         pack.closed = True
-        if self._open.get(pack.request) is pack:
-            del self._open[pack.request]
+        place = (pack.tenant, pack.request)
+        if self._open.get(place) is pack:
+            del self._open[place]
 
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
         """Return the waiting packs of this request, and those of other requests with blocks of its
@@ -110,8 +118,9 @@ class Staging:
         for keys in end.group_keys:
             holders.update(map(self._pack_of.get, keys))
         found: list[StagedPack] = []
+        own = (end.tenant, end.request)
         for pack in self._waiting:
-            if pack.request == end.request or pack in holders:
+            if (pack.tenant, pack.request) == own or pack in holders:
                 found.append(pack)
         return found
 

@@ -87,12 +87,12 @@ class CommitQueue:
 
     def __init__(
         self,
-        make_writer: Callable[[Sequence[Segment]], PackWriter],
+        make_writer: Callable[[Sequence[Segment], str], PackWriter],
         options: StoreOptions,
         *,
         remote: bool,
     ) -> None:
-        """:param make_writer: returns a new pack of these blocks.
+        """:param make_writer: returns a new pack of these blocks of a tenant.
         :param remote: whether the medium is on another machine.
         """
         shares = MemoryShares.of(options.staging_bytes)
@@ -119,7 +119,7 @@ class CommitQueue:
     # Blocks
 
     def add(
-        self, request: str, segments: Sequence[Segment]
+        self, tenant: str, request: str, segments: Sequence[Segment]
     ) -> asyncio.Future[bool] | None:
         """Copy a pack to staging memory if it is small, or if commits are delayed or remote, and if
         there is room; return None. Otherwise queue it to be written from its rows, at once; return
@@ -128,9 +128,9 @@ class CommitQueue:
         num_bytes = sum(segment.raw_length for segment in segments)
         is_small = num_bytes < DIRECT_BYTES
         if (is_small or self._copies_all) and self.staging.fits(num_bytes):
-            self.staging.add(request, segments, whole=not is_small)
+            self.staging.add(tenant, request, segments, whole=not is_small)
             return None
-        writer = self._make_writer(segments)
+        writer = self._make_writer(segments, tenant)
         write = asyncio.get_running_loop().create_future()
         self._direct.append(writer)
         self._writes[writer] = write
@@ -240,5 +240,5 @@ class CommitQueue:
         writers = self.take_direct()
         for pack in staged:
             segments = self.staging.take(pack)
-            writers.append(self._make_writer(segments))
+            writers.append(self._make_writer(segments, pack.tenant))
         return divide(writers, ends, self._max_bytes)

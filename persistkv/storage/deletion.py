@@ -50,9 +50,9 @@ class Deleter:
         committer: Committer,
         queue: CommitQueue,
         options: StoreOptions,
-        make_writer: Callable[[Sequence[Segment]], PackWriter],
+        make_writer: Callable[[Sequence[Segment], str], PackWriter],
     ) -> None:
-        """:param make_writer: returns a new pack of these blocks."""
+        """:param make_writer: returns a new pack of these blocks of a tenant."""
         self._catalogue = catalogue
         self._committer = committer
         self._make_writer = make_writer
@@ -116,7 +116,9 @@ class Deleter:
             if is_held:
                 raise
             return  # another process has replaced it
-        writer = self._make_writer(segments) if segments else None
+        writer = None
+        if segments:
+            writer = self._make_writer(segments, pack.table.tenant)
         try:
             await self._replace([pack], writer, keys)
         finally:

@@ -722,6 +722,7 @@ def make_manifest(
         ttl_s=end.retention.ttl_s,
         priority=end.retention.priority,
         restored_tokens=end.restored_tokens,
+        tenant=end.tenant,
     )
     by_depth = chain.from_iterable(zip_longest(*kept))
     packs = dict.fromkeys(pack_of[key] for key in by_depth if key is not None)
@@ -787,6 +788,7 @@ def shortened(
             ordered=manifest.ordered,
             labels=manifest.labels,
             retention=Retention(ttl_s=manifest.ttl_s, priority=manifest.priority),
+            tenant=manifest.tenant,
         )
         write, _ = make_manifest(end, pack_of, block_bytes, manifest.created)
         if write is not None:

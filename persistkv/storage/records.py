@@ -11,6 +11,7 @@ import msgspec
 from persistkv.base import Retention
 from persistkv.memory.budget import default_io_threads
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 _MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
 _END_BYTES = 512  # memory of the end of a request, without its keys and labels
@@ -188,13 +189,14 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """How long the context is kept, from the commit that writes the manifest on."""
     restored_tokens: int = 0
     """Prompt tokens that the request restored from the store."""
+    tenant: str = DEFAULT_TENANT
+    """Whose request it was."""
 
     @property
     def is_encodable(self) -> bool:
-        """Whether a message can contain the ids and labels, which users choose."""
-        return are_encodable(
-            [self.request, self.manifest_id, *self.labels, *self.labels.values()]
-        )
+        """Whether a message can contain ids, tenant and labels, which users choose."""
+        names = [self.request, self.manifest_id, self.tenant]
+        return are_encodable([*names, *self.labels, *self.labels.values()])
 
     @property
     def num_bytes(self) -> int:

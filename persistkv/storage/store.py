@@ -53,6 +53,7 @@ from persistkv.storage.records import (
     StoreReport,
 )
 from persistkv.storage.savings import SavingsRecorder
+from persistkv.storage.tenants import DEFAULT_TENANT, check_tenant
 from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ _NOTICED_FIELDS = 3  # a notice is one line
 class StoredJob:
     """A store job whose blocks the store has accepted; see ``Store.put``."""
 
+    tenant: str
     request: str
     blocks: Blocks
     borrowed: set[bytes]
@@ -128,9 +130,10 @@ class Store:
         self._is_ending = False
         self._max_pack_bytes = MemoryShares.of(options.staging_bytes).transaction
 
-        def make_writer(segments: Sequence[Segment]) -> PackWriter:
-            start = threads.start
-            return PackWriter(identity.digest, codec, segments, start, backend.seal)
+        def make_writer(segments: Sequence[Segment], tenant: str) -> PackWriter:
+            return PackWriter(
+                identity.digest, codec, segments, threads.start, backend.seal, tenant
+            )
 
         # not a method: in a reference cycle, a closed store would keep the rows mapped
         self.queue = CommitQueue(
@@ -179,6 +182,7 @@ class Store:
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         depths: Sequence[int] | None,
+        tenant: str = DEFAULT_TENANT,
     ) -> StoredJob:
         """Accept blocks for storage. Keys that are held, staged or in flight are skipped.
 
@@ -191,11 +195,13 @@ class Store:
         :param block_ids: for each key, the row that holds its block.
         :param depths: for each key, the number of blocks of its group before it in the context;
             None if unknown.
+        :param tenant: whose blocks these are. Its keys are those of ``tenant_key``.
         :returns: the accepted job. If it has ``writes``, its rows must not change until ``finish``
             returns.
-        :raises ValueError: a row or a group does not exist, or there is not one row and depth for
-            each key; nothing is accepted.
+        :raises ValueError: a row or a group does not exist, there is not one row and depth for
+            each key, or the tenant's name is not valid; nothing is accepted.
         """
+        check_tenant("tenant", tenant)
         depths = [UNKNOWN_DEPTH] * len(keys) if depths is None else depths
         if not len(keys) == len(block_ids) == len(depths):
             raise ValueError(
@@ -212,9 +218,9 @@ class Store:
             )
         blocks = Blocks(keys, groups, block_ids, depths)
         if self._is_writable:
-            return await self._accept(request, blocks)
+            return await self._accept(tenant, request, blocks)
         self._drop(keys)
-        return StoredJob(request, blocks, set(), set(), [])
+        return StoredJob(tenant, request, blocks, set(), set(), [])
 
     async def finish(self, job: StoredJob) -> list[bytes]:
         """Wait until the rows of a job are free; return the keys whose blocks were dropped.
@@ -231,7 +237,7 @@ class Store:
             missing = self.missing(job.blocks.keys)
             if self._is_ending or job.borrowed.isdisjoint(missing):
                 return missing
-            job = await self._accept(job.request, job.blocks)
+            job = await self._accept(job.tenant, job.request, job.blocks)
         return job.lost
 
     def _drop(self, keys: Sequence[bytes]) -> None:
@@ -248,7 +254,7 @@ class Store:
             group = self.rows.layout.groups[get_offload_group_idx(key)]
             self.counters.dropped_bytes += group.block_bytes
 
-    async def _accept(self, request: str, blocks: Blocks) -> StoredJob:
+    async def _accept(self, tenant: str, request: str, blocks: Blocks) -> StoredJob:
         """Accept blocks; drop them if memory or descriptors are short."""
         borrowed: set[bytes] = set()
         writes: set[asyncio.Future[bool]] = set()
@@ -262,7 +268,7 @@ class Store:
             new = self._new(blocks, held, borrowed)
             self.counters.held_blocks += len(blocks.keys) - len(new.keys)
             for segments in plan_packs(self.rows, new, self._max_pack_bytes):
-                write = self.queue.add(request, segments)
+                write = self.queue.add(tenant, request, segments)
                 if write is not None:
                     writes.add(write)
         except (OSError, MemoryError) as error:
@@ -272,7 +278,7 @@ class Store:
             # a pack may have been queued in part
             writes = self.queue.writes_of(self.queue.in_flight(blocks.keys))
         self._announce()
-        return StoredJob(request, blocks, borrowed, writes, lost)
+        return StoredJob(tenant, request, blocks, borrowed, writes, lost)
 
     async def _held(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return the keys that the store holds, and record uses of their packs."""
@@ -320,9 +326,10 @@ class Store:
         it has ended, ``StoreReport.persisted`` names the request. A read-only store writes nothing
         and reports it at once.
 
-        :raises ValueError: ``end.group_keys`` has more or fewer groups than the rows; nothing was
-            accepted.
+        :raises ValueError: ``end.group_keys`` has more or fewer groups than the rows, or the
+            tenant's name is not valid; nothing was accepted.
         """
+        check_tenant("tenant", end.tenant)
         if len(end.group_keys) != len(self.rows.layout.groups):
             raise ValueError(
                 f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}"

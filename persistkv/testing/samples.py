@@ -15,6 +15,7 @@ from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 from persistkv.storage.format.seal import PLAIN, Seal
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 
 def sample_keys(
@@ -67,6 +68,7 @@ def sample_pack(
     content: int | None = None,
     depth: int = 0,
     seal: Seal = PLAIN,
+    tenant: str = DEFAULT_TENANT,
 ) -> PackWriter:
     """Return a pack of consecutive blocks of group 0; see ``sample_segment``. The default codec is
     ``raw``.
@@ -76,7 +78,9 @@ def sample_pack(
     segment = sample_segment(
         seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth
     )
-    return PackWriter(namespace, codec or RawCodec(), [segment], seal=seal)
+    return PackWriter(
+        namespace, codec or RawCodec(), [segment], seal=seal, tenant=tenant
+    )
 
 
 def payload_of(pack: NewPack) -> bytes:

@@ -9,11 +9,12 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import aead
 
 from benchmarks import keys
-from persistkv.storage.format.keys import StoreKey
+from persistkv.storage.format.keys import DataKey, StoreKey
 from persistkv.storage.format.seal import KeySeal
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 NAMESPACE = bytes(16)
-KEYRING = StoreKey(b"k" * 32).new_keyring()
+KEYRING = StoreKey(b"k" * 32).new_keyring().extended([DataKey.new(DEFAULT_TENANT)])
 SEAL = KeySeal(lambda: KEYRING)
 
 

@@ -36,8 +36,10 @@ from persistkv.storage.format.codec import (
     parse_codec,
 )
 from persistkv.storage.format.keys import (
+    DataKey,
+    StoredKeys,
     StoreKey,
-    WrappedKey,
+    TenantKey,
     decode_keys,
     encode_keys,
 )
@@ -80,6 +82,7 @@ from persistkv.storage.shared.format import (
 )
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.store import Store
+from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.storage.threads import StoreThreads
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.layout import DATABASES, PIECES
@@ -580,7 +583,7 @@ class SharedHints(Target):
 
 
 STORE_KEY = StoreKey(b"0123456789abcdef" * 4)
-KEYRING = STORE_KEY.new_keyring()
+KEYRING = STORE_KEY.new_keyring().extended([DataKey.new(DEFAULT_TENANT)])
 KEY_SEAL = KeySeal(lambda: KEYRING)
 SEALED_PACKS = packs(KEY_SEAL)
 SEALED_PAYLOADS = [b"".join(map(bytes, pack.stream())) for pack in SEALED_PACKS]
@@ -669,19 +672,30 @@ class WrappedKeys(Target):
     """The wrapped data keys of a store: rejected, or some of those that were written."""
 
     name = "wrapped keys"
-    wrapped = STORE_KEY.wrap_all(KEYRING)
-    samples = (encode_keys(wrapped), encode_keys(wrapped[::-1]), encode_keys(()))
+    wrapped = tuple(STORE_KEY.wrap(KEYRING.id, key) for key in KEYRING.of_store())
+    tenants = tuple(
+        TenantKey(key.id, KEY_SEAL.sealed_key(key)) for key in KEYRING.of_tenants()
+    )
+    samples = (
+        encode_keys(StoredKeys(wrapped, tenants)),
+        encode_keys(StoredKeys(wrapped)),
+        encode_keys(StoredKeys()),
+    )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
         if sealed:
             data = self.samples[0][:8] + data[8:]
         try:
-            keyring = STORE_KEY.unwrap_all(decode_keys(data))
+            found = decode_keys(data)
+            keyring = STORE_KEY.unwrap_all(found.wrapped)
+            own = [KEY_SEAL.opened_key(key.id, key.sealed) for key in found.tenants]
         except CorruptPackError:
             return False
-        found: list[WrappedKey] = decode_keys(data)
+        keyring = keyring.extended(own)
         require(
-            all(entry in self.wrapped for entry in found), "a changed key was accepted"
+            all(entry in self.wrapped for entry in found.wrapped)
+            and all(entry in self.tenants for entry in found.tenants),
+            "a changed key was accepted",
         )
         require(
             keyring.keys.items() <= KEYRING.keys.items() and keyring.id == KEYRING.id,

@@ -19,7 +19,7 @@ from persistkv.testing.samples import sample_segment
 NAMESPACE = bytes(range(16))
 
 
-HEADER = struct.Struct("<HHIIIQQ16s16s8s16s")  # docs/format.md
+HEADER = struct.Struct("<HHIIHHQQ16s16s8s16s")  # docs/format.md
 
 
 FRAME = struct.Struct("<IIIIQQ16s")

@@ -13,12 +13,6 @@ import pytest
 
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend, Capabilities
-from persistkv.storage.format.keys import (
-    DEFAULT_TENANT,
-    DataKey,
-    StoreKey,
-    encode_keys,
-)
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.storage.store import Store, start_threads
@@ -131,24 +125,18 @@ def test_read_from_hung_medium_ends_at_deadline_and_others_go_on(
 def test_read_of_pack_with_new_data_key_ends_at_deadline_while_keys_are_read(
     make_rows: MakeRows, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an engine that created the store at the same time."""
-    secret = "0123456789abcdef" * 4
-    monkeypatch.setenv("PERSISTKV_TEST_KEY", secret)
+    """Of another engine, which has made the key since."""
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", "0123456789abcdef" * 4)
     rows, names = make_rows(64), keys(8)
     medium = MemoryBlobs()
     blobs = FaultyBlobs(medium.handle())
     options = SharedOptions(cache=False, key_env="PERSISTKV_TEST_KEY")
     reader = RemoteBackend(blobs, options, background=False)
-    store_key = StoreKey(secret.encode())
-    # the smallest id seals new packs
-    data_key = DataKey(bytes(8), DEFAULT_TENANT, bytes(range(32)))
-    wrapped = store_key.wrap(store_key.id, data_key)
-    medium.put(f"keyrings/{store_key.id}/0123456789abcdef", [encode_keys([wrapped])])
     writer = RemoteBackend(medium.handle(), options, background=False)
     goes_on = Event()
 
-    def wait(prefix: str) -> None:
-        if prefix.startswith("keyrings/"):
+    def wait(name: str) -> None:
+        if "/tenants/" in name:
             assert goes_on.wait(PATIENCE_S)
 
     async def load() -> None:
@@ -156,7 +144,7 @@ def test_read_of_pack_with_new_data_key_ends_at_deadline_while_keys_are_read(
             pass
         async with opened(reader, rows, names) as store:
             before = rows.array.copy()
-            blobs.before("list", wait)
+            blobs.before("read", wait)
             begin = time.monotonic()
             outcome = await store.read(names, range(8, 16), begin + DEADLINE_S)
             assert time.monotonic() - begin < PATIENCE_S / 2

@@ -1,11 +1,13 @@
 """Keys of a store: the user's key wraps random data keys, which seal the content.
 
-1. The user's *store key* seals data keys only. To replace it, they are wrapped again, and no
-   content is written.
-2. A data key is 256 random bits, made once. One seals the records of the store itself, and one the
-   packs of each tenant. Several engines may make one for the same purpose at once: all are kept,
-   and each pack and record names its own.
+1. The user's *store key* seals the data key of the store only. To replace it, that one is wrapped
+   again, and no content is written.
+2. A data key is 256 random bits, made once. That of the store seals its own records and the data
+   keys of the tenants, each of which seals the packs of one tenant. Several engines may make one
+   for the same purpose at once: all are kept, and each pack and record names its own.
 3. All data keys of a store belong to one *keyring*. Its id stays when the store key is replaced.
+4. A process that has a store open reads and makes keys of tenants also after the user's key was
+   replaced.
 
 The library ``cryptography`` is imported when a key is used: stores without one do not need it
 (``StoreKey``).
@@ -33,7 +35,6 @@ TAG_BYTES = 16
 SECRET_BYTES = 32
 STORE = ""
 """``DataKey.tenant`` of the key that seals the store's own records."""
-DEFAULT_TENANT = "default"
 _STORE_KEY = b"persistkv store key 1"
 _WRAPPED = b"persistkv data key 1"
 _ZERO_NONCE = bytes(12)
@@ -62,27 +63,45 @@ class DataKey(NamedTuple):
 class WrappedKey(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 ):
-    """A data key as a store keeps it."""
+    """The data key of a store, wrapped with the user's key."""
 
     keyring: str
     id: bytes
-    tenant: str
     store_key: str
     """``StoreKey.id`` of the key that unwraps it."""
     salt: bytes
     sealed: bytes
-    """The secret, sealed with the store key under the fields above."""
+    """The secret, sealed with the store key under keyring and id."""
 
     @property
     def _name(self) -> bytes:
-        return msgspec.msgpack.encode((self.keyring, self.id, self.tenant))
+        return msgspec.msgpack.encode((self.keyring, self.id))
+
+
+class TenantKey(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
+    """The data key of a tenant, sealed with that of the store."""
+
+    id: bytes
+    sealed: bytes
+    """A record (``KeySeal.sealed_key``)."""
+
+
+class StoredKeys(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
+    """The data keys of a store, as a file or blob holds them."""
+
+    wrapped: tuple[WrappedKey, ...] = ()
+    tenants: tuple[TenantKey, ...] = ()
 
 
 class Keyring:
     """The data keys of a store. Immutable.
 
     :param id: 16 hexadecimal digits; part of the names in a shared store.
-    :param keys: at least one for ``STORE``, and one for ``DEFAULT_TENANT``.
+    :param keys: at least one for ``STORE``.
     """
 
     def __init__(self, id: str, keys: Iterable[DataKey]) -> None:
@@ -90,17 +109,35 @@ class Keyring:
         by_id = {key.id: key for key in keys}
         self.keys: Mapping[bytes, DataKey] = by_id
         """By id."""
-        self.store = self._first(STORE)
+        # of several for one tenant, the one with the smallest id
+        self._sealing: dict[str, DataKey] = {}
+        for key in sorted(by_id.values()):
+            self._sealing.setdefault(key.tenant, key)
+        store = self.of(STORE)
+        if store is None:
+            raise CorruptPackError("keys", "there is none for the store")
+        self.store = store
         """Key that seals new records."""
-        self.default = self._first(DEFAULT_TENANT)
-        """Key that seals new packs."""
 
-    def _first(self, tenant: str) -> DataKey:
-        """Return the data key with the smallest id of several for one tenant."""
-        found = [key for key in self.keys.values() if key.tenant == tenant]
-        if not found:
-            raise CorruptPackError("keys", f"there is none for {tenant or 'the store'}")
-        return min(found)
+    def of(self, tenant: str) -> DataKey | None:
+        """Return the key that seals new packs of a tenant; None: none is known."""
+        return self._sealing.get(tenant)
+
+    def of_store(self) -> list[DataKey]:
+        """Return the data keys of the store."""
+        return [key for key in self.keys.values() if key.tenant == STORE]
+
+    def of_tenants(self) -> list[DataKey]:
+        """Return the data keys of tenants."""
+        return [key for key in self.keys.values() if key.tenant != STORE]
+
+    def extended(self, keys: Iterable[DataKey]) -> Keyring:
+        """Return a keyring with more data keys."""
+        return Keyring(self.id, [*self.keys.values(), *keys])
+
+    def lacking(self, tenants: Iterable[str]) -> list[str]:
+        """Return those of these tenants of which no key is known, each once, in order."""
+        return [name for name in dict.fromkeys(tenants) if name not in self._sealing]
 
 
 class StoreKey:
@@ -118,14 +155,14 @@ class StoreKey:
         """16 hexadecimal digits, which identify the key without revealing it."""
 
     def wrap(self, keyring: str, key: DataKey) -> WrappedKey:
-        """Return a data key as a store keeps it."""
+        """Return a data key of a store as it keeps it."""
         salt = os.urandom(SALT_BYTES)
-        wrapped = WrappedKey(keyring, key.id, key.tenant, self.id, salt, b"")
+        wrapped = WrappedKey(keyring, key.id, self.id, salt, b"")
         sealed = seal_record(self._wrapping(salt), wrapped._name, key.secret)
         return msgspec.structs.replace(wrapped, sealed=sealed)
 
     def unwrap(self, wrapped: WrappedKey) -> DataKey:
-        """Return a data key.
+        """Return a data key of a store.
 
         :raises WrongKeyError: another store key wraps it.
         :raises CorruptPackError: it is damaged.
@@ -136,19 +173,14 @@ class StoreKey:
             )
         key = self._wrapping(wrapped.salt)
         secret = open_record(key, wrapped._name, wrapped.sealed)
-        return DataKey(wrapped.id, wrapped.tenant, secret)
+        return DataKey(wrapped.id, STORE, secret)
 
     def new_keyring(self) -> Keyring:
-        """Return a keyring of new data keys."""
-        tenants = (STORE, DEFAULT_TENANT)
-        return Keyring(self.id, [DataKey.new(tenant) for tenant in tenants])
-
-    def wrap_all(self, keyring: Keyring) -> list[WrappedKey]:
-        """Return all data keys as a store keeps them."""
-        return [self.wrap(keyring.id, key) for key in keyring.keys.values()]
+        """Return a new keyring, with a data key for the store."""
+        return Keyring(self.id, [DataKey.new(STORE)])
 
     def unwrap_all(self, wrapped: Iterable[WrappedKey]) -> Keyring:
-        """Return the keyring of all data keys of a store.
+        """Return the keyring of a store, without the keys of tenants.
 
         :raises WrongKeyError: another store key wraps one.
         :raises CorruptPackError: one is damaged or missing.
@@ -163,12 +195,12 @@ class StoreKey:
         return derive(self._secret, salt, _WRAPPED)
 
 
-def encode_keys(keys: Iterable[WrappedKey]) -> bytes:
-    """Encode wrapped keys."""
-    return _MAGIC + msgspec.msgpack.encode(list(keys))
+def encode_keys(keys: StoredKeys) -> bytes:
+    """Encode keys for storage."""
+    return _MAGIC + msgspec.msgpack.encode(keys)
 
 
-def decode_keys(data: Buffer) -> list[WrappedKey]:
+def decode_keys(data: Buffer) -> StoredKeys:
     """Decode what ``encode_keys`` returned.
 
     :raises CorruptPackError: it is damaged.
@@ -182,7 +214,7 @@ def decode_keys(data: Buffer) -> list[WrappedKey]:
         raise CorruptPackError("keys", str(error)) from None
 
 
-_DECODER = msgspec.msgpack.Decoder(list[WrappedKey])
+_DECODER = msgspec.msgpack.Decoder(StoredKeys)
 
 
 def derive(secret: bytes, salt: bytes, purpose: bytes) -> bytes:

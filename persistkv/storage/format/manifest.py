@@ -18,6 +18,7 @@ from persistkv.base import Priority, TtlSeconds
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackedKeys
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 MANIFEST_VERSION = 1
 _PREFIX_BYTES = 9
@@ -53,6 +54,8 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     """``low``: evicted before contexts of normal priority."""
     restored_tokens: int = 0
     """Prompt tokens that the request restored from the store."""
+    tenant: str = DEFAULT_TENANT
+    """Whose request it was."""
 
     @property
     def blocks(self) -> int:

@@ -5,7 +5,7 @@ docs/format.md has the layout in bytes; ``pack_writer`` writes packs, ``seal`` v
 Invariants of this file:
 
 1. A pack alone (frames, table, trailer) is enough to recover its blocks. The frames are its
-   payload.
+   payload. All blocks are of one tenant.
 2. A frame's tag covers its stored bytes, its keys and the namespace: the stored bytes of another
    frame do not verify (``seal``).
 3. Parsing trusts no input: each count and length is checked against the available bytes before it
@@ -28,6 +28,7 @@ from persistkv.errors import CorruptPackError
 from persistkv.rounding import divide_up
 from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
 from persistkv.storage.format.keys import KEY_ID_BYTES, SALT_BYTES
+from persistkv.storage.tenants import DEFAULT_TENANT, is_tenant
 
 MAX_KEY_BYTES = 0xFFFF
 
@@ -42,7 +43,7 @@ PLAIN_KEY = bytes(
 )  # in place of a key's id: the pack is sealed without one
 NO_SALT = bytes(SALT_BYTES)
 
-_HEADER = struct.Struct("<HHIIIQQ16s16s8s16s")
+_HEADER = struct.Struct("<HHIIHHQQ16s16s8s16s")
 _FRAME = struct.Struct("<IIIIQQ16s")
 _TRAILER = struct.Struct("<QQ8s")
 TRAILER_BYTES = _TRAILER.size
@@ -214,10 +215,14 @@ def align(length: int) -> int:
     return divide_up(length, PAGE_BYTES) * PAGE_BYTES
 
 
-def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
-    """Return a pack's id: 16 bytes, the digest of namespace, ordered keys and text form of the
-    codec."""
-    digest = blake2b(namespace, digest_size=ID_BYTES)
+def pack_id(
+    namespace: bytes, keys: PackedKeys, codec: str, tenant: str = DEFAULT_TENANT
+) -> bytes:
+    """Return a pack's id: 16 bytes, the digest of namespace, ordered keys, text form of the codec
+    and tenant."""
+    # packs of two tenants differ, even if their keys do not
+    own = blake2b(_stored_tenant(tenant)).digest() if tenant != DEFAULT_TENANT else b""
+    digest = blake2b(namespace, digest_size=ID_BYTES, key=own)
     # the codec is part of the name: packs of two codecs have different bytes
     digest.update(codec.encode() + b"\0")
     # the lengths, so that no byte can move from one key to the next
@@ -227,10 +232,34 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
     return digest.digest()
 
 
-def encoded_length(codec: str, frame_count: int, keys: PackedKeys) -> int:
+def _stored_tenant(tenant: str) -> bytes:
+    """Return a tenant's name as tables store it: no bytes for the default one."""
+    return b"" if tenant == DEFAULT_TENANT else tenant.encode()
+
+
+def _tenant_of(stored: bytes) -> str:
+    """Return the tenant that a table names.
+
+    :raises CorruptPackError: it is no valid name.
+    """
+    if not stored:
+        return DEFAULT_TENANT
+    try:
+        tenant = stored.decode()
+    except UnicodeDecodeError:
+        raise CorruptPackError("tenant", "it is not text") from None
+    # the default tenant has no bytes: each table has one form
+    if tenant == DEFAULT_TENANT or not is_tenant(tenant):
+        raise CorruptPackError("tenant", f"{tenant!r} is no name of a tenant")
+    return tenant
+
+
+def encoded_length(
+    codec: str, frame_count: int, keys: PackedKeys, tenant: str = DEFAULT_TENANT
+) -> int:
     """Return the bytes of an encoded table with its trailer."""
     fixed_bytes = _HEADER.size + TRAILER_BYTES
-    codec_bytes = len(codec.encode())
+    codec_bytes = len(codec.encode()) + len(_stored_tenant(tenant))
     frames_bytes = frame_count * _FRAME.size
     keys_bytes = len(keys.lengths) + len(keys.data)
     return fixed_bytes + codec_bytes + frames_bytes + keys_bytes
@@ -241,7 +270,7 @@ def table_lengths(data: Buffer) -> tuple[int, int]:
     it is too short."""
     if len(data) < _HEADER.size:
         return 0, 0
-    _, _, _, _, _, payload, raw, *_ = _HEADER.unpack_from(data)
+    _, _, _, _, _, _, payload, raw, *_ = _HEADER.unpack_from(data)
     return raw, payload
 
 
@@ -255,6 +284,8 @@ class TableHead(NamedTuple):
     payload_length: int
     depth: int
     """The smallest ``Frame.depth``; UNKNOWN_DEPTH if there is no frame."""
+    tenant: str
+    """``PackTable.tenant``."""
 
 
 def table_head(data: bytes) -> TableHead | None:
@@ -272,18 +303,26 @@ def table_head(data: bytes) -> TableHead | None:
         frame_count,
         block_count,
         codec_length,
+        tenant_length,
         payload_length,
         raw_length,
         namespace,
         name,
         *_,  # key and salt
     ) = _HEADER.unpack_from(data)
-    frames_at = _HEADER.size + codec_length
+    tenant_at = _HEADER.size + codec_length
+    frames_at = tenant_at + tenant_length
     frames_end = frames_at + frame_count * _FRAME.size
     if version != PACK_VERSION or frames_end > len(data):
         return None
+    try:
+        tenant = _tenant_of(data[tenant_at:frames_at])
+    except CorruptPackError:
+        return None
     depth = _smallest_depth(data[frames_at:frames_end])
-    return TableHead(namespace, name, block_count, raw_length, payload_length, depth)
+    return TableHead(
+        namespace, name, block_count, raw_length, payload_length, depth, tenant
+    )
 
 
 def _smallest_depth(packed_frames: bytes) -> int:
@@ -314,6 +353,8 @@ class PackTable(msgspec.Struct, frozen=True):
     """Id of the key that seals the frames, 8 bytes; ``PLAIN_KEY``: none does."""
     salt: bytes = NO_SALT
     """16 random bytes, from which the frames' key is derived; ``NO_SALT`` without a key."""
+    tenant: str = DEFAULT_TENANT
+    """Whose blocks these are."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -346,12 +387,14 @@ class PackTable(msgspec.Struct, frozen=True):
         """Return table and trailer as stored."""
         # lengths before content: a parser checks all of them before it reads anything else
         codec = self.codec.encode()
+        tenant = _stored_tenant(self.tenant)
         header = _HEADER.pack(
             PACK_VERSION,
             self.keys.key_length,
             self.frame_count,
             len(self.keys),
             len(codec),
+            len(tenant),
             self.payload_length,
             self.raw_length,
             self.namespace,
@@ -360,7 +403,7 @@ class PackTable(msgspec.Struct, frozen=True):
             self.salt,
         )
         keys = self.keys.lengths + self.keys.data
-        return with_trailer(header + codec + self.packed_frames + keys)
+        return with_trailer(header + codec + tenant + self.packed_frames + keys)
 
     @classmethod
     def parse(cls, data: Buffer) -> PackTable:
@@ -392,6 +435,7 @@ class PackTable(msgspec.Struct, frozen=True):
             frame_count,
             block_count,
             codec_length,
+            tenant_length,
             payload_length,
             raw_length,
             namespace,
@@ -403,7 +447,8 @@ class PackTable(msgspec.Struct, frozen=True):
             raise CorruptPackError(
                 "version", f"{version}; this release reads {PACK_VERSION}"
             )
-        frames_at = _HEADER.size + codec_length
+        tenant_at = _HEADER.size + codec_length
+        frames_at = tenant_at + tenant_length
         lengths_at = frames_at + frame_count * _FRAME.size
         # a length for each key, unless all keys have the same
         lengths_bytes = 0 if key_length else 2 * block_count
@@ -419,7 +464,7 @@ class PackTable(msgspec.Struct, frozen=True):
             )
         packed_frames = table[frames_at:lengths_at]
         try:
-            codec = table[_HEADER.size : frames_at].decode()
+            codec = table[_HEADER.size : tenant_at].decode()
         except UnicodeDecodeError:
             raise CorruptPackError("codec name", "it is not text") from None
         return cls(
@@ -432,6 +477,7 @@ class PackTable(msgspec.Struct, frozen=True):
             keys,
             data_key,
             salt,
+            _tenant_of(table[tenant_at:frames_at]),
         )
 
 

@@ -25,6 +25,7 @@ from persistkv.storage.format.pack import (
     pack_frames,
 )
 from persistkv.storage.format.seal import PLAIN, FrameSeal, Seal
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from persistkv.memory.rows import ByteArray
@@ -115,6 +116,8 @@ class NewPack(ABC):
     memory."""
     seal: Seal
     """Seals its frames."""
+    tenant: str
+    """Whose blocks these are."""
     written: bool = field(default=False, init=False)
     """Whether ``stream`` has run to its end since the last ``restart``. It stays False if the
     backend already holds the pack."""
@@ -155,9 +158,10 @@ class PlacedPack(NewPack):
             table.raw_length,
             table.frame_count,
             payload_bound=table.payload_length,
-            table_length=encoded_length(table.codec, table.frame_count, table.keys),
+            table_length=_table_length(table),
             encodes=False,
             seal=PLAIN,
+            tenant=table.tenant,
         )
         self._table = table
 
@@ -184,17 +188,17 @@ class PackCopy(NewPack):
     """
 
     def __init__(self, table: PackTable, payload: Buffer, seal: Seal) -> None:
-        length = encoded_length(table.codec, table.frame_count, table.keys)
         super().__init__(
             table.namespace,
-            seal.new_pack_id(table.namespace, table.keys, table.codec),
+            seal.new_pack_id(table.namespace, table.keys, table.codec, table.tenant),
             table.keys,
             table.raw_length,
             table.frame_count,
             payload_bound=table.payload_length,
-            table_length=seal.stored_bytes(length),
+            table_length=seal.stored_bytes(_table_length(table)),
             encodes=seal.encrypts,
             seal=seal,
+            tenant=table.tenant,
         )
         self._copied = table
         self._payload = memoryview(payload)
@@ -208,7 +212,7 @@ class PackCopy(NewPack):
 
     def stream(self) -> Iterator[Buffer]:
         self.restart()
-        frame_seal = self.seal.new_pack(self.namespace)
+        frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
         for placed in self._copied.placed_frames():
             frame = placed.frame
@@ -243,6 +247,7 @@ class PackWriter(NewPack):
     :param start_frame: starts the encoding of a frame in another thread; None: each frame is
         encoded when the stream reaches it.
     :param seal: of the store (``Backend.seal``).
+    :param tenant: whose blocks these are.
     :raises ValueError: a key occurs twice (``PackTable.parse`` would reject the pack), is empty, or
         is too long.
     """
@@ -254,6 +259,7 @@ class PackWriter(NewPack):
         segments: Sequence[Segment],
         start_frame: StartFrame | None = None,
         seal: Seal = PLAIN,
+        tenant: str = DEFAULT_TENANT,
     ) -> None:
         all_keys: list[bytes] = []
         num_frames = 0
@@ -270,18 +276,18 @@ class PackWriter(NewPack):
         if len(set(all_keys)) < len(all_keys):
             raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
         codec_name = str(codec)
+        table_length = encoded_length(codec_name, num_frames, keys, tenant)
         super().__init__(
             namespace,
-            seal.new_pack_id(namespace, keys, codec_name),
+            seal.new_pack_id(namespace, keys, codec_name, tenant),
             keys,
             raw_length,
             num_frames,
             payload_bound,
-            table_length=seal.stored_bytes(
-                encoded_length(codec_name, num_frames, keys)
-            ),
+            table_length=seal.stored_bytes(table_length),
             encodes=seal.encrypts or not codec.identity,
             seal=seal,
+            tenant=tenant,
         )
         self.segments = segments
         """The blocks; empty after ``release``."""
@@ -308,7 +314,7 @@ class PackWriter(NewPack):
         rows."""
         self.restart()
         # a new one for each attempt, so that no key seals two attempts
-        frame_seal = self.seal.new_pack(self.namespace)
+        frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
         raw: dict[int, _StoredFrame] = {}
         for stored in self._stored_frames(frame_seal):
@@ -357,6 +363,7 @@ class PackWriter(NewPack):
             self.keys,
             frame_seal.key_id,
             frame_seal.salt,
+            self.tenant,
         )
 
     def _finish(self) -> None:
@@ -453,6 +460,11 @@ class PackWriter(NewPack):
         encoded = self.codec.encode(blocks.data.cast("B"))
         is_shorter = len(encoded) < (stop - start) * segment.block_bytes
         return encoded if is_shorter else None
+
+
+def _table_length(table: PackTable) -> int:
+    """Return the bytes of an encoded table with its trailer."""
+    return encoded_length(table.codec, table.frame_count, table.keys, table.tenant)
 
 
 def _no_table() -> ValueError:

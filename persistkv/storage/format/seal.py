@@ -31,6 +31,7 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.keys import (
     KEY_ID_BYTES,
     SALT_BYTES,
+    SECRET_BYTES,
     TAG_BYTES,
     DataKey,
     Keyring,
@@ -54,6 +55,7 @@ from persistkv.storage.format.pack import (
     with_trailer,
     without_trailer,
 )
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 _NONCE = struct.Struct("<Q4x")
 _PLACE = struct.Struct("<IIIIQQ")
@@ -66,6 +68,7 @@ _MOST_FREE = 32
 _PACK_PURPOSE = b"persistkv pack 1"
 _RECORD_PURPOSE = b"persistkv record 1"
 _TABLE = b"table"
+_KEY = b"data key "
 
 
 class FrameSeal(ABC):
@@ -114,7 +117,14 @@ class Seal(ABC):
         """
 
     @abstractmethod
-    def new_pack_id(self, namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
+    def lacking(self, tenants: Iterable[str]) -> list[str]:
+        """Return those of these tenants for whom the store has to make a data key before
+        ``new_pack``."""
+
+    @abstractmethod
+    def new_pack_id(
+        self, namespace: bytes, keys: PackedKeys, codec: str, tenant: str
+    ) -> bytes:
         """Return the id of a new pack, 16 bytes."""
 
     @abstractmethod
@@ -122,8 +132,11 @@ class Seal(ABC):
         """Return whether a table has an id that ``new_pack_id`` may have returned for it."""
 
     @abstractmethod
-    def new_pack(self, namespace: bytes) -> FrameSeal:
-        """Return the seal of a new pack's frames; each call returns one of its own."""
+    def new_pack(self, namespace: bytes, tenant: str = DEFAULT_TENANT) -> FrameSeal:
+        """Return the seal of a new pack's frames; each call returns one of its own.
+
+        :raises CorruptPackError: the tenant has no data key.
+        """
 
     @abstractmethod
     def of_pack(self, table: PackTable) -> FrameSeal:
@@ -198,15 +211,21 @@ class PlainSeal(Seal):
     encrypts = False
     keyring_id = ""
 
-    def new_pack_id(self, namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
-        """Return the digest of namespace, keys and codec: engines that store the same blocks at
-        once store one pack."""
-        return pack_id(namespace, keys, codec)
+    def lacking(self, tenants: Iterable[str]) -> list[str]:
+        return []
+
+    def new_pack_id(
+        self, namespace: bytes, keys: PackedKeys, codec: str, tenant: str
+    ) -> bytes:
+        """Return the digest of namespace, keys, codec and tenant: engines that store the same
+        blocks at once store one pack."""
+        return pack_id(namespace, keys, codec, tenant)
 
     def is_id_of(self, table: PackTable) -> bool:
-        return table.pack_id == pack_id(table.namespace, table.keys, table.codec)
+        expected = pack_id(table.namespace, table.keys, table.codec, table.tenant)
+        return table.pack_id == expected
 
-    def new_pack(self, namespace: bytes) -> FrameSeal:
+    def new_pack(self, namespace: bytes, tenant: str = DEFAULT_TENANT) -> FrameSeal:
         return _PlainFrames(namespace)
 
     def of_pack(self, table: PackTable) -> FrameSeal:
@@ -347,7 +366,8 @@ class KeySeal(Seal):
     """Seal of a store with a key.
 
     :param keyring: returns the keys of the store.
-    :param reload: reads the keys again, for one that ``keyring`` lacks; called without a lock.
+    :param reload: searches the store for a key with this id, which ``keyring`` lacks, or for any;
+        called without a lock.
     """
 
     encrypts = True
@@ -355,17 +375,22 @@ class KeySeal(Seal):
     def __init__(
         self,
         keyring: Callable[[], Keyring],
-        reload: Callable[[], Keyring] | None = None,
+        reload: Callable[[bytes], Keyring] | None = None,
     ) -> None:
         self._keyring = keyring
-        self._reload = reload or keyring
+        self._reload = reload or (lambda key_id: keyring())
         self._buffers = _Buffers()
 
     @property
     def keyring_id(self) -> str:
         return self._keyring().id
 
-    def new_pack_id(self, namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
+    def lacking(self, tenants: Iterable[str]) -> list[str]:
+        return self._keyring().lacking(tenants)
+
+    def new_pack_id(
+        self, namespace: bytes, keys: PackedKeys, codec: str, tenant: str
+    ) -> bytes:
         """Return random bytes: a digest of the keys would confirm a guess of the prompt."""
         return os.urandom(ID_BYTES)
 
@@ -373,9 +398,15 @@ class KeySeal(Seal):
         # the record that contains a table is authenticated, with the id in it
         return True
 
-    def new_pack(self, namespace: bytes) -> FrameSeal:
+    def new_pack(self, namespace: bytes, tenant: str = DEFAULT_TENANT) -> FrameSeal:
+        key = self._keyring().of(tenant)
+        if key is None:
+            # another handle of the store has made it
+            key = self._reload(b"").of(tenant)
+        if key is None:
+            raise CorruptPackError("key", "the tenant of the pack has none")
         salt = os.urandom(SALT_BYTES)
-        return _KeyFrames(self._keyring().default, salt, namespace, self._buffers)
+        return _KeyFrames(key, salt, namespace, self._buffers)
 
     def of_pack(self, table: PackTable) -> FrameSeal:
         key = self._key(table.data_key)
@@ -407,12 +438,25 @@ class KeySeal(Seal):
         # a trailer of its own: a rebuild finds tables without the key, and opens them with it
         return length + RECORD_BYTES + TRAILER_BYTES
 
+    def sealed_key(self, key: DataKey) -> bytes:
+        """Return the data key of a tenant as a record."""
+        return self.sealed(_KEY + key.id, key.secret + key.tenant.encode())
+
+    def opened_key(self, key_id: bytes, record: Buffer) -> DataKey:
+        """Return the data key of a tenant.
+
+        :raises CorruptPackError: the record is not what ``sealed_key`` returned for it.
+        """
+        body = self.opened(_KEY + key_id, record)
+        tenant = body[SECRET_BYTES:].decode()
+        return DataKey(key_id, tenant, body[:SECRET_BYTES])
+
     def _key(self, key_id: bytes) -> DataKey:
         """Return a data key; one that was made after the keys were read is searched once."""
         key = self._keyring().keys.get(key_id)
         # several engines that create a store at once make keys, and junk may name any
         if key is None:
-            key = self._reload().keys.get(key_id)
+            key = self._reload(key_id).keys.get(key_id)
         if key is None:
             raise CorruptPackError("key", f"there is no key {key_id.hex()}")
         return key

@@ -49,6 +49,7 @@ from persistkv.storage.records import (
     StoreReport,
     are_encodable,
 )
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -320,6 +321,7 @@ class StoreClient:
         block_ids: Sequence[int],
         depths: Sequence[int] | None,
         num_bytes: int,
+        tenant: str = DEFAULT_TENANT,
     ) -> None:
         """Submit a store job: persist the blocks in these rows, which the host may read until
         ``poll`` returns the job.
@@ -329,17 +331,19 @@ class StoreClient:
         :param depths: for each key, how many blocks of its group precede it in the request; None if
             unknown.
         :param num_bytes: raw bytes of the blocks, for the bound on the queue.
+        :param tenant: whose blocks these are. Its keys are those of ``tenant_key``.
         :raises ValueError: a key is empty; nothing was submitted.
         """
         self.counters.store_jobs += 1
         has_room = self.state is State.OPEN and self._in_flight.fits_store(num_bytes)
-        if not has_room or not are_encodable([request]):
+        if not has_room or not are_encodable([request, tenant]):
             self.counters.refused_bytes += num_bytes
             self._refuse(job_id, keys)
             return
         depth_bytes = b"" if depths is None else _joined(depths)
+        packed = PackedKeys.of(keys)
         message = protocol.StoreJob(
-            job_id, PackedKeys.of(keys), _joined(block_ids), request, depth_bytes
+            job_id, packed, _joined(block_ids), request, depth_bytes, tenant
         )
         self._expect_reply()
         self._in_flight.add_store(job_id, keys, num_bytes)

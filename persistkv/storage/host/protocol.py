@@ -30,6 +30,7 @@ from persistkv.storage.records import (
     StoreOptions,
     StoreReport,
 )
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 _ERRORS: dict[str, type[PersistKVError]] = {
     name: kind
@@ -74,6 +75,8 @@ class StoreJob(Job):
     """The engine's request id."""
     depths: bytes = b""
     """For each key, how many blocks of its group precede it in the request; empty if unknown."""
+    tenant: str = DEFAULT_TENANT
+    """Whose blocks these are."""
 
 
 class LoadJob(Job):

@@ -449,6 +449,9 @@ class SharedBackend(Backend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_open(writes=True)
         check_batch(namespace, batch, self.seal)
+        lacking = self.seal.lacking(pack.tenant for pack in batch.packs)
+        if lacking:
+            self._medium.keys.make(lacking)
         self._identities.write_new()
         opened = self._open(namespace)
         deletes = batch.deletions or batch.bad or batch.manifest_deletions

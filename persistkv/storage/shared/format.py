@@ -42,6 +42,7 @@ _HEADER = struct.Struct("<8sI")
 _MAGIC = b"PKVINDEX"
 PLAIN_NAME = "plain"  # in names, instead of the id of a keyring
 _HEX = re.compile(r"[0-9a-f]{32}")
+_KEY = re.compile(r"[0-9a-f]{16}")
 _KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
 _INDEX = re.compile(r"([0-9a-f]{8})-([0-9a-f]{12})-[0-9a-f]{32}")
@@ -451,6 +452,7 @@ class StoreNames:
         self.policy = f"{base}/policy"
         self.identities = f"{base}/identities/"
         self.totals = f"{base}/totals/"
+        self.tenants = f"{base}/tenants/"
         self.statuses = f"{base}/status/"
         self._notes = f"{base}/notes/"
 
@@ -460,6 +462,15 @@ class StoreNames:
     def parse_identity(self, blob: str) -> bytes | None:
         """Return the namespace id in the name of an identity; None: it is no such name."""
         found = _HEX.fullmatch(blob.removeprefix(self.identities))
+        return None if found is None else bytes.fromhex(found[0])
+
+    def tenant(self, key_id: bytes) -> str:
+        """Return the name of the data key of a tenant."""
+        return f"{self.tenants}{key_id.hex()}"
+
+    def parse_tenant(self, blob: str) -> bytes | None:
+        """Return the id of the data key in the name of its blob; None: it is no such name."""
+        found = _KEY.fullmatch(blob.removeprefix(self.tenants))
         return None if found is None else bytes.fromhex(found[0])
 
     def note(self, namespace: bytes, name: str) -> str:

@@ -1,7 +1,7 @@
 """Keys of a shared store: which of its data keys this handle knows.
 
-1. The wrapped data keys are blobs ``keyrings/<store key>/<random name>``. An engine that creates a
-   store writes one with all its keys. Several may do so at once: each uses the data keys of all.
+1. The wrapped data keys of the store are blobs ``keyrings/<store key>/<random name>``. An engine
+   that creates a store writes one. Several may do so at once: each uses the data keys of all.
 2. No name is written twice, except ``replaced``: a deletion that takes effect late destroys no keys
    that were written since, as by a rotation back.
 3. The content of a keyring is under its id. The id is that of the store key that made it, so these
@@ -9,7 +9,10 @@
 4. A rotation writes one blob for the new store key, then a blob ``replaced`` for the old one, then
    deletes the others of the old one. While one is left, the old key opens the store, so that a
    rotation that was killed can be repeated. A handle that is open keeps its keys.
-5. No data key is made where content is whose keys are missing, or for a key that was replaced.
+5. No data key of the store is made where content is whose keys are missing, or for a key that was
+   replaced.
+6. The data keys of tenants are blobs ``<keyring>/tenants/<data key>``, sealed records of the store:
+   a handle reads one when it meets it. Rotations leave them as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -30,7 +33,9 @@ from persistkv.errors import (
 )
 from persistkv.storage.blobs import BlobMissingError, UnavailableError
 from persistkv.storage.format.keys import (
+    DataKey,
     Keyring,
+    StoredKeys,
     StoreKey,
     WrappedKey,
     decode_keys,
@@ -48,7 +53,8 @@ KEYRINGS = "keyrings/"
 _REPLACED = "replaced"
 _MOST_LISTS = 3  # of the keys, while some are deleted
 _NAME_BYTES = 8  # random bytes in the name of a blob
-_RELOAD_S = 60.0  # between two searches for an unknown key: junk may name any
+# between two searches for an unknown key of the store: junk may name any
+_RELOAD_S = 60.0
 
 
 class StoreKeys:
@@ -63,6 +69,8 @@ class StoreKeys:
         self._keyring: Keyring | None = None
         self._lock = medium.clock.lock()
         self._reloaded_at = -math.inf
+        # for keys of tenants, while ``_lock`` is held: it searches no other key
+        self._records = KeySeal(self._known)
         self.seal: Seal = PLAIN
         """Seal of the store; before ``open``, it raises."""
         if key is not None:
@@ -82,7 +90,7 @@ class StoreKeys:
         return PLAIN_NAME if self._key is None else self._known().id
 
     def open(self, *, creates: bool) -> bool:
-        """Read the data keys, unless they are known; return whether there are any.
+        """Read the data keys of the store, unless they are known; return whether there are any.
 
         :param creates: make them if there are none.
         :raises ConfigurationError: another key has replaced this one.
@@ -101,18 +109,40 @@ class StoreKeys:
             self._keyring = self._unwrapped(self._key, wrapped)
             return True
 
+    def make(self, tenants: Iterable[str]) -> None:
+        """Make the data keys of these tenants, unless another engine has made them: durable before
+        the first packs that they seal.
+
+        :raises StoreError: the medium failed.
+        """
+        with self._lock:
+            wanted = self._known().lacking(tenants)
+            if not wanted:
+                return
+            names = self._names
+            there = self._medium.listed(names.tenants)
+            known = {names.tenant(key_id) for key_id in self._known().keys}
+            self._add(info.name for info in there if info.name not in known)
+            for data_key in map(DataKey.new, self._known().lacking(wanted)):
+                self._put_tenant(data_key)
+                self._keyring = self._known().extended([data_key])
+
     def write_again(self) -> None:
         """Write the data keys that this handle knows, unless another key has replaced its own: the
         store was deleted.
 
         :raises StoreError: the medium failed.
         """
-        if self._key is not None and not self._successor(self._key):
-            self._write(self._key, self._known())
+        if self._key is None or self._successor(self._key):
+            return
+        known = self._known()
+        self._write(self._key, known)
+        for data_key in known.of_tenants():
+            self._put_tenant(data_key)
 
     def rotate(self, key: StoreKey) -> None:
-        """Wrap all data keys with another key of the user, from which on only that one opens the
-        store. Handles that are open stay open.
+        """Wrap the data keys of the store with another key of the user, from which on only that one
+        opens the store. Handles that are open stay open.
 
         If this call fails or is killed, at least one of the two keys opens the store. While the
         present one does, the call can be repeated.
@@ -159,22 +189,57 @@ class StoreKeys:
             raise UnavailableError("the keys of the store are not read yet")
         return self._keyring
 
-    def _reload(self) -> Keyring:
-        """Read the data keys again, at most once a minute, and return them; those known before if
-        the medium has none, or does not answer."""
+    @property
+    def _names(self) -> StoreNames:
+        return StoreNames(self.keyring_id)
+
+    def _reload(self, key_id: bytes) -> Keyring:
+        """Search a data key: of a tenant, else of the store, at most once a minute. Return all that
+        are known then; those known before if the medium does not answer."""
         with self._lock:
-            now = self._medium.clock.monotonic()
-            if self._key is None or now < self._reloaded_at + _RELOAD_S:
-                return self._known()
-            self._reloaded_at = now
             try:
-                wrapped = _joined(self._blobs(self._key))
-                # none after a rotation, and then no other data key is made
-                if wrapped:
-                    self._keyring = self._unwrapped(self._key, wrapped)
+                self._search(key_id)
             except StoreError as error:
                 logger.debug("the keys of the store were not read again (%s)", error)
             return self._known()
+
+    def _search(self, key_id: bytes) -> None:
+        name = self._names.tenant(key_id)
+        self._add([name])
+        now = self._medium.clock.monotonic()
+        is_found = key_id in self._known().keys
+        if is_found or self._key is None or now < self._reloaded_at + _RELOAD_S:
+            return
+        self._reloaded_at = now
+        wrapped = _joined(self._blobs(self._key))
+        # none after a rotation, and then no other data key of the store is made
+        if not wrapped:
+            return
+        present = self._unwrapped(self._key, wrapped)
+        if present.of_store() != self._known().of_store():
+            # another store may be in the place of a deleted one: keys of tenants are read again
+            self._keyring = present
+            self._add([name])
+
+    def _add(self, names: Iterable[str]) -> None:
+        """Add the data keys of tenants in blobs; those that are missing or damaged are unknown."""
+        # not in the threads for loads and the index, which may wait for this call
+        found = self._medium.uploads.all(self._tenant_key, names)
+        self._keyring = self._known().extended(key for key in found if key is not None)
+
+    def _tenant_key(self, name: str) -> DataKey | None:
+        key_id = self._names.parse_tenant(name)
+        if key_id is None:
+            return None
+        try:
+            record = self._medium.whole(name, MAX_SMALL_BYTES)
+            return self._records.opened_key(key_id, record)
+        except (BlobMissingError, CorruptPackError):
+            return None
+
+    def _put_tenant(self, key: DataKey) -> None:
+        name = self._names.tenant(key.id)
+        self._medium.put(name, [self._records.sealed_key(key)])
 
     def _read(self, key: StoreKey) -> list[WrappedKey]:
         """Return the data keys that are wrapped with a key.
@@ -210,7 +275,7 @@ class StoreKeys:
     def _wrapped(self, name: str) -> list[WrappedKey]:
         content = self._medium.whole(name, MAX_SMALL_BYTES)
         try:
-            return decode_keys(content)
+            return list(decode_keys(content).wrapped)
         except CorruptPackError as error:
             raise CorruptStoreError(f"{name}: {error}") from None
 
@@ -221,7 +286,7 @@ class StoreKeys:
             raise CorruptStoreError(f"the keys of the store: {error}") from None
 
     def _create(self, key: StoreKey) -> None:
-        """Make the data keys of a new store."""
+        """Make the data key of a new store."""
         names = StoreNames(key.id)
         if self._medium.exists(names.policy):
             raise CorruptStoreError(
@@ -235,9 +300,10 @@ class StoreKeys:
             self._medium.blobs.delete([created])
 
     def _write(self, key: StoreKey, keyring: Keyring) -> str:
-        """Write a blob with all data keys of a keyring, and return its name."""
+        """Write a blob with all data keys of the store in a keyring, and return its name."""
         name = _blob(key.id, os.urandom(_NAME_BYTES).hex())
-        self._medium.put(name, [encode_keys(key.wrap_all(keyring))])
+        wrapped = tuple(key.wrap(keyring.id, one) for one in keyring.of_store())
+        self._medium.put(name, [encode_keys(StoredKeys(wrapped))])
         return name
 
 

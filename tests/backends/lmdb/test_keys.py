@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
-from persistkv.errors import ConfigurationError, CorruptStoreError, StoreError
+from persistkv.errors import ConfigurationError, CorruptStoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.keys import StoreKey
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.records import StoreOptions
 from persistkv.testing.conformance.suite import (
     check_totals,
@@ -317,7 +318,7 @@ def test_rotate_key_to_present_key_or_by_second_operator_raises_and_keeps_store(
     assert len(content(with_key(place, "PERSISTKV_NEW_KEY"))) == 1
 
 
-def test_commit_pack_of_replaced_store_raises_and_next_one_is_readable(
+def test_commit_pack_of_replaced_store_is_sealed_with_keys_of_present_one(
     tmp_path: Path, place: str
 ) -> None:
     """A store in its place with the same key has data keys of its own."""
@@ -325,12 +326,11 @@ def test_commit_pack_of_replaced_store_raises_and_next_one_is_readable(
         namespace = backend.open_namespace(sample_identity()).id
         pack = sample_pack(namespace, 1, seal=backend.seal)
         shutil.rmtree(tmp_path / "store")
-        with pytest.raises(StoreError, match="seal"):
-            backend.commit(namespace, CommitBatch([pack]))
+        backend.commit(namespace, CommitBatch([pack]))
         stored = store_one(backend, 2)
     found = content(with_key(place))
-    assert list(found) == [stored]
-    assert found[stored] is not None
+    assert set(found) == {pack.pack_id, stored}
+    assert None not in found.values()
 
 
 @pytest.mark.parametrize("how", ["removed", "empty", "half", "of another store"])
@@ -531,3 +531,93 @@ def test_engine_of_store_with_key_restores_blocks_after_restart(
             assert memory == expected
         store.close()
         memory[:] = bytes(len(memory))
+
+
+def store_of_tenant(backend: Backend, tenant: str, seed: int) -> PackTable:
+    """Store a pack of a tenant; return its table."""
+    namespace = backend.open_namespace(sample_identity()).id
+    pack = sample_pack(namespace, seed, seal=backend.seal, tenant=tenant)
+    backend.commit(namespace, CommitBatch([pack]))
+    return pack.table
+
+
+@pytest.mark.parametrize("placement", ["extents", "inline"])
+def test_packs_of_tenants_have_keys_of_their_own_and_names_are_hidden(
+    tmp_path: Path, place: str, placement: str
+) -> None:
+    url = with_key(place, placement=placement)
+    with (
+        closing(open_backend(url)) as first,
+        closing(open_backend(url)) as second,
+    ):
+        made: dict[str, set[bytes]] = {}
+        for number, backend in enumerate((first, second, first)):
+            for tenant in ("anna-the-tenant", "berta-the-tenant"):
+                seed = 10 * number + len(made)
+                table = store_of_tenant(backend, tenant, seed)
+                assert table.tenant == tenant
+                made.setdefault(tenant, set()).add(table.data_key)
+        assert [len(keys) for keys in made.values()] == [1, 1]
+        assert len(set.union(*made.values())) == 2
+    assert None not in content(url).values()
+    for file in (tmp_path / "store").rglob("*"):
+        if file.is_file():
+            assert b"-the-tenant" not in file.read_bytes(), file
+
+
+def commit_tenants(url: str, first: int, done: Connection) -> None:
+    with closing(open_backend(url)) as backend:
+        done.recv()
+        for number in range(20):
+            store_of_tenant(backend, f"tenant {number}", 100 * first + number)
+        done.send("done")
+
+
+def test_processes_that_store_new_tenants_at_once_read_each_other(place: str) -> None:
+    url = with_key(place)
+    with closing(open_backend(url)) as reader:
+        store_one(reader, 1)
+        context = multiprocessing.get_context("spawn")
+        processes = []
+        for number in (1, 2):
+            ours, theirs = context.Pipe()
+            arguments = (url, number, theirs)
+            process = context.Process(target=commit_tenants, args=arguments)
+            process.start()
+            processes.append((process, ours))
+        for _, ours in processes:
+            ours.send("go")
+        for process, ours in processes:
+            assert ours.recv() == "done"
+            process.join()
+        # a handle that was opened before these keys were made
+        namespace = sample_identity().digest
+        found = tables(reader, namespace)
+        assert len(found) == 41
+        of_tenant: dict[str, set[bytes]] = {}
+        for table in found.values():
+            assert read_pack(reader, namespace, table) is not None
+            of_tenant.setdefault(table.tenant, set()).add(table.data_key)
+        assert {len(keys) for keys in of_tenant.values()} == {1}
+
+
+def test_open_handles_make_and_read_keys_of_tenants_after_rotation(place: str) -> None:
+    with (
+        closing(open_backend(with_key(place))) as first,
+        closing(open_backend(with_key(place))) as second,
+    ):
+        store_of_tenant(first, "anna", 1)
+        first.rotate_key(StoreKey(NEW.encode()))
+        store_of_tenant(first, "berta", 2)
+        store_of_tenant(second, "cleo", 3)
+        url = with_key(place, "PERSISTKV_NEW_KEY")
+        with closing(open_backend(url)) as third:
+            store_of_tenant(third, "dora", 4)
+        for handle in (first, second):
+            found = tables(handle, sample_identity().digest)
+            assert len(found) == 4
+            for table in found.values():
+                assert read_pack(handle, sample_identity().digest, table) is not None
+    found_later = content(url)
+    assert len(found_later) == 4
+    assert None not in found_later.values()

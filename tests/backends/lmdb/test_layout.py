@@ -216,11 +216,12 @@ def test_layout_after_commits_matches_format_documentation(
         None,
         "normal",
         0,
+        "default",
     ]
     assert unsealed(rows["manifest_keys"][row]) == [[write.keys[0].data, 36, b""]]
 
     other = namespace + hashlib.blake2b(b"engine/2", digest_size=16).digest()
-    assert unsealed(rows["manifests"][other])[-3:] == [60.0, "low", 0]
+    assert unsealed(rows["manifests"][other])[-4:] == [60.0, "low", 0, "default"]
     uses = {name: struct.unpack("<QdIIB", use) for name, use in rows["uses"].items()}
     assert {name: (use[0], *use[2:]) for name, use in uses.items()} == {
         namespace + kept.pack_id: (3, 7, 1, 1)

@@ -150,7 +150,7 @@ def test_decode_frame_unknown_codec_raises_corrupt() -> None:
         )
 
 
-def test_pack_id_depends_on_namespace_keys_and_codec_only() -> None:
+def test_pack_id_depends_on_namespace_keys_codec_and_tenant_only() -> None:
     one = sample_pack(NAMESPACE, 1)
     assert one.pack_id == sample_pack(NAMESPACE, 1, content=9).pack_id
     others = [
@@ -158,8 +158,13 @@ def test_pack_id_depends_on_namespace_keys_and_codec_only() -> None:
         sample_pack(NAMESPACE, 2),
         sample_pack(NAMESPACE, 1, codec=ZstdCodec()),
         PackWriter(NAMESPACE, RawCodec(), [sample_segment(1, blocks=3)]),
+        sample_pack(NAMESPACE, 1, tenant="anna"),
+        sample_pack(NAMESPACE, 1, tenant="berta"),
     ]
-    assert len({one.pack_id, *(other.pack_id for other in others)}) == 5
+    assert len({one.pack_id, *(other.pack_id for other in others)}) == 7
+    for pack in (one, *others):
+        payload_of(pack)
+        assert PLAIN.is_id_of(pack.table)
 
 
 def test_pack_id_differs_for_other_key_boundaries() -> None:
@@ -211,15 +216,19 @@ def test_plain_seal_any_flipped_byte_raises_corrupt() -> None:
             seal.open(placed, [memoryview(damaged)])
 
 
-def test_pack_format_matches_documentation() -> None:
+@pytest.mark.parametrize("tenant", ["default", "anna", "Zoë & co."])
+def test_pack_format_matches_documentation(tenant: str) -> None:
     """Decode as docs/format.md describes, with struct and the two hash functions only."""
 
     parts = [
         sample_segment(1, blocks=3, block_bytes=5000),
         sample_segment(2, group=7, blocks=2, block_bytes=9, hash_bytes=8),
     ]
-    payload, table = write(*parts)
-    pack = payload + table.encode()
+    writer = PackWriter(NAMESPACE, RawCodec(), parts, tenant=tenant)
+    payload = payload_of(writer)
+    pack = payload + writer.table.encode()
+    stored_tenant = b"" if tenant == "default" else tenant.encode()
+    digest_key = hashlib.blake2b(stored_tenant).digest() if stored_tenant else b""
 
     length, checksum, magic = struct.unpack("<QQ8s", pack[-24:])
     assert magic == b"PKVPACK1"
@@ -231,13 +240,14 @@ def test_pack_format_matches_documentation() -> None:
         frames,
         blocks,
         codec_length,
+        tenant_length,
         payload_length,
         raw,
         namespace,
         name,
         data_key,
         salt,
-    ) = struct.unpack_from("<HHIIIQQ16s16s8s16s", body)
+    ) = struct.unpack_from("<HHIIHHQQ16s16s8s16s", body)
     assert (data_key, salt) == (bytes(8), bytes(16))
     assert (version, key_length, frames, blocks, codec_length) == (1, 0, 2, 5, 3)
     assert (payload_length, raw, namespace) == (
@@ -246,11 +256,14 @@ def test_pack_format_matches_documentation() -> None:
         NAMESPACE,
     )
     assert body[88:91] == b"raw"
+    assert body[91 : 91 + tenant_length] == stored_tenant
+    rows_at = 91 + tenant_length
     rows = [
-        struct.unpack_from("<IIIIQQ16s", body, 91 + 48 * index) for index in range(2)
+        struct.unpack_from("<IIIIQQ16s", body, rows_at + 48 * index)
+        for index in range(2)
     ]
-    lengths = struct.unpack_from("<5H", body, 91 + 96)
-    keys = body[91 + 96 + 10 :]
+    lengths = struct.unpack_from("<5H", body, rows_at + 96)
+    keys = body[rows_at + 96 + 10 :]
     assert lengths == (36, 36, 36, 12, 12)
     assert keys == b"".join([*parts[0].keys, *parts[1].keys])
     assert (
@@ -258,6 +271,7 @@ def test_pack_format_matches_documentation() -> None:
         == hashlib.blake2b(
             namespace + b"raw\0" + struct.pack("<H5H", 0, *lengths) + keys,
             digest_size=16,
+            key=digest_key,
         ).digest()
     )
 

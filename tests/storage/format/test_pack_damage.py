@@ -139,7 +139,7 @@ def forged(**changes: Any) -> bytes:
     """Return a table of one frame of 4 blocks; ``changes`` replace fields of its header and
     frame."""
     header = {
-        "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "payload": 16384, "raw": 16384,
+        "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "tenant_length": 0, "payload": 16384, "raw": 16384,
         "namespace": NAMESPACE, "name": bytes(16), "key": bytes(8), "salt": bytes(16),
     }  # fmt: skip
     frame = {
@@ -167,7 +167,12 @@ def test_pack_table_parse_valid_table_returns_frames() -> None:
         ({"frames": 0xFFFFFFFF}, "counts"),
         ({"blocks": 0xFFFFFFFF, "key_length": 0}, "counts"),
         ({"blocks": 0xFFFFFFFF}, "keys"),
-        ({"codec_length": 0xFFFFFFFF}, "counts"),
+        ({"codec_length": 0xFFFF}, "counts"),
+        ({"tenant_length": 0xFFFF}, "counts"),
+        ({"tenant_length": 2, "codec": b"raw\xc3\x28"}, "tenant"),
+        ({"tenant_length": 2, "codec": b"raw\n\n"}, "tenant"),
+        ({"tenant_length": 7, "codec": b"rawdefault"}, "tenant"),
+        ({"tenant_length": 129, "codec": b"raw" + 129 * b"x"}, "tenant"),
         ({"blocks": 3, "key_length": 48}, "block count"),
         ({"key_length": 35}, "keys"),
         ({"key_length": 0}, "key lengths"),

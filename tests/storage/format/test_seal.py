@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import random
 import struct
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -17,8 +19,10 @@ from hypothesis import strategies as st
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.format.keys import (
-    DEFAULT_TENANT,
+    DataKey,
+    StoredKeys,
     StoreKey,
+    TenantKey,
     WrongKeyError,
     decode_keys,
     encode_keys,
@@ -26,6 +30,7 @@ from persistkv.storage.format.keys import (
 from persistkv.storage.format.pack import Frame, PackTable, PlacedFrame
 from persistkv.storage.format.pack_writer import PackCopy, PackWriter
 from persistkv.storage.format.seal import PLAIN, RECORD_BYTES, KeySeal
+from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.testing.samples import (
     open_payload,
     payload_of,
@@ -35,9 +40,11 @@ from persistkv.testing.samples import (
 
 SECRET = b"0123456789abcdef" * 4
 STORE_KEY = StoreKey(SECRET)
-KEYRING = STORE_KEY.new_keyring()
+KEYRING = STORE_KEY.new_keyring().extended([DataKey.new(DEFAULT_TENANT)])
 OURS = KeySeal(lambda: KEYRING)
-OTHER_KEYRING = StoreKey(b"x" * 32).new_keyring()
+OTHER_KEYRING = (
+    StoreKey(b"x" * 32).new_keyring().extended([DataKey.new(DEFAULT_TENANT)])
+)
 THEIRS = KeySeal(lambda: OTHER_KEYRING)
 NAMESPACE = bytes(range(16))
 
@@ -186,6 +193,7 @@ def forge(random_: random.Random, kind: str) -> bool:
             table.keys,
             table.data_key,
             table.salt,
+            table.tenant,
         )
     elif kind == "salt":
         table = other.table
@@ -298,7 +306,8 @@ def test_key_seal_format_matches_documentation() -> None:
     """Decode as docs/format.md describes, with the library alone."""
     pack = PACKS[0]
     table = pack.table
-    key = KEYRING.default
+    key = KEYRING.of(DEFAULT_TENANT)
+    assert key is not None
     assert table.data_key == key.id
     for number, frame in enumerate(table.frames):
         subkey = HKDF(SHA256(), 32, table.salt, b"persistkv pack 1").derive(key.secret)
@@ -329,23 +338,79 @@ def test_key_seal_format_matches_documentation() -> None:
 
 
 def test_store_key_unwraps_only_its_own_keys() -> None:
-    wrapped = STORE_KEY.wrap_all(KEYRING)
-    assert decode_keys(encode_keys(wrapped)) == wrapped
-    found = STORE_KEY.unwrap_all(decode_keys(encode_keys(wrapped)))
-    assert found.keys == KEYRING.keys
-    assert (found.id, found.default.tenant) == (STORE_KEY.id, DEFAULT_TENANT)
+    wrapped = STORE_KEY.wrap(KEYRING.id, KEYRING.store)
+    found = STORE_KEY.unwrap_all([wrapped])
+    assert (found.id, found.store) == (STORE_KEY.id, KEYRING.store)
     stranger = StoreKey(SECRET[::-1])
     with pytest.raises(WrongKeyError):
-        stranger.unwrap_all(wrapped)
-    encoded = encode_keys(wrapped)
-    for key in KEYRING.keys.values():
+        stranger.unwrap_all([wrapped])
+
+
+def open_all(encoded: bytes) -> None:
+    found = decode_keys(encoded)
+    STORE_KEY.unwrap_all(found.wrapped)
+    for key in found.tenants:
+        OURS.opened_key(key.id, key.sealed)
+
+
+def test_stored_keys_damaged_byte_is_refused() -> None:
+    wrapped = STORE_KEY.wrap(KEYRING.id, KEYRING.store)
+    anna = DataKey.new("anna")
+    stored = StoredKeys((wrapped,), (TenantKey(anna.id, OURS.sealed_key(anna)),))
+    encoded = encode_keys(stored)
+    assert decode_keys(encoded) == stored
+    assert b"anna" not in encoded
+    for key in (KEYRING.store, anna):
         assert key.secret not in encoded
     rng = random.Random(3)
     for _ in range(300):
         damaged = bytearray(encoded)
         damaged[rng.randrange(len(damaged))] ^= rng.randrange(1, 256)
         with pytest.raises(CorruptPackError):
-            STORE_KEY.unwrap_all(decode_keys(bytes(damaged)))
+            open_all(bytes(damaged))
+
+
+def test_wrapped_key_format_matches_documentation() -> None:
+    """Decode as docs/format.md describes, with the libraries alone."""
+    key = DataKey.new("Zoë & co.")
+    wrapped = STORE_KEY.wrap(KEYRING.id, KEYRING.store)
+    stored = StoredKeys((wrapped,), (TenantKey(key.id, OURS.sealed_key(key)),))
+    encoded = encode_keys(stored)
+    assert encoded.startswith(b"PKVKEYS1")
+    (entry,), (tenant,) = msgspec.msgpack.decode(encoded[8:])
+    keyring, key_id, store_key, salt, sealed = entry
+    store_secret = hmac.digest(b"persistkv store key 1", SECRET, "sha256")
+    assert store_key == hmac.digest(store_secret, b"id", "sha256").hex()[:16]
+    assert (keyring, key_id) == (KEYRING.id, KEYRING.store.id)
+    wrapping = HKDF(SHA256(), 32, salt, b"persistkv data key 1").derive(store_secret)
+    name = msgspec.msgpack.encode([keyring, key_id])
+    secret = AESGCM(wrapping).decrypt(bytes(12), sealed, name)
+    assert secret == KEYRING.store.secret
+
+    tenant_id, record = tenant
+    assert (tenant_id, record[:8]) == (key.id, key_id)
+    subkey = HKDF(SHA256(), 32, record[8:24], b"persistkv record 1").derive(secret)
+    name = b"data key " + tenant_id
+    content = AESGCM(subkey).decrypt(bytes(12), record[24:], name)
+    assert content == key.secret + "Zoë & co.".encode()
+
+
+def test_key_seal_packs_of_tenants_have_their_own_keys() -> None:
+    anna = DataKey.new("anna")
+    keyring = KEYRING.extended([anna])
+    assert keyring.lacking(["anna", "berta", DEFAULT_TENANT, "berta"]) == ["berta"]
+    seal = KeySeal(lambda: keyring)
+    assert seal.lacking(["berta"]) == ["berta"]
+    pack = sample_pack(NAMESPACE, 1, seal=seal, tenant="anna")
+    payload = bytearray(b"".join(map(bytes, pack.stream())))
+    assert pack.table.data_key == anna.id
+    open_payload(seal, pack.table, memoryview(payload))
+    assert payload == payload_of(pack)
+    # without the key of the tenant, nothing opens
+    with pytest.raises(CorruptPackError, match="no key"):
+        OURS.of_pack(pack.table)
+    with pytest.raises(CorruptPackError, match="tenant"):
+        seal.new_pack(NAMESPACE, "berta")
 
 
 def test_salts_of_many_packs_and_records_differ() -> None:

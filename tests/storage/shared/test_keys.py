@@ -23,9 +23,9 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blobs import UnavailableError
 from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.keys import (
-    DEFAULT_TENANT,
     STORE,
     DataKey,
+    StoredKeys,
     StoreKey,
     encode_keys,
 )
@@ -42,6 +42,7 @@ from persistkv.storage.shared.format import (
     encode_delta,
     seal_object,
 )
+from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.testing import FaultyBlobs
 from persistkv.testing.blobs import METHODS
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
@@ -100,6 +101,7 @@ def forge_commit(town: Town) -> None:
 def forge_with_other_key(town: Town) -> None:
     """Do the same, sealed with another key."""
     keyring = StoreKey(b"x" * 32).new_keyring()
+    keyring = keyring.extended([DataKey.new(DEFAULT_TENANT)])
     stranger = KeySeal(lambda: keyring)
     evil = sample_pack(NAMESPACE, 1, content=66, seal=stranger)
     payload = b"".join(evil.stream())
@@ -231,18 +233,14 @@ def test_policy_without_the_key_is_not_believed(town: Town) -> None:
 def test_engines_that_create_a_store_at_once_read_each_other(town: Town) -> None:
     """Each makes data keys before it sees those of the other."""
     secret = StoreKey(SECRET.encode())
-    for tenant in (STORE, DEFAULT_TENANT):
-        wrapped = secret.wrap(secret.id, DataKey.new(tenant))
-        name = f"keyrings/{secret.id}/{wrapped.id.hex()}"
-        town.server.put(name, [encode_keys([wrapped])])
+    wrapped = secret.wrap(secret.id, DataKey.new(STORE))
+    name = f"keyrings/{secret.id}/{wrapped.id.hex()}"
+    town.server.put(name, [encode_keys(StoredKeys((wrapped,)))])
     first = keyed(town)
-    # later ones, which only a handle that is opened after them reads at once
-    for tenant in (STORE, DEFAULT_TENANT):
-        key = DataKey(bytes(8), tenant, bytes(range(32)))
-        key = key._replace(id=tenant.encode().ljust(8, b"\0"))
-        wrapped = secret.wrap(secret.id, key)
-        name = f"keyrings/{secret.id}/{wrapped.id.hex()}"
-        town.server.put(name, [encode_keys([wrapped])])
+    # a later one, which only a handle that is opened after them reads at once
+    wrapped = secret.wrap(secret.id, DataKey(bytes(8), STORE, bytes(range(32))))
+    name = f"keyrings/{secret.id}/{wrapped.id.hex()}"
+    town.server.put(name, [encode_keys(StoredKeys((wrapped,)))])
     second = keyed(town)
     for engine, seed in ((first, 1), (second, 2)):
         engine.store(engine.pack(seed))
@@ -250,6 +248,67 @@ def test_engines_that_create_a_store_at_once_read_each_other(town: Town) -> None
         for table in tables(engine.backend, NAMESPACE).values():
             assert read_pack(engine.backend, NAMESPACE, table) is not None
         assert len(tables(engine.backend, NAMESPACE)) == 2
+
+
+def test_packs_of_tenants_are_read_by_all_and_keys_are_made_once(town: Town) -> None:
+    first, second = keyed(town), keyed(town)
+    for seed, engine in enumerate((first, second, first)):
+        for tenant in ("anna", "berta"):
+            engine.store(engine.pack(10 * seed + len(tenant), tenant=tenant))
+    assert len(town.names("/tenants/")) == 2
+    for name in town.names(""):
+        assert b"anna" not in town.data(name), name
+    town.run(70)
+    for engine in (first, second, keyed(town)):
+        found = tables(engine.backend, NAMESPACE).values()
+        assert len(found) == 6
+        for table in found:
+            assert read_pack(engine.backend, NAMESPACE, table) is not None
+        of_tenant = {(table.tenant, table.data_key) for table in found}
+        assert len(of_tenant) == 2
+
+
+def once_before_put(engine: Engine, part: str, call: Callable[[], object]) -> None:
+    """Call once before the engine's next put of a blob with this part in its name."""
+
+    def call_if_due(name: str) -> None:
+        if part in name:
+            engine.blobs.clear_faults("put")
+            call()
+
+    engine.blobs.before("put", call_if_due)
+
+
+def test_engines_that_make_key_of_tenant_at_once_keep_all(town: Town) -> None:
+    first, second = keyed(town), keyed(town)
+    # between the list of the keys and the write of its own
+    once_before_put(
+        first, "/tenants/", lambda: second.store(second.pack(2, tenant="anna"))
+    )
+    first.store(first.pack(1, tenant="anna"))
+    found = tables(keyed(town).backend, NAMESPACE).values()
+    assert len({table.data_key for table in found}) == 2
+    town.run(70)
+    for engine in (first, second, keyed(town)):
+        for table in tables(engine.backend, NAMESPACE).values():
+            assert read_pack(engine.backend, NAMESPACE, table) is not None
+        assert len(tables(engine.backend, NAMESPACE)) == 2
+
+
+def test_rotation_open_handles_make_and_read_keys_of_tenants(town: Town) -> None:
+    first, second = keyed(town), keyed(town)
+    first.store(first.pack(1, tenant="anna"))
+    first.backend.rotate_key(StoreKey(SECRET[::-1].encode()))
+    first.store(first.pack(2, tenant="berta"))
+    second.store(second.pack(3, tenant="cleo"))
+    third = town.engine(refresh_s=0.0, key_env="PERSISTKV_OTHER_KEY")
+    third.store(third.pack(4, tenant="dora"))
+    town.run(70)
+    for engine in (first, second, third):
+        found = tables(engine.backend, NAMESPACE).values()
+        assert len(found) == 4
+        for table in found:
+            assert read_pack(engine.backend, NAMESPACE, table) is not None
 
 
 def test_open_content_without_its_data_keys_raises_and_keeps_it(town: Town) -> None:

@@ -14,6 +14,7 @@ from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.shared import Clock, SharedBackend, SharedOptions
 from persistkv.storage.shared.format import Delta, Names, decode_delta, open_object
+from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.testing import FaultyBlobs, MemoryBlobs
 from persistkv.testing.conformance.suite import sample_identity, tables
 from persistkv.testing.samples import sample_pack
@@ -69,7 +70,12 @@ class Engine:
         return self.namespace
 
     def pack(
-        self, seed: int, *, blocks: int = 4, block_bytes: int = 4096
+        self,
+        seed: int,
+        *,
+        blocks: int = 4,
+        block_bytes: int = 4096,
+        tenant: str = DEFAULT_TENANT,
     ) -> PackWriter:
         """Return a pack for this handle; see ``sample_pack``."""
         return sample_pack(
@@ -78,6 +84,7 @@ class Engine:
             blocks=blocks,
             block_bytes=block_bytes,
             seal=self.backend.seal,
+            tenant=tenant,
         )
 
     def store(self, *packs: PackWriter) -> None:

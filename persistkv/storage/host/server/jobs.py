@@ -191,9 +191,10 @@ class Jobs:
         job.move(JobState.ACCEPTING)
         try:
             keys = message.keys.unpack()
+            block_ids = array("I", message.block_ids)
             depths = array("I", message.depths) or None
             accepted = await self._store.put(
-                message.request, keys, array("I", message.block_ids), depths
+                message.request, keys, block_ids, depths, message.tenant
             )
         except (ValueError, CorruptPackError) as error:
             # the error references rows

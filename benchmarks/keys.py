@@ -141,7 +141,8 @@ class Engines:
     """
 
     def __init__(self, url: str, records: Path, count: int) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        # not spawned: imports would take longer than a short life
+        self._context = multiprocessing.get_context("fork")
         self._url = url
         self._records = records
         self.num_kills = 0

@@ -123,9 +123,15 @@ class KeyFile:
         """Make the data keys of these tenants, unless another process has made them. The caller
         holds the writer lock.
 
+        :raises CorruptStoreError: the file is missing, damaged, or that of another store.
         :raises OSError: the file was not replaced.
         """
         there = self._read()
+        # a key that is added to another file is lost when the store's own is put back
+        if {key.keyring for key in there.wrapped} != {self._known().id}:
+            raise CorruptStoreError(
+                f"{self._path} is missing or of another store: packs of new tenants are dropped"
+            )
         self._add(there.tenants)
         made = list(map(DataKey.new, self._known().lacking(tenants)))
         if not made:

@@ -370,6 +370,32 @@ def test_file_of_data_keys_lost_under_engine_leaves_engine_running(
     assert None not in found.values()
 
 
+@pytest.mark.parametrize("how", ["removed", "of another store"])
+def test_pack_of_new_tenant_without_file_of_data_keys_is_refused(
+    tmp_path: Path, place: str, how: str
+) -> None:
+    """Its key would be lost with the file that is put back later."""
+    other = f"{place}-other"
+    open_backend(with_key(other)).close()
+    file = tmp_path / "store" / "keys"
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 0)
+        kept = file.read_bytes()
+        file.unlink()
+        if how == "of another store":
+            file.write_bytes((tmp_path / "store-other" / "keys").read_bytes())
+        with pytest.raises(CorruptStoreError, match="keys"):
+            store_of_tenant(backend, "anna", 1)
+        stored = store_one(backend, 2)
+        assert not file.exists() or file.read_bytes() != kept
+        file.write_bytes(kept)
+        store_of_tenant(backend, "anna", 3)
+    found = content(with_key(place))
+    assert stored in found
+    assert len(found) == 3
+    assert None not in found.values()
+
+
 def test_engine_whose_segments_are_removed_stores_on_with_same_keys(
     tmp_path: Path, place: str
 ) -> None:

@@ -190,6 +190,23 @@ class StoreFullError(StoreError):
     back completely."""
 
 
+class QuotaExceededError(StoreError):
+    """Content of a tenant did not fit its quota, even after the eviction of its other content.
+    Nothing was written, and content of other tenants is not affected.
+
+    :param num_bytes: of the content that did not fit; ``quota``: of the tenant, in bytes.
+    """
+
+    def __init__(self, tenant: str, num_bytes: int, quota: int) -> None:
+        super().__init__(
+            f"{num_bytes} bytes of the tenant {printable(tenant)!r} do not fit its quota of "
+            f"{quota} bytes beside what is pinned or part of the same request"
+        )
+        self.tenant = tenant
+        self.num_bytes = num_bytes
+        self.quota = quota
+
+
 class CorruptStoreError(StoreError):
     """The catalogue of a store (tables of packs, manifests, free space, totals) is invalid. Nothing
     was changed."""

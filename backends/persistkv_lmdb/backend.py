@@ -44,6 +44,12 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.catalog import Catalogue
 from persistkv.storage.catalog.catalogue import check_batch, totals
+from persistkv.storage.catalog.quotas import (
+    TenantTotals,
+    read_tenants,
+    with_default,
+    write_quotas,
+)
 from persistkv.storage.catalog.rows import (
     META,
     NAMESPACES,
@@ -67,7 +73,7 @@ from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
-from persistkv_lmdb.commit import BatchCommit, StaleError, fit_capacity, release_free
+from persistkv_lmdb.commit import BatchCommit, StaleError, fit_policy, release_free
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.inline import read_pieces
@@ -75,6 +81,7 @@ from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
     DEFAULT_CAPACITY,
     is_capacity,
+    read_capacity,
     read_policy,
     write_policy,
 )
@@ -426,12 +433,21 @@ class LmdbBackend(Backend):
         damaged = quarantined(self._path)
         with self.rows() as rows:
             states = [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
-        stats = totals(states, self.disk_bytes(), self.policy().capacity)
+            capacity = read_capacity(rows)
+        stats = totals(states, self.disk_bytes(), capacity)
         return replace(
             stats,
             quarantined=tuple(map(str, damaged)),
             quarantined_bytes=sum(damaged.values()),
         )
+
+    def tenants(self) -> list[TenantTotals]:
+        with self.rows() as rows:
+            states = [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+            tenants = list(read_tenants(rows))
+        packs = sum(state.packs for state in states)
+        stored_bytes = sum(state.stored_bytes for state in states)
+        return with_default(tenants, packs, stored_bytes)
 
     def disk_bytes(self) -> int:
         total = sum(self.environment.files.lengths().values())
@@ -463,7 +479,8 @@ class LmdbBackend(Backend):
             raise ConfigurationError("placement", policy.placement, expected)
         with self.rows(write=True) as transaction:
             write_policy(transaction, policy)
-        fit_capacity(self.environment)
+            write_quotas(transaction, policy.quotas)
+        fit_policy(self.environment)
 
     def delete_quarantined(self) -> int:
         self._writable()  # raises if the store is open read-only

@@ -18,6 +18,9 @@ If that is not enough (large batch, small store, fragmented pages, a disk smalle
 capacity), short transactions evict, an empty transaction makes their pages reusable, and the batch
 is retried.
 
+A tenant is never above its quota after a commit that adds packs of it: the commit's own transaction
+evicts the tenant's oldest packs. If they are too many for one transaction, short ones evict before.
+
 Pages that a reader's snapshot can see are not reusable, however much is evicted. A stopped reader
 must not cause the eviction of the whole store: a batch that lacks only these pages is refused.
 """
@@ -32,19 +35,26 @@ from functools import partial
 from itertools import islice
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import StoreError, StoreFullError
+from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted, TableRows
+from persistkv.storage.catalog.quotas import Quotas, tenant_digest
 from persistkv.storage.catalog.rows import (
     GENERATION_BYTES,
     LINKS,
+    NAME_BYTES,
     NAMESPACES,
     PACKS,
+    TENANT_ORDER,
     holds_pack,
     is_current,
     read_state,
 )
-from persistkv.storage.catalog.transaction import kept_names, rows_bound
+from persistkv.storage.catalog.transaction import (
+    bytes_by_tenant,
+    kept_names,
+    rows_bound,
+)
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack
@@ -103,6 +113,19 @@ class StaleError(Exception):
     (``CommitBatch.seen``)."""
 
 
+class _TenantAboveError(Exception):
+    """A batch fits the quota of its tenant only if more is evicted than its own transaction may.
+
+    :param tenant: digest of its name.
+    :param num_bytes: of the tenant's packs that the batch adds.
+    """
+
+    def __init__(self, tenant: bytes, num_bytes: int) -> None:
+        super().__init__(tenant, num_bytes)
+        self.tenant = tenant
+        self.num_bytes = num_bytes
+
+
 class BatchCommit:
     """Commit of one batch to the namespace with the id ``namespace``, with eviction and retries;
     used once."""
@@ -141,6 +164,7 @@ class BatchCommit:
 
         :raises StaleError: another commit has followed ``CommitBatch.seen``; the batch was not
             written.
+        :raises QuotaExceededError: packs of a tenant do not fit its quota; nothing was written.
         :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction``
             makes room for it.
         """
@@ -154,7 +178,7 @@ class BatchCommit:
             try:
                 if not self._environment.database.shares.inline:
                     self._place()
-                return self._commit()
+                return self._commit_within_quotas()
             except NotPlacedError:
                 continue
             except ReplacedError:
@@ -194,6 +218,7 @@ class BatchCommit:
             self._erasures = read_erasures(rows)
             extents = self._reserved(rows)
             lacking = self._added(rows)
+            self._check_quotas(rows, lacking)
         if bound_pages(lacking) > pages_of(extents):
             lacking, extents = self._reserve()
         if lacking:
@@ -273,11 +298,29 @@ class BatchCommit:
         encode_tail(tail, encoded, own, erasures)
         yield tail
 
+    def _commit_within_quotas(self) -> CommitResult:
+        """Commit the rows of the batch, after short transactions that evict what its own must not.
+
+        :raises NotPlacedError: a pack is not in extents; the batch was not written.
+        """
+        while True:
+            try:
+                return self._commit()
+            except _TenantAboveError as error:
+                evict = partial(self._evict_some_of, error.tenant, error.num_bytes)
+                self._repeat(evict, self._at_once)
+            # the tenant's other engines may have added content meanwhile
+            self._at_once *= 2
+            if self._environment.database.shares.inline:
+                for pack in self._batch.packs:
+                    pack.restart()
+
     def _commit(self) -> CommitResult:
         """Commit the rows of the batch in one transaction, which evicts and reserves for the next
         one.
 
         :raises NotPlacedError: a pack is not in extents; nothing changed.
+        :raises _TenantAboveError: more must be evicted for a quota; nothing changed.
         """
         environment = self._environment
         batch = self._batch
@@ -292,6 +335,7 @@ class BatchCommit:
             self._erase(transaction, commit, (*batch.deletions, *batch.bad))
             commit.add(batch)
             commit.expire(read_ttl(transaction), self._at_once)
+            self._fit_quotas(commit)
             if commit.grew:
                 self._prepare_next(commit, room)
             commit.finish()
@@ -352,6 +396,24 @@ class BatchCommit:
         number = read_erasures(transaction) + 1
         self._environment.recovery.erase(names, number)
         write_erasures(transaction, number)
+
+    def _fit_quotas(self, commit: CatalogTransaction) -> None:
+        """Evict content of the tenants of which the batch has added packs until none of them is
+        above its quota, then some of others that are, because their quotas were lowered.
+
+        :raises QuotaExceededError: what may be evicted is not enough.
+        :raises _TenantAboveError: it is too much for one transaction.
+        """
+        quotas = commit.quotas
+        for tenant, num_bytes in quotas.added.items():
+            fits = partial(_fits_quota, quotas, tenant)
+            result = commit.evict_of(tenant, fits, self._at_once)
+            if result is Evicted.SOME:
+                raise _TenantAboveError(tenant, num_bytes)
+            totals = quotas.at(tenant)
+            if result is Evicted.ALL and totals is not None and totals.quota:
+                raise QuotaExceededError(totals.tenant, num_bytes, totals.quota)
+        commit.evict_above(self._at_once)
 
     def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
         """Free what the batch did not need, evict, and reserve extents, so that the next commit
@@ -477,12 +539,34 @@ class BatchCommit:
         )
         self._check_seen(transaction, commit.cursor)
         added = self._added(transaction)
+        self._check_quotas(transaction, added)
+        commit.expect(added)
         unplaced = self._unplaced(added)
         rows_bytes = rows_bound(added, self._batch.manifests)
         if rows_bytes:
             rows_bytes += commit.beginning_bytes
         room.expect(added, unplaced, rows_bytes)
         return commit, room
+
+    def _check_quotas(self, rows: TableRows, added: Sequence[NewPack]) -> None:
+        """Raise a QuotaExceededError if packs do not fit the quota of their tenant and nothing of
+        it may be evicted, before they are written and room is made for them. Their sizes are upper
+        bounds: the codec has not encoded them."""
+        quotas = Quotas(rows)
+        for tenant, num_bytes in bytes_by_tenant(added).items():
+            totals = quotas.of(tenant)
+            if totals.quota is None or not totals.is_above(num_bytes):
+                continue
+            if num_bytes > totals.quota or not self._has_evictable(rows, tenant):
+                raise QuotaExceededError(tenant, num_bytes, totals.quota)
+
+    def _has_evictable(self, rows: TableRows, tenant: str) -> bool:
+        """Return whether a tenant has packs that may be evicted for the batch."""
+        for key, _ in rows.starting_with(TENANT_ORDER, tenant_digest(tenant)):
+            name = bytes(key[-NAME_BYTES:])
+            if name not in self._keep:
+                return True
+        return False
 
     def _check_seen(self, rows: TableRows, cursor: bytes) -> None:
         """Raise StaleError if other commits, up to the position ``cursor``, make the batch
@@ -568,6 +652,21 @@ class BatchCommit:
         self._note(commit)
         return result is Evicted.SOME or holes_remain
 
+    def _evict_some_of(self, tenant: bytes, num_bytes: int, at_most: int) -> bool:
+        """Evict some packs of a tenant in one transaction, so that ``num_bytes`` more will fit its
+        quota; return whether more must be evicted."""
+        with self._environment.transaction(write=True) as transaction:
+            commit, _ = self._begin(transaction)
+            commit.touch(self._batch.touches)
+            quotas = commit.quotas
+            quotas.expect({tenant: num_bytes})
+            fits = partial(_fits_quota, quotas, tenant)
+            result = commit.evict_of(tenant, fits, at_most)
+            commit.finish()
+        self._note(commit)
+        time.sleep(_TURN_S)
+        return result is Evicted.SOME
+
     def _goal_of(self, room: Room, transaction: TableRows, more: int) -> Amount:
         """Return the used bytes down to which the evictions for the batch go; see ``_evict_some``
         for ``more``."""
@@ -579,9 +678,13 @@ class BatchCommit:
         return goal._replace(catalogue=min(goal.catalogue, catalogue))
 
 
-def fit_capacity(environment: Environment) -> None:
-    """Evict until the store fits its capacity, in short transactions; return the space to the file
-    system.
+def _fits_quota(quotas: Quotas, tenant: bytes) -> bool:
+    return not quotas.is_above(tenant)
+
+
+def fit_policy(environment: Environment) -> None:
+    """Evict until the store fits its capacity and its quotas, in short transactions; return the
+    space to the file system.
 
     :raises StoreError: a transaction failed; those before it stay in effect, and later commits
         evict the rest.
@@ -591,15 +694,18 @@ def fit_capacity(environment: Environment) -> None:
 
 
 def _evict_excess(environment: Environment) -> bool:
-    """Evict some of what exceeds the capacity, in one transaction; return whether another one could
-    free more."""
+    """Evict some of what exceeds the quotas and the capacity, in one transaction; return whether
+    another one could free more."""
     with environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction)
         room = Room(environment, transaction)
         commit = CatalogTransaction(
             transaction, room.payloads, _NO_NAMESPACE, opened=environment.opened
         )
-        result = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
+        of_tenants = commit.evict_above(_EVICTED_AT_ONCE)
+        result = of_tenants
+        if of_tenants is not Evicted.SOME:
+            result = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
         holes_remain = room.payloads.shrink(room.payloads.limit)
         commit.finish()
     environment.forget_namespaces(commit.ended)

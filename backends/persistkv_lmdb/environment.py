@@ -38,7 +38,12 @@ from typing import NamedTuple
 import lmdb
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import StoreBusyError, StoreError, StoreFullError
+from persistkv.errors import (
+    QuotaExceededError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+)
 from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.catalog.rows import STATES, TableRows
@@ -362,11 +367,11 @@ class Environment:
     @contextmanager
     def _suspect_on_error(self) -> Iterator[None]:
         """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other
-        than busy, full or replaced.
+        than busy, full, above a quota or replaced.
         """
         try:
             yield
-        except (StoreBusyError, StoreFullError, ReplacedError):
+        except (StoreBusyError, StoreFullError, QuotaExceededError, ReplacedError):
             raise
         except StoreError:  # LMDB reports a damaged page with many different errors
             self.suspect()

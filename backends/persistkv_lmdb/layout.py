@@ -24,6 +24,7 @@ import xxhash
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
 from persistkv.rounding import divide_up
+from persistkv.storage.catalog.quotas import read_quotas
 from persistkv.storage.catalog.rows import META, TABLES, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
@@ -152,7 +153,9 @@ def read_policy(rows: TableRows) -> Policy:
 
     :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
-    return Policy(read_capacity(rows), read_ttl(rows), read_placement(rows))
+    return Policy(
+        read_capacity(rows), read_ttl(rows), read_placement(rows), read_quotas(rows)
+    )
 
 
 def read_ttl(rows: TableRows) -> float | None:
@@ -162,8 +165,8 @@ def read_ttl(rows: TableRows) -> float | None:
 
 
 def write_policy(rows: TableRows, policy: Policy) -> None:
-    """Record the capacity and ttl of a policy, without its placement, which is fixed at
-    creation."""
+    """Record the capacity and ttl of a policy. Its placement is fixed at creation, and
+    ``write_quotas`` records its quotas."""
     rows.put(META, _CAPACITY_ROW, _BYTES.pack(policy.capacity))
     if policy.ttl_s is None:
         rows.delete(META, _TTL_ROW)

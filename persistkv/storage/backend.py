@@ -32,6 +32,7 @@ from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt
 
 if TYPE_CHECKING:
     from persistkv.storage.catalog import Catalogue
+    from persistkv.storage.catalog.quotas import TenantTotals
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,8 @@ class Backend(ABC):
         taken effect as a whole. Totals are exact, the handle stays usable, and the next commit may
         succeed.
 
+        :raises QuotaExceededError: packs of a tenant do not fit its quota, even after all possible
+            evictions of its content; nothing of the batch was written.
         :raises StoreFullError: the batch does not fit, even after all possible evictions.
         :raises StoreError: content for a namespace that is neither held nor opened, a pack of
             another namespace, or a store that is open read-only. Errors of a pack's stream are
@@ -350,6 +353,14 @@ class Backend(ABC):
         delay.
         """
 
+    @abstractmethod
+    def tenants(self) -> list[TenantTotals]:
+        """Return the totals of each tenant with packs or a quota, by name, without a scan of the
+        packs. They are exact as those of ``stats`` are.
+
+        :raises StoreError: the medium failed.
+        """
+
     def merge_state(self, namespace: bytes) -> MergeState | None:
         """Return the state of a namespace's inbox; None: the store has none, and each commit is in
         its catalogue.
@@ -405,9 +416,9 @@ class Backend(ABC):
 
     @abstractmethod
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl. Open handles in all processes apply them from their next
-        commit on. A local store evicts what exceeds a lower capacity, and returns the disk space,
-        before this call returns.
+        """Record another capacity and ttl, and other quotas. Open handles in all processes apply
+        them from their next commit on. A local store evicts what exceeds a lower capacity or quota,
+        and returns the disk space, before this call returns.
 
         :raises ConfigurationError: a value is out of range, or the placement differs; nothing
             changed.

@@ -208,14 +208,33 @@ class Transaction(NamedTuple):
     def is_empty(self) -> bool:
         return not (self.packs or self.ends)
 
-    def split(self) -> list[Transaction]:
+    def split(self, refused: str | None = None) -> list[Transaction]:
         """Return a transaction for each pack and each end of a request; an empty list if this one
-        cannot be split."""
+        cannot be split.
+
+        :param refused: a tenant whose packs did not fit its quota. If others have packs in the
+            transaction, it is only split in two: theirs, and that tenant's.
+        """
         if len(self.packs) + len(self.ends) < 2:
             return []
+        own = self._of(refused)
+        if own.packs and len(own.packs) < len(self.packs):
+            return [self._without(refused), own]
         alone = [Transaction([one]) for one in self.packs]
         alone += [Transaction((), [end]) for end in self.ends]
         return alone
+
+    def _of(self, tenant: str | None) -> Transaction:
+        """Return the part that belongs to a tenant."""
+        packs = [pack for pack in self.packs if pack.tenant == tenant]
+        ends = [end for end in self.ends if end.tenant == tenant]
+        return Transaction(packs, ends)
+
+    def _without(self, tenant: str | None) -> Transaction:
+        """Return the part that belongs to other tenants."""
+        packs = [pack for pack in self.packs if pack.tenant != tenant]
+        ends = [end for end in self.ends if end.tenant != tenant]
+        return Transaction(packs, ends)
 
 
 def divide(

@@ -7,10 +7,11 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import NamedTuple
 
 from persistkv.config import parse_durability
-from persistkv.errors import StoreError
+from persistkv.errors import QuotaExceededError, StoreError
 from persistkv.memory.budget import MemoryShares
 from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.commit_pipeline import Transaction
@@ -155,8 +156,8 @@ class Committer:
         """Commit the due work in as few transactions as possible.
 
         A transaction that fails is split into one for each pack and each end of a request, so that
-        a pack that does not fit is dropped alone. The first transaction that succeeds also commits
-        the uses.
+        a pack that does not fit is dropped alone; at first only by tenant, if one is above its
+        quota. The first transaction that succeeds also commits the uses.
         """
         flushes, self._flushes = self._flushes, []
         waiting = self._queue.take(everything=bool(flushes))
@@ -167,32 +168,41 @@ class Committer:
         while waiting:
             # not kept: copies of blocks are freed after their transaction
             transaction = waiting.popleft()
-            if await self._try_commit(transaction, uses):
+            error = await self._try_commit(transaction, uses)
+            refused = error.tenant if isinstance(error, QuotaExceededError) else None
+            if error is None:
                 uses = []
-            elif alone := transaction.split():
+            elif alone := transaction.split(refused):
                 waiting.extendleft(reversed(alone))
             else:
-                self._drop(transaction)
+                self._drop(transaction, refused)
             self._committed_at = time.monotonic()
         for flushed in flushes:
             resolve(flushed, None)
 
     async def _try_commit(
         self, transaction: Transaction, uses: Sequence[bytes]
-    ) -> bool:
-        """Commit, and apply the result. Return False if the commit failed, which is logged."""
+    ) -> StoreError | None:
+        """Commit, and apply the result. Return why the commit failed, which is logged; None: it did
+        not."""
         catalogue = self._catalogue
         try:
             done = await self._commit_current(transaction, uses)
         except StoreError as error:
-            catalogue.log_failure(error)
-            done = None
+            # a copy: its traceback references rows
+            failure: StoreError = copy(error)
         except (OSError, MemoryError) as error:
-            catalogue.log_failure(StoreError(describe_shortage(error)))
-            done = None
-        if done is None:
-            await catalogue.refresh_or_log()  # the failed commit may have evicted packs
-            return False
+            failure = StoreError(describe_shortage(error))
+        else:
+            await self._apply(transaction, done)
+            return None
+        catalogue.log_failure(failure)
+        await catalogue.refresh_or_log()  # the failed commit may have evicted packs
+        return failure
+
+    async def _apply(self, transaction: Transaction, done: _Attempt) -> None:
+        """Apply the result of a commit that succeeded."""
+        catalogue = self._catalogue
         await catalogue.committed(done.writers, done.result, followed=done.followed)
         for writer in transaction.packs:
             if writer not in done.writers:
@@ -200,10 +210,15 @@ class Committer:
             self._queue.end(writer, is_durable=True)
         catalogue.report.persisted += done.persisted
         self.changed.set()
-        return True
 
-    def _drop(self, transaction: Transaction) -> None:
-        """Count the lost packs and ends of requests of a failed transaction."""
+    def _drop(self, transaction: Transaction, refused: str | None) -> None:
+        """Count the lost packs and ends of requests of a failed transaction.
+
+        :param refused: the tenant whose quota it did not fit; None: it failed otherwise.
+        """
+        if refused is not None:
+            for writer in transaction.packs:
+                self._counters.quota_blocks += len(writer.keys)
         persisted = self._catalogue.report.persisted
         persisted += [(end.request, False) for end in transaction.ends]
         self.drop(transaction.packs)

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from persistkv.base import Retention
 from persistkv.config import RowLayout
-from persistkv.errors import StoreError, StoreFullError
+from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
 from persistkv.memory.budget import no_collections, trim_heap
 from persistkv.storage.backend import (
     Backend,
@@ -220,11 +220,11 @@ class NamespaceView:
             or now - self._failure_logged_at >= _FAILURE_LOG_S
         ):
             self._failure_logged_at = now
-            kind = (
-                "the store is full"
-                if isinstance(error, StoreFullError)
-                else "the store failed"
-            )
+            kind = "the store failed"
+            if isinstance(error, StoreFullError):
+                kind = "the store is full"
+            elif isinstance(error, QuotaExceededError):
+                kind = "a tenant is at its quota"
             # str: the error references rows
             logger.warning("%s (%s): new blocks are dropped", kind, str(error))
 

@@ -69,6 +69,8 @@ class StoreCounters(msgspec.Struct):
     """
     dropped_bytes: int = 0
     """Raw bytes of ``dropped_blocks``."""
+    quota_blocks: int = 0
+    """Part of ``dropped_blocks``: those that did not fit the quota of their tenant."""
     loaded_blocks: int = 0
     """Blocks that load jobs read into rows and verified."""
     loaded_bytes: int = 0

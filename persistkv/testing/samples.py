@@ -115,6 +115,7 @@ def sample_manifest(
     restored_tokens: int = 0,
     ttl_s: float | None = None,
     priority: Priority = "normal",
+    tenant: str = DEFAULT_TENANT,
 ) -> ManifestWrite:
     """Return a manifest of one group that names packs by id; other parameters as for
     ``RequestManifest``."""
@@ -130,5 +131,6 @@ def sample_manifest(
         labels=labels or {},
         ttl_s=ttl_s,
         priority=priority,
+        tenant=tenant,
     )
     return ManifestWrite(manifest, (keys,), packs)

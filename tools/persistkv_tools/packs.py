@@ -44,6 +44,7 @@ class Problem(enum.StrEnum):
     NAME = "name"
     PACK_ROWS = "pack rows"
     MANIFEST_ROWS = "manifest rows"
+    TENANT_TOTALS = "tenant totals"
     MANIFEST_KEYS = "manifest keys"
     MISSING_BLOCKS = "missing blocks"
 

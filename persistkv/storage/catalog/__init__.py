@@ -25,7 +25,9 @@ The local store and the replicas of a shared one use it. ``Catalogue`` answers q
 7. A manifest with a ttl of its own (``RequestManifest.ttl_s``) expires if its last pack was unused
    for that long, even if it is pinned. A later commit deletes it together with those of its packs
    that were unused for that long and that no other manifest names.
-8. A pack has low priority if manifests of low priority, and no others, have named it since it was
+8. If a tenant is above its quota, its packs are evicted before those of others, among them by the
+   rules above. A commit that adds packs of it does so until it is not.
+9. A pack has low priority if manifests of low priority, and no others, have named it since it was
    written.
 """
 

@@ -42,6 +42,7 @@ from persistkv.storage.catalog.rows import (
     NAME_BYTES,
     ORDER,
     ORDER_KEY,
+    TENANT_ORDER,
     USES,
     Chain,
     TableRows,
@@ -234,9 +235,9 @@ class EvictionOrder:
         use."""
         return self._clock.time
 
-    def add_pack(self, name: bytes, depth: int, pins: int) -> None:
+    def add_pack(self, name: bytes, depth: int, pins: int, tenant: bytes) -> None:
         """List a new pack as used now; parameters as in ``Use``."""
-        use = Use(self.moment, self.time, depth, pins, named=0)
+        use = Use(self.moment, self.time, depth, pins, 0, tenant)
         self.put(name, use)
 
     def touch(self, name: bytes, named: int = 0) -> bool:
@@ -279,7 +280,7 @@ class EvictionOrder:
         """Remove a pack from the order; a name that is not listed is ignored."""
         use = self.use(name)
         if use is not None:
-            self._rows.delete(ORDER, use.order_key(name))
+            self._unlist(name, use)
             self._rows.delete(USES, name)
 
     def add_manifest(
@@ -299,7 +300,7 @@ class EvictionOrder:
 
     def remove_manifest(self, name: bytes, chain: Chain) -> None:
         """Remove a manifest, whose present chain is ``chain``."""
-        self._rows.delete(ORDER, chain.order_key(name))
+        self._unlist(name, chain)
         self._rows.delete(CHAINS, name)
         if chain.ttl_s:
             expiry_key = EXPIRY_KEY.pack(chain.expires, name)
@@ -353,6 +354,21 @@ class EvictionOrder:
             else:
                 self._rows.delete(ORDER, found)
 
+    def oldest_of(self, tenant: bytes) -> Iterator[tuple[bytes, Use | Chain]]:
+        """Iterate over the packs of a tenant as ``oldest`` does; ``tenant`` as in ``Use``."""
+        rows = self._rows
+        start = tenant
+        while (found := rows.first(TENANT_ORDER, start)) is not None:
+            if not found.startswith(tenant):
+                return
+            start = found + b"\0"
+            name = found[-NAME_BYTES:]
+            use = self.use(name)
+            if use is not None and use.tenant + use.order_key(name) == found:
+                yield name, use
+            else:
+                rows.delete(TENANT_ORDER, found)
+
     def _row_of(self, found: bytes) -> Use | Chain | None:
         """Return the row of the pack or manifest in a key of ``ORDER``; None if it is damaged or
         missing."""
@@ -373,11 +389,22 @@ class EvictionOrder:
     ) -> None:
         """Write the row of a pack or manifest, in place of ``before``."""
         if before is not None:
-            self._rows.delete(ORDER, before.order_key(name))
+            self._unlist(name, before)
         table = USES if isinstance(row, Use) else CHAINS
         self._rows.put(table, name, row.encode())
-        if not row.pinned:
-            self._rows.put(ORDER, row.order_key(name), b"")
+        if row.pinned:
+            return
+        order_key = row.order_key(name)
+        self._rows.put(ORDER, order_key, b"")
+        if isinstance(row, Use) and row.tenant:
+            self._rows.put(TENANT_ORDER, row.tenant + order_key, b"")
+
+    def _unlist(self, name: bytes, row: Use | Chain) -> None:
+        """Remove the row of a pack or manifest from the order; a pinned one is not listed."""
+        order_key = row.order_key(name)
+        self._rows.delete(ORDER, order_key)
+        if isinstance(row, Use) and row.tenant:
+            self._rows.delete(TENANT_ORDER, row.tenant + order_key)
 
 
 class TimedOrder(EvictionOrder):

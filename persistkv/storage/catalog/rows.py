@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Names of the tables, with the content of their rows as key → value. Except in META, ORDER and
-# EXPIRIES, keys begin with the namespace's id (16 bytes), so a namespace is one range of each
-# table.
+# Names of the tables, with the content of their rows as key → value. Except in META, ORDER,
+# EXPIRIES, TENANTS and TENANT_ORDER, keys begin with the namespace's id (16 bytes), so a namespace
+# is one range of each table.
 META = "meta"
 """``clock`` → number of the last moment, then ``StoreClock``. ``note``, namespace, name → content
 of a note (``Backend.note``). Drivers also store their own rows here."""
@@ -50,6 +50,9 @@ CHAINS = "chains"  # namespace, digest of the manifest's id → ``Chain``
 LINKS = "links"
 # ``EXPIRY_KEY`` → empty: manifests with a ttl of their own, by the earliest time of expiry
 EXPIRIES = "expiries"
+TENANTS = "tenants"  # digest of a tenant's name → ``TenantTotals``
+# digest of a tenant's name, ``ORDER_KEY`` → empty: its packs that may be evicted, in eviction order
+TENANT_ORDER = "tenant_order"
 
 TABLES = (
     META,
@@ -64,11 +67,13 @@ TABLES = (
     CHAINS,
     LINKS,
     EXPIRIES,
+    TENANTS,
+    TENANT_ORDER,
 )
 
 
-# whose values contain keys of blocks, their fingerprints, ids of requests or labels
-SEALED_TABLES = frozenset({PACKS, LOG, MANIFESTS, MANIFEST_KEYS})
+# whose values contain keys of blocks, their fingerprints, ids of requests, labels or tenants
+SEALED_TABLES = frozenset({PACKS, LOG, MANIFESTS, MANIFEST_KEYS, TENANTS})
 
 
 class TableRows:
@@ -217,6 +222,7 @@ PINNED, ORDERED, LOW, RESTORED = 1, 2, 4, 8
 NAMED_LOW, NAMED = 1, 2
 PACK, MANIFEST = 0, 1
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
+TENANT_BYTES = 16  # of the digest of a tenant's name
 ORDER_KEY = struct.Struct(">?QIB32s")
 """Key in the table ``ORDER``: False for low priority, moment, UNKNOWN_DEPTH minus the depth,
 ``PACK`` or ``MANIFEST``, and the key of the row in ``USES`` or ``CHAINS``.
@@ -238,6 +244,9 @@ class Use(NamedTuple):
     named: int
     """Manifests that have named the pack since it was written. 0: none; ``NAMED_LOW``: only
     manifests of low priority; ``NAMED``: at least one of normal priority."""
+    tenant: bytes = b""
+    """Digest of the tenant's name, under which ``TENANT_ORDER`` lists the pack; empty for the
+    default tenant, which has no order of its own."""
 
     @property
     def pinned(self) -> bool:
@@ -251,14 +260,20 @@ class Use(NamedTuple):
         return ORDER_KEY.pack(is_normal, self.moment, height, PACK, name)
 
     def encode(self) -> bytes:
-        return _USE.pack(*self)
+        numbers = self[:-1]
+        return _USE.pack(*numbers) + self.tenant
 
     @classmethod
     def decode(cls, row: Buffer | None) -> Use | None:
         """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
-        if row is None or len(row) != _USE.size:
+        if row is None:
             return None
-        return cls(*_USE.unpack(row))
+        if len(row) == _USE.size:
+            return cls(*_USE.unpack(row))
+        if len(row) != _USE.size + TENANT_BYTES:
+            return None
+        numbers = _USE.unpack_from(row)
+        return cls._make((*numbers, bytes(row[_USE.size :])))
 
 
 class Chain(NamedTuple):

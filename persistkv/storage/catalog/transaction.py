@@ -10,6 +10,7 @@ from typing import Protocol
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
 from persistkv.storage.catalog.order import EvictionOrder
+from persistkv.storage.catalog.quotas import Quotas, tenant_digest
 from persistkv.storage.catalog.rows import (
     ADDED,
     GENERATION_BYTES,
@@ -52,6 +53,7 @@ from persistkv.storage.format.manifest import (
 )
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.format.pack_writer import NewPack
+from persistkv.storage.tenants import DEFAULT_TENANT
 
 LOG_ENTRIES = 4096
 """Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole
@@ -134,6 +136,8 @@ class CatalogTransaction:
         self._keep = keep
         self._opened = opened
         self._order = order or EvictionOrder(rows)
+        self.quotas = Quotas(rows)
+        """Totals and quotas of tenants."""
         self._states: dict[bytes, NamespaceState] = {}
         self._before: dict[bytes, bytes] = {}
         self._state = self._state_of(namespace)
@@ -168,12 +172,21 @@ class CatalogTransaction:
 
     def add(self, batch: CommitBatch) -> None:
         """Write the packs and manifests of a batch, then apply its pins."""
+        self.quotas.expect({})
         for pack in batch.packs:
             self._add(pack)
         for write in batch.manifests:
             self._put_manifest(write)
         for manifest_id, pinned in batch.pins:
             self.pin(manifest_row(self._namespace, manifest_id), pinned)
+
+    def expect(self, packs: Iterable[NewPack]) -> None:
+        """Let tenants that will exceed their quotas with these packs count as above them, until
+        ``add``: ``evict`` takes from them first."""
+        sizes: dict[bytes, int] = {}
+        for tenant, num_bytes in bytes_by_tenant(packs).items():
+            sizes[tenant_digest(tenant)] = num_bytes
+        self.quotas.expect(sizes)
 
     def touch(self, pack_ids: Iterable[bytes]) -> None:
         """Record that packs are used by this transaction. Packs that are not held are ignored."""
@@ -190,15 +203,49 @@ class CatalogTransaction:
         return lacking
 
     def evict(self, is_enough: Callable[[], bool], at_most: int) -> Evicted:
-        """Evict in eviction order until a goal is met.
+        """Evict in eviction order until a goal is met: first packs of tenants that are above their
+        quotas, until they are not.
 
         :param is_enough: returns whether the goal is met; called before the first eviction and
             after each.
         :param at_most: maximum number of packs and manifests to evict.
         """
+        return self._evict(self._candidates(), is_enough, at_most)
+
+    def evict_of(
+        self, tenant: bytes, is_enough: Callable[[], bool], at_most: int
+    ) -> Evicted:
+        """Evict packs of one tenant as ``evict`` does; ``tenant`` is the digest of its name."""
+        return self._evict(self._order.oldest_of(tenant), is_enough, at_most)
+
+    def evict_above(self, at_most: int) -> Evicted:
+        """Evict packs of the tenants that are above their quotas, until none of them is; parameter
+        as in ``evict``."""
+        candidates = self._above_quota()
+        return self._evict(candidates, lambda: not self.quotas.above(), at_most)
+
+    def _candidates(self) -> Iterator[tuple[bytes, Use | Chain]]:
+        """Iterate over what may be evicted, in the order of eviction."""
+        yield from self._above_quota()
+        yield from self._order.oldest()
+
+    def _above_quota(self) -> Iterator[tuple[bytes, Use | Chain]]:
+        """Iterate over packs of the tenants that are above their quotas, as long as they are."""
+        for tenant in self.quotas.above():
+            for found in self._order.oldest_of(tenant):
+                if not self.quotas.is_above(tenant):
+                    break
+                yield found
+
+    def _evict(
+        self,
+        candidates: Iterable[tuple[bytes, Use | Chain]],
+        is_enough: Callable[[], bool],
+        at_most: int,
+    ) -> Evicted:
         if is_enough():
             return Evicted.ENOUGH
-        for name, row in self._order.oldest():
+        for name, row in candidates:
             if name in self._keep:
                 continue
             if not at_most:
@@ -297,6 +344,7 @@ class CatalogTransaction:
         :raises StoreError: content was added to a namespace that is neither held nor opened.
         """
         self._order.finish()
+        self.quotas.finish()
         for name, state in self._states.items():
             if state.encode() != self._before[name]:
                 self._finish_namespace(name, state)
@@ -320,7 +368,7 @@ class CatalogTransaction:
         rewritten."""
         name = self._namespace + pack.pack_id
         if holds_pack(self._rows, name):
-            self._touch_held(name)
+            self._touch_held(name, tenant_digest(pack.tenant))
             return
         self._delete_pack(name)
         self.grew = True
@@ -328,22 +376,25 @@ class CatalogTransaction:
             self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
         table = pack.table
+        # before the row is there: totals that are damaged are counted from the rows
+        self.quotas.count(table, 1)
         added_at = SEQUENCE.pack(self._state.sequence)
         self._rows.put(PACKS, name, added_at + table.encode())
         # in a shared store, a manifest may arrive before its packs
         pins, named = self._named_by(name)
-        self._order.add_pack(name, table.depth, pins)
+        tenant = tenant_digest(table.tenant)
+        self._order.add_pack(name, table.depth, pins, tenant)
         if named:
             self._order.touch(name, named)
         self._state.count(table, 1)
 
-    def _touch_held(self, name: bytes) -> None:
+    def _touch_held(self, name: bytes, tenant: bytes) -> None:
         """Touch a pack that is held. One whose use is damaged is listed again: without a use, it
         could not be evicted."""
         is_listed = self._order.touch(name)
         if not is_listed:
             pins, _ = self._named_by(name)
-            self._order.add_pack(name, UNKNOWN_DEPTH, pins)
+            self._order.add_pack(name, UNKNOWN_DEPTH, pins, tenant)
 
     def _remove(self, name: bytes, row: Use | Chain) -> None:
         """Evict the pack or manifest of a row in the eviction order."""
@@ -391,6 +442,9 @@ class CatalogTransaction:
             self._order.remove_pack(name)
             return
         table = pack_table(name, row)
+        if table is not None:
+            # before the row is gone, as in ``_add``
+            self.quotas.count(table, -1)
         self._rows.delete(PACKS, name)
         if self._payloads is not None:
             self._payloads.delete(name)
@@ -400,6 +454,7 @@ class CatalogTransaction:
         if table is None:
             # the damaged row's share of the totals is unknown
             self._recount(name[:ID_BYTES])
+            self.quotas.recount()
             return
         self.evicted.append(table)
         state = self._state_of(table.namespace)
@@ -586,6 +641,15 @@ def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
         kept.add(manifest_row(namespace, write.manifest.id))
         kept.update(namespace + pack_id for pack_id in write.packs)
     return kept
+
+
+def bytes_by_tenant(packs: Iterable[NewPack]) -> dict[str, int]:
+    """Return upper bounds of the bytes of packs, by tenant, without the default one."""
+    sizes: dict[str, int] = {}
+    for pack in packs:
+        if pack.tenant != DEFAULT_TENANT:
+            sizes[pack.tenant] = sizes.get(pack.tenant, 0) + pack.payload_bound
+    return sizes
 
 
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:

@@ -11,6 +11,7 @@ from operator import itemgetter
 import msgspec
 
 from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
@@ -133,6 +134,8 @@ class StoreTotals(BackendStats):
     """Totals of each namespace, the oldest first."""
     models: list[ModelTotals]
     """Totals of each model, the one with the most stored bytes first."""
+    tenants: list[TenantTotals]
+    """Totals and quota of each tenant, the one with the most stored bytes first."""
     adoptions: list[AdoptionView]
     """Recorded verdicts: whether a namespace may use the blocks of another engine release's
     namespace."""
@@ -181,6 +184,7 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         free=_free_totals(backend),
         namespaces=spaces,
         models=_model_totals(spaces),
+        tenants=sorted(backend.tenants(), key=lambda found: -found.stored_bytes),
         adoptions=adoptions(backend),
         ages=histograms.ages,
         sizes=histograms.sizes,

@@ -24,7 +24,6 @@ from persistkv.config import StoreUrl
 from persistkv.errors import (
     ConfigurationError,
     CorruptPackError,
-    PersistKVError,
     StoreError,
     StoreUnavailableError,
 )
@@ -40,6 +39,7 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 from persistkv.storage.catalog.catalogue import Catalogue, check_batch, totals
+from persistkv.storage.catalog.quotas import TenantTotals, with_default
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, NamespaceState
 from persistkv.storage.checks import Check
 from persistkv.storage.format.keys import StoreKey
@@ -267,8 +267,7 @@ class SharedBackend(Backend):
                     self._opened.care_for_abandoned()
             if self._policy.is_known:
                 self._identities.write_new()
-        except (StoreError, ConfigurationError) as error:
-            # the latter: the key was replaced before the medium has answered
+        except StoreError as error:
             self._log(error)
         due = [self._policy.due_at]
         for namespace in self._opened:
@@ -283,7 +282,7 @@ class SharedBackend(Backend):
         pause_s = min(due) - self._medium.clock.monotonic()
         return min(max(_LEAST_PAUSE_S, pause_s), _LONGEST_PAUSE_S)
 
-    def _log(self, error: PersistKVError) -> None:
+    def _log(self, error: StoreError) -> None:
         is_temporary = isinstance(error, UnavailableError)
         level = logging.DEBUG if is_temporary else logging.WARNING
         text = "%s: background work failed (%s); it is repeated"
@@ -505,6 +504,20 @@ class SharedBackend(Backend):
             states.append(replica.catalogue.state())
             disk_bytes += replica.disk_bytes()
         return totals(states, disk_bytes, self._policy.now().capacity)
+
+    def tenants(self) -> list[TenantTotals]:
+        stats = self.stats()
+        quotas = self._policy.now().quotas
+        found: dict[str, TenantTotals] = {}
+        for tenant, quota in quotas.items():
+            found[tenant] = TenantTotals(tenant, quota=quota)
+        for namespace in self.namespaces():
+            for part in self._open(namespace.id).replica.tenants():
+                new = TenantTotals(part.tenant)
+                whole = found.setdefault(part.tenant, new)
+                whole.packs += part.packs
+                whole.stored_bytes += part.stored_bytes
+        return with_default(found.values(), stats.packs, stats.stored_bytes)
 
     def rotate_key(self, key: StoreKey) -> None:
         self._check_open(writes=True)

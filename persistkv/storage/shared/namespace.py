@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from persistkv.errors import StoreError
+from persistkv.errors import QuotaExceededError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
+from persistkv.storage.catalog.quotas import tenant_digest
+from persistkv.storage.catalog.transaction import bytes_by_tenant
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import Names
@@ -116,36 +118,50 @@ class SharedNamespace:
         """
         with self._lock:
             self.open()
-            self.reader.refresh(inbox_age_s=0.0)
+            self.reader.refresh(with_inbox=True)
 
     def commit(self, batch: CommitBatch) -> CommitResult:
         """See ``Backend.commit``."""
         self.open()
         self.follower.use()
-        # deletions must not wait for a merge, nor fail with it
-        if batch.packs or batch.manifests:
-            self._make_room()
+        self._make_room()
+        self._check_quotas(batch)
         return self._inbox.commit(batch)
 
     def _make_room(self) -> None:
-        """Evict before a commit if the content exceeds the limit by too much: merges in the
+        """Evict before a commit if the content exceeds a limit by too much: merges in the
         background do not keep up with the commits.
 
         :raises StoreError: the medium failed; nothing may be added.
         """
-        limits = self._limits
-        if not self.merger.is_over(limits.now):
+        limits = self._limits.now
+        if not self.merger.is_over(limits):
             return
         with self._lock:
-            if limits.has_grown():
-                # the store may have room
-                limits.refresh(limits.policy, is_idle=False)
-            if not self.merger.evicts(limits.now):
+            if not self.merger.evicts(limits):
                 return
             # another engine may have evicted meanwhile
             self.follower.look()
-            if self.merger.is_over(limits.now):
-                self.merger.merge(limits.now)
+            if self.merger.is_over(limits):
+                self.merger.merge(limits)
+
+    def _check_quotas(self, batch: CommitBatch) -> None:
+        """Refuse packs that do not fit the quota of their tenant, also if its other content is
+        evicted.
+
+        :raises QuotaExceededError: that is the case.
+        """
+        limits = self._limits.now
+        for tenant, num_bytes in bytes_by_tenant(batch.packs).items():
+            digest = tenant_digest(tenant)
+            bound = limits.tenants.get(digest)
+            if bound is None:
+                continue
+            is_over = self.merger.is_tenant_over(limits, digest)
+            # what remains is pinned
+            is_stuck = is_over and not self.replica.has_evictable(digest)
+            if is_stuck or num_bytes > bound.limit:
+                raise QuotaExceededError(tenant, num_bytes, bound.limit)
 
     # Background work
 
@@ -183,13 +199,13 @@ class SharedNamespace:
                 self._limits.refresh(policy, is_idle=self.follower.is_idle())
                 self.merger.check_limits(self._limits.now)
             self.merger.step(self._limits.now)
-        # It may take many minutes, and commits that need room wait for the lock.
-        self._sweeper.step()
+            self._sweeper.step()
 
     def sweep(self) -> int:
         """Delete old blobs that nothing names, now; return their number."""
-        self.open()
-        return self._sweeper.sweep()
+        with self._lock:
+            self.open()
+            return self._sweeper.sweep()
 
     def rebuild(
         self, progress: Callable[[int, int], None]

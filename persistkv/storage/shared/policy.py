@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 
 import msgspec
 
-from persistkv.errors import CorruptPackError, StoreUnavailableError
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptPackError,
+    StoreUnavailableError,
+)
 from persistkv.storage.blobs import BlobMissingError, UnavailableError
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
@@ -36,6 +41,13 @@ class StoredPolicy(
     """Random name of the store. A store that was deleted and created again has another one."""
     capacity: int | None
     ttl_s: float | None
+    quotas: Mapping[str, int]
+    """As in ``Policy``."""
+
+    @property
+    def policy(self) -> Policy:
+        """:raises ConfigurationError: a value is out of range."""
+        return Policy(self.capacity, self.ttl_s, quotas=self.quotas)
 
 
 class RecordedPolicy:
@@ -71,9 +83,7 @@ class RecordedPolicy:
     def now(self) -> Policy:
         """Return the policy that was read last; without limits before the first answer."""
         stored = self._stored
-        if stored is None:
-            return Policy(None, None)
-        return Policy(stored.capacity, stored.ttl_s)
+        return Policy(None, None) if stored is None else stored.policy
 
     def store_name(self) -> bytes:
         """Return the random name of the store.
@@ -131,7 +141,7 @@ class RecordedPolicy:
         :raises StoreError: the medium failed; the policy is as before, or (``UnavailableError``)
             the other one.
         """
-        changed = StoredPolicy(self.store_name(), policy.capacity, policy.ttl_s)
+        changed = _stored(self.store_name(), policy)
         self._write(changed)
         self._stored = changed
 
@@ -144,7 +154,7 @@ class RecordedPolicy:
             policy = self.now()
             self._medium.keys.write_again()
         name = self._clock.random.randbytes(NONCE_BYTES)
-        created = StoredPolicy(name, policy.capacity, policy.ttl_s)
+        created = _stored(name, policy)
         self._write(created)
         self._created_at = self._clock.monotonic()
         return created
@@ -178,14 +188,17 @@ class RecordedPolicy:
         """Return the recorded policy; None if there is none."""
         name = self._medium.names.policy
         try:
-            return _DECODER.decode(self._medium.sealed(name, NO_NAMESPACE))
+            found = _DECODER.decode(self._medium.sealed(name, NO_NAMESPACE))
+            # checks its values
+            _ = found.policy
+            return found
         except BlobMissingError:
             return None
-        except (CorruptPackError, msgspec.DecodeError) as error:
+        except (CorruptPackError, ConfigurationError, msgspec.DecodeError) as error:
             if self._medium.seal.encrypts or self._stored is None:
                 text = "%s: the policy does not read (%s): nothing is evicted"
                 logger.warning(text, self._place, error)
-            return self._stored or StoredPolicy(bytes(NONCE_BYTES), None, None)
+            return self._stored or StoredPolicy(bytes(NONCE_BYTES), None, None, {})
 
     def _write(self, policy: StoredPolicy) -> None:
         name = self._medium.names.policy
@@ -207,6 +220,11 @@ class RecordedPolicy:
         level = logging.DEBUG if is_new else logging.WARNING
         text = "%s: the store was deleted or replaced; its content is read again"
         logger.log(level, text, self._place)
+
+
+def _stored(store: bytes, policy: Policy) -> StoredPolicy:
+    """Return a policy as the store with the random name ``store`` records it."""
+    return StoredPolicy(store, policy.capacity, policy.ttl_s, policy.quotas)
 
 
 _ENCODER = msgspec.msgpack.Encoder()

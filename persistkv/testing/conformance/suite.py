@@ -272,8 +272,8 @@ def tables(backend: Backend, namespace: bytes) -> dict[bytes, PackTable]:
 
 
 def check_totals(backend: Backend) -> BackendStats:
-    """Assert that ``backend.stats()`` equals a count of all packs and manifests; return the
-    stats."""
+    """Assert that ``backend.stats()`` and ``backend.tenants()`` equal a count of all packs and
+    manifests; return the stats."""
     packs: list[PackTable] = []
     num_requests = 0
     for namespace in backend.namespaces():
@@ -293,6 +293,23 @@ def check_totals(backend: Backend) -> BackendStats:
         requests=num_requests,
     )
     assert stats.disk_bytes >= stats.stored_bytes
+    check_tenants(backend, packs)
     if stats.capacity is not None:
         assert stats.disk_bytes <= stats.capacity
     return stats
+
+
+def check_tenants(backend: Backend, packs: Sequence[PackTable]) -> None:
+    """Assert that ``backend.tenants()`` equals a count of these packs, which are all."""
+    counted: dict[str, tuple[int, int]] = {}
+    for pack in packs:
+        number, stored_bytes = counted.get(pack.tenant, (0, 0))
+        counted[pack.tenant] = (number + 1, stored_bytes + pack.payload_length)
+    quotas = backend.policy().quotas
+    found = backend.tenants()
+    names = [totals.tenant for totals in found]
+    assert names == sorted({*counted, *quotas})
+    for totals in found:
+        expected = counted.get(totals.tenant, (0, 0))
+        assert (totals.packs, totals.stored_bytes) == expected
+        assert totals.quota == quotas.get(totals.tenant)

@@ -8,18 +8,29 @@ from collections.abc import Iterator
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
+from persistkv.storage.catalog.quotas import (
+    TenantTotals,
+    read_tenants,
+    tenant_digest,
+)
 from persistkv.storage.catalog.rows import (
     LOG,
     MANIFESTS,
+    META,
     NAMESPACES,
     NO_GENERATION,
+    ORDER_KEY,
     PACKS,
     STATES,
+    TENANT_ORDER,
+    USES,
     NamespaceState,
     TableRows,
+    Use,
     pack_table,
 )
 from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
 from persistkv_lmdb.fsck import space_faults
@@ -43,6 +54,7 @@ def find_faults(backend: LmdbBackend) -> list[str]:
                 *space_faults(transaction),
                 *_pack_faults(transaction),
                 *_total_faults(transaction),
+                *_tenant_faults(transaction),
                 *_namespace_faults(transaction),
             ]
         except CorruptStoreError as error:
@@ -99,6 +111,38 @@ def _total_faults(transaction: TableRows) -> Iterator[str]:
     for name, state in states.items():
         if state != counted[name]:
             yield f"namespace {name.hex()}: {state}; counted: {counted[name]}"
+
+
+def _tenant_faults(transaction: TableRows) -> Iterator[str]:
+    """Yield a line per tenant whose recorded totals or order differ from its packs."""
+    recorded = {totals.tenant: totals for totals in read_tenants(transaction)}
+    counted: dict[str, TenantTotals] = {}
+    for tenant, totals in recorded.items():
+        counted[tenant] = TenantTotals(tenant, quota=totals.quota)
+    listed: set[bytes] = set()
+    for key, row in transaction.starting_with(PACKS, b""):
+        table = pack_table(key, row)
+        if table is None or table.tenant == DEFAULT_TENANT:
+            continue
+        counted.setdefault(table.tenant, TenantTotals(table.tenant)).count(table, 1)
+        name = bytes(key)
+        use = Use.decode(transaction.get(USES, name))
+        if use is not None and not use.pinned:
+            listed.add(tenant_digest(table.tenant) + use.order_key(name))
+    for tenant in {*recorded, *counted}:
+        if recorded.get(tenant) != counted.get(tenant):
+            yield f"{recorded.get(tenant)}; counted: {counted.get(tenant)}"
+    found = {bytes(key) for key, _ in transaction.starting_with(TENANT_ORDER, b"")}
+    for key in listed - found:
+        yield f"a tenant's order lacks {ORDER_KEY.unpack(key[-ORDER_KEY.size :])}"
+    above: set[bytes] = set()
+    for totals in recorded.values():
+        if totals.is_above():
+            above.add(tenant_digest(totals.tenant))
+    for key, _ in transaction.starting_with(META, b"above"):
+        above.symmetric_difference_update({bytes(key[len(b"above") :])})
+    for digest in above:
+        yield f"the list of tenants above their quotas is wrong about {digest.hex()}"
 
 
 def _namespace_faults(transaction: TableRows) -> Iterator[str]:

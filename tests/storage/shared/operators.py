@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING
 
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.shared import format
-from tests.storage.shared.model import (
-    NAMESPACES,
-    decode,
-    indexes,
-    names_of,
-    newer,
-    seals_of,
-)
+from persistkv.storage.shared.format import Names
+from tests.storage.shared.model import NAMESPACES, decode, newer
 from tests.storage.shared.simulation import START
 
 if TYPE_CHECKING:
@@ -72,7 +66,7 @@ class Operator:
 
     def _add_junk(self) -> None:
         namespace = self._draw.choice(NAMESPACES)
-        names = names_of(namespace, with_key=self._history.has_key)
+        names = Names(namespace)
         name = self._draw.choice(
             (names.new_commit(self._draw), names.new_index(1, START, self._draw))
         )
@@ -85,12 +79,12 @@ class Operator:
 
     def _damage(self, name: str) -> None:
         """Record what may be missed when this blob is gone."""
-        model, world = self._history.model, self._history.world
-        for _, names in indexes():
-            blob = names.pack_name(name)
+        model, data = self._history.model, self._history.world.medium.blobs[name].data
+        for namespace in NAMESPACES:
+            blob = Names(namespace).pack_name(name)
             if blob is not None:
                 model.damaged.add(blob[:ID_BYTES])
-        delta = decode(name, world.medium.blobs[name].data, seals_of(world))
+        delta = decode(name, data)
         if delta is not None:
             model.damaged.update(entry.pack_id for entry in delta.packs)
             # they may return

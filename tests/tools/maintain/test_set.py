@@ -32,7 +32,12 @@ def test_set_without_values_shows_the_policy(run, store):
     assert done.returncode == 0, done.stderr
     assert "1.0 GiB" in done.stdout
     assert "inline" in done.stdout
-    assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
+    assert policy(run, store) == {
+        "capacity": GIB,
+        "ttl_s": None,
+        "placement": "inline",
+        "quotas": {},
+    }
 
 
 def test_set_changes_capacity_and_ttl_of_an_open_store(run, store):
@@ -43,6 +48,7 @@ def test_set_changes_capacity_and_ttl_of_an_open_store(run, store):
         "capacity": 2 * GIB,
         "ttl_s": 7 * DAY_S,
         "placement": "inline",
+        "quotas": {},
     }
     assert run("set", store, "ttl=none", "--yes").returncode == 0
     assert policy(run, store)["ttl_s"] is None
@@ -146,7 +152,12 @@ def test_set_bad_value_exits_2_naming_it(run, store, value, named):
     done = run("set", store, value, "--yes")
     assert done.returncode == 2
     assert named in done.stderr
-    assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
+    assert policy(run, store) == {
+        "capacity": GIB,
+        "ttl_s": None,
+        "placement": "inline",
+        "quotas": {},
+    }
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from persistkv.storage.inspection.store_totals import Bin, StoreTotals, store_to
 from persistkv_tools import options, render, savings
 from persistkv_tools.command import URL, Command
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
+from persistkv_tools.inspect.stat import TENANTS, has_tenants
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
 from persistkv_tools.options import opened
 
@@ -276,6 +277,9 @@ def _parts(data: ReportData) -> Iterator[str]:
     yield _section(
         "Namespaces", "One for each identity (model, dtype, layout).", namespaces
     )
+    if has_tenants(data.totals):
+        note = "The most stored bytes first. A tenant above its quota evicts its own content."
+        yield _section("Tenants", note, _records(TENANTS, data.totals.tenants[:_NODES]))
     if data.totals.savings:
         note = f"Restored instead of computed: {savings.summary(data.totals.savings)}."
         shown = _records(savings.COLUMNS, data.totals.savings)

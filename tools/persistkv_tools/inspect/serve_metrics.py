@@ -1,8 +1,8 @@
 """``persistkv serve-metrics``: exports a store's totals, and the status of its engines, to
 Prometheus.
 
-Each scrape reads the store. No ids or labels of requests are exported. prometheus_client, an extra,
-is imported when the command runs.
+Each scrape reads the store. No ids or labels of requests are exported, and of tenants only the
+names of those with a quota. prometheus_client, an extra, is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from persistkv.errors import (
 )
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
+from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.inspection.savings import SavedTotals
 from persistkv_tools import render
@@ -54,6 +55,7 @@ _COUNTERS: dict[str, str] = {
     "held_blocks": "Blocks that were not written, because the store held them already.",
     "dropped_blocks": "Blocks that were not written, because a commit failed.",
     "dropped_bytes": "Raw bytes of dropped blocks.",
+    "quota_blocks": "Dropped blocks that did not fit the quota of their tenant.",
     "loaded_blocks": "Blocks loaded into the primary tier.",
     "loaded_bytes": "Raw bytes of loaded blocks.",
     "missed_blocks": "Blocks to load that the store did not hold.",
@@ -73,6 +75,11 @@ _SAVED: dict[str, str] = {
     "requests": "Requests that restored tokens from the store.",
     "tokens": "Prompt tokens that requests restored from the store.",
     "seconds": "Seconds that prefills of these tokens would have taken, as measured.",
+}
+_TENANTS: dict[str, str] = {
+    "packs": "Packs of a tenant with a quota.",
+    "stored_bytes": "Bytes of their payloads, padding included.",
+    "quota": "Limit of stored_bytes.",
 }
 _UP = "Whether the store could be read."
 _BREAKER = ("closed", "half-open", "open")
@@ -200,6 +207,7 @@ class StoreCollector:
                 if self._backend is None:
                     self._backend = open_backend(self._url, read_only=True)
                 stats, statuses = self._backend.stats(), read_statuses(self._backend)
+                tenants = self._backend.tenants()
                 saved = self._savings.by_namespace(self._backend)
             except StoreError as error:
                 self._report(str(error))
@@ -218,6 +226,7 @@ class StoreCollector:
             add(name, "Limit of disk_bytes.", stats.capacity)
         running = "Running engines that publish their status."
         add("persistkv_engines", running, len(live))
+        metrics += self._tenants(tenants)
         metrics += self._saved(saved)
         return metrics + self._counters(live) + self._gauges(live)
 
@@ -229,6 +238,22 @@ class StoreCollector:
             else:
                 logger.warning("%s can be read again", self._store)
         self._failure = failure
+
+    def _tenants(self, rows: list[TenantTotals]) -> list[Metric]:
+        """Return the metrics of the tenants with a quota: others may be many."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        metrics: list[Metric] = []
+        for name, text in _TENANTS.items():
+            unit = "_bytes" if name == "quota" else ""
+            gauge = GaugeMetricFamily(
+                f"persistkv_tenant_{name}{unit}", text, labels=["store", "tenant"]
+            )
+            for row in rows:
+                if row.quota is not None:
+                    gauge.add_metric([self._store, row.tenant], getattr(row, name))
+            metrics.append(gauge)
+        return metrics
 
     def _saved(self, rows: list[SavedTotals]) -> list[Metric]:
         from prometheus_client.core import CounterMetricFamily

@@ -14,11 +14,12 @@ from persistkv.storage.inspection.store_totals import (
     NamespaceTotals,
     StoreTotals,
 )
+from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv_tools import render, savings
 from persistkv_tools.command import Command
 from persistkv_tools.options import show_adoptions
 
-_MOST_SAVINGS = 20  # rows of a table; --json has all
+_MOST_ROWS = 20  # of a table of labels or tenants; --json has all
 
 
 def _number(ratio: float | None) -> str:
@@ -53,6 +54,16 @@ _MODELS = render.columns(
     "model namespaces requests packs blocks raw=raw_bytes stored=stored_bytes",
     model=_model,
 )
+TENANTS = render.columns(
+    "tenant packs stored=stored_bytes quota=bound of_the_quota=part",
+    bound=lambda found: (
+        "none" if found.quota is None else render.format_size(found.quota)
+    ),
+    part=lambda found: (
+        "-" if found.quota is None else f"{found.stored_bytes / found.quota:.1%}"
+    ),
+)
+"""Columns for the totals of tenants, which ``persistkv report`` shows, too."""
 _GROUPS = render.columns(
     "namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs"
 )
@@ -95,13 +106,20 @@ def _print(store: StoreTotals) -> None:
     _print_merging(store.namespaces)
     if len(store.models) < len(store.namespaces):
         render.show_table(_MODELS, store.models)
+    if has_tenants(store):
+        render.show_table(TENANTS, store.tenants[:_MOST_ROWS], left="tenant")
     if store.savings:
-        render.show_table(savings.COLUMNS, store.savings[:_MOST_SAVINGS], left="label")
+        render.show_table(savings.COLUMNS, store.savings[:_MOST_ROWS], left="label")
     _print_groups(store.namespaces)
     show_adoptions(store.adoptions)
     if store.requests:
         _print_histogram("age of requests", "younger_than", store.ages)
         _print_histogram("raw size of requests", "smaller_than", store.sizes)
+
+
+def has_tenants(store: StoreTotals) -> bool:
+    """Return whether the store has content or a quota of another tenant than the default one."""
+    return any(found.tenant != DEFAULT_TENANT for found in store.tenants)
 
 
 def _rows(store: StoreTotals) -> dict[str, str]:

@@ -37,10 +37,12 @@ from persistkv.errors import ConfigurationError, FileError
 from persistkv.memory.budget import no_collections
 from persistkv.memory.pages import huge_memory
 from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.inspection.pack_tables import NamespacePacks, keys_of
+from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.storage.threads import ThreadPool
 from persistkv_tools import options
 from persistkv_tools.packs import (
@@ -162,6 +164,7 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] |
     others kept writing."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
+        tenants = backend.tenants()
         heads = packs = 0
         has_changed = len(list(backend.namespaces())) != len(spaces)
         for space in spaces:
@@ -171,13 +174,43 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] |
         totals = attrgetter("packs", "requests", "stored_bytes")
         if has_changed or totals(before) != totals(backend.stats()):
             continue
+        if tenants != backend.tenants():
+            continue
         unread_packs = before.packs - packs
         unread_requests = before.requests - heads
         return [
             *_unread(Problem.PACK_ROWS, "packs", unread_packs),
             *_unread(Problem.MANIFEST_ROWS, "requests", unread_requests),
+            *_unread_tenants(spaces, tenants),
         ]
     return None
+
+
+def _unread_tenants(
+    spaces: list[NamespacePacks], recorded: list[TenantTotals]
+) -> Iterator[Defect]:
+    """Yield a finding for each tenant whose totals count other packs or bytes than can be read. The
+    default tenant has no totals of its own."""
+    read: dict[str, TenantTotals] = {}
+    for space in spaces:
+        for table in space.tables.values():
+            new = TenantTotals(table.tenant)
+            read.setdefault(table.tenant, new).count(table, 1)
+    counted = {totals.tenant: totals for totals in recorded}
+    for tenant in sorted({*counted, *read} - {DEFAULT_TENANT}):
+        nothing = TenantTotals(tenant)
+        ours, theirs = counted.get(tenant, nothing), read.get(tenant, nothing)
+        packs = ours.packs - theirs.packs
+        num_bytes = ours.stored_bytes - theirs.stored_bytes
+        if packs or num_bytes:
+            detail = (
+                f"the totals of the tenant {tenant} count {ours.packs} packs of "
+                f"{ours.stored_bytes} bytes, and {theirs.packs} of {theirs.stored_bytes} can be "
+                f"read"
+            )
+            yield Defect(
+                problem=Problem.TENANT_TOTALS, detail=detail, count=max(1, abs(packs))
+            )
 
 
 def _unread(problem: Problem, what: str, rows: int) -> Iterator[Defect]:

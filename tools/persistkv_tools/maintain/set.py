@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.inspection.requests import with_uses
-from persistkv.storage.policy import Policy
+from persistkv.storage.policy import Policy, check_quota
 from persistkv_tools import render
 from persistkv_tools.command import (
     URL,
@@ -30,6 +31,7 @@ from persistkv_tools.command import (
 from persistkv_tools.options import opened
 
 _NONE = "none"
+_QUOTA = "quota."
 
 
 class Consequences(msgspec.Struct, frozen=True):
@@ -39,6 +41,8 @@ class Consequences(msgspec.Struct, frozen=True):
     """Bytes that the store takes on disk now."""
     evicted_bytes: int
     """Part of ``disk_bytes`` that the next commits evict to fit a new capacity."""
+    quota_bytes: dict[str, int]
+    """Tenant → bytes by which it is above its new quota, and which are evicted."""
     expiring_requests: int
     """Requests that the next commits delete, because they are older than a new ttl."""
     requests: int
@@ -49,18 +53,20 @@ class Consequences(msgspec.Struct, frozen=True):
 _VALUES = Positional(
     "values",
     "NAME=VALUE",
-    "capacity=200GiB, ttl=7d or ttl=none. By default, show both.",
+    "capacity=200GiB, ttl=7d, ttl=none, quota.TENANT=20GiB or quota.TENANT=none. By default, show "
+    "all.",
     is_many=True,
 )
 
 
 def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -> None:
-    """Show or change a store's capacity and ttl. Engines may use the store meanwhile.
+    """Show or change a store's capacity, ttl, and quotas of tenants. Engines may use the store
+    meanwhile.
 
     Options in a URL do not change an existing store. This command does, after it has shown the
     consequences.
 
-    Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
+    Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d quota.anna=20GiB
     """
     with opened(url) as backend:
         before = backend.policy()
@@ -103,13 +109,18 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigurationError("set", text, "NAME=VALUE, such as capacity=200GiB")
-        if name == "capacity":
+        if name.startswith(_QUOTA):
+            policy = replace(policy, quotas=_changed_quotas(policy.quotas, text))
+        elif name == "capacity":
             policy = replace(policy, capacity=parse_size(value, name="capacity"))
         elif name == "ttl":
             policy = replace(policy, ttl_s=_parse_ttl(value))
         elif name != "placement":
             raise ConfigurationError(
-                "set", text, "one of capacity=SIZE, ttl=DURATION and ttl=none"
+                "set",
+                text,
+                "one of capacity=SIZE, ttl=DURATION, ttl=none, quota.TENANT=SIZE and "
+                "quota.TENANT=none",
             )
         elif value != policy.placement:
             expected = (
@@ -118,6 +129,24 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
             )
             raise ConfigurationError("placement", value, expected)
     return policy
+
+
+def _changed_quotas(quotas: Mapping[str, int], text: str) -> dict[str, int]:
+    """Return quotas with the one of a text ``quota.TENANT=SIZE``, or without it for ``none``."""
+    # the name of a tenant may contain a "="
+    name, _, value = text.rpartition("=")
+    tenant = name.removeprefix(_QUOTA)
+    changed = dict(quotas)
+    if value == _NONE:
+        check_quota(tenant, 1)
+        changed.pop(tenant, None)
+        return changed
+    try:
+        changed[tenant] = parse_size(value, name=name)
+    except ConfigurationError as error:
+        expected = f"{_NONE}, or {error.expected}"
+        raise ConfigurationError(name, value, expected) from None
+    return changed
 
 
 def _consequences(
@@ -137,10 +166,23 @@ def _consequences(
     return Consequences(
         disk_bytes=stats.disk_bytes,
         evicted_bytes=max(0, -grows),
+        quota_bytes=_above_quotas(backend, after),
         expiring_requests=expiring,
         requests=stats.requests,
         missing_disk_bytes=missing,
     )
+
+
+def _above_quotas(backend: Backend, policy: Policy) -> dict[str, int]:
+    """Return, for each tenant that is above its quota in a policy, by how many bytes."""
+    above: dict[str, int] = {}
+    if not policy.quotas:
+        return above
+    for totals in backend.tenants():
+        quota = policy.quotas.get(totals.tenant)
+        if quota is not None and totals.stored_bytes > quota:
+            above[totals.tenant] = totals.stored_bytes - quota
+    return above
 
 
 def _expiring(backend: Backend, policy: Policy) -> int:
@@ -165,20 +207,16 @@ def _print(
     sizes = [_size(before.capacity), _size(after.capacity)]
     ttls = [_duration(before.ttl_s), _duration(after.ttl_s)]
     rows = {
-        "capacity": " → ".join(dict.fromkeys(sizes)),
-        "ttl": " → ".join(dict.fromkeys(ttls)),
+        "capacity": _change(sizes),
+        "ttl": _change(ttls),
         "placement": before.placement or "-",
         "on disk": render.format_size(found.disk_bytes),
     }
+    for tenant in sorted({*before.quotas, *after.quotas}):
+        quotas = [_size(before.quotas.get(tenant)), _size(after.quotas.get(tenant))]
+        rows[f"{_QUOTA}{tenant}"] = _change(quotas)
     render.show_pairs(rows)
-    if found.evicted_bytes:
-        size = render.format_size(found.evicted_bytes)
-        when = "at once"
-        if not is_local:
-            when = "by the next commit of an engine, or by persistkv prune --keep-size"
-        render.say(f"about {size} will be evicted {when}, least recently used first")
-        if not is_local:
-            render.say("its bytes are freed an hour later, or by the daily sweep")
+    _say_evictions(found, is_local=is_local)
     if found.expiring_requests:
         of = render.count(found.requests, "request")
         render.say(
@@ -190,6 +228,30 @@ def _print(
             f"this capacity needs {render.format_size(found.missing_disk_bytes)} more than the "
             f"disk has free"
         )
+
+
+def _say_evictions(found: Consequences, *, is_local: bool) -> None:
+    """Say what a new capacity and new quotas evict, and when."""
+    if found.evicted_bytes:
+        size = render.format_size(found.evicted_bytes)
+        when = "at once"
+        if not is_local:
+            when = "by the next commit of an engine, or by persistkv prune --keep-size"
+        render.say(f"about {size} will be evicted {when}, least recently used first")
+    for tenant, num_bytes in found.quota_bytes.items():
+        size = render.format_size(num_bytes)
+        when = "at once" if is_local else "by an engine within a minute"
+        render.say(
+            f"{size} of the tenant {tenant} will be evicted {when}, least recently used "
+            "first, except what is pinned"
+        )
+    if not is_local and (found.evicted_bytes or found.quota_bytes):
+        render.say("its bytes are freed an hour later, or by the daily sweep")
+
+
+def _change(texts: list[str]) -> str:
+    """Return a value before and after the change; only one if they are equal."""
+    return " → ".join(dict.fromkeys(texts))
 
 
 def _size(capacity: int | None) -> str:

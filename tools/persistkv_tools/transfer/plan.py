@@ -38,8 +38,12 @@ class Copied(msgspec.Struct):
     damaged_packs: int = 0
     """Number of packs that were not copied, because they are damaged, gone, or of a codec that this
     release does not know."""
+    refused_packs: int = 0
+    """Number of packs that were not copied, because they do not fit the quota of their tenant in
+    the target."""
     incomplete: list[str] = []
-    """Ids of requests that were not copied, because some of their blocks are damaged or gone."""
+    """Ids of requests that were not copied, because some of their blocks are damaged or gone, or do
+    not fit a quota."""
     lost: list[str] = []
     """Ids of requests that were copied, and that the target no longer held at the end."""
     lost_packs: int = 0
@@ -48,7 +52,7 @@ class Copied(msgspec.Struct):
     @property
     def complete(self) -> bool:
         """Whether the target holds all requests and packs that were to be copied."""
-        left_out = self.incomplete or self.damaged_packs
+        left_out = self.incomplete or self.damaged_packs or self.refused_packs
         return not (left_out or self.lost or self.lost_packs)
 
 

@@ -5,6 +5,7 @@
 2. Content that the target holds is not written. Nothing is written twice: if the target evicts
    copied packs during the copy, they and their requests are only reported.
 3. Every pack is verified while it is read. A damaged one is never copied.
+4. The quotas of the target apply: content of a tenant that does not fit is left out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from __future__ import annotations
 import msgspec
 
 from persistkv.config import MAX_PACK_BYTES
-from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.errors import QuotaExceededError
+from persistkv.storage.backend import (
+    Backend,
+    CommitBatch,
+    CommitResult,
+    ManifestWrite,
+)
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
@@ -114,8 +121,6 @@ class _NamespaceWriter:
             return
         packs = self._packs.in_order(keys)
         self._commit([ManifestWrite(manifest, keys, packs)])
-        self._written_requests.append(manifest.id)
-        self._copied.requests += 1
 
     def flush(self) -> None:
         """Commit the packs that wait."""
@@ -139,9 +144,42 @@ class _NamespaceWriter:
         return {manifest.id for manifest in manifests}
 
     def _commit(self, manifests: list[ManifestWrite]) -> None:
+        """Commit the packs that wait, and requests; leave out what the quota of its tenant
+        refuses."""
         packs = self._waiting
         self._waiting = []
-        result = self._backend.commit(self._namespace, CommitBatch(packs, manifests))
+        while packs or manifests:
+            batch = CommitBatch(packs, manifests)
+            try:
+                result = self._backend.commit(self._namespace, batch)
+            except QuotaExceededError as error:
+                self._refuse(error.tenant, batch)
+                packs = [pack for pack in packs if pack.tenant != error.tenant]
+                manifests = [
+                    one for one in manifests if one.manifest.tenant != error.tenant
+                ]
+            else:
+                self._count(packs, manifests, result)
+                break
+        self._packs.refresh()
+
+    def _refuse(self, tenant: str, batch: CommitBatch) -> None:
+        """Count the content of a tenant in a batch that its quota refuses."""
+        for pack in batch.packs:
+            if pack.tenant == tenant:
+                self._copied.refused_packs += 1
+                self._packs.remove(pack.pack_id)
+        for write in batch.manifests:
+            if write.manifest.tenant == tenant:
+                self._copied.incomplete.append(write.manifest.id)
+
+    def _count(
+        self,
+        packs: list[PackCopy],
+        manifests: list[ManifestWrite],
+        result: CommitResult,
+    ) -> None:
+        """Count what a commit has written."""
         self._copied.packs += len(packs)
         self._copied.evicted_packs += len(result.evicted)
         for pack in packs:
@@ -150,4 +188,6 @@ class _NamespaceWriter:
             self._written_keys.append(pack.keys.unpack()[0])
             # known again from the target's changes, unless it was evicted at once
             self._packs.remove(pack.pack_id)
-        self._packs.refresh()
+        for write in manifests:
+            self._written_requests.append(write.manifest.id)
+            self._copied.requests += 1

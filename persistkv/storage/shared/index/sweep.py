@@ -44,8 +44,7 @@ class _BlockedError(Exception):
 
 
 class Sweeper:
-    """Sweeps the blobs of one namespace. One thread at a time may call ``step``, any thread
-    ``sweep``, both beside commits and merges."""
+    """Sweeps the blobs of one namespace. Only one thread at a time may use it."""
 
     def __init__(self, medium: Medium, names: Names, replica: Replica) -> None:
         self._medium = medium

@@ -1,10 +1,14 @@
-"""Capacity of a store with several namespaces.
+"""Capacity and quotas of a store with several namespaces.
 
 Each engine that merges publishes, once a minute, how many bytes of its namespace were last used
 before which time. From these *totals* of all namespaces follows a horizon: without the content that
 was last used before it, the store fits its capacity. Each namespace evicts older content. Totals
 that are not up to date do no harm: the next ones correct them. A namespace that no engine uses is
 evicted by the engine that finds its totals oldest. A namespace without content has no totals.
+
+The quota of a tenant is shared by the namespaces in the same way: totals also contain those of each
+tenant with a quota. What exceeds a quota is evicted first: it counts neither for the capacity nor
+for its horizon.
 """
 
 from __future__ import annotations
@@ -12,17 +16,18 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
+from persistkv.storage.catalog.quotas import tenant_digest
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.index.merge import Limits
-from persistkv.storage.shared.replica import Replica
+from persistkv.storage.shared.replica import Bound, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +36,23 @@ TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0
 _ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
 _POINTS = 64
 _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
-# 1/64 of the capacity: totals are exchanged when the namespace has grown by it
+# 1/64 of the capacity, or of a quota: totals are exchanged when the namespace, or what it holds of
+# the tenant, has grown by it
 _GROWTH_SHARE = 64
-# else, when the namespace has used half of its share: between two totals
-_LEAST_TOTALS_S = 5.0
 _DIGITS = re.compile("[0-9a-f]{32}")  # id of a namespace in the name of its totals
 # names in a list of S3: of more totals, a part of the minutes reads the list
 _PER_MINUTE = 1000
 
 
 class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bytes of one namespace, by their last use."""
+    """Bytes of one namespace, or of one tenant in it, by their last use."""
 
     num_bytes: int
     """Of all its content."""
     ages: Sequence[tuple[float, int]]
     """(time, bytes that were last used at this time or earlier), ascending."""
+    tenants: Mapping[bytes, Totals] = {}
+    """Totals of the tenants with a quota, by the digests of their names."""
 
     def used_until(self, time: float) -> int:
         """Return the bytes that were last used at a time or earlier."""
@@ -66,7 +72,25 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         ages: list[tuple[float, int]] = []
         for time, until in self.ages:
             ages.append((time + seconds, until))
-        return Totals(self.num_bytes, ages)
+        tenants: dict[bytes, Totals] = {}
+        for tenant, totals in self.tenants.items():
+            tenants[tenant] = totals.later(seconds)
+        return Totals(self.num_bytes, ages, tenants)
+
+    def without(self, horizons: Mapping[bytes, float]) -> Totals:
+        """Return totals without what tenants last used before their horizons."""
+        num_bytes = self.num_bytes
+        for tenant, horizon in horizons.items():
+            num_bytes -= self._of(tenant).used_until(horizon)
+        ages: list[tuple[float, int]] = []
+        for time, until in self.ages:
+            for tenant, horizon in horizons.items():
+                until -= self._of(tenant).used_until(min(time, horizon))
+            ages.append((time, max(0, until)))
+        return Totals(max(0, num_bytes), ages)
+
+    def _of(self, tenant: bytes) -> Totals:
+        return self.tenants.get(tenant, _NOTHING)
 
 
 class PublishedTotals(NamedTuple):
@@ -79,7 +103,7 @@ class PublishedTotals(NamedTuple):
 
 class TotalsBoard:
     """The totals of all namespaces of one store and key: content under another key can be neither
-    read nor evicted. Thread-safe.
+    read nor evicted. Only one thread at a time may use it.
     """
 
     def __init__(self, medium: Medium) -> None:
@@ -92,28 +116,26 @@ class TotalsBoard:
         replaced."""
         self._own: dict[bytes, Totals] = {}  # as they were published last
         self._read_at = -math.inf  # monotonic time of the next list
-        self._seen_at = 0.0  # the medium's time of the last list
-        self._lock = medium.clock.lock()  # of an exchange
 
-    def exchange(self, replica: Replica) -> None:
+    def exchange(self, replica: Replica, policy: Policy) -> None:
         """Write the totals of a namespace, and read those of all others. Of more than 1,000, not at
         each call.
 
         :raises StoreError: the medium or the replica failed; the totals before are kept.
         """
-        with self._lock:
-            totals = self._publish(replica)
-            now = self._clock.monotonic()
-            if now >= self._read_at:
-                self._read(replica.namespace, totals)
-                minutes = len(self._published) // _PER_MINUTE
-                self._read_at = now + TOTALS_S * minutes
+        totals = self._publish(replica, policy)
+        now = self._clock.monotonic()
+        if now >= self._read_at:
+            self._read(replica.namespace, totals)
+            minutes = len(self._published) // _PER_MINUTE
+            self._read_at = now + TOTALS_S * minutes
 
-    def _publish(self, replica: Replica) -> Totals:
+    def _publish(self, replica: Replica, policy: Policy) -> Totals:
         """Write the totals of a namespace, and return them; if it has become empty, delete them."""
         namespace = replica.namespace
         name = self._medium.names.totals + namespace.hex()
-        totals = Totals(replica.disk_bytes(), replica.ages(_POINTS))
+        tenants = _tenant_totals(replica, policy)
+        totals = Totals(replica.disk_bytes(), replica.ages(_POINTS), tenants)
         if totals.num_bytes:
             self._medium.put_sealed(name, _ENCODER.encode(totals), namespace)
         elif self._is_published(namespace):
@@ -154,7 +176,6 @@ class TotalsBoard:
                 found[place.namespace] = PublishedTotals(written, new)
         self._published = found
         self._junk = junk
-        self._seen_at = self._medium.time.now()
 
     def _list(self) -> Iterator[_Place]:
         """Iterate over the totals in the store."""
@@ -177,27 +198,22 @@ class TotalsBoard:
     def limits(self, policy: Policy, namespace: bytes) -> Limits:
         """Return the limits of a namespace until the next exchange.
 
-        The namespaces in use share the free space equally. A part of the capacity is kept free, so
-        that a growing namespace evicts the oldest content of the store, and not only its own. What
-        others will evict is not free before their totals show it: meanwhile, each namespace of a
-        store that exceeds its capacity gives up an equal part, whatever its age.
+        The namespaces share the free space equally. A part of the capacity is kept free, so that a
+        growing namespace evicts the oldest content of the store, and not only its own. What others
+        will evict is not free before their totals show it: meanwhile, each namespace of a store
+        that exceeds its capacity gives up an equal part, whatever its age.
         """
-        capacity = policy.capacity
-        if capacity is None:
-            return Limits(None, policy.ttl_s)
         mine = self._own.get(namespace)
         others = self._present_others(namespace)
-        if mine is None or not others:
-            return Limits(capacity, policy.ttl_s)
-        everything = [mine, *others]
-        horizon = _horizon(everything, capacity)
-        used = sum(totals.num_bytes for totals in everything)
-        kept = mine.newer_than(horizon)
-        if used > capacity:
-            kept = min(kept, mine.num_bytes * capacity // used)
-        free = max(0, capacity - used)
-        share = free // (1 + self._others_in_use(namespace))
-        return Limits(kept + share, policy.ttl_s, horizon, share)
+        tenants = _tenant_bounds(mine, others, policy)
+        capacity = policy.capacity
+        if capacity is None or mine is None or not others:
+            return Limits(capacity, policy.ttl_s, tenants=tenants)
+        horizons = _tenant_horizons([mine, *others], policy)
+        mine = mine.without(horizons)
+        others = [totals.without(horizons) for totals in others]
+        bound = _bound(mine, others, capacity)
+        return Limits(bound.num_bytes, policy.ttl_s, bound.horizon, tenants)
 
     def _present_others(self, namespace: bytes) -> list[Totals]:
         """Return the totals of all namespaces but one, as they probably are now.
@@ -218,30 +234,23 @@ class TotalsBoard:
             others.append(totals)
         return others
 
-    def _others_in_use(self, namespace: bytes) -> int:
-        """Return how many other namespaces may grow: their totals were new when they were read.
-        An idle namespace that grows publishes totals soon.
-        """
-        found = 0
-        for name, published in self._published.items():
-            age_s = self._seen_at - published.written
-            if name != namespace and age_s <= 2 * TOTALS_S:
-                found += 1
-        return found
-
     def abandoned(self, policy: Policy) -> bytes | None:
         """Return a namespace that no engine uses, and that has content to evict or to expire; None:
         there is none."""
         now = self._medium.time.now()
+        everything = [published.totals for published in self._published.values()]
+        horizons = _tenant_horizons(everything, policy)
         horizon = -math.inf
         if policy.capacity is not None:
-            everything = [published.totals for published in self._published.values()]
-            horizon = _horizon(everything, policy.capacity)
+            kept = [totals.without(horizons) for totals in everything]
+            horizon = _horizon(kept, policy.capacity, policy.capacity // _FREE_SHARE)
         if policy.ttl_s is not None:
             horizon = max(horizon, now - policy.ttl_s)
         for name, published in self._published.items():
+            totals = published.totals
             is_abandoned = now - published.written > _ABANDONED_S
-            if is_abandoned and published.totals.used_until(horizon):
+            exceeds_quota = totals.without(horizons).num_bytes < totals.num_bytes
+            if is_abandoned and (exceeds_quota or totals.used_until(horizon)):
                 return name
         return None
 
@@ -266,70 +275,142 @@ class NamespaceLimits:
         self._board = board
         self._replica = replica
         self._clock = medium.clock
-        self.policy = policy
-        """The policy at the last refresh."""
+        self._policy = policy
         self.now = Limits(None, None)
         """The present limits."""
         self.due_at = math.inf
         """Monotonic time of the next ``refresh``, unless the namespace grows much before."""
-        self._refreshed_at = -math.inf
-        """Monotonic time of the last refresh."""
         self._known_bytes = 0
         """Bytes of the namespace at the last refresh."""
+        self._known_tenants: Mapping[str, int] = {}
+        """Bytes of each tenant in the namespace at the last refresh."""
 
     def start(self) -> None:
         """Plan the first refresh, after the index was read."""
         now = self._clock.monotonic()
         # engines that open at the same time publish at different ones
         self.due_at = now + TOTALS_S * self._clock.random.random()
-        self._known_bytes = self._replica.disk_bytes()
+        self._note_size()
 
     def is_due(self, policy: Policy) -> bool:
         """Return whether it is time for a refresh; a new policy and fast growth act at once."""
         is_time = self._clock.monotonic() >= self.due_at
-        return is_time or policy != self.policy or self.has_grown()
+        return is_time or policy != self._policy or self._has_grown(policy)
 
-    def has_grown(self) -> bool:
-        """Return whether the namespace has grown so much that a refresh is due.
+    def _has_grown(self, policy: Policy) -> bool:
+        if policy.capacity is not None:
+            growth = self._replica.disk_bytes() - self._known_bytes
+            if growth > policy.capacity // _GROWTH_SHARE:
+                return True
+        for tenant, quota in policy.quotas.items():
+            now = self._replica.tenant_bytes(tenant_digest(tenant))
+            growth = now - self._known_tenants.get(tenant, 0)
+            if growth > quota // _GROWTH_SHARE:
+                return True
+        return False
 
-        Its share of the free space may be less than 1/64 of the capacity. The next refresh gives it
-        another share: without it, the namespace would evict content of a store that has room. A
-        store that evicts old content has none.
-        """
-        capacity = self.policy.capacity
-        if capacity is None:
-            return False
-        growth = self._replica.disk_bytes() - self._known_bytes
-        if growth > capacity // _GROWTH_SHARE:
-            return True
-        pause_s = self._clock.monotonic() - self._refreshed_at
-        has_room = self.now.share > 0 and self.now.horizon == -math.inf
-        return has_room and pause_s >= _LEAST_TOTALS_S and growth > self.now.share // 2
+    def _note_size(self) -> None:
+        """Remember the bytes of the namespace and of its tenants."""
+        self._known_bytes = self._replica.disk_bytes()
+        known: dict[str, int] = {}
+        for totals in self._replica.tenants():
+            known[totals.tenant] = totals.stored_bytes
+        self._known_tenants = known
 
     def refresh(self, policy: Policy, *, is_idle: bool) -> None:
         """Exchange totals with the other namespaces, if anything is limited. If the medium fails,
         the limits follow from the totals that were read before.
         """
         pause_s = IDLE_TOTALS_S if is_idle else TOTALS_S
-        self._refreshed_at = self._clock.monotonic()
-        self.due_at = self._refreshed_at + pause_s
-        self.policy = policy
-        self._known_bytes = self._replica.disk_bytes()
+        self.due_at = self._clock.monotonic() + pause_s
+        self._policy = policy
+        self._note_size()
         namespace = self._replica.namespace
-        if policy.capacity is not None or policy.ttl_s is not None:
+        if policy.capacity is not None or policy.ttl_s is not None or policy.quotas:
             try:
-                self._board.exchange(self._replica)
+                self._board.exchange(self._replica, policy)
             except StoreError as error:
                 text = "%s: the totals of the store were not exchanged (%s)"
                 logger.warning(text, namespace.hex(), error)
         self.now = self._board.limits(policy, namespace)
 
 
-def _horizon(all_totals: Sequence[Totals], capacity: int) -> float:
-    """Return the time before which content is evicted, to leave a part of the capacity free; minus
-    infinity: none."""
+_NOTHING = Totals(0, ())
+
+
+def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
+    """Return the totals of the tenants in a namespace that have a quota."""
+    found: dict[bytes, Totals] = {}
+    for tenant in policy.quotas:
+        digest = tenant_digest(tenant)
+        num_bytes = replica.tenant_bytes(digest)
+        if num_bytes:
+            ages = replica.tenant_ages(digest, _POINTS)
+            found[digest] = Totals(num_bytes, ages)
+    return found
+
+
+def _tenant_bounds(
+    mine: Totals | None, others: Sequence[Totals], policy: Policy
+) -> dict[bytes, Bound]:
+    """Return what a namespace may keep of each tenant with a quota, by the digest of its name.
+
+    :param mine: totals of the namespace; None: they are not known yet.
+    """
+    bounds: dict[bytes, Bound] = {}
+    for tenant, quota in policy.quotas.items():
+        digest = tenant_digest(tenant)
+        own = _NOTHING if mine is None else mine.tenants.get(digest, _NOTHING)
+        # only namespaces with content of the tenant share its quota
+        shares: list[Totals] = []
+        for totals in others:
+            if digest in totals.tenants:
+                shares.append(totals.tenants[digest])
+        bounds[digest] = Bound(quota, quota)
+        if shares:
+            bounds[digest] = _bound(own, shares, quota)
+    return bounds
+
+
+def _tenant_horizons(
+    all_totals: Sequence[Totals], policy: Policy
+) -> dict[bytes, float]:
+    """Return for each tenant that exceeds its quota the time before which its content is evicted,
+    by the digest of its name."""
+    horizons: dict[bytes, float] = {}
+    for tenant, quota in policy.quotas.items():
+        digest = tenant_digest(tenant)
+        shares: list[Totals] = []
+        for totals in all_totals:
+            if digest in totals.tenants:
+                shares.append(totals.tenants[digest])
+        horizon = _horizon(shares, quota, free=0)
+        if horizon > -math.inf:
+            horizons[digest] = horizon
+    return horizons
+
+
+def _bound(mine: Totals, others: Sequence[Totals], limit: int) -> Bound:
+    """Return what a namespace may keep.
+
+    :param mine: its totals; ``others``: those of the namespaces with which it shares the limit, in
+        bytes.
+    """
+    everything = [mine, *others]
+    horizon = _horizon(everything, limit, free=limit // _FREE_SHARE)
+    used = sum(totals.num_bytes for totals in everything)
+    kept = mine.newer_than(horizon)
+    if used > limit:
+        kept = min(kept, mine.num_bytes * limit // used)
+    share = max(0, limit - used) // len(everything)
+    return Bound(limit, kept + share, horizon)
+
+
+def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
+    """Return the time before which content is evicted, to leave ``free`` bytes of a limit free;
+    minus infinity: none."""
     num_bytes = sum(totals.num_bytes for totals in all_totals)
-    excess = num_bytes - capacity + capacity // _FREE_SHARE
+    excess = num_bytes - limit + free
     if excess <= 0:
         return -math.inf
     steps: list[tuple[float, int]] = []

@@ -3,6 +3,7 @@ environment."""
 
 from persistkv.storage.shared.replica.folder import ReplicaFolder
 from persistkv.storage.shared.replica.replica import (
+    Bound,
     CommitPlan,
     KeysPlace,
     PackBlob,
@@ -11,6 +12,7 @@ from persistkv.storage.shared.replica.replica import (
 )
 
 __all__ = [
+    "Bound",
     "CommitPlan",
     "KeysPlace",
     "PackBlob",

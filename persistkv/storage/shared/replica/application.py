@@ -10,6 +10,7 @@ from hashlib import blake2b
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.order import TimedOrder
+from persistkv.storage.catalog.quotas import Quotas, TenantTotals, tenant_digest
 from persistkv.storage.catalog.rows import (
     LINKS,
     MANIFEST_KEYS,
@@ -18,6 +19,7 @@ from persistkv.storage.catalog.rows import (
     PACKS,
     SEQUENCE,
     STATES,
+    TENANT_ORDER,
     USES,
     NamespaceState,
     TableRows,
@@ -371,6 +373,9 @@ class _Additions:
         self._blobs: list[tuple[bytes, bytes]] = []
         self._uses: list[tuple[bytes, bytes]] = []
         self._places: list[tuple[bytes, bytes]] = []
+        self._tenant_places: list[tuple[bytes, bytes]] = []
+        self._tenants: dict[str, TenantTotals] = {}
+        """What the new packs add to the totals of each tenant except the default one."""
 
     def add(self, namespace: bytes, entry: PackEntry) -> bool:
         """Add a pack; return False, and add nothing, if its table is not one of this pack."""
@@ -394,10 +399,17 @@ class _Additions:
         blob = BlobRow(counted, b"")
         self._blobs.append((entry.name, blob.encode()))
         self._order.set_time(entry.time)
-        use = Use(self._order.moment, entry.time, head.depth, 0, 0)
+        tenant = tenant_digest(head.tenant)
+        use = Use(self._order.moment, entry.time, head.depth, 0, 0, tenant)
         self._uses.append((key, use.encode()))
         place = use.order_key(key)
         self._places.append((place, b""))
+        if tenant:
+            self._tenant_places.append((tenant + place, b""))
+            new = TenantTotals(head.tenant)
+            totals = self._tenants.setdefault(head.tenant, new)
+            totals.packs += 1
+            totals.stored_bytes += head.payload_length
         return True
 
     def write(self, rows: TableRows, namespace: bytes) -> None:
@@ -405,4 +417,11 @@ class _Additions:
         rows.put_many(BLOBS, self._blobs)
         rows.put_many(USES, self._uses)
         rows.put_many(ORDER, sorted(self._places))
+        rows.put_many(TENANT_ORDER, sorted(self._tenant_places))
         rows.put(STATES, namespace, self._state.encode())
+        quotas = Quotas(rows)
+        for tenant, added in self._tenants.items():
+            totals = quotas.of(tenant)
+            totals.packs += added.packs
+            totals.stored_bytes += added.stored_bytes
+        quotas.finish()

@@ -15,6 +15,7 @@ environment.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.catalogue import Catalogue
 from persistkv.storage.catalog.order import TimedOrder
+from persistkv.storage.catalog.quotas import Quotas, TenantTotals, read_tenants
 from persistkv.storage.catalog.rows import (
     GENERATION_BYTES,
     MANIFEST_KEYS,
@@ -40,6 +42,8 @@ from persistkv.storage.catalog.rows import (
     PACKS,
     SEALED_TABLES,
     STATES,
+    TENANT_BYTES,
+    TENANT_ORDER,
     NamespaceState,
     TableRows,
     manifest_row,
@@ -47,6 +51,7 @@ from persistkv.storage.catalog.rows import (
     read_state,
 )
 from persistkv.storage.catalog.transaction import CatalogTransaction, kept_names
+from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.format.seal import PLAIN, Seal
@@ -96,6 +101,17 @@ class KeysPlace(NamedTuple):
     nonce: bytes
     offset: int
     length: int
+
+
+class Bound(NamedTuple):
+    """How much of some content a namespace keeps."""
+
+    limit: int
+    """Most bytes in all namespaces."""
+    num_bytes: int
+    """Most bytes in this one; what exceeds them is evicted, least recently used first."""
+    horizon: float = -math.inf
+    """What was last used before this time is evicted."""
 
 
 @dataclass
@@ -294,24 +310,40 @@ class Replica:
         size, so that only the keys of the eviction order are read: this takes about a second for a
         million packs.
         """
-        moments: list[int] = []
         with self.rows() as rows:
             packs = read_state(rows, self.namespace).packs
             total = read_bytes(rows)
-            for key, _ in rows.range(ORDER, b""):
-                _, moment, _, kind, _ = ORDER_KEY.unpack(key)
-                if kind == PACK:
-                    moments.append(moment)
-        # those of low priority come first in the order, whatever their age
-        moments.sort()
-        steps = min(points, len(moments))
-        ages: list[tuple[float, int]] = []
-        for number in range(1, steps + 1):
-            last = len(moments) * number // steps
-            time = TimedOrder.time_of(moments[last - 1])
-            until = total * last // max(1, packs)
-            ages.append((time, until))
-        return ages
+            moments = _moments(key for key, _ in rows.range(ORDER, b""))
+        return _steps(moments, points, total, packs)
+
+    def tenant_ages(self, tenant: bytes, points: int) -> list[tuple[float, int]]:
+        """Return what ``ages`` returns, for the packs of one tenant; ``tenant``: digest of its
+        name."""
+        with self.rows() as rows:
+            totals = Quotas(rows).at(tenant)
+            keys = rows.starting_with(TENANT_ORDER, tenant)
+            moments = _moments(key[TENANT_BYTES:] for key, _ in keys)
+        if totals is None:
+            return []
+        return _steps(moments, points, totals.stored_bytes, totals.packs)
+
+    def tenants(self) -> list[TenantTotals]:
+        """Return the totals of all tenants except the default one in this namespace, without
+        quotas."""
+        with self.rows() as rows:
+            return list(read_tenants(rows))
+
+    def tenant_bytes(self, tenant: bytes) -> int:
+        """Return the payload bytes of a tenant's packs; ``tenant``: digest of its name."""
+        with self.rows() as rows:
+            totals = Quotas(rows).at(tenant)
+        return 0 if totals is None else totals.stored_bytes
+
+    def has_evictable(self, tenant: bytes) -> bool:
+        """Return whether a tenant has packs that may be evicted; ``tenant`` as in
+        ``tenant_bytes``."""
+        with self.rows() as rows:
+            return rows.has_prefix(TENANT_ORDER, tenant)
 
     # Plans
 
@@ -363,6 +395,7 @@ class Replica:
         *,
         now: float,
         ttl_s: float | None,
+        tenants: Mapping[bytes, Bound],
         excess: int,
         horizon: float,
         at_most: int,
@@ -372,10 +405,12 @@ class Replica:
         :param now: present time on the medium's clock; 0: nothing expires.
         :param ttl_s: content expires this many seconds after its last use; None: requests by their
             own ttl only.
+        :param tenants: bounds of tenants with a quota, by the digests of their names. What exceeds
+            them is evicted before other content.
         :param excess: bytes to free, least recently used content first.
         :param horizon: also evict everything that was last used before this time.
         :param at_most: maximum number of packs and requests that expire, and of those that are
-            evicted.
+            evicted, of each tenant and altogether.
         """
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
@@ -383,6 +418,9 @@ class Replica:
             if now:
                 order.set_time(now)
                 transaction.expire(ttl_s, at_most)
+            for tenant, bound in sorted(tenants.items()):
+                own_goal = _TenantGoal(order, transaction.quotas, tenant, bound)
+                transaction.evict_of(tenant, own_goal.is_met, at_most)
             goal = _Goal(rows, order, transaction.removed, excess, horizon)
             transaction.evict(goal.is_met, at_most)
             return _removals(rows, transaction)
@@ -531,6 +569,61 @@ class _Goal:
             return True
         _, use = first
         return use.time >= self._horizon
+
+
+class _TenantGoal:
+    """Goal of an eviction of one tenant's packs: its bound; ``tenant``: digest of its name."""
+
+    def __init__(
+        self, order: TimedOrder, quotas: Quotas, tenant: bytes, bound: Bound
+    ) -> None:
+        self._order = order
+        self._quotas = quotas
+        self._tenant = tenant
+        self._bound = bound
+
+    def is_met(self) -> bool:
+        """Return whether the removals so far reach the goal."""
+        totals = self._quotas.at(self._tenant)
+        if totals is None:
+            return True
+        if totals.stored_bytes > self._bound.num_bytes:
+            return False
+        first = next(self._order.oldest_of(self._tenant), None)
+        if first is None:
+            return True
+        _, use = first
+        return use.time >= self._bound.horizon
+
+
+def _moments(keys: Iterable[Buffer]) -> list[int]:
+    """Return the moments of the packs in keys of the eviction order, ascending."""
+    moments: list[int] = []
+    for key in keys:
+        _, moment, _, kind, _ = ORDER_KEY.unpack(key)
+        if kind == PACK:
+            moments.append(moment)
+    # those of low priority come first in the order, whatever their age
+    moments.sort()
+    return moments
+
+
+def _steps(
+    moments: Sequence[int], points: int, num_bytes: int, packs: int
+) -> list[tuple[float, int]]:
+    """Return what ``Replica.ages`` returns.
+
+    :param moments: of the packs that are not pinned, ascending.
+    :param num_bytes: of all packs, whose number is ``packs``.
+    """
+    steps = min(points, len(moments))
+    ages: list[tuple[float, int]] = []
+    for number in range(1, steps + 1):
+        last = len(moments) * number // steps
+        time = TimedOrder.time_of(moments[last - 1])
+        until = num_bytes * last // max(1, packs)
+        ages.append((time, until))
+    return ages
 
 
 def _purge_times(rows: TableRows, table: str, before: float) -> None:

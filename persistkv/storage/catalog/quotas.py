@@ -1,0 +1,233 @@
+"""Totals and quotas of tenants: one row of the catalogue for each tenant.
+
+1. A row changes in the transaction that changes the tenant's packs. It exists while the tenant has
+   packs or a quota.
+2. The default tenant has no row, no quota and no order of its own: a store without tenants pays for
+   none of them. Its totals are those of the store without all other tenants'.
+3. A tenant is *above* its quota if the payloads of its packs take more. Such tenants are listed in
+   ``META``, so that an eviction finds them without reading the rows of all others.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from persistkv.storage.catalog.rows import (
+    MAX_COUNT,
+    META,
+    PACKS,
+    TENANT_BYTES,
+    TENANTS,
+    TableRows,
+    pack_table,
+)
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.tenants import DEFAULT_TENANT
+
+logger = logging.getLogger(__name__)
+
+_TOTALS = struct.Struct("<QQQ")
+_ABOVE = b"above"
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """Return the key of a tenant's rows: a digest of its name; empty for the default tenant."""
+    if tenant == DEFAULT_TENANT:
+        return b""
+    return blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest()
+
+
+@dataclass
+class TenantTotals:
+    """Totals of a tenant's packs over all namespaces, and its quota."""
+
+    tenant: str
+    packs: int = 0
+    stored_bytes: int = 0
+    """Bytes of the payloads, padding included."""
+    quota: int | None = None
+    """Bound on ``stored_bytes``; None: there is none."""
+
+    def is_above(self, expected: int = 0) -> bool:
+        """Return whether the tenant would be above its quota with ``expected`` more bytes."""
+        return self.quota is not None and self.stored_bytes + expected > self.quota
+
+    def count(self, table: PackTable, sign: int) -> None:
+        """Add a pack (``sign`` 1), or subtract it (-1)."""
+        packs = self.packs + sign
+        stored_bytes = self.stored_bytes + sign * table.payload_length
+        # less than 0: a row was damaged
+        self.packs = max(0, packs)
+        self.stored_bytes = max(0, stored_bytes)
+
+    def encode(self) -> bytes:
+        numbers = _TOTALS.pack(self.packs, self.stored_bytes, self.quota or 0)
+        return numbers + self.tenant.encode()
+
+    @classmethod
+    def decode(cls, row: Buffer) -> TenantTotals | None:
+        """Decode the value of a row in ``TENANTS``; return None if it is damaged."""
+        if len(row) <= _TOTALS.size:
+            return None
+        packs, stored_bytes, quota = _TOTALS.unpack_from(row)
+        if max(packs, stored_bytes, quota) > MAX_COUNT:
+            return None
+        try:
+            tenant = bytes(row[_TOTALS.size :]).decode()
+        except UnicodeDecodeError:
+            return None
+        return cls(tenant, packs, stored_bytes, quota or None)
+
+
+class Quotas:
+    """Totals and quotas of tenants within one write transaction.
+
+    A *digest* is that of a tenant's name (``tenant_digest``), never an empty one.
+    """
+
+    def __init__(self, rows: TableRows) -> None:
+        self._rows = rows
+        self._found: dict[bytes, TenantTotals] = {}
+        self._before: dict[bytes, TenantTotals] = {}
+        self._expected: Mapping[bytes, int] = {}
+        self.added: dict[bytes, int] = {}
+        """Bytes of the packs that this transaction has added, by the tenant's digest."""
+
+    def of(self, tenant: str) -> TenantTotals:
+        """Return the totals of a tenant, which the caller may change and ``finish`` writes."""
+        digest = tenant_digest(tenant)
+        if digest not in self._found:
+            self._found[digest] = self._read(digest, tenant)
+        return self._found[digest]
+
+    def count(self, table: PackTable, sign: int) -> None:
+        """Add a pack to the totals of its tenant (``sign`` 1), or subtract it (-1)."""
+        if table.tenant == DEFAULT_TENANT:
+            return
+        self.of(table.tenant).count(table, sign)
+        if sign > 0:
+            digest = tenant_digest(table.tenant)
+            self.added[digest] = self.added.get(digest, 0) + table.payload_length
+
+    def expect(self, sizes: Mapping[bytes, int]) -> None:
+        """Set the bytes that tenants will add in this transaction or the next one, by digest: they
+        count for ``is_above``."""
+        self._expected = sizes
+
+    def is_above(self, digest: bytes) -> bool:
+        """Return whether a tenant is above its quota, or will be with what is expected."""
+        totals = self.at(digest)
+        return totals is not None and totals.is_above(self._expected.get(digest, 0))
+
+    def above(self) -> list[bytes]:
+        """Return the digests of the tenants that are above their quotas, in a fixed order."""
+        digests = {*self._found, *self._expected}
+        for key, _ in self._rows.starting_with(META, _ABOVE):
+            digests.add(bytes(key[len(_ABOVE) :]))
+        return [digest for digest in sorted(digests) if self.is_above(digest)]
+
+    def recount(self) -> None:
+        """Compute the totals of all tenants from the tables of all packs."""
+        for totals in read_tenants(self._rows):
+            self.of(totals.tenant)
+        for totals in self._found.values():
+            totals.packs = 0
+            totals.stored_bytes = 0
+        for table in _tables(self._rows):
+            if table.tenant != DEFAULT_TENANT:
+                self.of(table.tenant).count(table, 1)
+
+    def finish(self) -> None:
+        """Write the rows that have changed. Call this last in a transaction."""
+        for digest, totals in self._found.items():
+            before = self._before[digest]
+            if totals == before:
+                continue
+            if totals.packs or totals.stored_bytes or totals.quota is not None:
+                self._rows.put(TENANTS, digest, totals.encode())
+            else:
+                self._rows.delete(TENANTS, digest)
+            if totals.is_above():
+                self._rows.put(META, _ABOVE + digest, b"")
+            elif before.is_above():
+                self._rows.delete(META, _ABOVE + digest)
+
+    def at(self, digest: bytes) -> TenantTotals | None:
+        """Return the totals of a tenant by its digest; None if it has no row, or a damaged one."""
+        if digest in self._found:
+            return self._found[digest]
+        row = self._rows.get(TENANTS, digest)
+        return None if row is None else TenantTotals.decode(row)
+
+    def _read(self, digest: bytes, tenant: str) -> TenantTotals:
+        """Return the recorded totals of a tenant. A damaged row is computed again, without its
+        quota."""
+        row = self._rows.get(TENANTS, digest)
+        totals = None if row is None else TenantTotals.decode(row)
+        is_damaged = row is not None and totals is None
+        totals = totals or TenantTotals(tenant)
+        # a copy, because the caller changes the other one
+        self._before[digest] = replace(totals)
+        if is_damaged:
+            logger.warning(
+                "the quota of a tenant could not be read: it has none until persistkv set"
+            )
+            for table in _tables(self._rows):
+                if table.tenant == tenant:
+                    totals.count(table, 1)
+        return totals
+
+
+def _tables(rows: TableRows) -> Iterator[PackTable]:
+    """Iterate over the readable tables of all packs."""
+    for key, row in rows.range(PACKS, b""):
+        table = pack_table(key, row)
+        if table is not None:
+            yield table
+
+
+def read_tenants(rows: TableRows) -> Iterator[TenantTotals]:
+    """Iterate over the totals of all tenants except the default one, without damaged rows."""
+    for _, row in rows.range(TENANTS, b""):
+        totals = TenantTotals.decode(row)
+        if totals is not None:
+            yield totals
+
+
+def read_quotas(rows: TableRows) -> dict[str, int]:
+    """Return the quota of each tenant that has one, in bytes."""
+    quotas: dict[str, int] = {}
+    for totals in read_tenants(rows):
+        if totals.quota is not None:
+            quotas[totals.tenant] = totals.quota
+    return quotas
+
+
+def write_quotas(rows: TableRows, quotas: Mapping[str, int]) -> None:
+    """Record the quotas of all tenants; those that are not named have none."""
+    ledger = Quotas(rows)
+    names = {*quotas, *read_quotas(rows)}
+    for tenant in names:
+        ledger.of(tenant).quota = quotas.get(tenant)
+    ledger.finish()
+
+
+def with_default(
+    tenants: Iterable[TenantTotals], packs: int, stored_bytes: int
+) -> list[TenantTotals]:
+    """Return the totals of all tenants with packs or a quota, the default one included, by name.
+
+    :param tenants: all except the default one.
+    :param packs: of the whole store; ``stored_bytes``: likewise.
+    """
+    found = list(tenants)
+    packs -= sum(totals.packs for totals in found)
+    stored_bytes -= sum(totals.stored_bytes for totals in found)
+    if packs > 0 or stored_bytes > 0:
+        found.append(TenantTotals(DEFAULT_TENANT, packs, stored_bytes))
+    return sorted(found, key=lambda totals: totals.tenant)

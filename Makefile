@@ -38,7 +38,7 @@ SGLANG_VENV := $(VENV)-sglang
 WHEELS ?= $(HOME)/.cache/persistkv-wheels
 VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test run-tests test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-lmcache setup-lmcache test-sglang setup-sglang test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test run-tests test-slow lint docs screenshots test-wheel test-newest test-oldest update-constraints test-ceph test-cephfs test-lmcache setup-lmcache test-sglang setup-sglang test-vllm test-vllm-full test-vllm-next test-writers test-faults test-histories fuzz crash crash-quotas crash-shared damage stops overwrites powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
@@ -64,6 +64,7 @@ help:
 	@echo "make test-sglang  test the backend on SGLang's own classes (installs SGLang for CPUs, 3.3 GB)"
 	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and check the store that it left"
+	@echo "make crash-quotas  kill N engines of tenants while their quotas change, and check the totals of each tenant"
 	@echo "make crash-shared  kill N writers of a shared directory, and find all that they have acknowledged"
 	@echo "make damage      use 460 stores that are truncated or have a flipped bit, as a host would"
 	@echo "make stops       stop a writer in each of its steps (STOP_S=60), and use the store meanwhile"
@@ -222,6 +223,9 @@ fuzz: setup
 
 crash: setup
 	$(BIN)/python -m tests.crash.loop --kills $(N) --seed $(SEED) --seconds $(LIMIT_S)
+
+crash-quotas: setup
+	$(BIN)/python -m tests.crash.quotas --kills $(N) --seed $(SEED) --seconds $(LIMIT_S)
 
 crash-shared: setup
 	$(BIN)/python -m tests.crash.shared_dir --kills $(N) --seed $(SEED) --seconds $(LIMIT_S)

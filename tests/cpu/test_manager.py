@@ -225,6 +225,39 @@ def test_prepare_load_without_touch_keeps_eviction_order(
     assert store(manager, keys(1), context) == old
 
 
+def test_touch_block_that_an_eviction_skipped_makes_it_the_last_to_evict(
+    keys: MakeKeys, context: ReqContext
+) -> None:
+    manager = CPUOffloadingManager(3)
+    read, second, third = keys(1), keys(1), keys(1)
+    for block in (read, second, third):
+        store(manager, block, context)
+    manager.prepare_load(read, context)
+    assert store(manager, keys(1), context) == second
+    manager.touch(read, context)
+    manager.complete_load(read, context)
+    assert store(manager, keys(1), context) == third
+
+
+def test_prepare_store_blocks_that_evictions_skipped_are_evicted_by_last_use(
+    keys: MakeKeys, context: ReqContext
+) -> None:
+    manager = CPUOffloadingManager(3)
+    first, second, third = keys(1), keys(1), keys(1)
+    for block in (first, second, third):
+        store(manager, block, context)
+    manager.prepare_load(first, context)
+    assert store(manager, keys(1), context) == second
+    manager.complete_load(first, context)
+    manager.touch(first, context)
+    manager.prepare_load(third + first, context)
+    # both are skipped again, the one that was used later as the second one
+    store(manager, keys(1), context)
+    store(manager, keys(1), context)
+    manager.complete_load(third + first, context)
+    assert store(manager, keys(1), context) == third
+
+
 def test_take_events_store_and_eviction_are_returned_once(
     manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
 ) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -26,7 +27,12 @@ import msgspec
 
 from persistkv.base import GROUP_INDEX_BYTES, Retention, check_labels
 from persistkv.config import parse_size, store_url
-from persistkv.errors import HostError, StoreError, StoreTimeoutError
+from persistkv.errors import (
+    HostError,
+    PersistKVError,
+    StoreError,
+    StoreTimeoutError,
+)
 from persistkv.memory.budget import default_io_threads
 from persistkv.memory.pool import BufferPool
 from persistkv.memory.scattered import ScatteredBlocks
@@ -109,6 +115,8 @@ class BlockStore:
         self._pool = BufferPool()
         self._queued = ByteCount(max_queue_bytes)
         self._pid = os.getpid()
+        self._starting = threading.Lock()
+        """Held while a call, or the end, is started."""
         self._is_closed = False
         self.counters = BlockCounters(self._store.counters)
         """Counters since the opening. They change while calls run."""
@@ -475,10 +483,14 @@ class BlockStore:
         :returns: False: a call hung for ``timeout_s`` seconds. The store then closes when the call
             ends, or with the process; what is acknowledged is durable.
         """
-        if self._is_closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return True
-        self._is_closed = True
-        end = self._loop.start(self._service.end())
+        # calls that were started before are known to the service when it ends
+        with self._starting:
+            if self._is_closed:
+                return True
+            self._is_closed = True
+            end = self._loop.start(self._service.end())
         try:
             end.result(timeout_s)
         except TimeoutError:
@@ -507,19 +519,22 @@ class BlockStore:
 
         :param end: called when it has ended, or when this method raises.
         """
-        problem: Exception | None = None
-        if os.getpid() != self._pid:
-            problem = HostError(
-                "this store was opened before a fork; open it again in the child"
-            )
-        elif self._is_closed or self._service.has_failed:
-            state = "closed" if self._is_closed else "out of order: see the log"
-            problem = StoreError(f"the store is {state}")
-        if problem is not None:
+        try:
+            # in a child, another thread may hold the lock for ever
+            if os.getpid() != self._pid:
+                raise HostError(
+                    "this store was opened before a fork; open it again in the child"
+                )
+            with self._starting:
+                if self._is_closed:
+                    raise StoreError("the store is closed")
+                if self._service.has_failed:
+                    raise StoreError("the store is out of order: see the log")
+                call = self._loop.start(coroutine)
+        except PersistKVError:
             coroutine.close()
             end()
-            raise problem
-        call = self._loop.start(coroutine)
+            raise
         call.add_done_callback(lambda _: end())
         return call
 

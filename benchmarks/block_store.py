@@ -6,6 +6,9 @@ that lie half a pool apart. The calls alternate on stores of the same kind; each
 keys. All files are dropped from the page cache before each load. ``with deadline`` has
 ``timeout_s`` set, so that the bytes are copied once more. The target is a ratio of 1.1 for blocks
 of 64 KiB without a deadline.
+
+``disk`` is the limit: the same blocks appended with O_DIRECT and synced, and read with O_DIRECT by
+two threads, which compute the checksums of what they have read.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.raw_disk import drop_page_cache
+from benchmarks.raw_disk import RawDisk, drop_page_cache
 from benchmarks.rig import show, touch_memory
 from persistkv import BlockIdentity, BlockStore
 from persistkv.base import make_offload_key
@@ -38,6 +41,8 @@ from persistkv.storage.records import RequestEnd, StoreOptions
 
 JOB_BYTES = 32 << 20  # 32 MiB
 WARM_UP = 2  # rounds that are not counted
+DISK = "disk"
+_DISK_THREADS = 2
 Pool = npt.NDArray[np.uint8]
 
 
@@ -53,6 +58,12 @@ class Spent(NamedTuple):
         begin, cpu = time.perf_counter(), time.process_time()
         call()
         return cls(time.perf_counter() - begin, time.process_time() - cpu)
+
+    @classmethod
+    def told_by(cls, call: Callable[[], float]) -> Spent:
+        """Return the seconds that ``call`` returns, and its time on CPUs."""
+        cpu = time.process_time()
+        return cls(call(), time.process_time() - cpu)
 
 
 class Case(NamedTuple):
@@ -124,9 +135,16 @@ def measure(
             directory / "deadline", blocks, list, timeout_s=60.0
         ),
     }
+    disk = _raw_disk(directory / DISK, blocks)
     seconds: dict[tuple[str, str], list[Spent]] = defaultdict(list)
     names = list(cases)
     for run in range(WARM_UP + runs):
+        stored = Spent.told_by(disk.write_new)
+        read = partial(disk.read_cold_verified, run, _DISK_THREADS)
+        loaded = Spent.told_by(read)
+        if run >= WARM_UP:
+            seconds[DISK, "store"].append(stored)
+            seconds[DISK, "load"].append(loaded)
         keys = [f"{run} {number}".encode() for number in range(count)]
         first = run % len(names)
         for name in names[first:] + names[:first]:
@@ -140,9 +158,21 @@ def measure(
             if run >= WARM_UP:
                 seconds[name, "store"].append(stored)
                 seconds[name, "load"].append(loaded)
+    disk.close()
     for case in cases.values():
         case.close()
     return seconds
+
+
+def _raw_disk(directory: Path, blocks: Pool) -> RawDisk:
+    """Return the disk without a store, for blocks in the same memory and order."""
+    directory.mkdir()
+    source, target = _pool(*blocks.shape), _pool(*blocks.shape)
+    source[:] = blocks
+    order = _order(len(blocks))
+    rows = [source[number].data for number in order]
+    targets = [target[number].data for number in order]
+    return RawDisk(directory, rows, targets)
 
 
 def _pool(count: int, block_bytes: int) -> Pool:

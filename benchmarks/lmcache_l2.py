@@ -6,7 +6,9 @@ skips stores of keys that are held. It verifies every byte that it loads.
 
 persistkv syncs what it stores; the others do not. ``fs_native`` therefore runs a second time with a
 preloaded library that syncs each file before it is closed. ``disk`` is what the disk takes for the
-same bytes: appended with O_DIRECT and synced, and read with O_DIRECT, with one call each.
+same bytes: appended with O_DIRECT and synced, and read with O_DIRECT, with one call each. LMCache's
+memory is in small pages by default, as that of ``disk, small pages``; persistkv's adapter asks the
+kernel for huge pages.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from types import MappingProxyType
 
 from benchmarks.raw_disk import RawDisk
 from benchmarks.rig import show
+from persistkv.memory.pages import huge_memory
 
 OPERATIONS = ("Store", "Load")
 JOB_KIB = 32 << 10  # 32 MiB
 ROUNDS = 4  # of one run of LMCache
 DISK = "disk"
 SYNCED = "fs_native, synced"
-NAMES = ("persistkv", "fs", "fs_native", SYNCED, DISK)
+SMALL_PAGES = "disk, small pages"
+NAMES = ("persistkv", "fs", "fs_native", SYNCED, DISK, SMALL_PAGES)
 _SYNC_SOURCE = Path(__file__).with_name("sync_on_close.c")
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 _MEDIAN = re.compile(r"Duration p50 \(ms\): +([\d.]+)")
@@ -104,8 +108,8 @@ def measure(kib: int, rounds: int, python: str, parent: str | None) -> Medians:
             first = number % len(NAMES)
             for name in NAMES[first:] + NAMES[:first]:
                 with tempfile.TemporaryDirectory(dir=parent) as directory:
-                    if name == DISK:
-                        found = run_disk(Path(directory), kib)
+                    if name in (DISK, SMALL_PAGES):
+                        found = run_disk(Path(directory), kib, huge=name == DISK)
                     else:
                         configuration = adapters(Path(directory).resolve())[name]
                         preload = str(library) if name == SYNCED else ""
@@ -123,9 +127,11 @@ def build_sync(directory: Path) -> Path:
     return library
 
 
-def run_disk(directory: Path, kib: int) -> dict[str, float]:
+def run_disk(directory: Path, kib: int, *, huge: bool) -> dict[str, float]:
     """Write and read as many bytes without a store; return the median of each operation in ms."""
-    disk = RawDisk(directory, _objects(kib), _objects(kib))
+    source = _objects(kib, huge=huge)
+    target = _objects(kib, huge=huge)
+    disk = RawDisk(directory, source, target)
     try:
         stores = [disk.write_new() for _ in range(1 + ROUNDS)]
         loads = [disk.read_cold(slot, direct=True) for slot in range(1 + ROUNDS)]
@@ -136,10 +142,10 @@ def run_disk(directory: Path, kib: int) -> dict[str, float]:
     return {name: statistics.median(found) * 1e3 for name, found in seconds.items()}
 
 
-def _objects(kib: int) -> list[memoryview]:
-    """Return aligned memory for the objects of a job, in small pages, as LMCache's is by default: a
-    virtual disk takes twice as long for them."""
-    memory = memoryview(mmap.mmap(-1, JOB_KIB << 10))
+def _objects(kib: int, *, huge: bool) -> list[memoryview]:
+    """Return aligned memory for the objects of a job."""
+    num_bytes = JOB_KIB << 10
+    memory = memoryview(huge_memory(num_bytes) if huge else mmap.mmap(-1, num_bytes))
     starts = range(0, JOB_KIB << 10, kib << 10)
     return [memory[start : start + (kib << 10)] for start in starts]
 

@@ -32,6 +32,10 @@ class BlockMemory(ABC):
         which must not be empty. Bytes that are adjacent may be returned as one view.
         """
 
+    def verified(self, group: int, block_ids: Sequence[int]) -> None:
+        """A thread has read blocks of the group into their places, and verified them."""
+        return
+
     @abstractmethod
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         """Return a copy of blocks of the group, as an array of shape (len(block_ids),

@@ -9,32 +9,29 @@ from typing import NamedTuple
 import numpy as np
 
 from persistkv.config import PAGE_BYTES, GroupLayout, RowLayout
+from persistkv.memory.regions import Regions, copy_in, copy_out
 from persistkv.memory.rows import BlockMemory, ByteArray
+from persistkv.memory.timed import TimedBlocks
 from persistkv.rounding import round_up
-
-Regions = Sequence[memoryview]
-"""The bytes of one block: contiguous views of bytes, one after the other."""
 
 
 class _Run(NamedTuple):
-    """Blocks that lie one after the other."""
+    """Blocks of a call with a deadline."""
 
-    memory: memoryview
+    blocks: TimedBlocks
     first: int
     """Number of the first one."""
-    block_bytes: int
 
     def part(self, first: int, count: int) -> memoryview:
         """Return the bytes of ``count`` blocks from number ``first`` on."""
-        start = (first - self.first) * self.block_bytes
-        stop = start + count * self.block_bytes
-        return self.memory[start:stop]
+        return self.blocks.part(first - self.first, count)
 
 
 class ScatteredBlocks(BlockMemory):
-    """Blocks that are registered for the time of a job, as lists of regions or one after the other.
+    """Blocks that are registered for the time of a job, each as a list of regions, or all of a call
+    with a deadline.
 
-    A registered block keeps its memory alive. One thread at a time may call ``add``, ``add_run``
+    A registered block keeps its memory alive. One thread at a time may call ``add``, ``add_timed``
     and ``remove``.
 
     :param block_bytes: for each KV cache group, the bytes of one block.
@@ -53,12 +50,11 @@ class ScatteredBlocks(BlockMemory):
         self._places.update(zip(numbers, blocks, strict=True))
         return numbers
 
-    def add_run(self, group: int, memory: memoryview) -> range:
-        """Register blocks of a group that lie one after the other; see ``add``. Adjacent ones are
-        one piece."""
-        size = self.layout.groups[group].block_bytes
-        numbers = self._new_numbers(len(memory) // size)
-        run = _Run(memory, numbers.start, size)
+    def add_timed(self, blocks: TimedBlocks) -> range:
+        """Register the blocks of a call with a deadline; see ``add``. Adjacent ones are one
+        piece."""
+        numbers = self._new_numbers(len(blocks))
+        run = _Run(blocks, numbers.start)
         # no object for each block: hundreds of them make the garbage collector run
         self._places.update(dict.fromkeys(numbers, run))
         return numbers
@@ -90,15 +86,17 @@ class ScatteredBlocks(BlockMemory):
             pieces += self._regions(number)
         return pieces
 
+    def verified(self, group: int, block_ids: Sequence[int]) -> None:
+        for number in block_ids:
+            place = self._places[number]
+            if isinstance(place, _Run):
+                place.blocks.verified(number - place.first)
+
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         size = self.layout.groups[group].block_bytes
         blocks = np.empty((len(block_ids), size), np.uint8)
-        for block, number in zip(blocks, block_ids, strict=True):
-            start = 0
-            for region in self._regions(number):
-                stop = start + len(region)
-                block[start:stop] = region
-                start = stop
+        pieces = self.pieces(group, block_ids)
+        copy_in(pieces, blocks.data.cast("B"))
         return blocks
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
@@ -108,12 +106,3 @@ class ScatteredBlocks(BlockMemory):
     def _regions(self, number: int) -> Regions:
         place = self._places[number]
         return [place.part(number, 1)] if isinstance(place, _Run) else place
-
-
-def copy_out(block: memoryview, regions: Regions) -> None:
-    """Copy the bytes of a block into its regions, which have as many bytes together."""
-    start = 0
-    for region in regions:
-        stop = start + len(region)
-        region[:] = block[start:stop]
-        start = stop

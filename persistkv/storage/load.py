@@ -424,8 +424,7 @@ class PartRead:
                 seal.open(placed, stored)
                 if not in_rows:
                     _decode(read, stored[0], rows, raw)
-                num_blocks = len(read.rows) - read.rows.count(_UNWANTED)
-                self._outcome.raw_bytes += num_blocks * frame.block_bytes
+                self._count(read, rows)
                 del self._unread[number]
         except CorruptPackError as error:
             with self._lock:
@@ -433,6 +432,14 @@ class PartRead:
                 self._memory()
                 self._fail(read, error)
                 del self._unread[number]
+
+    def _count(self, read: FrameRead, rows: BlockMemory) -> None:
+        """Report the blocks of a verified frame to the memory, and add them to the outcome."""
+        filled = read.rows
+        if not read.whole:
+            filled = [row for row in filled if row != _UNWANTED]
+        rows.verified(read.frame.group, filled)
+        self._outcome.raw_bytes += len(filled) * read.frame.block_bytes
 
     def _fail(self, read: FrameRead, error: CorruptPackError) -> None:
         """Add a frame whose bytes are bad to the outcome."""

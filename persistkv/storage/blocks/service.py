@@ -15,7 +15,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from persistkv.base import GROUP_INDEX_BYTES, Retention, get_offload_group_idx
-from persistkv.memory.scattered import Regions, ScatteredBlocks
+from persistkv.memory.regions import Regions
+from persistkv.memory.scattered import ScatteredBlocks
+from persistkv.memory.timed import TimedBlocks
 from persistkv.storage.backend import Backend, Changes, CommitBatch
 from persistkv.storage.blocks.usage import (
     StoredBlock,
@@ -43,8 +45,8 @@ class StoreEvents(msgspec.Struct):
 
 
 Keys: TypeAlias = Sequence[bytes]
-JobMemory: TypeAlias = Sequence[Regions] | memoryview
-"""Memory of the blocks of a call: the regions of each, or all of them one after the other."""
+JobMemory: TypeAlias = Sequence[Regions] | TimedBlocks
+"""Memory of the blocks of a call without, or with a deadline."""
 
 
 class PutJob(msgspec.Struct, frozen=True):
@@ -130,7 +132,7 @@ class BlockService:
             return [True] * len(keys)
         with self._call():
             await store.queue.wait_for_room()
-            places = self._register(job.group, job.memory)
+            places = self._register(job.memory)
             try:
                 is_whole = await self._put(job, places)
             finally:
@@ -139,10 +141,10 @@ class BlockService:
             return [True] * len(keys)
         return await self.contains(keys)
 
-    def _register(self, group: int, memory: JobMemory) -> range:
+    def _register(self, memory: JobMemory) -> range:
         """Return the places of the blocks of a call."""
-        if isinstance(memory, memoryview):
-            return self._memory.add_run(group, memory)
+        if isinstance(memory, TimedBlocks):
+            return self._memory.add_timed(memory)
         return self._memory.add(memory)
 
     async def _put(self, job: PutJob, places: Sequence[int]) -> bool:
@@ -192,12 +194,13 @@ class BlockService:
         self.store.end_request(end)
         return ended
 
-    async def get(self, keys: Keys, group: int, memory: JobMemory) -> list[bool]:
-        """Read blocks of a group; return for each key whether its memory holds the verified block.
-        The memory of other keys has undefined content. No memory is in use after the return."""
+    async def get(self, keys: Keys, memory: JobMemory) -> list[bool]:
+        """Read blocks of one group; return for each key whether its memory holds the verified
+        block. The memory of other keys has undefined content. No memory is in use after the
+        return."""
         with self._call():
             async with self._load_slots:
-                places = self._register(group, memory)
+                places = self._register(memory)
                 try:
                     outcome = await self.store.read(keys, places)
                 finally:

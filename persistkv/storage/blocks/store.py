@@ -6,8 +6,8 @@ Invariants of this file:
    is evicted or deleted.
 2. ``get`` reports a key only if its memory holds the bytes that were stored under this key and
    identity.
-3. The caller's memory is not in use after a call has returned, or after its completion. A call with
-   a deadline therefore copies: a hung disk may use the copy for as long as it likes.
+3. The caller's memory is not in use after a call has returned, or after its completion. Blocks of a
+   call with a deadline are therefore copied: a disk that hangs uses the copies.
 4. The bytes of stores that wait are bounded. Blocks beyond the bound are refused and counted.
 """
 
@@ -36,9 +36,10 @@ from persistkv.errors import (
 from persistkv.memory.budget import default_io_threads
 from persistkv.memory.pool import BufferPool
 from persistkv.memory.scattered import ScatteredBlocks
+from persistkv.memory.timed import BlocksToLoad, BlocksToStore
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
-from persistkv.storage.blocks.buffers import Block, ByteCount, Copies, regions_of
+from persistkv.storage.blocks.buffers import Block, ByteCount, regions_of
 from persistkv.storage.blocks.completions import Completion, CompletionQueue
 from persistkv.storage.blocks.identity import BlockIdentity
 from persistkv.storage.blocks.service import (
@@ -249,8 +250,8 @@ class BlockStore:
             if unknown.
         :param labels: names and values that are stored with the context.
         :param retention: how long the context is kept.
-        :param timeout_s: seconds until the call returns with all keys False; the blocks may become
-            durable later. The bytes are copied first. None: no deadline, and no copy.
+        :param timeout_s: seconds until the call returns with all keys False. Blocks that the store
+            has copied by then may become durable later. None: no deadline, and no copy.
         :raises ValueError: there is not one block for each key, a block has another size, or a key
             occurs twice.
         :raises ConfigurationError: a label is invalid; see ``check_labels``.
@@ -263,24 +264,27 @@ class BlockStore:
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
             return self._refuse(len(keys))
-        copies = None
+        timed = None
         if deadline is not None:
             try:
-                copies = Copies(self._pool, regions)
+                timed = BlocksToStore(self._pool, regions, self._block_bytes(group))
             except OSError:  # no memory is left
                 self._queued.subtract(num_bytes)
                 return self._refuse(len(keys))
-            copies.fill()
-            job = msgspec.structs.replace(job, memory=copies.memory)
+            job = msgspec.structs.replace(job, memory=timed)
 
         def end() -> None:
             self._queued.subtract(num_bytes)
-            if copies is not None:
-                copies.release()
+            if timed is not None:
+                timed.release()
 
         put = self._service.put(job)
         call = self._start(put, end)
-        return self._result(call, len(keys), deadline)
+        try:
+            return self._result(call, len(keys), deadline)
+        finally:
+            if timed is not None:
+                timed.revoke()
 
     def get(
         self,
@@ -296,8 +300,9 @@ class BlockStore:
         If the store fails, keys are False. Damaged blocks are deleted.
 
         :param into: for each key, writable memory.
-        :param timeout_s: seconds until the call returns with all keys False and no memory changed.
-            The blocks are read into other memory and copied. None: no deadline, and no copy.
+        :param timeout_s: seconds until the call returns; blocks that are not read by then are
+            False. They are read into other memory, verified and copied. None: no deadline, and no
+            copy.
         :raises ValueError: there is not one block for each key, a block has another size or is
             read-only, or a key occurs twice.
         """
@@ -305,19 +310,19 @@ class BlockStore:
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
         if deadline is None:
-            get = self._service.get(full, group, regions)
+            get = self._service.get(full, regions)
             call = self._start(get)
             return self._result(call, len(keys), None)
         try:
-            copies = Copies(self._pool, regions)
+            timed = BlocksToLoad(self._pool, regions, self._block_bytes(group))
         except OSError:  # no memory is left
             return [False] * len(keys)
-        get = self._service.get(full, group, copies.memory)
-        call = self._start(get)
-        found = self._result(call, len(keys), deadline)
-        copies.copy_back(found)
-        # after the copy, because the next call may overwrite the memory
-        call.add_done_callback(lambda _: copies.release())
+        get = self._service.get(full, timed)
+        call = self._start(get, timed.release)
+        try:
+            self._result(call, len(keys), deadline)
+        finally:
+            found = timed.revoke()
         return found
 
     def submit_put(
@@ -360,7 +365,7 @@ class BlockStore:
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
         number = completions.new_number()
-        get = self._service.get(full, group, regions)
+        get = self._service.get(full, regions)
         call = self._start(get)
         _complete(call, number, len(keys), completions)
         return number
@@ -590,12 +595,13 @@ class BlockStore:
             raise ValueError(f"{len(blocks)} blocks for {len(keys)} keys")
         if len(set(keys)) != len(keys):
             raise ValueError("a key occurs twice")
-        block_bytes = self._memory.layout.groups[group].block_bytes
-        return regions_of(blocks, block_bytes, writable=writable)
+        return regions_of(blocks, self._block_bytes(group), writable=writable)
 
     def _num_bytes(self, job: PutJob) -> int:
-        layout = self._memory.layout.groups[job.group]
-        return len(job.keys) * layout.block_bytes
+        return len(job.keys) * self._block_bytes(job.group)
+
+    def _block_bytes(self, group: int) -> int:
+        return self._memory.layout.groups[group].block_bytes
 
 
 def _deadline(timeout_s: float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -61,10 +62,33 @@ def test_get_past_its_deadline_never_writes_the_callers_memory() -> None:
         assert np.array_equal(into, blocks)
 
 
-def test_put_past_its_deadline_stores_the_bytes_of_the_call() -> None:
+def test_get_past_its_deadline_returns_the_blocks_that_were_read() -> None:
     with faulty_store() as (store, backend):
-        keys, blocks = new_keys(80), random_blocks(80)
-        expected = blocks.copy()
+        # two packs, which are read by two calls
+        keys, blocks = new_keys(160), random_blocks(160)
+        for part in (slice(80), slice(80, None)):
+            assert all(store.put(keys[part], list(blocks[part])))
+        release = threading.Event()
+        num_calls = itertools.count()
+        backend.before("read", lambda *_: next(num_calls) == 0 or release.wait(30))
+        into = np.zeros_like(blocks)
+        found = store.get(keys, list(into), timeout_s=0.5)
+        assert found.count(True) == 80
+        expected = np.where(np.array(found)[:, None], blocks, 0)
+        assert np.array_equal(into, expected)
+        release.set()
+        store.flush()
+        time.sleep(0.3)
+        assert np.array_equal(into, expected)
+
+
+@pytest.mark.parametrize("count", [2, 80])
+def test_put_past_its_deadline_stores_the_bytes_of_the_call_or_nothing(
+    count: int,
+) -> None:
+    with faulty_store() as (store, backend):
+        keys, blocks = new_keys(count), random_blocks(count)
+        original = blocks.copy()
         release = threading.Event()
         backend.before("commit", lambda *_: release.wait(30))
         assert not any(store.put(keys, list(blocks), timeout_s=0.2))
@@ -72,8 +96,13 @@ def test_put_past_its_deadline_stores_the_bytes_of_the_call() -> None:
         release.set()
         store.flush()
         into = np.zeros_like(blocks)
+        # small packs are copied before they are written, large ones while they are
+        is_copied = count == 2
+        assert store.get(keys, list(into)) == [is_copied] * count
+        assert np.array_equal(into, original if is_copied else blocks)
+        assert store.put(keys, list(original), timeout_s=30) == [True] * count
         assert all(store.get(keys, list(into)))
-        assert np.array_equal(into, expected)
+        assert np.array_equal(into, original)
 
 
 @pytest.mark.parametrize("call", ["delete", "usage", "stored_blocks", "flush"])

@@ -108,7 +108,8 @@ def test_acknowledged_calls_before_close_are_durable(
         assert store.close()
 
     _run([*(partial(run, thread) for thread in range(4)), close])
-    assert held and deleted
+    assert held
+    assert deleted
     with BlockStore.open(url, identity(), [BLOCK_BYTES]) as again:
         keys = list(held)
         into = np.zeros((len(keys), BLOCK_BYTES), np.uint8)

@@ -1,0 +1,91 @@
+"""Memory of calls with a deadline.
+
+The store uses memory of a pool, in huge pages, however long a disk hangs. Each block is copied once
+between it and the caller's memory, by the thread that writes or has verified its frame: other
+threads transfer others meanwhile. From the deadline on, the caller's memory is not accessed.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections.abc import Sequence
+
+from persistkv.memory.pool import BufferPool
+from persistkv.memory.regions import Regions, copy_in, copy_out
+
+
+class TimedBlocks:
+    """Blocks of one size in memory of a pool, one after the other, and in the caller's memory.
+    Thread-safe."""
+
+    def __init__(
+        self, pool: BufferPool, blocks: Sequence[Regions], block_bytes: int
+    ) -> None:
+        """:param blocks: the caller's memory, in use until ``revoke``.
+        :raises OSError: no memory is left.
+        """
+        self.block_bytes = block_bytes
+        num_bytes = len(blocks) * block_bytes
+        self._pool = pool
+        self._buffer: mmap.mmap = pool.take(num_bytes)
+        self._memory = memoryview(self._buffer)[:num_bytes]
+        self._lock = threading.Lock()
+        self._callers: Sequence[Regions] | None = blocks
+        self._is_copied = [False] * len(blocks)
+
+    def __len__(self) -> int:
+        return len(self._is_copied)
+
+    def part(self, first: int, count: int) -> memoryview:
+        """Return the pool's memory of ``count`` blocks from number ``first`` on."""
+        start = first * self.block_bytes
+        stop = start + count * self.block_bytes
+        return self._memory[start:stop]
+
+    def verified(self, number: int) -> None:
+        """The store has read and verified a block."""
+        return
+
+    def revoke(self) -> list[bool]:
+        """End the use of the caller's memory; return for each block whether it was copied. Waits
+        for the copy of a block, if one is made."""
+        with self._lock:
+            self._callers = None
+        return self._is_copied
+
+    def release(self) -> None:
+        """Return the memory to the pool. Nothing may use it any more."""
+        self._pool.give_back(self._buffer)
+
+
+class BlocksToStore(TimedBlocks):
+    """Blocks that are copied from the caller's memory when they are first used."""
+
+    def part(self, first: int, count: int) -> memoryview:
+        """See ``TimedBlocks``.
+
+        :raises OSError: a block was not copied before the deadline.
+        """
+        with self._lock:
+            for number in range(first, first + count):
+                if not self._is_copied[number]:
+                    self._copy(number)
+        return super().part(first, count)
+
+    def _copy(self, number: int) -> None:
+        if self._callers is None:
+            raise OSError(errno.ECANCELED, "the deadline of the call has passed")
+        copy_in(self._callers[number], super().part(number, 1))
+        self._is_copied[number] = True
+
+
+class BlocksToLoad(TimedBlocks):
+    """Blocks that are copied to the caller's memory when they are verified."""
+
+    def verified(self, number: int) -> None:
+        with self._lock:
+            if self._callers is not None:
+                copy_out(self.part(number, 1), self._callers[number])
+                self._is_copied[number] = True

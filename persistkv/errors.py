@@ -8,7 +8,7 @@ calls the vendor's code. Other modules do not catch them by name.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,6 +205,18 @@ class QuotaExceededError(StoreError):
         self.tenant = tenant
         self.num_bytes = num_bytes
         self.quota = quota
+
+
+class TenantForgottenError(StoreError):
+    """Tenants were forgotten after the caller had accepted their content. Nothing was written; drop
+    the content.
+
+    :param tenants: their names.
+    """
+
+    def __init__(self, tenants: Collection[str]) -> None:
+        super().__init__("content of a tenant that was forgotten meanwhile is dropped")
+        self.tenants = frozenset(tenants)
 
 
 class CorruptStoreError(StoreError):

@@ -33,6 +33,7 @@ from persistkv.errors import (
     CorruptPackError,
     StoreError,
     StoreFullError,
+    TenantForgottenError,
 )
 from persistkv.storage.backend import (
     Backend,
@@ -43,7 +44,7 @@ from persistkv.storage.backend import (
     ReadSpan,
 )
 from persistkv.storage.catalog import Catalogue
-from persistkv.storage.catalog.catalogue import check_batch, totals
+from persistkv.storage.catalog.catalogue import check_batch, tenants_of, totals
 from persistkv.storage.catalog.quotas import (
     TenantTotals,
     read_tenants,
@@ -62,6 +63,7 @@ from persistkv.storage.catalog.rows import (
     encode_namespace,
     note_row,
 )
+from persistkv.storage.forgetting import Forgotten
 from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.pack import table_lengths
@@ -71,11 +73,13 @@ from persistkv.storage.key_options import KeyOptions
 from persistkv.storage.mounts import existing_parent, remote_type
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
+from persistkv.storage.tenants import check_tenant
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_policy, release_free
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
+from persistkv_lmdb.forgetting import Forgetting
 from persistkv_lmdb.inline import read_pieces
 from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
@@ -168,6 +172,8 @@ class LmdbBackend(Backend):
         # of a store that is created in place of a removed one
         self._policy = policy
         self._keys = keys
+        self._forgotten = dict(shared.database.keys.forgotten)
+        """``KeyFile.forgotten``, as far as the caller knows it."""
         self._following = threading.RLock()
         self._read_only = read_only
         self.capabilities = Capabilities(writable=not read_only)
@@ -305,6 +311,12 @@ class LmdbBackend(Backend):
         with environment.transaction(write=True), files.translated_io(self._path):
             self._keys.rotate(key)
 
+    def forget(self, tenant: str) -> Forgotten:
+        check_tenant("tenant", tenant)
+        environment = self._writable()
+        with files.translated_io(self._path):
+            return Forgetting(environment, tenant).run()
+
     # Namespaces. They have rows only while they have content: the commit that adds the first pack
     # or manifest writes them, and the one that removes the last deletes them.
 
@@ -377,6 +389,12 @@ class LmdbBackend(Backend):
             try:
                 self._make_keys(environment, batch)
                 return self._commit(environment, namespace, batch)
+            except TenantForgottenError as error:
+                # the caller drops what it has accepted: its next commits have later content
+                for name in error.tenants:
+                    count = environment.database.keys.forgotten.get(name, 0)
+                    self._forgotten[name] = count
+                raise
             except ReplacedError:
                 self._follow(environment)
                 for pack in batch.packs:
@@ -384,23 +402,34 @@ class LmdbBackend(Backend):
         raise self._keeps_changing()
 
     def _make_keys(self, environment: Environment, batch: CommitBatch) -> None:
-        """Make the data keys of tenants that have none, durably, before their first packs."""
-        seal = environment.database.seal
-        if seal.lacking(pack.tenant for pack in batch.packs):
-            # for the writer lock
-            with environment.transaction(write=True), files.translated_io(self._path):
-                environment.database.keys.make(pack.tenant for pack in batch.packs)
+        """Make the data keys of tenants that have none, durably, before their first packs.
+
+        :raises TenantForgottenError: a key is lacking because its tenant was forgotten.
+        """
+        tenants = tenants_of(batch)
+        if not environment.database.seal.lacking(tenants):
+            return
+        keys = environment.database.keys
+        # for the writer lock
+        with environment.transaction(write=True), files.translated_io(self._path):
+            keys.refuse(tenants, self._forgotten)
+            keys.make(tenants)
 
     def _commit(
         self, environment: Environment, namespace: bytes, batch: CommitBatch
     ) -> CommitResult:
-        commit = BatchCommit(environment, namespace, batch)
+        commit = BatchCommit(environment, namespace, batch, self._forgotten)
         try:
             with environment.writing():
                 try:
                     return commit.write()
                 except StoreFullError as error:
                     return commit.write_after_eviction(error)
+        except CorruptPackError:
+            # the key of a tenant may have disappeared while it sealed a pack
+            tenants = tenants_of(batch)
+            environment.database.keys.refuse(tenants, self._forgotten)
+            raise
         except StaleError:  # the changes since ``seen`` include packs evicted meanwhile
             return CommitResult(batch.seen or b"", stale=True)
         except StoreFullError as error:

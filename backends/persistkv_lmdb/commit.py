@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -38,6 +38,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted, TableRows
+from persistkv.storage.catalog.catalogue import tenants_of
 from persistkv.storage.catalog.quotas import Quotas, tenant_digest
 from persistkv.storage.catalog.rows import (
     GENERATION_BYTES,
@@ -128,12 +129,20 @@ class _TenantAboveError(Exception):
 
 class BatchCommit:
     """Commit of one batch to the namespace with the id ``namespace``, with eviction and retries;
-    used once."""
+    used once.
+
+    :param forgotten: ``KeyFile.forgotten`` when the content of the batch was accepted.
+    """
 
     def __init__(
-        self, environment: Environment, namespace: bytes, batch: CommitBatch
+        self,
+        environment: Environment,
+        namespace: bytes,
+        batch: CommitBatch,
+        forgotten: Mapping[str, int],
     ) -> None:
         self._environment = environment
+        self._forgotten = forgotten
         self._namespace = namespace
         self._batch = batch
         self._seen = batch.seen
@@ -162,6 +171,8 @@ class BatchCommit:
         """Write the batch, after short transactions that delete manifests if many name a pack that
         it deletes.
 
+        :raises TenantForgottenError: the batch has content of a tenant that was forgotten since;
+            it was not written.
         :raises StaleError: another commit has followed ``CommitBatch.seen``; the batch was not
             written.
         :raises QuotaExceededError: packs of a tenant do not fit its quota; nothing was written.
@@ -532,6 +543,7 @@ class BatchCommit:
     ) -> tuple[CatalogTransaction, Room]:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use
         (``Room``)."""
+        self._environment.database.keys.refuse(tenants_of(self._batch), self._forgotten)
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         opened = self._environment.opened
         commit = CatalogTransaction(

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from persistkv.errors import (
@@ -21,6 +23,7 @@ from persistkv.errors import (
     CorruptPackError,
     CorruptStoreError,
     StoreError,
+    TenantForgottenError,
 )
 from persistkv.storage.format.keys import (
     DataKey,
@@ -39,8 +42,10 @@ from persistkv_lmdb.files import (
     open_regular,
     sync_directory,
 )
+from persistkv_lmdb.opening import quarantined
 
 _MOST_BYTES = 16 << 20  # 16 MiB
+_READS = 3  # of the file, while others replace it
 _ID_BYTES = 8  # of a keyring
 _HINT = "key_file, key_env or key_command"
 
@@ -57,6 +62,10 @@ class KeyFile:
         self._path = store / KEY_FILE
         self._keyring: Keyring | None = None
         """The data keys of the open store; None: it has none, or is not open."""
+        self.forgotten: Mapping[str, int] = {}
+        """Tenant → how often its keys have disappeared since the store was opened."""
+        self._version: tuple[int, int] | None = None
+        """Inode and time of the file that was read last."""
         self._lock = threading.Lock()
         self._seal = KeySeal(self._known, self._reload)
 
@@ -126,12 +135,8 @@ class KeyFile:
         :raises CorruptStoreError: the file is missing, damaged, or that of another store.
         :raises OSError: the file was not replaced.
         """
-        there = self._read()
         # a key that is added to another file is lost when the store's own is put back
-        if {key.keyring for key in there.wrapped} != {self._known().id}:
-            raise CorruptStoreError(
-                f"{self._path} is missing or of another store: packs of new tenants are dropped"
-            )
+        there = self._present()
         self._add(there.tenants)
         made = list(map(DataKey.new, self._known().lacking(tenants)))
         if not made:
@@ -145,9 +150,94 @@ class KeyFile:
             raise StoreError(f"{self._store} is not open, or has no key")
         return self._keyring
 
+    def refresh(self) -> None:
+        """Read the keys of tenants again, if any process has changed them, and drop those that are
+        gone."""
+        if self._keyring is None:
+            return
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return  # the store was deleted
+        version = (status.st_ino, status.st_mtime_ns)
+        if self._version == version:
+            return
+        # lost or damaged: the engine runs on with the keys that it has
+        with suppress(CorruptStoreError):
+            there = self._present().tenants
+            self._add(there)
+            present = {key.id for key in there}
+            own = self._known().of_tenants()
+            self._drop({key.id for key in own if key.id not in present})
+        self._version = version
+
+    def refuse(self, tenants: Iterable[str], before: Mapping[str, int]) -> None:
+        """Raise a TenantForgottenError if any of these tenants was forgotten since ``forgotten``
+        was ``before``."""
+        now = self.forgotten
+        gone = [name for name in tenants if now.get(name, 0) != before.get(name, 0)]
+        if gone:
+            raise TenantForgottenError(gone)
+
+    def destroy(self, tenant: str) -> list[bytes]:
+        """Destroy the data keys of a tenant, also in the copies that damaged stores have; return
+        their ids. The caller holds the writer lock.
+
+        :raises OSError: some keys may be left.
+        """
+        if self._keyring is None:
+            return []
+        self._present()
+        gone: set[bytes] = set()
+        # this store last: as long as it has the key, the command is repeated
+        for directory in (*quarantined(self._store), self._store):
+            gone |= self._destroy_in(directory / KEY_FILE, tenant)
+        self._drop(gone)
+        return sorted(gone)
+
+    def _destroy_in(self, path: Path, tenant: str) -> set[bytes]:
+        """Destroy the data keys of a tenant in one file; return their ids."""
+        there = self._read(path)
+        own = {key.id for key in there.tenants if self._tenant_of(key) == tenant}
+        if not own:
+            return own
+        kept = tuple(key for key in there.tenants if key.id not in own)
+        with os.fdopen(open_regular(path, os.O_WRONLY), "wb", 0) as before:
+            self._write(StoredKeys(there.wrapped, kept), path)
+            status = os.fstat(before.fileno())
+            # a backup may be a link to it
+            if status.st_nlink == 0:
+                before.write(bytes(status.st_size))
+                os.fsync(before.fileno())
+        return own
+
+    def ids_of(self, tenant: str) -> set[bytes]:
+        """Return the ids of the known data keys of a tenant."""
+        own = self._known().of_tenants()
+        return {key.id for key in own if key.tenant == tenant}
+
+    def _tenant_of(self, key: TenantKey) -> str | None:
+        """Return whose key it is; None: it is damaged, or of another store."""
+        try:
+            return self._seal.opened_key(key.id, key.sealed).tenant
+        except CorruptPackError:
+            return None
+
+    def _drop(self, key_ids: Collection[bytes]) -> None:
+        """Drop data keys that were destroyed."""
+        with self._lock:
+            known = self._known()
+            tenants = {known.keys[key_id].tenant for key_id in key_ids}
+            if tenants:
+                self._keyring = known.without(key_ids)
+                counts = Counter(self.forgotten)
+                counts.update(tenants)
+                self.forgotten = counts
+
     def _reload(self, key_id: bytes) -> Keyring:
         """Read the keys of tenants again."""
-        self._add(self._read().tenants)
+        with suppress(CorruptStoreError):
+            self._add(self._present().tenants)
         return self._known()
 
     def _add(self, tenants: Iterable[TenantKey]) -> None:
@@ -199,27 +289,48 @@ class KeyFile:
         except CorruptPackError as error:
             raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
 
-    def _read(self) -> StoredKeys:
-        """Return the content of the file; no keys if it is missing."""
-        try:
-            fd = open_regular(self._path, os.O_RDONLY)
-        except FileNotFoundError:
-            return StoredKeys()
-        with os.fdopen(fd, "rb") as file:
-            content = file.read(_MOST_BYTES)
-        try:
-            return decode_keys(content)
-        except CorruptPackError as error:
-            raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
+    def _read(self, path: Path | None = None) -> StoredKeys:
+        """Return the content of the file, or of a copy of it; no keys if it is missing."""
+        path = path or self._path
+        problem = ""
+        for _ in range(_READS):
+            try:
+                fd = open_regular(path, os.O_RDONLY)
+            except FileNotFoundError:
+                return StoredKeys()
+            with os.fdopen(fd, "rb") as file:
+                content = file.read(_MOST_BYTES)
+                # a file that was replaced meanwhile may have been overwritten
+                is_replaced = os.fstat(file.fileno()).st_nlink == 0
+            try:
+                return decode_keys(content)
+            except CorruptPackError as error:
+                problem = str(error)
+            if not is_replaced:
+                break
+        raise CorruptStoreError(f"{path} is damaged: {problem}")
 
-    def _write(self, keys: StoredKeys) -> None:
-        """Replace the file durably. The content of the one before is not overwritten: an engine may
-        be reading it, and a backup may be a link to it."""
-        part = self._store / KEY_PART_FILE
+    def _present(self) -> StoredKeys:
+        """Return the content of the file.
+
+        :raises CorruptStoreError: it is missing, damaged or of another store.
+        """
+        there = self._read()
+        known = self._known().id
+        if not any(entry.keyring == known for entry in there.wrapped):
+            raise CorruptStoreError(f"{self._path} is missing, or of another store")
+        return there
+
+    def _write(self, keys: StoredKeys, path: Path | None = None) -> None:
+        """Replace the file, or a copy of it, durably. The content of the one before is not
+        overwritten: an engine may be reading it, and a backup may be a link to it.
+        """
+        path = path or self._path
+        part = path.with_name(KEY_PART_FILE)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with os.fdopen(open_regular(part, flags), "wb") as file:
             file.write(encode_keys(keys))
             file.flush()
             os.fsync(file.fileno())
-        part.rename(self._path)
-        sync_directory(self._store)
+        part.rename(path)
+        sync_directory(path.parent)

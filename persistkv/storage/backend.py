@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.checks import Check
+from persistkv.storage.forgetting import Forgotten
 from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
@@ -225,6 +226,8 @@ class Backend(ABC):
         :raises QuotaExceededError: packs of a tenant do not fit its quota, even after all possible
             evictions of its content; nothing of the batch was written.
         :raises StoreFullError: the batch does not fit, even after all possible evictions.
+        :raises TenantForgottenError: tenants of the batch were forgotten since this handle was
+            opened, or last raised this for them.
         :raises StoreError: content for a namespace that is neither held nor opened, a pack of
             another namespace, or a store that is open read-only. Errors of a pack's stream are
             raised unchanged.
@@ -441,6 +444,21 @@ class Backend(ABC):
         :raises StoreError: the store is open read-only, or the medium failed.
         """
         raise StoreError("stores of this kind have no keys")
+
+    def forget(self, tenant: str) -> Forgotten:
+        """Remove the content of a tenant in all namespaces, then destroy its data keys. Other
+        processes may use the store meanwhile: they drop the data keys, and the content of the
+        tenant that they have accepted and not committed yet. Content of the tenant that they accept
+        later is stored under a new data key.
+
+        If this call fails or is killed, some of the content is gone. It can be repeated, also when
+        nothing is left.
+
+        :raises ConfigurationError: the name is not valid.
+        :raises StoreError: the store is open read-only, or its driver cannot forget; the medium
+            failed; or engines store content of the tenant faster than it can be removed.
+        """
+        raise StoreError("stores of this kind cannot forget a tenant")
 
     def free_space(self) -> FreeSpace | None:
         """Return the free space within the store; None: its medium takes the space of deleted

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -151,6 +151,10 @@ class Staging:
         oldest = min(pack.since for pack in self._waiting)
         return max(0.0, oldest + self._max_age_s - time.monotonic())
 
+    def of_tenants(self, tenants: Collection[str]) -> list[StagedPack]:
+        """Return the waiting packs of these tenants."""
+        return [pack for pack in self._waiting if pack.tenant in tenants]
+
     def take(self, pack: StagedPack) -> list[Segment]:
         """Return a waiting pack's blocks in as few segments as their depths allow. They stay staged
         until ``end``."""
@@ -208,6 +212,16 @@ class Transaction(NamedTuple):
     def is_empty(self) -> bool:
         return not (self.packs or self.ends)
 
+    def divided(self, tenants: Collection[str]) -> tuple[Transaction, Transaction]:
+        """Return the content of these tenants, and that of all others."""
+        packs: tuple[list[PackWriter], list[PackWriter]] = ([], [])
+        ends: tuple[list[RequestEnd], list[RequestEnd]] = ([], [])
+        for pack in self.packs:
+            packs[pack.tenant not in tenants].append(pack)
+        for end in self.ends:
+            ends[end.tenant not in tenants].append(end)
+        return Transaction(packs[0], ends[0]), Transaction(packs[1], ends[1])
+
     def split(self, refused: str | None = None) -> list[Transaction]:
         """Return a transaction for each pack and each end of a request; an empty list if this one
         cannot be split.
@@ -217,24 +231,12 @@ class Transaction(NamedTuple):
         """
         if len(self.packs) + len(self.ends) < 2:
             return []
-        own = self._of(refused)
-        if own.packs and len(own.packs) < len(self.packs):
-            return [self._without(refused), own]
+        own, others = self.divided(() if refused is None else (refused,))
+        if own.packs and others.packs:
+            return [others, own]
         alone = [Transaction([one]) for one in self.packs]
         alone += [Transaction((), [end]) for end in self.ends]
         return alone
-
-    def _of(self, tenant: str | None) -> Transaction:
-        """Return the part that belongs to a tenant."""
-        packs = [pack for pack in self.packs if pack.tenant == tenant]
-        ends = [end for end in self.ends if end.tenant == tenant]
-        return Transaction(packs, ends)
-
-    def _without(self, tenant: str | None) -> Transaction:
-        """Return the part that belongs to other tenants."""
-        packs = [pack for pack in self.packs if pack.tenant != tenant]
-        ends = [end for end in self.ends if end.tenant != tenant]
-        return Transaction(packs, ends)
 
 
 def divide(

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from persistkv.config import parse_durability
@@ -80,6 +80,16 @@ class RequestEnds:
         self._num_bytes = 0
         return taken
 
+    def take_tenants(self, tenants: Collection[str]) -> list[RequestEnd]:
+        """Remove and return the ends of these tenants."""
+        taken: list[RequestEnd] = []
+        for end in self.take():
+            if end.tenant in tenants:
+                taken.append(end)
+            else:
+                self.add(end)
+        return taken
+
 
 class CommitQueue:
     """Accepted blocks, ends of requests and uses of packs that wait for a commit. For the tasks of
@@ -113,6 +123,8 @@ class CommitQueue:
         """For each pack that is written from rows, a future that ends with its transaction."""
         self._in_flight: dict[bytes, asyncio.Future[bool]] = {}
         """Key of a block in flight → future of its pack."""
+        self.losses: Counter[str] = Counter()
+        """Tenant → how often its content was dropped because it was forgotten."""
         self._touched: dict[bytes, None] = {}
         self._freed = asyncio.Event()
 
@@ -152,6 +164,17 @@ class CommitQueue:
         """Remove and return the packs to be written from rows that no commit has taken yet."""
         taken = self._direct
         self._direct = []
+        return taken
+
+    def take_tenants(self, tenants: Collection[str]) -> list[PackWriter]:
+        """Remove and return the packs of these tenants that no commit has taken yet. Blocks that
+        these have lost are not made up for from the rows of other jobs."""
+        self.losses.update(tenants)
+        direct = self.take_direct()
+        self._direct = [writer for writer in direct if writer.tenant not in tenants]
+        taken = [writer for writer in direct if writer.tenant in tenants]
+        for pack in self.staging.of_tenants(tenants):
+            taken.append(self._make_writer(self.staging.take(pack), pack.tenant))
         return taken
 
     def end(self, writer: PackWriter, *, is_durable: bool) -> None:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from typing import NamedTuple
 
 from persistkv.config import parse_durability
-from persistkv.errors import QuotaExceededError, StoreError
+from persistkv.errors import QuotaExceededError, StoreError, TenantForgottenError
 from persistkv.memory.budget import MemoryShares
 from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.commit_pipeline import Transaction
@@ -169,6 +170,10 @@ class Committer:
             # not kept: copies of blocks are freed after their transaction
             transaction = waiting.popleft()
             error = await self._try_commit(transaction, uses)
+            if isinstance(error, TenantForgottenError):
+                waiting.appendleft(transaction)
+                waiting = self._without(error.tenants, waiting)
+                continue
             refused = error.tenant if isinstance(error, QuotaExceededError) else None
             if error is None:
                 uses = []
@@ -210,6 +215,22 @@ class Committer:
             self._queue.end(writer, is_durable=True)
         catalogue.report.persisted += done.persisted
         self.changed.set()
+
+    def _without(
+        self, tenants: Collection[str], waiting: Iterable[Transaction]
+    ) -> deque[Transaction]:
+        """Drop all accepted content of tenants that were forgotten; return the transactions without
+        it."""
+        writers = self._queue.take_tenants(tenants)
+        ends = self._queue.ends.take_tenants(tenants)
+        self._drop(Transaction(writers, ends), None)
+        kept: deque[Transaction] = deque()
+        for transaction in waiting:
+            own, others = transaction.divided(tenants)
+            self._drop(own, None)
+            if not others.is_empty:
+                kept.append(others)
+        return kept
 
     def _drop(self, transaction: Transaction, refused: str | None) -> None:
         """Count the lost packs and ends of requests of a failed transaction.

@@ -78,6 +78,8 @@ class StoredJob:
     the pack is durable. The rows are free when all are done; empty: now."""
     lost: list[bytes]
     """Keys whose blocks were dropped because memory was short; complete if ``writes`` is empty."""
+    losses: int = 0
+    """``CommitQueue.losses`` of the tenant when the job was accepted."""
 
 
 class Store:
@@ -235,7 +237,9 @@ class Store:
                 return []
             # what other jobs were to store is lost with their packs, so the rows must not be freed
             missing = self.missing(job.blocks.keys)
-            if self._is_ending or job.borrowed.isdisjoint(missing):
+            is_forgotten = self.queue.losses[job.tenant] != job.losses
+            is_stored = job.borrowed.isdisjoint(missing)
+            if self._is_ending or is_forgotten or is_stored:
                 return missing
             job = await self._accept(job.tenant, job.request, job.blocks)
         return job.lost
@@ -278,7 +282,8 @@ class Store:
             # a pack may have been queued in part
             writes = self.queue.writes_of(self.queue.in_flight(blocks.keys))
         self._announce()
-        return StoredJob(tenant, request, blocks, borrowed, writes, lost)
+        losses = self.queue.losses[tenant]
+        return StoredJob(tenant, request, blocks, borrowed, writes, lost, losses)
 
     async def _held(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return the keys that the store holds, and record uses of their packs."""

@@ -68,12 +68,14 @@ SHOWN = [
         "--new-key-file",
         "{tmp}/new-key",
     ),
+    ("forget", "{url}", "anna"),  # the command asks; the answer is no
     ("rebuild", "lmdb://{tmp}/copy"),
     ("set", "{url}", "capacity=2GiB", "ttl=7d", "--yes"),
     ("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1"),
     ("serve-metrics", "{url}", "--once"),
 ]
 """Every command, in an order that satisfies the prerequisites of each."""
+ASKING = ("prune", "forget")
 
 
 @pytest.mark.slow
@@ -88,7 +90,7 @@ def test_commands_on_terminal_fit_width_and_keep_ids_whole(
     for command in SHOWN:
         arguments = [part.format(url=store, tmp=tmp_path) for part in command]
         text, code = terminal(
-            width, *arguments, answer="n\n" if command[0] == "prune" else ""
+            width, *arguments, answer="n\n" if command[0] in ASKING else ""
         )
         assert code in (0, 1), (command, text)
         assert "Traceback" not in text
@@ -204,7 +206,7 @@ def test_command_bad_url_exits_2_and_absent_store_exits_3(run, tmp_path, command
     for url, code in (("tape:///kv", 2), (str(tmp_path / "absent"), 3)):
         done = run(
             *(part.format(url=url, tmp=tmp_path) for part in command),
-            *("--yes",) * (command[0] == "prune"),
+            *("--yes",) * (command[0] in ASKING),
             "--json",
         )
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (

@@ -50,6 +50,7 @@ COMMANDS: dict[str, str] = {
     "rebuild": "persistkv_tools.maintain.rebuild:COMMAND",
     "set": "persistkv_tools.maintain.set:COMMAND",
     "rotate-key": "persistkv_tools.maintain.rotate_key:COMMAND",
+    "forget": "persistkv_tools.maintain.forget:COMMAND",
     "pin": "persistkv_tools.maintain.label:PIN",
     "unpin": "persistkv_tools.maintain.label:UNPIN",
     "label": "persistkv_tools.maintain.label:LABEL",

@@ -242,6 +242,13 @@ def check_batch(namespace: bytes, batch: CommitBatch, seal: Seal) -> None:
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 
 
+def tenants_of(batch: CommitBatch) -> set[str]:
+    """Return the tenants whose packs and requests a batch writes."""
+    tenants = {pack.tenant for pack in batch.packs}
+    tenants.update(write.manifest.tenant for write in batch.manifests)
+    return tenants
+
+
 def _changes_since(
     rows: TableRows, namespace: bytes, since: int, state: NamespaceState
 ) -> Changes | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.keys import STORE
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.identity import Identity
@@ -89,6 +90,8 @@ class TableRows:
 
     :param databases: by the name of the table.
     :param sealed: names of the tables whose values ``seal`` hides, if it encrypts.
+    :param of_tenants: whether the data keys of tenants seal their rows; False: that of the store
+        seals all.
     """
 
     def __init__(
@@ -97,11 +100,14 @@ class TableRows:
         databases: Mapping[str, _Database],
         seal: Seal = PLAIN,
         sealed: Collection[str] = SEALED_TABLES,
+        *,
+        of_tenants: bool = True,
     ) -> None:
         self.txn = txn
         self._databases = databases
         self._seal = seal
         self._sealed = sealed if seal.encrypts else ()
+        self._of_tenants = of_tenants
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """Return the value of a key; None if there is no such row."""
@@ -110,10 +116,14 @@ class TableRows:
             return value
         return self._opened(table, key, value)
 
-    def put(self, table: str, key: bytes, value: Buffer) -> None:
-        """Write a row, replacing the row with the same key."""
+    def put(self, table: str, key: bytes, value: Buffer, tenant: str = STORE) -> None:
+        """Write a row, replacing the row with the same key.
+
+        :param tenant: whose content the value describes.
+        """
         if table in self._sealed:
-            value = self._seal.sealed(_row_name(table, key), value)
+            owner = tenant if self._of_tenants else STORE
+            value = self._seal.sealed(_row_name(table, key), value, owner)
         self.txn.put(key, value, db=self._databases[table])
 
     def put_many(self, table: str, rows: Sequence[tuple[bytes, bytes]]) -> None:

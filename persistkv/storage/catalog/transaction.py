@@ -46,6 +46,7 @@ from persistkv.storage.catalog.rows import (
     read_state,
 )
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.keys import STORE
 from persistkv.storage.format.manifest import (
     RequestManifest,
     encode_manifest,
@@ -379,7 +380,7 @@ class CatalogTransaction:
         # before the row is there: totals that are damaged are counted from the rows
         self.quotas.count(table, 1)
         added_at = SEQUENCE.pack(self._state.sequence)
-        self._rows.put(PACKS, name, added_at + table.encode())
+        self._rows.put(PACKS, name, added_at + table.encode(), table.tenant)
         # in a shared store, a manifest may arrive before its packs
         pins, named = self._named_by(name)
         tenant = tenant_digest(table.tenant)
@@ -474,8 +475,9 @@ class CatalogTransaction:
         if is_pinned:
             flags |= PINNED
         named = NAMED_LOW if flags & LOW else NAMED
-        self._rows.put(MANIFESTS, name, encode_manifest(write.manifest))
-        self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys))
+        tenant = write.manifest.tenant
+        self._rows.put(MANIFESTS, name, encode_manifest(write.manifest), tenant)
+        self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys), tenant)
         packs = tuple(dict.fromkeys(write.packs))
         ttl_s = write.manifest.ttl_s or 0.0
         self._order.add_manifest(name, flags, ttl_s, packs)
@@ -593,7 +595,9 @@ class CatalogTransaction:
         state = self._state_of(namespace)
         state.sequence += 1
         key = LOG_KEY.pack(namespace, state.sequence)
-        self._rows.put(LOG, key, encode_change(kind, pack_id, table))
+        # fingerprints of the keys of a removed pack
+        tenant = STORE if table is None else table.tenant
+        self._rows.put(LOG, key, encode_change(kind, pack_id, table), tenant)
 
     def _shorten_log(self, namespace: bytes, state: NamespaceState) -> None:
         """Delete the entries of a change log before its last ``LOG_ENTRIES`` ones."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -134,6 +134,11 @@ class Keyring:
     def extended(self, keys: Iterable[DataKey]) -> Keyring:
         """Return a keyring with more data keys."""
         return Keyring(self.id, [*self.keys.values(), *keys])
+
+    def without(self, key_ids: Collection[bytes]) -> Keyring:
+        """Return a keyring without these data keys."""
+        kept = [key for key in self.keys.values() if key.id not in key_ids]
+        return Keyring(self.id, kept)
 
     def lacking(self, tenants: Iterable[str]) -> list[str]:
         """Return those of these tenants of which no key is known, each once, in order."""

@@ -16,6 +16,7 @@ AES-256-GCM. docs/format.md specifies both, docs/security.md their protection.
 
 from __future__ import annotations
 
+import hmac
 import os
 import struct
 import weakref
@@ -32,6 +33,7 @@ from persistkv.storage.format.keys import (
     KEY_ID_BYTES,
     SALT_BYTES,
     SECRET_BYTES,
+    STORE,
     TAG_BYTES,
     DataKey,
     Keyring,
@@ -67,6 +69,7 @@ _CHECKSUM_BYTES = 16
 _MOST_FREE = 32
 _PACK_PURPOSE = b"persistkv pack 1"
 _RECORD_PURPOSE = b"persistkv record 1"
+_RECEIPT_PURPOSE = b"persistkv receipt 1"
 _TABLE = b"table"
 _KEY = b"data key "
 
@@ -146,10 +149,12 @@ class Seal(ABC):
         """
 
     @abstractmethod
-    def sealed(self, name: bytes, body: Buffer) -> bytes:
+    def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
         """Return a sealed record.
 
         :param name: what the record is, and where.
+        :param tenant: whose data key seals it, so that it can be forgotten with the tenant.
+        :raises CorruptPackError: the tenant has no data key.
         """
 
     @abstractmethod
@@ -158,6 +163,14 @@ class Seal(ABC):
 
         :raises CorruptPackError: it is damaged, was sealed under another name or with another key.
         """
+
+    @abstractmethod
+    def signature(self, content: bytes) -> bytes:
+        """Return a signature of the store under a document; empty: it has no key."""
+
+    @abstractmethod
+    def is_signature(self, content: bytes, signature: bytes) -> bool:
+        """Return whether ``signature`` has returned this for a document; False without a key."""
 
     @abstractmethod
     def encode_table(self, table: PackTable) -> bytes:
@@ -235,7 +248,7 @@ class PlainSeal(Seal):
             )
         return _PlainFrames(table.namespace)
 
-    def sealed(self, name: bytes, body: Buffer) -> bytes:
+    def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
         return b"".join([body, _record_checksum(name, body)])
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
@@ -246,6 +259,12 @@ class PlainSeal(Seal):
         if content[end:] != _record_checksum(name, body):
             raise CorruptPackError("record", "its checksum does not match")
         return bytes(body)
+
+    def signature(self, content: bytes) -> bytes:
+        return b""
+
+    def is_signature(self, content: bytes, signature: bytes) -> bool:
+        return False
 
     def encode_table(self, table: PackTable) -> bytes:
         return table.encode()
@@ -399,21 +418,15 @@ class KeySeal(Seal):
         return True
 
     def new_pack(self, namespace: bytes, tenant: str = DEFAULT_TENANT) -> FrameSeal:
-        key = self._keyring().of(tenant)
-        if key is None:
-            # another handle of the store has made it
-            key = self._reload(b"").of(tenant)
-        if key is None:
-            raise CorruptPackError("key", "the tenant of the pack has none")
         salt = os.urandom(SALT_BYTES)
-        return _KeyFrames(key, salt, namespace, self._buffers)
+        return _KeyFrames(self._key_of(tenant), salt, namespace, self._buffers)
 
     def of_pack(self, table: PackTable) -> FrameSeal:
         key = self._key(table.data_key)
         return _KeyFrames(key, table.salt, table.namespace, self._buffers)
 
-    def sealed(self, name: bytes, body: Buffer) -> bytes:
-        key = self._keyring().store
+    def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
+        key = self._key_of(tenant)
         # a record may be written again under its name, with another body
         salt = os.urandom(SALT_BYTES)
         sealed = seal_record(derive(key.secret, salt, _RECORD_PURPOSE), name, body)
@@ -427,8 +440,28 @@ class KeySeal(Seal):
         key = derive(self._key(key_id).secret, salt, _RECORD_PURPOSE)
         return open_record(key, name, memoryview(record)[_RECORD.size :])
 
+    def signature(self, content: bytes) -> bytes:
+        key = self._keyring().store
+        salt = os.urandom(SALT_BYTES)
+        mac = hmac.digest(derive(key.secret, salt, _RECEIPT_PURPOSE), content, "sha256")
+        return _RECORD.pack(key.id, salt) + mac
+
+    def is_signature(self, content: bytes, signature: bytes) -> bool:
+        if len(signature) < _RECORD.size:
+            return False
+        key_id, salt = _RECORD.unpack_from(signature)
+        try:
+            key = self._key(key_id)
+        except CorruptPackError:
+            return False
+        expected = hmac.digest(
+            derive(key.secret, salt, _RECEIPT_PURPOSE), content, "sha256"
+        )
+        return hmac.compare_digest(expected, signature[_RECORD.size :])
+
     def encode_table(self, table: PackTable) -> bytes:
-        return with_trailer(self.sealed(_TABLE, table.encode()), SEALED_TABLE)
+        record = self.sealed(_TABLE, table.encode(), table.tenant)
+        return with_trailer(record, SEALED_TABLE)
 
     def decode_table(self, stored: Buffer) -> PackTable:
         record = without_trailer(stored, SEALED_TABLE)
@@ -450,6 +483,15 @@ class KeySeal(Seal):
         body = self.opened(_KEY + key_id, record)
         tenant = body[SECRET_BYTES:].decode()
         return DataKey(key_id, tenant, body[:SECRET_BYTES])
+
+    def _key_of(self, tenant: str) -> DataKey:
+        key = self._keyring().of(tenant)
+        if key is None:
+            # another handle of the store has made it
+            key = self._reload(b"").of(tenant)
+        if key is None:
+            raise CorruptPackError("key", "the tenant has none")
+        return key
 
     def _key(self, key_id: bytes) -> DataKey:
         """Return a data key; one that was made after the keys were read is searched once."""

@@ -10,6 +10,12 @@ from persistkv.config import store_url
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.forgetting import (
+    Receipt,
+    is_genuine,
+    make_receipt,
+    parse_receipt,
+)
 from persistkv.storage.inspection.labels import relabel
 from persistkv.storage.inspection.listing import Page, Sort, list_requests
 from persistkv.storage.inspection.requests import (
@@ -146,6 +152,22 @@ class StoreHandle:
         # the new row has another use: read it again
         changed = find_request(self.backend, found.manifest.id, space)
         return changed.view(self.backend)
+
+    def forget(self, tenant: str) -> Receipt:
+        """Destroy the content and the data keys of a tenant, as ``Backend.forget`` does; return a
+        receipt, which is signed if the store has a key."""
+        backend = self.writable()
+        forgotten = backend.forget(tenant)
+        place, _, _ = self.url.partition("?")
+        return make_receipt(forgotten, place, backend.seal)
+
+    def is_genuine(self, receipt: bytes) -> bool:
+        """Return whether this store has signed a receipt, a JSON document, and nobody has changed
+        it. False without a key.
+
+        :raises ConfigurationError: it is no receipt.
+        """
+        return is_genuine(parse_receipt(receipt), self.backend.seal)
 
     def close(self) -> None:
         """Close the store. Idempotent."""

@@ -38,7 +38,12 @@ from persistkv.storage.backend import (
     TakeFrame,
 )
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
-from persistkv.storage.catalog.catalogue import Catalogue, check_batch, totals
+from persistkv.storage.catalog.catalogue import (
+    Catalogue,
+    check_batch,
+    tenants_of,
+    totals,
+)
 from persistkv.storage.catalog.quotas import TenantTotals, with_default
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, NamespaceState
 from persistkv.storage.checks import Check
@@ -450,7 +455,7 @@ class SharedBackend(Backend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_open(writes=True)
         check_batch(namespace, batch, self.seal)
-        lacking = self.seal.lacking(pack.tenant for pack in batch.packs)
+        lacking = self.seal.lacking(tenants_of(batch))
         if lacking:
             self._medium.keys.make(lacking)
         self._identities.write_new()

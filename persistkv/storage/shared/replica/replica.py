@@ -219,7 +219,10 @@ class Replica:
         try:
             txn = self._env.begin(write=write, buffers=True)
             try:
-                yield TableRows(txn, self._databases, self._seal, _SEALED_TABLES)
+                # not of tenants: totals depend on rows that open
+                yield TableRows(
+                    txn, self._databases, self._seal, _SEALED_TABLES, of_tenants=False
+                )
             except BaseException:
                 txn.abort()
                 raise

@@ -1,0 +1,446 @@
+"""Forgetting of a tenant in LMDB stores: what can be found and read afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
+from persistkv.errors import (
+    ConfigurationError,
+    StoreError,
+    TenantForgottenError,
+)
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.keys import decode_keys
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.records import StoreOptions
+from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
+from persistkv.testing.samples import (
+    payload_of,
+    sample_manifest,
+    sample_pack,
+)
+from tests.storage.stores import end
+
+NAMESPACE = sample_identity().digest
+PLANTED = "planted-by-"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", "0123456789abcdef" * 4)
+
+
+@pytest.fixture(params=["extents", "inline"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    place = f"lmdb://{tmp_path}/store?placement={request.param}"
+    return f"{place}&key_env=PERSISTKV_TEST_KEY"
+
+
+@pytest.fixture
+def plain_url(tmp_path: Path) -> str:
+    return f"lmdb://{tmp_path}/store"
+
+
+def store_one(backend: Backend, tenant: str, seed: int) -> set[bytes]:
+    """Store a pack and a request of a tenant; return plaintexts in them."""
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(
+        NAMESPACE, seed, seal=backend.seal, blocks=4, block_bytes=8192, tenant=tenant
+    )
+    name = f"{PLANTED}{tenant}-{seed}"
+    request = sample_manifest(
+        name, seed, labels={"user": name}, packs=[pack.pack_id], tenant=tenant
+    )
+    backend.commit(NAMESPACE, CommitBatch([pack], [request]))
+    payload = payload_of(pack)
+    planted = {payload[8192 * block : 8192 * block + 24] for block in range(4)}
+    return {*planted, *pack.keys.unpack(), name.encode()}
+
+
+def found_in_files(directory: Path, planted: set[bytes]) -> int:
+    """Return how many of these byte strings any file has."""
+    found: set[bytes] = set()
+    for file in directory.rglob("*"):
+        if file.is_file():
+            data = file.read_bytes()
+            found.update(text for text in planted - found if text in data)
+    return len(found)
+
+
+def wrapped_keys(file: Path) -> dict[str, bytes]:
+    """Return the wrapped data keys of tenants in a file, by their ids."""
+    stored = decode_keys(file.read_bytes())
+    return {key.id.hex(): key.sealed for key in stored.tenants}
+
+
+def content_of(backend: Backend, tenant: str) -> tuple[set[bytes], list[str]]:
+    """Return the ids of the packs and of the requests of a tenant, after reading all packs."""
+    packs: set[bytes] = set()
+    for pack_id, table in tables(backend, NAMESPACE).items():
+        assert read_pack(backend, NAMESPACE, table) is not None
+        if table.tenant == tenant:
+            packs.add(pack_id)
+    heads = backend.catalogue(NAMESPACE).manifests()
+    return packs, [head.id for head in heads if head.tenant == tenant]
+
+
+def recount(backend: Backend) -> None:
+    """Check that the totals are exact."""
+    held = tables(backend, NAMESPACE)
+    stats = backend.stats()
+    assert stats.packs == len(held)
+    assert stats.blocks == sum(len(table.keys) for table in held.values())
+    assert stats.requests == len(list(backend.catalogue(NAMESPACE).manifests()))
+
+
+def fill(url: str, requests: int = 10) -> dict[str, set[bytes]]:
+    """Store requests of two tenants; return their plaintexts."""
+    planted: dict[str, set[bytes]] = {"anna": set(), "berta": set()}
+    with closing(open_backend(url)) as backend:
+        for number in range(requests):
+            planted["anna"] |= store_one(backend, "anna", number)
+            planted["berta"] |= store_one(backend, "berta", 1000 + number)
+    return planted
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[], str]:
+    """Return a function that copies the store, and returns the URL of the copy."""
+
+    def copy() -> str:
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        return f"lmdb://{tmp_path}/copy?key_env=PERSISTKV_TEST_KEY"
+
+    return copy
+
+
+def test_forget_leaves_nothing_of_1000_plaintexts_to_find_or_decrypt(
+    tmp_path: Path, url: str, copy_of: Callable[[], str]
+) -> None:
+    """Whoever has all files from before, but the keys of afterwards, reads nothing."""
+    planted = fill(url, requests=112)
+    assert len(planted["anna"]) >= 1000
+    copy = copy_of()
+    wrapped = wrapped_keys(tmp_path / "store" / "keys")
+    with closing(open_backend(url)) as backend:
+        done = backend.forget("anna")
+        assert (done.packs, done.requests) == (112, 112)
+        assert len(done.key_ids) == 1
+        assert content_of(backend, "anna") == (set(), [])
+        packs, requests = content_of(backend, "berta")
+        assert (len(packs), len(requests)) == (112, 112)
+        recount(backend)
+    assert found_in_files(tmp_path / "store", planted["anna"]) == 0
+    # the wrapped key was in the file, and is in none
+    assert found_in_files(tmp_path / "store", {wrapped[done.key_ids[0]]}) == 0
+
+    # a backup, with the keys that are left
+    shutil.copy(tmp_path / "store" / "keys", tmp_path / "copy" / "keys")
+    with closing(open_backend(copy)) as backend:
+        opened: set[bytes] = set()
+        seal = backend.seal
+        with backend.rows() as rows:  # type: ignore[attr-defined]
+            for table in ("packs", "log", "manifests", "manifest_keys", "meta"):
+                for key, value in rows.range(table, b""):
+                    opened.add(bytes(key) + bytes(value))
+        assert sum(b"berta" in row for row in opened) >= 112
+        assert not [row for row in opened if any(p in row for p in planted["anna"])]
+        held = tables(backend, NAMESPACE)
+        assert {table.tenant for table in held.values()} == {"berta"}
+        assert seal.encrypts
+    # a rebuild of it, too
+    if "extents" in url:
+        (tmp_path / "copy" / "data.mdb").unlink()
+        found = type(backend).rebuild(StoreUrl.parse(copy), lambda done, of: None)
+        assert found is not None
+        assert found.packs == 112
+        with closing(open_backend(copy)) as backend:
+            assert content_of(backend, "anna")[0] == set()
+
+
+def test_forget_is_repeatable_and_absent_tenant_has_nothing(url: str) -> None:
+    fill(url)
+    with closing(open_backend(url)) as backend:
+        assert backend.forget("anna").packs == 10
+        for tenant in ("anna", "nobody"):
+            again = backend.forget(tenant)
+            assert (again.packs, again.requests, again.key_ids) == (0, 0, ())
+        assert len(content_of(backend, "berta")[0]) == 10
+
+
+def test_forget_invalid_name_or_read_only_store_raises(url: str) -> None:
+    fill(url, 1)
+    with closing(open_backend(url)) as backend:
+        with pytest.raises(ConfigurationError, match="tenant"):
+            backend.forget("")
+        assert len(content_of(backend, "anna")[0]) == 1
+    with (
+        closing(open_backend(url, read_only=True)) as backend,
+        pytest.raises(StoreError, match="read-only"),
+    ):
+        backend.forget("anna")
+
+
+def test_forget_without_key_deletes_content_and_frees_its_space(
+    tmp_path: Path, plain_url: str
+) -> None:
+    planted = fill(plain_url)
+    blocks = {text for text in planted["anna"] if len(text) == 24}
+    assert found_in_files(tmp_path / "store" / "segments", blocks) == len(blocks)
+    with closing(open_backend(plain_url)) as backend:
+        done = backend.forget("anna")
+        assert (done.packs, done.requests, done.key_ids) == (10, 10, ())
+        assert content_of(backend, "anna") == (set(), [])
+        assert len(content_of(backend, "berta")[0]) == 10
+        recount(backend)
+    assert found_in_files(tmp_path / "store" / "segments", blocks) == 0
+    (tmp_path / "store" / "data.mdb").unlink()
+    type(backend).rebuild(StoreUrl.parse(plain_url), lambda done, of: None)
+    with closing(open_backend(plain_url)) as backend:
+        assert content_of(backend, "anna")[0] == set()
+
+
+def test_tenant_stores_again_under_another_key(url: str) -> None:
+    with (
+        closing(open_backend(url)) as engine,
+        closing(open_backend(url)) as operator,
+    ):
+        store_one(engine, "anna", 1)
+        (first,) = tables(engine, NAMESPACE).values()
+        done = operator.forget("anna")
+        assert done.key_ids == (first.data_key.hex(),)
+        # the first commit drops what was accepted before
+        with pytest.raises(TenantForgottenError) as caught:
+            store_one(engine, "anna", 2)
+        assert caught.value.tenants == {"anna"}
+        store_one(engine, "anna", 3)
+        (second,) = tables(engine, NAMESPACE).values()
+        assert second.data_key != first.data_key
+        assert operator.forget("anna").key_ids == (second.data_key.hex(),)
+
+
+def test_readers_learn_that_packs_are_gone(url: str) -> None:
+    with (
+        closing(open_backend(url)) as reader,
+        closing(open_backend(url)) as operator,
+    ):
+        store_one(reader, "anna", 1)
+        store_one(reader, "berta", 2)
+        before = reader.changes(NAMESPACE, None)
+        operator.forget("anna")
+        changes = reader.changes(NAMESPACE, before.cursor)
+        assert changes.reset
+        assert {table.tenant for table in changes.added} == {"berta"}
+
+
+def test_commit_that_is_late_raises_and_stores_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is paused while it writes a pack, until the tenant is forgotten."""
+    with (
+        closing(open_backend(url)) as engine,
+        closing(open_backend(url)) as operator,
+    ):
+        if "inline" in url:
+            pytest.skip("holds the writer lock while it writes the pack")
+        store_one(engine, "anna", 1)
+        pack = sample_pack(NAMESPACE, 2, seal=engine.seal, tenant="anna")
+        stream = pack.stream
+
+        def late() -> Iterator[Buffer]:
+            yield from stream()
+            operator.forget("anna")
+
+        monkeypatch.setattr(pack, "stream", late)
+        with pytest.raises(TenantForgottenError):
+            engine.commit(NAMESPACE, CommitBatch([pack]))
+        assert content_of(engine, "anna") == (set(), [])
+        store_one(engine, "berta", 3)
+        recount(engine)
+
+
+def test_store_drops_staged_blocks_of_forgotten_tenant_and_keeps_others(
+    url: str,
+) -> None:
+    layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
+    rows = Rows(memoryview(bytearray(os.urandom(16 * 4096))), layout)
+    names = [os.urandom(32) + bytes(4) for _ in range(16)]
+    options = StoreOptions(max_age_s=1000.0)
+    store = BlockingStore(open_backend(url), sample_identity(), rows, options, url=url)
+    store.put("r", names[:1], [0], [0], "anna")
+    store.flush()
+    store.put("r", names[1:4], [1, 2, 3], [1, 2, 3], "anna")
+    store.end_request(end("r", names[:4], tenant="anna"))
+    store.put("s", names[4:8], [4, 5, 6, 7], range(4), "berta")
+    store.end_request(end("s", names[4:8], tenant="berta"))
+    with closing(open_backend(url)) as operator:
+        operator.forget("anna")
+    store.flush()
+    backend = store.catalogue.backend
+    assert content_of(backend, "anna") == (set(), [])
+    packs, requests = content_of(backend, "berta")
+    assert (len(packs), requests) == (1, ["manifest-s"])
+    assert store.counters.dropped_blocks == 3
+    assert store.store.queue.is_empty
+    assert dict(store.take_report().persisted) == {"r": False, "s": True}
+    # later content of the tenant is stored
+    store.put("t", names[8:12], [8, 9, 10, 11], range(4), "anna")
+    store.flush()
+    assert len(content_of(backend, "anna")[0]) == 1
+    store.close()
+
+
+def engine_of_two_tenants(url: str, numbers: range, done: Connection) -> None:
+    with closing(open_backend(url)) as backend:
+        for number in numbers:
+            for tenant in ("anna", "berta"):
+                try:
+                    store_one(backend, tenant, number + 500_000 * (tenant == "anna"))
+                except TenantForgottenError:
+                    done.send("dropped")
+            done.send(number)
+
+
+@pytest.fixture
+def engine(url: str) -> Iterator[Connection]:
+    """A process that stores content of both tenants until it is killed."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    arguments = (url, range(1_000_000), theirs)
+    process = context.Process(target=engine_of_two_tenants, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def forget_in_process(url: str, done: Connection) -> None:
+    with closing(open_backend(url)) as backend:
+        done.recv()
+        done.send(backend.forget("anna").packs)
+
+
+def test_two_operators_forget_while_engine_runs(
+    tmp_path: Path, url: str, engine: Connection
+) -> None:
+    while engine.recv() != 10:
+        pass
+    with closing(open_backend(url)) as backend:
+        old = {
+            table.data_key
+            for table in tables(backend, NAMESPACE).values()
+            if table.tenant == "anna"
+        }
+    context = multiprocessing.get_context("spawn")
+    operators = []
+    for _ in range(2):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=forget_in_process, args=(url, theirs))
+        process.start()
+        operators.append((process, ours))
+    for _, ours in operators:
+        ours.send("go")
+    forgotten = [ours.recv() for _, ours in operators]
+    for process, _ in operators:
+        process.join()
+    assert sum(forgotten) >= 11
+    last = 0
+    heard: list[Any] = []
+    while "dropped" not in heard or len(heard) < 30:
+        heard.append(engine.recv())
+    last = max(number for number in heard if isinstance(number, int))
+    with closing(open_backend(url)) as backend:
+        held = tables(backend, NAMESPACE)
+        for table in held.values():
+            assert read_pack(backend, NAMESPACE, table) is not None
+            assert table.data_key not in old
+        berta = [table for table in held.values() if table.tenant == "berta"]
+        assert len(berta) >= last + 1
+    with closing(open_backend(url)) as backend:
+        for head in backend.catalogue(NAMESPACE).manifests():
+            assert isinstance(head, RequestManifest)
+    (tmp_path / "store" / "keys").read_bytes()
+
+
+def forget_and_die(url: str, deaths: int) -> None:
+    """Forget, and die at a system call that changes a file."""
+    left = deaths
+
+    def counted(name: str) -> None:
+        call = getattr(os, name)
+
+        def die_or_call(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os._exit(9)
+            return call(*arguments, **options)
+
+        setattr(os, name, die_or_call)
+
+    with closing(open_backend(url)) as backend:
+        for name in ("fsync", "fdatasync", "pwrite", "rename", "write", "unlink"):
+            counted(name)
+        backend.forget("anna")
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("url", ["extents"], indirect=True)
+def test_forget_killed_in_each_step_is_completed_by_the_next_one(
+    tmp_path: Path, url: str
+) -> None:
+    planted = fill(url, 3)
+    shutil.copytree(tmp_path / "store", tmp_path / "original")
+    context = multiprocessing.get_context("spawn")
+    for deaths in range(100):
+        shutil.rmtree(tmp_path / "store")
+        shutil.copytree(tmp_path / "original", tmp_path / "store")
+        process = context.Process(target=forget_and_die, args=(url, deaths))
+        process.start()
+        process.join()
+        with closing(open_backend(url)) as backend:
+            assert len(content_of(backend, "berta")[0]) == 3
+            recount(backend)
+            backend.forget("anna")
+            assert content_of(backend, "anna") == (set(), [])
+            recount(backend)
+        assert found_in_files(tmp_path / "store", planted["anna"]) == 0
+        if process.exitcode == 0:
+            break
+    assert process.exitcode == 0
+    assert deaths > 5
+
+
+def test_forget_destroys_keys_in_damaged_stores_too(tmp_path: Path, url: str) -> None:
+    fill(url, 2)
+    store = tmp_path / "store"
+    with (store / "data.mdb").open("r+b") as file:
+        file.truncate(5000)
+    (store / "guard").write_text("open".ljust(31) + "\n")
+    with closing(open_backend(url)) as backend:
+        (damaged,) = store.glob("damaged-*")
+        wrapped = wrapped_keys(damaged / "keys")
+        done = backend.forget("anna")
+    (key_id,) = done.key_ids
+    assert found_in_files(store, {wrapped[key_id]}) == 0
+    assert found_in_files(store, set(wrapped.values())) == len(wrapped) - 1

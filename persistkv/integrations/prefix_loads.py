@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from persistkv.errors import PersistKVError
@@ -133,7 +134,8 @@ class PrefixLoads:
             self._times.end(number, 0, now - load.began, is_late=True)
 
     def probe(self, store: BlockStore, key: bytes, num_bytes: int) -> None:
-        """Read a block of a declined prefix in the background, if it is time for that.
+        """Read a block of a declined prefix in the background, if it is time for that. Ignored
+        after ``close``.
 
         :param key: the block, which ``store`` holds.
         """
@@ -142,14 +144,15 @@ class PrefixLoads:
         with self._lock:
             if not self._probes.begin():
                 return
-        self._prober.submit(self._read, store, [key], num_bytes)
+        with suppress(RuntimeError):  # this was closed meanwhile
+            self._prober.submit(self._read, store, [key], num_bytes)
 
     def _read(self, store: BlockStore, keys: Sequence[bytes], num_bytes: int) -> None:
         begin = self._clock()
-        try:
+        is_read = False
+        # the store was closed, or there is no memory; the prober's thread goes on
+        with suppress(PersistKVError, MemoryError):
             (is_read,) = store.get(keys, [bytearray(num_bytes)], timeout_s=PROBE_S)
-        except PersistKVError:
-            is_read = False  # the store was closed
         seconds = self._clock() - begin
         with self._lock:
             self._probes.end()

@@ -159,3 +159,13 @@ def test_probe_of_hung_store_delays_no_caller(
     loads.close()
     assert time.monotonic() - begin < 30
     goes_on.set()
+
+
+def test_probe_after_close_is_ignored(
+    loads: PrefixLoads, clock: Clock, store: BlockStore
+) -> None:
+    """A late lookup, beside the end of the adapter."""
+    load(loads, clock, 0, 5.0)
+    loads.close()
+    assert not loads.is_worth(BLOCK_BYTES, 100)
+    loads.probe(store, KEY, BLOCK_BYTES)

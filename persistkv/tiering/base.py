@@ -151,6 +151,13 @@ class SecondaryTierManager(ABC):
         :param keys: the first of these blocks.
         """
 
+    def on_faster_tier(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027
+        """Learn that a later tier loads blocks that this one holds, because that is expected to be
+        faster. The tier may find out in the background when it is faster again.
+
+        :param keys: the first of these blocks.
+        """
+
     def on_load_abandoned(self, job_id: int) -> None:  # noqa: B027
         """Learn that the engine computes the blocks of a load in flight, because its deadline has
         passed. The job still needs a result, which frees its rows."""

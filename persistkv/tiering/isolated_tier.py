@@ -104,6 +104,10 @@ class IsolatedTier:
         with self._isolation.guard("on_load_declined", "the decision is not counted"):
             self.tier.on_load_declined(keys, req_context, decision)
 
+    def on_faster_tier(self, keys: Sequence[OffloadKey]) -> None:
+        with self._isolation.guard("on_faster_tier", "the tier is not tried again"):
+            self.tier.on_faster_tier(keys)
+
     def on_load_abandoned(self, job_id: int) -> None:
         with self._isolation.guard("on_load_abandoned", "the load counts as ended"):
             self.tier.on_load_abandoned(job_id)

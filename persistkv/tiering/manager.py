@@ -193,6 +193,7 @@ class TieringOffloadingManager(OffloadingManager):
         runs = assign_runs(held, block_bytes)
         if request.decision is None:
             self._decide_load(request, keys, runs)
+            _tell_slower_tiers(held, keys, runs)
         holders: dict[OffloadKey, IsolatedTier] = {}
         for run in runs:
             holders.update(dict.fromkeys(keys[run.start : run.stop], run.tier))
@@ -838,6 +839,24 @@ class TieringOffloadingManager(OffloadingManager):
                 tier.shutdown(max(0.0, deadline - time.monotonic()))
         finally:
             self.primary_tier.shutdown()
+
+
+def _tell_slower_tiers(
+    held: Mapping[IsolatedTier, int],
+    keys: Sequence[OffloadKey],
+    runs: Sequence[TierRun],
+) -> None:
+    """Tell the tiers that hold blocks, but do not load them because a later tier is faster: their
+    own loads would not show when they are fast again.
+
+    :param held: as for ``assign_runs``, which has returned ``runs``.
+    """
+    for run in runs:
+        for tier, num_held in held.items():
+            if tier is run.tier:
+                break
+            if num_held >= run.stop:
+                tier.on_faster_tier(keys[run.start : run.stop])
 
 
 def _check_options(

@@ -316,6 +316,19 @@ class PersistentTier(SecondaryTierManager):
         """See ``SecondaryTierManager``. From time to time, the host reads the first blocks and
         discards them: this shows when the store is fast again."""
         self._count_load(req_context, decision.reason, decision, decision.load_s)
+        self._probe(keys)
+
+    def on_faster_tier(self, keys: Sequence[OffloadKey]) -> None:
+        """See ``SecondaryTierManager``; the host reads blocks as for ``on_load_declined``."""
+        self._probe(keys)
+
+    @property
+    def is_probe_due(self) -> bool:
+        """Whether ``on_load_declined`` and ``on_faster_tier`` would have the host read their first
+        128 blocks now; otherwise they ignore the keys."""
+        return self._probes.is_due
+
+    def _probe(self, keys: Sequence[OffloadKey]) -> None:
         if self._probes.begin():
             most = 1 if self._probes.is_small else PROBED_KEYS
             if not self.client.probe(keys[:most], PROBE_S):

@@ -26,14 +26,18 @@ class ProbeTimer:
         """Whether the probe that begins now reads one block, to show the latency; each second one
         reads more, to show the bandwidth."""
 
+    @property
+    def is_due(self) -> bool:
+        """Whether ``begin`` would return True."""
+        return not self._is_running and self._clock() >= self._next_at
+
     def begin(self) -> bool:
         """Return whether the caller must begin a probe now."""
-        now = self._clock()
-        if self._is_running or now < self._next_at:
+        if not self.is_due:
             return False
         self.is_small = not self.is_small
         self._is_running = True
-        self._next_at = now + self._distance_s
+        self._next_at = self._clock() + self._distance_s
         self._distance_s = min(_LONGEST_S, 2 * self._distance_s)
         return True
 
@@ -42,6 +46,6 @@ class ProbeTimer:
         self._is_running = False
 
     def reset(self) -> None:
-        """A load was chosen again: the next probe is due at once."""
-        self._next_at = 0.0
+        """A load has ended in time, which shows more than a probe: the next one is due in 1 s."""
+        self._next_at = self._clock() + _FIRST_S
         self._distance_s = _FIRST_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.load_cost import LoadDecision, Reason
 from persistkv.tiering.persistent import PersistentTier
+from persistkv_dir.blobs import DirBlobs
 from persistkv_lmdb import LmdbBackend
 from tests.host_processes import host_processes
 from tests.tiering.conftest import GROUPS, context
@@ -42,6 +44,7 @@ class TimedTier(RecordingTier):
         super().__init__(*args, **kwargs)
         self.declined: list[tuple[list[OffloadKey], LoadDecision]] = []
         self.abandoned: list[int] = []
+        self.passed_over: list[list[OffloadKey]] = []
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
         return super().lookup_prefix(keys, req_context)
@@ -56,6 +59,9 @@ class TimedTier(RecordingTier):
         decision: LoadDecision,
     ) -> None:
         self.declined.append((list(keys), decision))
+
+    def on_faster_tier(self, keys: Sequence[OffloadKey]) -> None:
+        self.passed_over.append(list(keys))
 
     def on_load_abandoned(self, job_id: int) -> None:
         self.abandoned.append(job_id)
@@ -169,6 +175,16 @@ def test_lookup_prefix_fastest_tier_loads_what_both_hold(
     stack.step(3)
     assert [list(job.keys) for job in far.loads] == [names]
     assert near.loads == []
+    assert near.passed_over == [names]
+    near.block_s = 0.005
+    stack.manager.on_request_finished(req)
+    stack.clear_primary()
+    again = described("again", names)
+    stack.manager.on_new_request(again)
+    assert lookup(stack, again, names) == [None] * 8
+    stack.step(3)
+    assert [list(job.keys) for job in near.loads] == [names]
+    assert far.passed_over == [], "a far tier is expected to be slower"
 
 
 def test_lookup_prefix_near_tier_loads_without_slow_far_one(
@@ -299,14 +315,15 @@ def test_prefill_speed_out_of_range_raises(value: float) -> None:
 
 
 def store_blocks(
-    make_stack: MakeStack, names: list[OffloadKey], req: ReqContext, tier: Any
+    make_stack: MakeStack, names: list[OffloadKey], req: ReqContext, *tiers: Any
 ) -> Any:
-    """Return a stack with a persistent tier that holds the blocks; the primary tier is empty."""
-    stack = make_stack(32, tier)
+    """Return a stack with persistent tiers that hold the blocks; the primary tier is empty."""
+    stack = make_stack(32, *tiers)
     stack.manager.on_new_request(req)
     stack.store(names, req)
     stack.manager.on_request_finished(req)
-    assert stack.tiers[0].wait_persisted(req.req_id, 90)
+    for tier in stack.tiers:
+        assert tier.wait_persisted(req.req_id, 90)
     stack.step()
     stack.clear_primary()
     return stack
@@ -502,3 +519,57 @@ def test_lookup_prefix_tier_without_end_is_too_slow(
     stack.manager.on_new_request(req)
     assert lookup(stack, req, names) == []
     assert stack.manager.load_reason("warm") is Reason.TOO_SLOW
+
+
+def test_persistent_tiers_earlier_store_loads_again_after_stall(
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meanwhile, a later store loads all that both hold, and the earlier one declines nothing."""
+    names = keys(8)
+    near = partial(
+        PersistentTier,
+        url=f"file://{tmp_path}/near",
+        host="thread",
+        load_deadline_s=0.2,
+    )
+    far = partial(PersistentTier, url=f"lmdb://{tmp_path}/far", host="thread")
+    stack = store_blocks(make_stack, names, described("cold", names), near, far)
+    near_store, far_store = stack.tiers
+    stack.manager.load_chooser.prefill.observe(0, 1000, 1000.0)
+    goes_on = threading.Event()
+    read_near, read_far = DirBlobs.read, LmdbBackend.read
+
+    def hanging_read(blobs: DirBlobs, name: str, *arguments: Any) -> int:
+        assert "/packs/" not in name or goes_on.wait(60)
+        return read_near(blobs, name, *arguments)
+
+    def slow_read(*arguments: Any, **named: Any) -> list[bool]:
+        time.sleep(0.5)
+        return read_far(*arguments, **named)
+
+    monkeypatch.setattr(DirBlobs, "read", hanging_read)
+    monkeypatch.setattr(LmdbBackend, "read", slow_read)
+    deadline = time.monotonic() + 60
+    numbers = itertools.count()
+
+    def serve() -> None:
+        req = described(f"warm-{next(numbers)}", names)
+        stack.manager.on_new_request(req)
+        while None in lookup(stack, req, names):
+            assert time.monotonic() < deadline
+            stack.step()
+            time.sleep(0.001)
+        stack.manager.on_request_finished(req)
+        stack.clear_primary()
+
+    serve()
+    assert near_store.load_counts[Reason.DEADLINE] == 1
+    serve()
+    assert far_store.load_counts[Reason.LOADED] == 1
+    goes_on.set()
+    while not near_store.load_counts[Reason.LOADED]:
+        serve()

@@ -35,10 +35,20 @@ def test_probe_timer_one_probe_runs_at_once() -> None:
     assert timer.begin()
 
 
-def test_probe_timer_reset_makes_next_probe_due_at_once() -> None:
+def test_probe_timer_reset_makes_next_probe_due_after_one_second() -> None:
+    """A store that loads long prefixes and declines short ones is not read for each of these."""
     clock = Clock()
     timer = ProbeTimer(clock)
+    for _ in range(3):
+        assert timer.begin()
+        timer.end()
+        clock.now += 5.0
+    timer.reset()
+    assert not timer.is_due
+    assert not timer.begin()
+    clock.now += 1.0
+    assert timer.is_due
     assert timer.begin()
     timer.end()
-    timer.reset()
-    assert timer.begin()
+    clock.now += 1.0
+    assert timer.begin(), "the distances begin again"

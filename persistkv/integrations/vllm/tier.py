@@ -288,13 +288,26 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             request.load_decision = decision
             # decided once: vLLM asks for each chunk, and again in each step
             request.loads_elsewhere = decision is None
-            if decision is not None and not decision.num_runs:
-                # a probe of many chunks shows the bandwidth, one of a single chunk the latency
-                keys = self._prefix_loads.keys_from(
-                    self._tier, waiting, key, end, PROBED_KEYS
-                )
-                self._tier.on_load_declined(keys, request.context, decision)
+            if request.is_declined:
+                self._decline(request, waiting, key, end)
         return not request.is_declined
+
+    def _decline(
+        self, request: LiveRequest, waiting: Any, key: OffloadKey, end: int
+    ) -> None:
+        """Tell the store that the request does not load its chunks; parameters as for
+        ``PrefixLoads.decide``."""
+        keys: list[ours.OffloadKey] = [key]
+        if self._tier.is_probe_due:
+            # a probe of many chunks shows the bandwidth, one of a single chunk the latency
+            keys = self._prefix_loads.keys_from(
+                self._tier, waiting, key, end, PROBED_KEYS
+            )
+        decision = request.load_decision
+        if decision is None:
+            self._tier.on_faster_tier(keys)
+        else:
+            self._tier.on_load_declined(keys, request.context, decision)
 
     def _measure(self, request: LiveRequest, keys: Sequence[OffloadKey]) -> None:
         """Count the tokens that the engine has computed of a request whose chunks it stores."""

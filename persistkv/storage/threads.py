@@ -251,6 +251,7 @@ class ThreadPool:
         except InvalidStateError:
             return
         for worker in running:
+            worker.abandoned = future
             self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:
@@ -270,15 +271,24 @@ class ThreadPool:
         :param cancel_futures: cancel the queued calls instead of running them.
         """
         self._closed = True
-        while cancel_futures and not self._queue.empty():
-            with suppress(Empty):
-                if (item := self._queue.get_nowait()) is not None:
-                    item[0].cancel()
-                    item[0].set_running_or_notify_cancel()
+        if cancel_futures:
+            self._cancel_queued()
         for _ in (*self._workers, *self._replaced):
             self._queue.put(None)
-        for worker in self._workers if wait else ():
-            worker.join()
+        if not wait:
+            return
+        for worker in self._workers:
+            if not worker.is_abandoned:
+                worker.join()
+
+    def _cancel_queued(self) -> None:
+        while not self._queue.empty():
+            with suppress(Empty):
+                queued = self._queue.get_nowait()
+                if queued is not None:
+                    future, _ = queued
+                    future.cancel()
+                    future.set_running_or_notify_cancel()
 
 
 class _Worker(threading.Thread):
@@ -289,13 +299,25 @@ class _Worker(threading.Thread):
         self._queue = queue
         self.future: Future[Any] | None = None
         """Future of the running call."""
+        self.abandoned: Future[Any] | None = None
+        """Future of the last call that was abandoned; it may be running still."""
         self.is_replaced = False
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the running call was abandoned."""
+        future = self.future
+        return future is not None and future is self.abandoned
+
     def run(self) -> None:
-        while not self.is_replaced and (item := self._queue.get()) is not None:
-            future, call = item
+        while not self.is_replaced:
+            queued = self._queue.get()
+            if queued is None:
+                return
+            future, call = queued
+            # first: a call that runs can be abandoned
+            self.future = future
             if future.set_running_or_notify_cancel():
-                self.future = future
                 # here, not in a function: an exception references the frame, and so its arguments
                 try:
                     result = call()
@@ -306,5 +328,5 @@ class _Worker(threading.Thread):
                     with suppress(InvalidStateError):
                         future.set_result(result)
                     del result
-                self.future = None
-            del item, future, call  # they reference rows
+            self.future = None
+            del queued, future, call  # they reference rows

@@ -146,7 +146,9 @@ def test_read_until_abandons_running_calls_and_replaces_their_threads(
     asyncio.run(read_often())
 
 
-def test_close_does_not_wait_for_abandoned_calls() -> None:
+@pytest.mark.parametrize("num_hanging", [1, 2])
+def test_close_does_not_wait_for_abandoned_calls(num_hanging: int) -> None:
+    """Nor for one whose thread was not replaced, because as many as the pool has were."""
     threads = StoreThreads(1)
     release = threading.Event()
 
@@ -157,9 +159,15 @@ def test_close_does_not_wait_for_abandoned_calls() -> None:
         now = asyncio.get_running_loop().time()
         return await threads.read_until([Call(call, 5)], now + 0.1)
 
-    assert asyncio.run(read()) == [5]
-    threads.close()
+    for _ in range(num_hanging):
+        assert asyncio.run(read()) == [5]
+    closing = threading.Thread(target=threads.close)
+    closing.start()
+    closing.join(TIMEOUT_S / 2)
+    has_ended = not closing.is_alive()
     release.set()
+    closing.join()
+    assert has_ended
 
 
 async def _loop_time() -> float:

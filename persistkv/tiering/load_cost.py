@@ -25,8 +25,8 @@ LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 # only a trial shows it. The deadline of the load bounds the cost of a trial that fails.
 _TRIAL_SPEEDUP = 4.0
 _SHAPE_RATE = 0.1  # least share of a new sample in the usual time of its size
-# A load may take so much longer than usual. One that did must not make larger ones seem too slow:
-# these are never tried then, and nothing would show the mistake.
+# A load may take so much longer than usual. A size of which a few did, and larger ones, must not
+# seem too slow: these are never tried then, and nothing would show the mistake.
 _VARIATION = 0.2
 # Single loads vary by some tenths, which are averaged: a fifth of a new sample counts. A load of
 # more than twice the expected time, or less than half of it, shows that the store has changed.
@@ -35,6 +35,9 @@ _CHANGE = 2.0
 # Or that the usual time of this size is wrong, so that takes a quarter of the change. Otherwise
 # loads of one size would seem slow after each of its own, and fast again after one of another size.
 _OWN_SHARE = 0.25
+# The first load of a size shows its usual time, within the bounds that other sizes set, and 30 %.
+# What is beyond them is a slowdown of the store.
+_TOLERANCE = 1.3
 # A load is chosen from 0.96 of the computing time on, and until 1.0 if the last one was: noise
 # within these bounds does not alternate, and the wrong choice costs less than 5 %.
 _HYSTERESIS = 0.04
@@ -91,9 +94,14 @@ class _Usual:
         self.seconds = math.exp(self._log_seconds)
 
     @property
+    def certain_share(self) -> float:
+        """Share of the time without what the samples may have taken longer by chance."""
+        return 1 - _VARIATION / math.sqrt(self._num_samples)
+
+    @property
     def least_s(self) -> float:
         """The usual time, less what the samples may have taken longer by chance."""
-        return self.seconds * (1 - _VARIATION / math.sqrt(self._num_samples))
+        return self.seconds * self.certain_share
 
 
 class LoadTimes:
@@ -150,7 +158,6 @@ class LoadTimes:
         seconds = max(seconds, 1e-6)
         usual = self._by_class.get(num_bytes.bit_length())
         if usual is None:
-            # the first one of its size shows the shape, not the slowdown
             self._set_usual(num_bytes, seconds / self._slowdown)
         usual_s = self._usual_s(num_bytes)
         change = seconds / usual_s / self._slowdown
@@ -170,7 +177,8 @@ class LoadTimes:
             self._add_silence(num_bytes, seconds)
             return
         self.observe(loaded_bytes, seconds)
-        least_s = _LONGER * seconds / self._slowdown
+        rest_s = self._rest_s(num_bytes, loaded_bytes, seconds)
+        least_s = max(_LONGER * seconds, seconds + rest_s) / self._slowdown
         if self._usual_s(num_bytes) >= least_s:
             return
         usual = self._by_class.get(num_bytes.bit_length())
@@ -180,14 +188,28 @@ class LoadTimes:
             # one sample of many: a single late load must not exclude its size
             usual.add(num_bytes, least_s)
 
+    def _rest_s(self, num_bytes: int, loaded_bytes: int, seconds: float) -> float:
+        """Return how long the rest of an abandoned load would have taken, at least; 0 if less than
+        half of it was loaded, which shows the latency more than the bandwidth."""
+        if 2 * loaded_bytes < num_bytes:
+            return 0.0
+        most_latency_s = self._sizes[0].seconds * self._slowdown
+        transfer_s = max(0.0, seconds - most_latency_s)
+        return transfer_s * (num_bytes - loaded_bytes) / loaded_bytes
+
     def _add_silence(self, num_bytes: int, seconds: float) -> None:
         """Add a load that brought nothing in so many seconds."""
+        usual = self._by_class.get(num_bytes.bit_length())
         usual_s = self._usual_s(num_bytes)
-        if seconds >= _STALL * usual_s * self._slowdown:
+        # Of a size that is not known, this may be the latency, so the slowdown must not grow: a
+        # probe shows the reason.
+        if usual is None or seconds >= _STALL * usual_s * self._slowdown:
             self.stall()
-        else:
-            # the computing time was hardly longer than the load: loads that save more go on
-            self._slowdown = max(self._slowdown, _LONGER * seconds / usual_s)
+            return
+        # the computing time was hardly longer than the load: loads that save more go on
+        least_s = _LONGER * seconds
+        usual.add(num_bytes, max(usual_s, least_s / self._slowdown))
+        self._slowdown = max(self._slowdown, least_s / self._usual_s(num_bytes))
 
     def stall(self) -> None:
         """Count a load, or a probe, that brought nothing before its deadline."""
@@ -195,14 +217,40 @@ class LoadTimes:
 
     def _set_usual(self, num_bytes: int, seconds: float) -> None:
         """Set the usual time of loads of about this size, of which nothing is known."""
+        least_s, most_s = self._bounds(num_bytes)
+        seconds = min(max(seconds, least_s), most_s)
         self._by_class[num_bytes.bit_length()] = _Usual(num_bytes, seconds)
         self._sizes = [self._by_class[name] for name in sorted(self._by_class)]
+
+    def _bounds(self, num_bytes: int) -> tuple[float, float]:
+        """Return the shortest and the longest usual time of loads of a size, by those of the next
+        smaller and the next larger size that are known: a larger load takes no less, and at most
+        in proportion to its bytes."""
+        least_s, most_s = 0.0, math.inf
+        place = bisect_left(
+            self._sizes, float(num_bytes), key=lambda usual: usual.num_bytes
+        )
+        if place < len(self._sizes):
+            larger = self._sizes[place]
+            least_s = larger.seconds * num_bytes / larger.num_bytes
+            most_s = larger.seconds
+        if place:
+            smaller = self._sizes[place - 1]
+            least_s = max(least_s, smaller.seconds)
+            most_s = min(most_s, smaller.seconds * num_bytes / smaller.num_bytes)
+        return least_s / _TOLERANCE, most_s * _TOLERANCE
 
     def expected_s(self, num_bytes: int) -> float:
         """Return the expected seconds of a load that begins now; 0 if nothing is known."""
         if self.is_stalled:
             return math.inf
-        return self._usual_s(num_bytes + self._queued_bytes) * self._slowdown
+        num_bytes += self._queued_bytes
+        expected_s = self._usual_s(num_bytes) * self._slowdown
+        usual = self._by_class.get(num_bytes.bit_length())
+        if usual is not None:
+            # a wrong load costs a little and corrects the estimate; nothing shows a wrong refusal
+            expected_s *= usual.certain_share
+        return expected_s
 
     def _usual_s(self, num_bytes: int) -> float:
         sizes = self._sizes

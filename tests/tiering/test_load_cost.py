@@ -20,9 +20,9 @@ MIB = 1 << 20
 
 
 def settled(latency_s: float, bytes_per_s: float) -> LoadTimes:
-    """Return the estimates after ten loads of each size from 1 MiB to 1 GiB."""
+    """Return the estimates after 100 loads of each size from 1 MiB to 1 GiB."""
     times = LoadTimes()
-    for _ in range(10):
+    for _ in range(100):
         for power in range(11):
             num_bytes = MIB << power
             times.observe(num_bytes, latency_s + num_bytes / bytes_per_s)
@@ -36,25 +36,25 @@ def test_load_times_without_history_expect_nothing() -> None:
 @pytest.mark.parametrize("num_bytes", [MIB, 3 * MIB, 100 * MIB, 1 << 30])
 def test_load_times_learn_latency_and_bandwidth(num_bytes: int) -> None:
     times = settled(0.1, 1e9)
-    assert times.expected_s(num_bytes) == pytest.approx(0.1 + num_bytes / 1e9, rel=0.02)
+    assert times.expected_s(num_bytes) == pytest.approx(0.1 + num_bytes / 1e9, rel=0.03)
 
 
 def test_load_times_include_bytes_in_flight() -> None:
     times = settled(0.0, 1e9)
     times.begin(1, 64 * MIB)
-    assert times.expected_s(64 * MIB) == pytest.approx(128 * MIB / 1e9, rel=0.02)
+    assert times.expected_s(64 * MIB) == pytest.approx(128 * MIB / 1e9, rel=0.03)
     times.cancel(1)
-    assert times.expected_s(64 * MIB) == pytest.approx(64 * MIB / 1e9, rel=0.02)
+    assert times.expected_s(64 * MIB) == pytest.approx(64 * MIB / 1e9, rel=0.03)
 
 
 def test_load_times_load_behind_another_shows_same_bandwidth() -> None:
     times = LoadTimes()
-    for job in range(0, 20, 2):
+    for job in range(0, 200, 2):
         times.begin(job, 64 * MIB)
         times.begin(job + 1, 64 * MIB)
         times.end(job, 64 * MIB, 64 * MIB / 1e9, is_late=False)
         times.end(job + 1, 64 * MIB, 128 * MIB / 1e9, is_late=False)
-    assert times.expected_s(64 * MIB) == pytest.approx(64 * MIB / 1e9, rel=0.02)
+    assert times.expected_s(64 * MIB) == pytest.approx(64 * MIB / 1e9, rel=0.03)
 
 
 def test_load_times_slowdown_of_one_size_applies_to_all() -> None:
@@ -312,10 +312,74 @@ def test_load_times_wrong_time_of_a_size_is_corrected_beside_other_sizes() -> No
     assert 7 < times.expected_s(1024 * MIB) < 14
 
 
+def test_load_times_size_of_few_loads_is_tried_near_break_even() -> None:
+    """They may have taken longer by chance, and nothing shows a wrong refusal."""
+    times = LoadTimes()
+    times.observe(8 * MIB, 0.55)
+    assert times.expected_s(8 * MIB) < 0.5
+    for _ in range(50):
+        times.observe(8 * MIB, 0.55)
+    assert 0.5 < times.expected_s(8 * MIB) < 0.55
+
+
+def test_load_times_late_loads_near_break_even_end() -> None:
+    """Loads that bring nothing before their deadline are samples, too: a size that is known from
+    one load is not tried for ever."""
+    times = LoadTimes()
+    times.observe(8 * MIB, 0.5)
+    num_late = 0
+    while times.expected_s(8 * MIB) < 0.48:
+        times.begin(num_late, 8 * MIB)
+        times.end(num_late, 0, 0.48, is_late=True)
+        # other sizes take as long as before
+        times.observe(64 * MIB, 0.6)
+        num_late += 1
+        assert num_late < 10
+
+
+def test_load_times_most_of_late_load_shows_its_time() -> None:
+    """Three quarters are loaded at the deadline: the whole load takes 10 s, not a little longer."""
+    times = LoadTimes()
+    times.observe(8 * MIB, 0.08)
+    for _ in range(10):
+        times.observe(1024 * MIB, 7.0)
+    num_late = 0
+    while times.expected_s(1024 * MIB) < 7.5:
+        times.begin(num_late, 1024 * MIB)
+        times.end(num_late, 768 * MIB, 7.5, is_late=True)
+        # other sizes take as long as before
+        times.observe(8 * MIB, 0.08)
+        num_late += 1
+    assert num_late < 8
+
+
+def test_load_times_silence_of_unknown_size_slows_no_other_size() -> None:
+    """It may be the latency, which the only known load hides. A probe shows it."""
+    times = LoadTimes()
+    times.observe(1024 * MIB, 0.56)
+    times.begin(1, 64 * MIB)
+    times.end(1, 0, 0.08, is_late=True)
+    assert times.is_stalled
+    times.observe(8 * MIB, 0.5)
+    assert times.expected_s(1024 * MIB) < 0.6
+    assert times.expected_s(64 * MIB) > 0.4
+
+
+def test_load_times_first_load_of_size_shows_slowdown_beyond_other_sizes() -> None:
+    """A larger load takes no less: one of a new size that took longer was delayed."""
+    times = settled(0.1, 1e9)
+    times.observe(MIB // 4, 10.0)
+    assert times.expected_s(64 * MIB) > 5.0
+    for _ in range(3):
+        times.observe(MIB // 4, 0.1)
+    assert times.expected_s(64 * MIB) == pytest.approx(0.1 + 64 * MIB / 1e9, rel=0.4)
+
+
 def test_load_times_silence_until_an_early_deadline_is_no_stall() -> None:
     """Computing would have taken hardly longer than the load."""
     times = LoadTimes()
-    times.observe(8 * MIB, 0.5)
+    for _ in range(10):
+        times.observe(8 * MIB, 0.5)
     times.begin(1, 8 * MIB)
     times.end(1, 0, 0.52, is_late=True)
     assert not times.is_stalled

@@ -183,7 +183,22 @@ def resolve(future: asyncio.Future[T], result: T) -> None:
         future.set_result(result)
 
 
-_Queue: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
+class _Pending:
+    """A call until its future is done. A cancelled one stays in the queue for as long as all
+    threads hang, without what it references: rows."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+
+    def end(self, future: Future[Any]) -> None:
+        self.call = _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
+
+
+_Queue: TypeAlias = "SimpleQueue[tuple[Future[Any], _Pending] | None]"
 
 
 class ThreadPool:
@@ -237,7 +252,9 @@ class ThreadPool:
         """
         if self._closed:
             raise RuntimeError("the thread pool is shut down")
-        self._queue.put((future, call))
+        pending = _Pending(call)
+        future.add_done_callback(pending.end)
+        self._queue.put((future, pending))
 
     def abandon(self, future: Future[T], result: T) -> None:
         """Complete the future of a running call now, and have another thread take the place of its
@@ -314,11 +331,12 @@ class _Worker(threading.Thread):
             queued = self._queue.get()
             if queued is None:
                 return
-            future, call = queued
+            future, pending = queued
             # first: a call that runs can be abandoned
             self.future = future
             if future.set_running_or_notify_cancel():
                 # here, not in a function: an exception references the frame, and so its arguments
+                call = pending.call
                 try:
                     result = call()
                 except BaseException as error:  # ``Future.result`` raises it
@@ -328,5 +346,6 @@ class _Worker(threading.Thread):
                     with suppress(InvalidStateError):
                         future.set_result(result)
                     del result
+                del call  # it references rows
             self.future = None
-            del queued, future, call  # they reference rows
+            del queued, future, pending

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -168,6 +169,28 @@ def test_close_does_not_wait_for_abandoned_calls(num_hanging: int) -> None:
     release.set()
     closing.join()
     assert has_ended
+
+
+def test_read_until_call_dropped_while_all_threads_hang_is_released() -> None:
+    """It may reference rows, and stays in the queue for as long as the medium hangs."""
+    threads = StoreThreads(1)
+    release = threading.Event()
+    dropped = Call(pytest.fail)
+    is_released = weakref.ref(dropped)
+
+    async def read(call: Call) -> list[int | None]:
+        now = asyncio.get_running_loop().time()
+        return await threads.read_until([call], now + 0.1)
+
+    for _ in range(2):
+        hanging = Call(lambda: release.wait(TIMEOUT_S), 5)
+        assert asyncio.run(read(hanging)) == [5]
+    assert asyncio.run(read(dropped)) == [None]
+    del dropped
+    gc.collect()
+    assert is_released() is None
+    release.set()
+    threads.close()
 
 
 async def _loop_time() -> float:

@@ -408,13 +408,14 @@ class StoreClient:
     @_exclusive
     def report_load(self, report: LoadReport) -> None:
         """Report to the host how the blocks that the store held for a request were used, for its
-        status; dropped if the store is not open or the host is slow to receive."""
+        status; dropped if the store is not open or the host is slow to receive. Makes no system
+        call: the next ``poll`` or message sends it."""
         connection = self.supervisor.connection
         is_congested = connection.outbox_bytes > CONGESTED_BYTES
         if self.state is not State.OPEN or is_congested:
             return
         if are_encodable([report.request]):
-            connection.send(protocol.Reported(report))
+            connection.queue(protocol.Reported(report))
 
     @_exclusive
     def touch(self, keys: Collection[bytes]) -> None:

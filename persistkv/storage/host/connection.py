@@ -50,6 +50,9 @@ class Connection:
         """Send or queue a message. Never waits; drops the message after the connection has
         ended."""
 
+    def queue(self, message: ToStore | ToEngine) -> None:
+        """Queue a message until the next ``send`` or ``receive``, without a system call."""
+
     def receive(self) -> list[Any]:
         """Return messages that have arrived. Never waits. A call reads 256 KiB at most, so that a
         step of the engine or of the host's loop stays short.
@@ -84,15 +87,17 @@ class SocketConnection(Connection):
         return self._socket.fileno()
 
     def send(self, message: ToStore | ToEngine) -> None:
+        self.queue(message)
+        self.push()
+
+    def queue(self, message: ToStore | ToEngine) -> None:
         if self.ended:
             discard([message])
             return
         body = self._encoder.encode(message)
-        self._outbox.append(
-            (memoryview(_LENGTH.pack(len(body)) + body), table_of(message))
-        )
-        self.outbox_bytes += _LENGTH.size + len(body)
-        self.push()
+        data = _LENGTH.pack(len(body)) + body
+        self._outbox.append((memoryview(data), table_of(message)))
+        self.outbox_bytes += len(data)
 
     def push(self) -> None:
         """Send as many bytes of the outbox as the socket accepts."""

@@ -57,6 +57,25 @@ def test_connection_large_and_small_messages_arrive_in_order(make: MakePair) -> 
 
 
 @pytest.mark.parametrize("make", [pair, ThreadConnection.pair])
+@pytest.mark.parametrize("next_call", ["send", "receive"])
+def test_connection_queued_message_leaves_with_next_call(
+    make: MakePair, next_call: str
+) -> None:
+    engine, store = make()
+    engine.queue(Flush(1))
+    assert store.receive() == []
+    expected = [Flush(1)]
+    if next_call == "send":
+        engine.send(Flush(2))
+        expected.append(Flush(2))
+    else:
+        engine.receive()
+    assert store.receive() == expected
+    store.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("make", [pair, ThreadConnection.pair])
 def test_connection_descriptor_arrives_with_its_message(make: MakePair) -> None:
     engine, store = make()
     keys = [number.to_bytes(36, "little") for number in range(100_000)]

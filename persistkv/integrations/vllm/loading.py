@@ -61,6 +61,8 @@ class StepMeter:
         self._clock = clock
         self._ended_at: float | None = None  # of the last schedule
         self._computed_at: float | None = None  # end of the step since then, if known
+        # whether the next schedule may begin long after the end of the step since then
+        self._is_end_unknown = False
         self._step_s: float | None = None  # of the step before it
         # by request: tokens that this step has computed
         self._computed: dict[str, tuple[int, int]] = {}
@@ -76,14 +78,23 @@ class StepMeter:
         if self._computed_at is None:
             self._computed_at = self._clock()
 
+    def on_request_aborted(self) -> None:
+        """A request was ended from outside, at any time: no measurement of the step that was
+        scheduled last, unless another end shows its end. If none is left, the next schedule waits
+        for a new request."""
+        self._is_end_unknown = True
+
     def end_schedule(self) -> None:
         """End the schedule of a step."""
         now = self._clock()
-        computed_at = self._computed_at or now
+        computed_at = self._computed_at
+        if computed_at is None and not self._is_end_unknown:
+            computed_at = now
         self._computed_at = None
+        self._is_end_unknown = False
         computed, self._computed = self._computed, {}
         step_s, self._step_s = self._step_s, None
-        if self._ended_at is not None:
+        if self._ended_at is not None and computed_at is not None:
             self._step_s = computed_at - self._ended_at
         self._ended_at = now
         if step_s is not None and computed:

@@ -39,7 +39,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from persistkv import base as ours
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
@@ -282,28 +282,28 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if end is None or waiting is None:
             return True
         with self._isolation.guard("decide", "the chunks are loaded"):
-            decision = self._prefix_loads.decide(
-                self._tiers.all, self._tier, waiting, key, end
-            )
-            request.load_decision = decision
-            # decided once: vLLM asks for each chunk, and again in each step
-            request.loads_elsewhere = decision is None
-            if request.is_declined:
-                self._decline(request, waiting, key, end)
+            self._decide_load(request, waiting, key, end)
         return not request.is_declined
 
-    def _decline(
+    def _decide_load(
         self, request: LiveRequest, waiting: Any, key: OffloadKey, end: int
     ) -> None:
-        """Tell the store that the request does not load its chunks; parameters as for
-        ``PrefixLoads.decide``."""
+        """Decide whether the request loads its chunks, and tell the store if it does not;
+        parameters as for ``PrefixLoads.decide``."""
+        decision = self._prefix_loads.decide(
+            self._tiers.all, self._tier, waiting, key, end
+        )
+        # decided once: vLLM asks for each chunk, and again in each step
+        request.load_decision = decision
+        request.loads_elsewhere = decision is None
+        if not request.is_declined:
+            return
         keys: list[ours.OffloadKey] = [key]
         if self._tier.is_probe_due:
             # a probe of many chunks shows the bandwidth, one of a single chunk the latency
             keys = self._prefix_loads.keys_from(
                 self._tier, waiting, key, end, PROBED_KEYS
             )
-        decision = request.load_decision
         if decision is None:
             self._tier.on_faster_tier(keys)
         else:
@@ -440,11 +440,20 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers.all)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._meter.on_request_finished()
+        with self._isolation.guard("measure", "the speed of prefills is not measured"):
+            self._measure_end(req_context.req_id)
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return
         self._end_request(request)
+
+    def _measure_end(self, req_id: str) -> None:
+        """Count the end of a request as that of a step, unless its client has ended it."""
+        ended = _find_request(req_id)
+        if ended is not None and ended.status == RequestStatus.FINISHED_ABORTED:
+            self._meter.on_request_aborted()
+        else:
+            self._meter.on_request_finished()
 
     def _end_request(self, request: LiveRequest) -> None:
         restored = request.restored

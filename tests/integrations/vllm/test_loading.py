@@ -166,6 +166,26 @@ def test_step_meter_wait_after_last_request_is_no_computation() -> None:
     assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("stops", "expected_s"), [(True, 1.0), (False, None)])
+def test_step_meter_abort_does_not_show_end_of_step(
+    stops: bool, expected_s: float | None
+) -> None:
+    clock, prefill = Clock(), PrefillSpeed()
+    meter = StepMeter(prefill, lambda *measured: None, clock)
+    meter.end_schedule()
+    clock.now += 0.1
+    meter.on_request_aborted()
+    clock.now += 0.9  # the rest of the step
+    if stops:
+        meter.on_request_finished()
+    clock.now += 3.0  # no request
+    meter.end_schedule()
+    meter.add("a", 0, 1000)
+    clock.now += 0.1
+    meter.end_schedule()
+    assert prefill.expected_s(0, 1000) == expected_s
+
+
 def test_shared_prefill_is_one_per_engine() -> None:
     spec = SimpleNamespace()
     assert shared_prefill(spec, None) is shared_prefill(spec, 5.0)

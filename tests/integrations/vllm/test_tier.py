@@ -259,6 +259,27 @@ def test_tier_load_with_missing_key_reports_only_loaded_keys(make_tier, rows):
     assert np.array_equal(rows[8:10], rows[:2])
 
 
+def test_tier_chunk_that_failed_to_load_stays_miss_for_its_request(make_tier, rows):
+    """An engine that gets a hit again would load the chunk without end."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    tier = make_tier(load_policy="always", load_deadline_s=1e-6)
+    keys = keys_of(4)
+    store(tier, keys, context_of(keys))
+    before = rows.copy()
+    warm, other = context_of(keys), context_of(keys)
+    for context in (warm, other):
+        tier.on_new_request(context)
+    assert tier.lookup(keys[0], warm) is LookupResult.HIT
+    tier.submit_load(job_of(2, keys, 8, warm, is_promotion=True))
+    (result,) = results_of(tier)
+    assert (result.success, list(result.successful_keys)) == (False, [])
+    assert [tier.lookup(key, warm) for key in keys] == [LookupResult.MISS] * 4
+    assert [tier.lookup(key, other) for key in keys] == [LookupResult.HIT] * 4
+    tier.drain_jobs()
+    assert np.array_equal(rows, before)
+
+
 def test_tier_opted_out_request_succeeds_without_storing(make_tier):
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
@@ -424,11 +445,21 @@ def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
     assert stored_contexts(url) == 1
 
 
-def test_tier_measured_prefills_are_recorded_as_savings(make_tier, url, monkeypatch):
+@pytest.mark.parametrize(
+    ("end_of_other", "is_measured"),
+    [(None, True), ("FINISHED_STOPPED", True), ("FINISHED_ABORTED", False)],
+)
+def test_tier_measured_prefills_are_recorded_as_savings(
+    make_tier, url, monkeypatch, end_of_other, is_measured
+):
     """The chunks that are stored between two ends of schedules show what the step before computed;
-    the store tells from it how long the computation of restored tokens would have taken."""
+    the store tells from it how long the computation of restored tokens would have taken.
+
+    A request that stops shows that a step has ended. One that its client aborts ends at any time.
+    """
     from vllm.v1.kv_offload.base import ScheduleEndContext
     from vllm.v1.metrics.stats import PrefillStats
+    from vllm.v1.request import RequestStatus
 
     from persistkv.integrations.vllm import tier as module
 
@@ -436,20 +467,35 @@ def test_tier_measured_prefills_are_recorded_as_savings(make_tier, url, monkeypa
     context = context_of(keys)
     stats = PrefillStats()
     stats.set(8 * CHUNK, 2 * CHUNK, 0)
-    running = SimpleNamespace(prefill_stats=stats)
+    running = SimpleNamespace(prefill_stats=stats, status=RequestStatus.RUNNING)
     scheduler = SimpleNamespace(requests={context.req_id: running})
     monkeypatch.setattr(module, "find_scheduler", lambda: scheduler)
     tier.on_new_request(context)
+    other = context_of(keys_of(1))
+    tier.on_new_request(other)
+
+    def end_other(status):
+        if end_of_other == status:
+            ended = SimpleNamespace(status=RequestStatus[status])
+            scheduler.requests[other.req_id] = ended
+            tier.on_request_finished(other)
+
     tier.on_schedule_end(ScheduleEndContext([context.req_id], []))
+    end_other("FINISHED_ABORTED")
     # vLLM's update after the first token
     running.prefill_stats = None
     time.sleep(0.05)
+    end_other("FINISHED_STOPPED")
     tier.on_schedule_end(ScheduleEndContext([], []))
     store(tier, keys, context)
     tier.on_schedule_end(ScheduleEndContext([], []))
     tier.shutdown()
     with closing(open_backend(url, read_only=True)) as backend:
-        (total,) = read_savings(backend)
+        totals = read_savings(backend)
+    if not is_measured:
+        assert totals == []
+        return
+    (total,) = totals
     assert total.prefill_tokens == 6 * CHUNK
     assert 0.05 <= total.prefill_s < 5
 

@@ -27,6 +27,9 @@ from persistkv.integrations.transformers.tiers import Tiers
 HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the root"
 _ROOT = b"persistkv block chain 1\n"
 
+BlockTable = list[int | None]
+"""Device blocks of one KV cache group, in the order of the tokens; see ``Request.tables``."""
+
 
 class BlockHashChain:
     """Block hashes of one growing token sequence. A hash identifies all tokens from the first to
@@ -45,12 +48,14 @@ class BlockHashChain:
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Append tokens; return the hashes of the blocks that became full."""
-        data = self._tail + np.asarray(token_ids, dtype="<u4").tobytes()
+        packed = np.asarray(token_ids, dtype="<u4").tobytes()
+        data = self._tail + packed
         full = len(data) - len(data) % self._block_bytes
         new = []
         for start in range(0, full, self._block_bytes):
             block = data[start : start + self._block_bytes]
-            self._parent = hashlib.sha256(self._parent + block).digest()
+            digest = hashlib.sha256(self._parent + block)
+            self._parent = digest.digest()
             new.append(self._parent)
         self._tail = data[full:]
         self.hashes += new
@@ -82,10 +87,11 @@ class Sampler:
         """Return the id of the next token; ``logits`` has shape (vocabulary,)."""
         if not self._temperature:
             return int(logits.argmax())
-        probabilities = (logits.float() / self._temperature).softmax(-1)
-        ordered, order = probabilities.sort(descending=True)
+        scaled = logits.float() / self._temperature
+        ordered, order = scaled.softmax(-1).sort(descending=True)
         # a token counts if the ones before it have less than top_p, so there is always one
-        ordered[ordered.cumsum(-1) - ordered >= self._top_p] = 0.0
+        before = ordered.cumsum(-1) - ordered
+        ordered[before >= self._top_p] = 0.0
         if self._top_k:
             ordered[self._top_k :] = 0.0
         place = torch.multinomial(ordered, 1, generator=self._generator)
@@ -113,7 +119,7 @@ class Request:
         req_id: str,
         salt: str | None,
     ) -> None:
-        self.tables: list[list[int | None]] = [[] for _ in device.groups]
+        self.tables: list[BlockTable] = [[] for _ in device.groups]
         self._model = forward
         self._model_device = model_device
         self._device = device
@@ -145,7 +151,8 @@ class Request:
         self._stats.prompt_tokens = len(prompt)
         self._announce(prompt, len(prompt))
         restored = self._restore(len(prompt)) if load else 0
-        self._stats.lookup_s = time.perf_counter() - begin - self._stats.load_s
+        restored_s = time.perf_counter() - begin
+        self._stats.lookup_s = restored_s - self._stats.load_s
         cache = RequestCache(self._device.geometry, len(prompt) + max_new_tokens)
         self._gather(cache)
         self._prefill(prompt, restored, cache, sampler)
@@ -158,10 +165,11 @@ class Request:
             yield token
             if self.ended:
                 return
-            self._announce([token], len(prompt) + len(self._tokens))
+            num_tokens = len(prompt) + len(self._tokens)
+            self._announce([token], num_tokens)
             logits = self._forward([token], cache)
             self._tokens.append(sampler.choose(logits))
-            self._keep(cache, len(prompt) + len(self._tokens) - 1)
+            self._keep(cache, num_tokens)
 
     def _prefill(
         self,
@@ -241,7 +249,8 @@ class Request:
         for group, table in self._groups():
             needed = group.blocks.device_blocks(num_tokens)
             table += [None] * needed.start
-            table += [group.pool.acquire(hashes[position]) for position in needed]
+            for position in needed:
+                table.append(group.pool.acquire(hashes[position]))
         return num_tokens
 
     def _gather(self, cache: RequestCache) -> None:
@@ -250,15 +259,15 @@ class Request:
         num_tokens = self._num_blocks * self._device.block_size
         for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
             needed = group.blocks.device_blocks(num_tokens)
-            group.gather(buffer, needed, _present(table[needed.start :]))
+            block_ids = _present(table[needed.start :])
+            group.gather(buffer, needed, block_ids)
         cache.set_length(num_tokens)
 
     def _forward(self, token_ids: Sequence[int], cache: RequestCache) -> torch.Tensor:
         """Run the model on new tokens, append their KV to the cache, return the last logits, shape
         (vocabulary,)."""
-        inputs = torch.tensor(
-            [list(token_ids)], dtype=torch.long, device=self._model_device
-        )
+        batch = [list(token_ids)]
+        inputs = torch.tensor(batch, dtype=torch.long, device=self._model_device)
         return self._model(inputs, cache)
 
     def _keep(self, cache: RequestCache, num_tokens: int) -> None:
@@ -272,20 +281,18 @@ class Request:
         self._num_kept = num_tokens // self._device.block_size
         full = range(first, self._num_kept)
         if full:
-            for (group, table), buffer in zip(
-                self._groups(), cache.buffers, strict=True
-            ):
+            groups = zip(self._groups(), cache.buffers, strict=True)
+            for (group, table), buffer in groups:
                 self._write_pages(group, table, buffer, full)
             self._publish(first)
-            self._tiers.scheduler.update_computed_tokens(
-                self.req_id, num_tokens, self.tables
-            )
+            scheduler = self._tiers.scheduler
+            scheduler.update_computed_tokens(self.req_id, num_tokens, self.tables)
         self._tiers.step()
 
     def _write_pages(
         self,
         group: GroupPages,
-        table: list[int | None],
+        table: BlockTable,
         buffer: torch.Tensor,
         positions: range,
     ) -> None:
@@ -332,7 +339,7 @@ class Request:
     def _num_blocks(self) -> int:
         return len(self.tables[0])
 
-    def _groups(self) -> Iterable[tuple[GroupPages, list[int | None]]]:
+    def _groups(self) -> Iterable[tuple[GroupPages, BlockTable]]:
         return zip(self._device.groups, self.tables, strict=True)
 
 

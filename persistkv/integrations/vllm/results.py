@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from vllm.v1.kv_offload.tiering.base import JobResult
 
@@ -12,6 +13,13 @@ from persistkv.integrations.vllm.requests import LiveRequest
 from persistkv.tiering.base import JobResult as TierResult
 
 
+class _Load(NamedTuple):
+    """A load in flight."""
+
+    request: LiveRequest
+    keys: Sequence[OffloadKey]
+
+
 class JobResults:
     """Results of one tier's jobs: those that the store reports, and those of store jobs that were
     not submitted to it. Counts them in the metrics, and makes chunks that failed to load misses for
@@ -19,7 +27,7 @@ class JobResults:
 
     def __init__(self, metrics: MetricsReader) -> None:
         self._metrics = metrics
-        self._loads: dict[int, tuple[LiveRequest, Sequence[OffloadKey]]] = {}
+        self._loads: dict[int, _Load] = {}
         self._passed_over: list[JobResult] = []
 
     @property
@@ -31,33 +39,51 @@ class JobResults:
         self, job_id: int, request: LiveRequest, keys: Sequence[OffloadKey]
     ) -> None:
         """Register a load that is submitted now."""
-        self._loads[job_id] = (request, keys)
+        self._loads[job_id] = _Load(request, keys)
 
     def pass_over(self, job_id: int) -> None:
         """Add the result of a store job that is not submitted: success."""
-        self._passed_over.append(JobResult(job_id, True, transfer_bytes=0))
+        result = JobResult(job_id, True, transfer_bytes=0)
+        self._passed_over.append(result)
 
     def translate(self, results: Iterable[TierResult]) -> list[JobResult]:
         """Return all results since the last call, with ``results``, which the store reports now."""
-        finished, self._passed_over = self._passed_over, []
+        finished = self._passed_over
+        self._passed_over = []
         for result in results:
-            finished.append(self._translate(result))
+            load = self._loads.pop(result.job_id, None)
+            if load is None:
+                finished.append(self._end_store(result))
+            else:
+                finished.append(self._end_load(load, result))
         return finished
 
-    def _translate(self, result: TierResult) -> JobResult:
+    def _end_store(self, result: TierResult) -> JobResult:
+        self._metrics.observed.store_seconds += result.seconds
         success = result.success and not result.failed_keys
-        good: list[OffloadKey] | None = None
+        return JobResult(
+            result.job_id,
+            success,
+            transfer_time=result.seconds,
+            transfer_bytes=result.num_bytes,
+        )
+
+    def _end_load(self, load: _Load, result: TierResult) -> JobResult:
+        failed = set(load.keys)
+        if result.success:
+            failed = set(result.failed_keys)
+        load.request.end_load(load.keys, failed)
+        loaded = None  # all of them
+        if failed or not result.success:
+            loaded = [key for key in load.keys if key not in failed]
         observed = self._metrics.observed
-        load = self._loads.pop(result.job_id, None)
-        if load is not None:
-            request, keys = load
-            failed = set(result.failed_keys if result.success else keys)
-            request.end_load(keys, failed)
-            if not success:
-                good = [key for key in keys if key not in failed]
-            observed.load_bytes += result.num_bytes
-            observed.load_seconds += result.seconds
-            observed.load_failed_chunks += len(failed)
-        else:
-            observed.store_seconds += result.seconds
-        return JobResult(result.job_id, success, good, result.seconds, result.num_bytes)
+        observed.load_bytes += result.num_bytes
+        observed.load_seconds += result.seconds
+        observed.load_failed_chunks += len(failed)
+        return JobResult(
+            result.job_id,
+            loaded is None,
+            loaded,
+            result.seconds,
+            result.num_bytes,
+        )

@@ -3,8 +3,12 @@ benchmarks.vllm_never_slower``.
 
 Three engines on one store, which differ in ``load_policy``, serve the same prompts in turn. The
 store holds the prompts, and no engine has seen them before. Its medium is a directory that delays
-reads (``benchmarks.delayed_medium``). Printed, for each medium and length of the prompt: the median
-time to the first token of each policy, and that of ``auto`` divided by the better of the others.
+reads (``benchmarks.delayed_medium``). Each medium has engines of its own, which know nothing of the
+store at first. Printed, for each medium:
+
+1. for each length of the prompt, the median time to the first token of each policy, and that of
+   ``auto`` divided by the better of the others, after the warm-up;
+2. the same for the requests of the warm-up, the first ones of an engine: the sum of their times.
 """
 
 from __future__ import annotations
@@ -20,13 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.delayed_medium import install, set_delay
-from benchmarks.rig import show_markdown
+from benchmarks.rig import ratio_interval, show_markdown
 from benchmarks.vllm_rig import Contestant, Field, add_options, field_of, prompts_of
 from tests.integrations.vllm.engines import PROGRAM
 
 POLICIES = ("always", "never", "auto")
 LENGTHS = (256, 512, 1024, 2048)
-WARM_UPS = 6  # prompts before those that count: the store's times are not known yet
 CPU_TIER_BYTES = 64 << 20  # 64 MiB
 COMMIT_S = 5.0
 
@@ -47,11 +50,9 @@ MEDIA = (
 )
 
 
-class Case(NamedTuple):
-    """The times to the first token of one length on one medium, by policy."""
+class Served(NamedTuple):
+    """Times to the first token of the same prompts, by policy."""
 
-    medium: Medium
-    length: int
     ttft: dict[str, list[float]]
     cached: list[int]
     """Tokens that ``auto`` has loaded of each prompt."""
@@ -60,46 +61,68 @@ class Case(NamedTuple):
         return statistics.median(self.ttft[policy])
 
     @property
-    def ratio(self) -> float:
-        return self.median("auto") / min(self.median("always"), self.median("never"))
+    def better(self) -> str:
+        """The reference with the smaller median."""
+        return min(("always", "never"), key=self.median)
+
+
+class Case(NamedTuple):
+    """One length of the prompts on one medium."""
+
+    medium: Medium
+    length: int
+    first: Served
+    """The warm-up."""
+    later: Served
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--prompts", type=int, default=7, help="of a length")
+    parser.add_argument(
+        "--warm-ups", type=int, default=3, help="prompts of a length before those"
+    )
+    parser.add_argument(
+        "--media", type=int, nargs="*", default=range(len(MEDIA)), help="by number"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as site:
         install(Path(site))
-        os.environ["PYTHONPATH"] = f"{site}:{Path.cwd()}"
+        earlier = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = f"{site}:{Path.cwd()}:{earlier}"
         with field_of(arguments) as field:
-            cases = _run(field, arguments.prompts)
+            cases = _run(field, arguments)
     _report(cases)
 
 
-def _run(field: Field, num_prompts: int) -> list[Case]:
+def _run(field: Field, arguments: argparse.Namespace) -> list[Case]:
     store = field.store("delayed")
     set_delay(store, 0.0, 1e9)
     seeds = itertools.count(1000)
-    prompts: dict[tuple[Medium, int], list[list[int]]] = {}
-    for medium, length in itertools.product(MEDIA, LENGTHS):
-        count = num_prompts + WARM_UPS // len(LENGTHS) + 1
-        prompts[medium, length] = prompts_of(next(seeds), count, length)
+    count = arguments.warm_ups + arguments.prompts
+    prompts = {length: prompts_of(next(seeds), count, length) for length in LENGTHS}
     writer = _start(field, store, "never", "writer")
     for prompt in itertools.chain.from_iterable(prompts.values()):
         writer.turn([prompt], 8, settle=False)
     writer.close()
 
-    engines = {policy: _start(field, store, policy, policy) for policy in POLICIES}
-    time.sleep(COMMIT_S)
     cases = []
-    for medium in MEDIA:
+    for number in arguments.media:
+        medium = MEDIA[number]
+        set_delay(store, 0.0, 1e9)
+        engines = {}
+        for policy in POLICIES:
+            engines[policy] = _start(field, store, policy, f"{policy}-{number}")
+        time.sleep(COMMIT_S)
         set_delay(store, medium.latency_s, medium.bandwidth)
-        of_medium = {length: prompts[medium, length] for length in LENGTHS}
-        cases += _measure(engines, medium, of_medium, num_prompts)
+        first = _serve(engines, prompts, range(arguments.warm_ups))
+        later = _serve(engines, prompts, range(arguments.warm_ups, count))
+        for length in LENGTHS:
+            cases.append(Case(medium, length, first[length], later[length]))
+        for engine in engines.values():
+            engine.close()
         print(f"{medium.name}: done", flush=True)
-    for engine in engines.values():
-        engine.close()
     return cases
 
 
@@ -114,44 +137,65 @@ def _start(field: Field, store: Path, policy: str, name: str) -> Contestant:
     return contestant
 
 
-def _measure(
+def _serve(
     engines: dict[str, Contestant],
-    medium: Medium,
     prompts: dict[int, list[list[int]]],
-    num_prompts: int,
-) -> list[Case]:
-    for of_length in prompts.values():
-        for prompt in of_length[num_prompts:]:
-            for engine in engines.values():
-                engine.turn([prompt], 1, settle=False)
-    cases = []
+    numbers: range,
+) -> dict[int, Served]:
+    """Serve the prompts with these numbers, one of each length in turn; return the times by
+    length."""
+    served = {}
     for length in prompts:
-        ttft: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-        cases.append(Case(medium, length, ttft, []))
-    for number in range(num_prompts):
-        for case in cases:
-            prompt = prompts[case.length][number]
-            first = number % len(POLICIES)
-            for policy in (*POLICIES[first:], *POLICIES[:first]):
-                turn = engines[policy].turn([prompt], 1, settle=False)
-                case.ttft[policy] += turn.ttft
-                if policy == "auto":
-                    case.cached.extend(turn.cached)
-    return cases
+        served[length] = Served({policy: [] for policy in POLICIES}, [])
+    for number, length in itertools.product(numbers, prompts):
+        first = number % len(POLICIES)
+        for policy in (*POLICIES[first:], *POLICIES[:first]):
+            prompt = prompts[length][number]
+            turn = engines[policy].turn([prompt], 1, settle=False)
+            served[length].ttft[policy] += turn.ttft
+            if policy == "auto":
+                served[length].cached.extend(turn.cached)
+    return served
 
 
 def _report(cases: Sequence[Case]) -> None:
     rows = []
     for case in cases:
+        later = case.later
+        ratio = later.median("auto") / later.median(later.better)
+        low, high = ratio_interval(later.ttft["auto"], later.ttft[later.better])
+        num_loaded = sum(1 for tokens in later.cached if tokens)
         row = [case.medium.name, f"{case.length:,}"]
-        row += [f"{1e3 * case.median(policy):.0f} ms" for policy in POLICIES]
-        row += [f"{case.ratio:.2f}", f"{statistics.median(case.cached):,.0f}"]
+        row += [f"{1e3 * later.median(policy):.0f} ms" for policy in POLICIES]
+        row += [f"{ratio:.2f}", f"{low:.2f} to {high:.2f}"]
+        row.append(f"{num_loaded} of {len(later.cached)}")
         rows.append(row)
     show_markdown(
         "Time to the first token of stored prompts, median",
-        ["medium", "tokens", *POLICIES, "auto ÷ better", "loaded by auto"],
+        ["medium", "tokens", *POLICIES, "auto ÷ better", "95 %", "loaded by auto"],
         rows,
     )
+    rows = []
+    for name, of_medium in itertools.groupby(cases, lambda case: case.medium.name):
+        rows.append([name, *_first_requests([case.first for case in of_medium])])
+    show_markdown(
+        "The first requests of an engine",
+        ["medium", "requests", "auto, sum", "better of each, sum", "auto ÷ better"],
+        rows,
+    )
+
+
+def _first_requests(lengths: Sequence[Served]) -> list[str]:
+    """Return the number of requests, the seconds of ``auto``, those of the policy that is better at
+    each length, and their ratio."""
+    auto_s = better_s = 0.0
+    count = 0
+    for served in lengths:
+        count += len(served.cached)
+        auto_s += sum(served.ttft["auto"])
+        better_s += sum(served.ttft[served.better])
+    ratio = auto_s / better_s
+    return [f"{count}", f"{auto_s:.2f} s", f"{better_s:.2f} s", f"{ratio:.2f}"]
 
 
 if __name__ == "__main__":

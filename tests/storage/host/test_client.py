@@ -412,6 +412,32 @@ def test_watchdog_stopped_host_with_load_due_is_dead_before_load_fails(
     assert (hosted.array == before).all()
 
 
+def test_load_of_killed_host_fails_only_when_it_is_dead(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that waits for a disk outlives its SIGKILL, and may write rows until its end."""
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    keys = make_keys(64)
+    client.submit_store(1, "a", keys, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 1).failed == []
+    os.kill(pid_of(hosted), signal.SIGSTOP)
+    host = hosted.hosts[-1]
+    kill = host.kill
+    monkeypatch.setattr(host, "kill", lambda: None)
+    client.submit_load(2, keys, range(64, 128))
+    deadline = time.monotonic() + 30
+    while client.state is not State.DYING:
+        assert client.poll() == []
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    for _ in range(100):
+        assert client.poll() == []
+        time.sleep(0.001)
+    kill()
+    assert hosted.finish(client, 2, timeout_s=30).refused
+
+
 def test_process_host_cpu_wait_s_counts_time_without_cpu(
     hosted: Any, tmp_path: Path
 ) -> None:

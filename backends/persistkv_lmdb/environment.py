@@ -144,7 +144,8 @@ class Environment:
         if guard is not None:
             locked = guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
-            self.database.keys.refresh()
+            if self.database.seal.encrypts:
+                self.database.keys.refresh()
             for _ in range(_BEGIN_ATTEMPTS):
                 with self.database.map_lock.shared():
                     # again: another process may have replaced them during the waits

@@ -1,8 +1,8 @@
 """Requests, cost and visibility of engines that share a bucket, on a simulated bucket that counts
 requests.
 
-    python -m benchmarks.s3_fleet [--engines 1 2 10 100] [--minutes 10] [--backlog 10000]
-        [--openings 1000] [--blocks 16] [--no-idle] [--no-kill]
+    python -m benchmarks.s3_fleet [--engines 1 2 10 100] [--minutes 10] [--seeds 1]
+        [--backlog 10000] [--openings 1000] [--blocks 16] [--no-idle] [--no-kill]
 
 All engines run the real code of the shared store in simulated time (``s3_simulation``); each
 commits one pack per 10 s. Prices: see ``s3_simulation.PRICE_OF``; a month has 730 hours. Storage
@@ -40,6 +40,7 @@ from persistkv.memory.rows import StagedBlocks
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.storage.shared.format import Delta, Names, decode_delta
@@ -197,8 +198,8 @@ class CommonReplica(Replica):
 class Fleet:
     """Engines on one bucket. A context manager: it ends them."""
 
-    def __init__(self, engines: int, directory: Path, blocks: int) -> None:
-        self.world = World()
+    def __init__(self, engines: int, directory: Path, blocks: int, seed: int) -> None:
+        self.world = World(seed)
         self._directory = directory
         self._blocks = blocks
         self._every = max(1, engines // WATCHERS)
@@ -230,16 +231,16 @@ class Fleet:
         if self._common is not None:
             self._common.close()
 
-    def _open_replica(self, path: Path, namespace: bytes) -> Replica:
+    def _open_replica(self, path: Path, namespace: bytes, seal: Seal) -> Replica:
         """Return the replica of an engine.
 
         :param path: below the engine's directory.
         """
         engine = path.relative_to(self._directory).parts[0]
         if engine in self._watching:
-            return Replica(path, namespace)
+            return Replica(path, namespace, seal)
         if self._common is None:
-            self._common = Replica(path, namespace)
+            self._common = Replica(path, namespace, seal)
         return CommonReplica(self._common, self._applied)
 
     def _start(self) -> Engine:
@@ -293,11 +294,11 @@ class Fleet:
 
 
 def run_fleet(
-    engines: int, minutes: float, directory: Path, *, blocks: int, kill: bool
+    engines: int, minutes: float, directory: Path, *, blocks: int, kill: bool, seed: int
 ) -> tuple[Counter[str], list[float]]:
     """Return the requests of all engines in that time by kind, and the times until others saw their
     packs."""
-    with Fleet(engines, directory, blocks) as fleet:
+    with Fleet(engines, directory, blocks, seed) as fleet:
         fleet.run(WARM_UP_S if engines <= 100 else SHORT_WARM_UP_S)
         fleet.take()
         begin = fleet.world.now
@@ -312,11 +313,26 @@ def run_fleet(
 
 
 def row_of_fleet(
-    engines: int, minutes: float, directory: Path, *, blocks: int, kill: bool
+    engines: int,
+    minutes: float,
+    directory: Path,
+    *,
+    blocks: int,
+    kill: bool,
+    seeds: int,
 ) -> list[str]:
     started = time.perf_counter()
-    requests, delays = run_fleet(engines, minutes, directory, blocks=blocks, kill=kill)
-    hours = minutes / 60 * engines
+    requests: Counter[str] = Counter()
+    delays: list[float] = []
+    for seed in range(seeds):
+        # the replicas of a thousand engines are large: each run removes its own
+        with tempfile.TemporaryDirectory(dir=directory) as name:
+            sent, seen = run_fleet(
+                engines, minutes, Path(name), blocks=blocks, kill=kill, seed=seed
+            )
+        requests += sent
+        delays += seen
+    hours = minutes / 60 * engines * seeds
     each = {kind: requests[kind] / hours for kind in KINDS}
     cost = dollars(each) * HOURS_PER_MONTH
     uploads = dollars({"PUT": 3600 / PERIOD_S}) * HOURS_PER_MONTH
@@ -340,17 +356,21 @@ def verdict(value: float, most: float, unit: str) -> str:
 
 
 def show_fleet(
-    sizes: Sequence[int], minutes: float, directory: Path, *, blocks: int, kills: bool
+    sizes: Sequence[int],
+    minutes: float,
+    directory: Path,
+    *,
+    blocks: int,
+    kills: bool,
+    seeds: int,
 ) -> None:
     rows: list[list[str]] = []
     for engines in sizes:
         shorter = min(minutes, max(LEAST_MINUTES, ENGINE_MINUTES / engines))
         for kill in (False, True) if kills and engines > 1 else (False,):
-            # the replicas of a thousand engines are large: each run removes its own
-            with tempfile.TemporaryDirectory(dir=directory) as name:
-                row = row_of_fleet(
-                    engines, shorter, Path(name), blocks=blocks, kill=kill
-                )
+            row = row_of_fleet(
+                engines, shorter, directory, blocks=blocks, kill=kill, seeds=seeds
+            )
             rows.append(row)
             sys.stderr.write(" · ".join(row) + "\n")
     heads = ["engines", *KINDS, "a month", "without packs", "target"]
@@ -481,6 +501,9 @@ def main() -> None:
         "--no-kill", action="store_true", help="skip the fleets whose merger is killed"
     )
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of each pack")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs of each fleet, shown together"
+    )
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -499,6 +522,7 @@ def main() -> None:
                 directory,
                 blocks=arguments.blocks,
                 kills=kills,
+                seeds=arguments.seeds,
             )
 
 

@@ -24,6 +24,7 @@ from persistkv.config import StoreUrl
 from persistkv.errors import (
     ConfigurationError,
     CorruptPackError,
+    PersistKVError,
     StoreError,
     StoreUnavailableError,
 )
@@ -272,7 +273,8 @@ class SharedBackend(Backend):
                     self._opened.care_for_abandoned()
             if self._policy.is_known:
                 self._identities.write_new()
-        except StoreError as error:
+        except (StoreError, ConfigurationError) as error:
+            # the latter: the key was replaced before the medium has answered
             self._log(error)
         due = [self._policy.due_at]
         for namespace in self._opened:
@@ -287,7 +289,7 @@ class SharedBackend(Backend):
         pause_s = min(due) - self._medium.clock.monotonic()
         return min(max(_LEAST_PAUSE_S, pause_s), _LONGEST_PAUSE_S)
 
-    def _log(self, error: StoreError) -> None:
+    def _log(self, error: PersistKVError) -> None:
         is_temporary = isinstance(error, UnavailableError)
         level = logging.DEBUG if is_temporary else logging.WARNING
         text = "%s: background work failed (%s); it is repeated"

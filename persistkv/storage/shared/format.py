@@ -427,6 +427,11 @@ class Names:
         """Return the parts of the name of an object in ``index/``; None: it is no such name."""
         return _parse_index(blob.removeprefix(self.index))
 
+    def level(self, blob: str) -> int:
+        """Return the level of an object of the index; 0 for a commit."""
+        found = self.index_name(blob)
+        return 0 if found is None else found.level
+
     def is_commit(self, blob: str) -> bool:
         if not blob.startswith(self.inbox):
             return False

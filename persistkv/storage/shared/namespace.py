@@ -118,13 +118,15 @@ class SharedNamespace:
         """
         with self._lock:
             self.open()
-            self.reader.refresh(with_inbox=True)
+            self.reader.refresh(inbox_age_s=0.0)
 
     def commit(self, batch: CommitBatch) -> CommitResult:
         """See ``Backend.commit``."""
         self.open()
         self.follower.use()
-        self._make_room()
+        # deletions must not wait for a merge, nor fail with it
+        if batch.packs or batch.manifests:
+            self._make_room()
         self._check_quotas(batch)
         return self._inbox.commit(batch)
 
@@ -134,16 +136,19 @@ class SharedNamespace:
 
         :raises StoreError: the medium failed; nothing may be added.
         """
-        limits = self._limits.now
-        if not self.merger.is_over(limits):
+        limits = self._limits
+        if not self.merger.is_over(limits.now):
             return
         with self._lock:
-            if not self.merger.evicts(limits):
+            if limits.has_grown():
+                # the store may have room
+                limits.refresh(limits.policy, is_idle=False)
+            if not self.merger.evicts(limits.now):
                 return
             # another engine may have evicted meanwhile
             self.follower.look()
-            if self.merger.is_over(limits):
-                self.merger.merge(limits)
+            if self.merger.is_over(limits.now):
+                self.merger.merge(limits.now)
 
     def _check_quotas(self, batch: CommitBatch) -> None:
         """Refuse packs that do not fit the quota of their tenant, also if its other content is
@@ -199,13 +204,13 @@ class SharedNamespace:
                 self._limits.refresh(policy, is_idle=self.follower.is_idle())
                 self.merger.check_limits(self._limits.now)
             self.merger.step(self._limits.now)
-            self._sweeper.step()
+        # It may take many minutes, and commits that need room wait for the lock.
+        self._sweeper.step()
 
     def sweep(self) -> int:
         """Delete old blobs that nothing names, now; return their number."""
-        with self._lock:
-            self.open()
-            return self._sweeper.sweep()
+        self.open()
+        return self._sweeper.sweep()
 
     def rebuild(
         self, progress: Callable[[int, int], None]

@@ -3,16 +3,21 @@ fail."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import pytest
 
-from persistkv.storage.shared.format import Delta
+from persistkv.storage.blobs import BlobInfo
+from persistkv.storage.shared.format import BASE_LEVEL, Delta
 from persistkv.storage.shared.inbox import Inbox, _Start
+from persistkv.storage.shared.index import merge, sweep
 from persistkv.storage.shared.index.merge import Merger
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.index.sweep import Sweeper
+from persistkv.storage.shared.keys import StoreKeys
 from persistkv.storage.shared.replica import Replica
 from tests.storage.shared.history import HangKind
 from tests.storage.shared.simulation import Process
@@ -46,12 +51,14 @@ def plant_unread(patch: pytest.MonkeyPatch) -> None:
 
 def plant_inbox(patch: pytest.MonkeyPatch) -> None:
     """Open without reading the inbox."""
-    read = IndexReader._read
-    patch.setattr(
-        IndexReader,
-        "_read",
-        lambda self, *, with_inbox, stable: read(self, with_inbox=False, stable=stable),
-    )
+    refresh = IndexReader.refresh
+
+    def planted(
+        self: IndexReader, *, inbox_age_s: float | None = None, stable: bool = False
+    ) -> list[BlobInfo]:
+        return refresh(self, stable=stable)
+
+    patch.setattr(IndexReader, "refresh", planted)
 
 
 def plant_names(patch: pytest.MonkeyPatch) -> None:
@@ -109,6 +116,37 @@ def plant_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Inbox, "_check_age", planted)
 
 
+def plant_parts(patch: pytest.MonkeyPatch) -> None:
+    """Let the first part of a base name what the base includes: the others may never be written."""
+
+    def planted(self: Merger) -> None:
+        began = self._clock.monotonic()
+        self._base_wanted_at = math.inf
+        self._reader.refresh(stable=True)
+        listed = self._to_include()
+        if len(listed) < 2:
+            return
+        level = max(BASE_LEVEL, 1 + max(self._names.level(name) for name in listed))
+        includes = listed
+        for part in list(self._replica.dump(merge._PART_BYTES)):
+            named = msgspec.structs.replace(part, includes=includes)
+            self._write_part(level, named, began)
+            includes = []
+        self._announce()
+
+    patch.setattr(Merger, "write_base", planted)
+
+
+def plant_dates(patch: pytest.MonkeyPatch) -> None:
+    """Let a sweep trust the date of a reply that the machine's clock does not confirm."""
+    patch.setattr(sweep, "AGREEING_S", math.inf)
+
+
+def plant_reload(patch: pytest.MonkeyPatch) -> None:
+    """Let a handle never search for data keys that others have made."""
+    patch.setattr(StoreKeys, "_reload", StoreKeys._known)
+
+
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "included": plant_included,
     "unread": plant_unread,
@@ -117,6 +155,9 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "order": plant_order,
     "once": plant_once,
     "before": plant_before,
+    "parts": plant_parts,
+    "dates": plant_dates,
+    "reload": plant_reload,
 }
 """For each rule of the protocol, a function that breaks it."""
 

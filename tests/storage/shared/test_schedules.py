@@ -100,6 +100,39 @@ def test_commit_while_a_merge_hangs_returns(tmp_path: Path) -> None:
     assert took[0] < 10.0
 
 
+def test_commit_that_needs_room_while_a_sweep_hangs_returns(tmp_path: Path) -> None:
+    world = World(0)
+    took: list[float] = []
+
+    def program(process: Process) -> None:
+        options = SharedOptions(cache=str(tmp_path), capacity=40_000)
+        backend = SharedBackend(
+            SimulatedBlobs(process), options, clock=process, background=False
+        )
+        namespace = backend.open_namespace(sample_identity()).id
+        while world.now < 70.0:  # the limits are known after a minute
+            process.sleep(backend.step())
+        world.hangs.append(Hang("LIST", "/packs/", HOUR_S, before=True))
+
+        def sweep() -> None:
+            backend._open(namespace).sweep()
+
+        process.spawn(sweep)
+        while world.hangs:
+            process.sleep(0.5)
+        began = world.now
+        for seed in range(5):
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed)]))
+        took.append(world.now - began)
+        process.sleep(2 * HOUR_S)
+        backend.close()
+
+    Process(world, "engine", program)
+    world.run()
+    world.end()
+    assert took[0] < 10.0
+
+
 def test_commit_that_was_suspended_for_a_day_names_no_pack(tmp_path: Path) -> None:
     world = World(0)
     world.hangs.append(Hang("PUT", "/packs/", 26 * HOUR_S, before=False))

@@ -4,7 +4,7 @@ moves."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from persistkv.storage.blobs import BlobInfo, RefusedError, UnavailableError
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.identity import Identity
-from persistkv.storage.policy import Policy
 from persistkv.storage.shared import SharedOptions
 from persistkv.storage.shared import format as index_format
 from persistkv.storage.shared.format import NONCE_BYTES, Delta, StoreNames, seal_object
@@ -550,45 +549,6 @@ def test_note_that_readers_would_refuse_is_refused(town: Town) -> None:
 # Eviction
 
 
-def sizes(engine: Engine) -> int:
-    return engine.backend.stats().disk_bytes
-
-
-def test_capacity_is_enforced_by_merges(town: Town) -> None:
-    first, second = town.engine(capacity=200_000), town.engine(capacity=200_000)
-    for seed in range(40):
-        (first, second)[seed % 2].store(pack(seed, blocks=2, block_bytes=8192))
-        town.run(3)
-    town.run(10)
-    assert 100_000 < sizes(first) <= 200_000
-    assert first.held() == second.held() == town.fresh()
-    assert pack(39).pack_id in first.held()
-    assert pack(0).pack_id not in first.held()
-
-
-def test_evicted_blobs_are_deleted_after_an_hour(town: Town) -> None:
-    first = town.engine(capacity=100_000)
-    for seed in range(30):
-        first.store(pack(seed, blocks=2, block_bytes=8192))
-        town.run(3)
-    assert len(town.names("/packs/")) == 30
-    town.run(HOUR_S + 200)
-    assert len(town.names("/packs/")) == len(first.held()) < 10
-
-
-def test_lowered_capacity_and_ttl_act_without_commits(town: Town) -> None:
-    first = town.engine()
-    for seed in range(20):
-        first.store(pack(seed, blocks=2, block_bytes=8192))
-    town.run(10)
-    first.backend.set_policy(Policy(100_000, None))
-    town.run(180)
-    assert 0 < sizes(first) <= 100_000
-    first.backend.set_policy(Policy(None, HOUR_S))
-    town.run(1.1 * HOUR_S)
-    assert first.held() == set()
-
-
 def test_wrong_clock_of_the_medium_expires_nothing(town: Town) -> None:
     first = town.engine(ttl_s=10 * DAY_S)
     first.store(pack(1))
@@ -633,120 +593,6 @@ def test_replies_dated_a_year_back_expire_nothing(town: Town, age_s: int) -> Non
     assert first.held() == town.fresh() == expected
     town.run(2 * HOUR_S)
     assert first.held() == town.fresh() == set()
-
-
-def test_capacity_is_shared_by_namespaces(town: Town) -> None:
-    engines = [town.engine(opens=False, capacity=600_000) for _ in range(3)]
-    names = [engine.open(number) for number, engine in enumerate(engines)]
-    for seed in range(60):
-        for engine, name in zip(engines, names, strict=True):
-            engine.store(pack(seed, blocks=2, block_bytes=8192, namespace=name))
-        town.run(4)
-    town.run(120)
-    total = sum(
-        engine.backend._open(name).replica.disk_bytes()
-        for engine, name in zip(engines, names, strict=True)
-    )
-    assert 400_000 < total <= 630_000
-
-
-def test_capacity_holds_for_four_namespaces_and_eight_writers(town: Town) -> None:
-    """They write a fifth of the capacity in a minute; then one of them writes all of it."""
-    capacity, block_bytes = 2 << 20, 2048
-    engines = [town.engine(opens=False, capacity=capacity) for _ in range(8)]
-    namespaces = [engine.open(number % 4) for number, engine in enumerate(engines)]
-    seeds = iter(range(10_000))
-    used: list[float] = []
-    for round_number in range(96):
-        rates = [1] * 8 if round_number < 60 else [8] + [0] * 7
-        for engine, namespace, rate in zip(engines, namespaces, rates, strict=True):
-            for _ in range(rate):
-                new = pack(next(seeds), block_bytes=block_bytes, namespace=namespace)
-                engine.store(new)
-        town.run(5)
-        used.append(used_bytes(town) / capacity)
-    # the first eviction follows a minute after the totals of all namespaces are known
-    assert max(used[48:]) <= 1.05
-    assert min(used[48:]) > 0.8
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_capacity_holds_however_fast_eight_writers_of_four_namespaces_write(
-    town: Town,
-) -> None:
-    """They write 2.7 times the capacity in a minute; then one of them does."""
-    capacity = 1 << 20
-    engines = [town.engine(opens=False, capacity=capacity) for _ in range(8)]
-    for number, engine in enumerate(engines):
-        engine.open(number % 4)
-    seeds = iter(range(100_000))
-    write_for(town, engines, seeds, 60)
-    used = write_for(town, engines, seeds, 40)
-    write_for(town, engines[:1], seeds, 60)
-    used += write_for(town, engines[:1], seeds, 10)
-    assert max(used) <= 1.05 * capacity
-    assert min(used) > 0.8 * capacity
-
-
-def write_for(
-    town: Town, engines: Sequence[Engine], seeds: Iterator[int], seconds: int
-) -> list[int]:
-    """Let engines write 32 packs of 1.5 KB a second together; return the bytes of all namespaces
-    after every fifth second."""
-    used: list[int] = []
-    rounds = 32 // len(engines)
-    for second in range(1, seconds + 1):
-        for _ in range(rounds):
-            for engine in engines:
-                engine.store(pack(next(seeds), namespace=engine.namespace))
-            town.run(1 / rounds)
-        if second % 5 == 0:
-            used.append(used_bytes(town))
-    return used
-
-
-def used_bytes(town: Town, namespaces: int = 4) -> int:
-    """Return the bytes of all namespaces, as an engine finds them that knows nothing."""
-    options = SharedOptions(cache=False, read_only=True)
-    engine = Engine(town, options, read_only=True)
-    try:
-        for number in range(namespaces):
-            engine.open(number)
-        return engine.backend.stats().disk_bytes
-    finally:
-        engine.backend.close()
-
-
-def test_namespace_without_engine_is_evicted(town: Town) -> None:
-    old = town.engine(capacity=1_600_000)
-    for seed in range(80):
-        old.store(pack(seed, blocks=2, block_bytes=8192))
-    town.run(120)
-    town.stop(old)
-    other = town.engine(opens=False, capacity=1_600_000)
-    name = other.open(1)
-    for seed in range(360):
-        other.store(pack(seed, blocks=2, block_bytes=8192, namespace=name))
-        town.run(10)
-        if seed % 12 == 0:
-            assert used_bytes(town, namespaces=2) <= 1.05 * 1_600_000
-    assert len(town.fresh()) < 20
-    assert len(other.held(name)) > 60
-    town.run(2 * HOUR_S)
-    assert len(town.names(NAMES.packs)) < 20
-
-
-def test_namespace_without_engine_expires(town: Town) -> None:
-    old = town.engine(ttl_s=HOUR_S)
-    old.store(pack(1))
-    town.run(120)
-    town.stop(old)
-    town.engine(opens=False, ttl_s=HOUR_S).open(1)
-    town.run(3 * HOUR_S)
-    assert town.fresh() == set()
-    town.run(2 * HOUR_S)
-    assert town.names(NAMES.packs) == []
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -169,6 +169,25 @@ def test_commit_after_the_death_of_the_merger_is_seen_in_time(
         assert seen_s <= SEEN_S
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_commit_of_the_merger_before_its_death_is_seen_in_time(
+    tmp_path: Path, seed: int
+) -> None:
+    with town_of(tmp_path, seed) as town:
+        writer, reader = town.engine(), town.engine()
+        merger = start_merger(town)
+        for number in range(10):
+            writer.store(pack(100 + number, blocks=1, block_bytes=16))
+            keep_committing(town, merger, 2, 2000 + number)
+            use(reader)
+        town.run(town.random.uniform(0, 2))
+        merger.store(pack(1))
+        town.kill(merger)
+        town.kill(writer)
+        seen_s = seconds_until_seen(town, reader, pack(1).pack_id, SEEN_S)
+        assert seen_s <= SEEN_S
+
+
 def test_commit_while_the_merger_is_paused_is_seen_in_time(town: Town) -> None:
     writer, reader = town.engine(), town.engine()
     merger = start_merger(town)
@@ -223,6 +242,17 @@ def test_commit_of_a_dead_engine_that_the_merger_cannot_read_is_seen_and_merged(
     assert pack(1).pack_id in reader.held()
     assert pack(1).pack_id in merger.held()
     assert commit not in town.names("/inbox/")
+
+
+def test_engine_that_follows_reads_no_commit_that_is_merged_soon(town: Town) -> None:
+    writer = start_merger(town)
+    reader = town.engine(read_only=True)
+    before = reader.calls("read", "/inbox/")
+    for minute in range(12):
+        keep_committing(town, writer, 60, 2000 + 100 * minute)
+        use(reader)
+    assert reader.calls("list", "/inbox/") > 2
+    assert reader.calls("read", "/inbox/") == before
 
 
 def test_commit_that_nobody_can_read_makes_no_merge_due(town: Town) -> None:

@@ -58,6 +58,8 @@ class Follower:
         self._follow_at = now + self._refresh_s
         share = self._clock.random.uniform(0.5, 1.0)
         self._list_at = now + _LIST_S * share
+        # opening has read it
+        self._inbox_at = now + _INBOX_S
 
     def use(self) -> None:
         """Record that the handle is in use: it follows other engines more closely then."""
@@ -101,24 +103,23 @@ class Follower:
         """Read the lists, and the objects in them."""
         pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
         self._list_at = now + pause_s * self._jitter()
-        with_inbox = not self._is_merged_regularly or now >= self._inbox_at
-        if with_inbox:
+        inbox_age_s = None
+        if not self._is_merged_regularly or now >= self._inbox_at:
             self._inbox_at = now + _INBOX_S
-        commits = self._reader.refresh(with_inbox=with_inbox)
+            inbox_age_s = _OLD_COMMIT_S
+        commits = self._reader.refresh(inbox_age_s=inbox_age_s)
         if self._merger is not None:
             self._merger.delete_included()
-            self._plan_merge(now, commits)
+            self._plan_merge(self._merger, commits)
 
-    def _plan_merge(self, now: float, commits: Sequence[BlobInfo]) -> None:
-        """Plan a merge if commits are so old that no engine seems to merge them."""
-        if self._merger is None or not commits:
+    def _plan_merge(self, merger: Merger, commits: Sequence[BlobInfo]) -> None:
+        """Plan a merge of commits that are so old that no engine seems to merge them."""
+        if not commits:
             return
         oldest = min(info.time for info in commits)
-        age_s = self._time.now() - oldest
-        if age_s > _OLD_COMMIT_S:
-            # the engine that merges may be unable to read them
-            is_left = age_s > _LEFT_COMMIT_S
-            self._merger.schedule.plan_merge(now, anyway=is_left)
+        # the engine that merges may be unable to read them
+        is_left = self._time.now() - oldest > _LEFT_COMMIT_S
+        merger.schedule.plan_merge(self._clock.monotonic(), anyway=is_left)
 
     def look(self) -> None:
         """Read ``latest``, and the objects that it names.

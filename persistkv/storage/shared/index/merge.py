@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -58,7 +57,6 @@ _MOST_EVICTED = 4096  # packs and requests per merge
 _MOST_SEGMENT_BYTES = 24 << 20  # 24 MiB: of a segment that includes older ones
 _PART_BYTES = 28 << 20  # 28 MiB: of a base
 _LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
-_MOST_SEGMENTS = 64  # that nothing includes: a new reader reads all of them
 _STALE_S = 3600.0  # age of the first list at which a merge or a base is abandoned
 # 1/64 of the capacity or a quota: by which each writer may exceed it between two merges
 _EXCESS_SHARE = 64
@@ -83,6 +81,8 @@ class Limits(NamedTuple):
     capacity."""
     tenants: Mapping[bytes, Bound] = MappingProxyType({})
     """What this namespace may keep of each tenant with a quota, by the digest of its name."""
+    share: int = 0
+    """Bytes of the store's free space that are part of ``capacity``."""
 
 
 class OwnCommit(NamedTuple):
@@ -111,8 +111,10 @@ class Merger:
         """Own commits that no segment includes, by name."""
         self.last_writer = b""
         """Name of the writer of ``latest``."""
-        self._written: deque[tuple[float, str]] = deque()
-        """Objects of the index that this handle has written recently: monotonic time, name."""
+        self._written = ""
+        """Object of the index that this handle has written last."""
+        self._written_at = -math.inf
+        """Monotonic time of its writing."""
         self._base_wanted_at = math.inf
         self.deletions = Deletions(medium, names)
 
@@ -196,7 +198,9 @@ class Merger:
         self.last_writer = latest.writer
         is_own = latest.writer == self.writer
         written = self._announced_at(latest)
-        self.schedule.note_latest(is_own=is_own, written=written)
+        self.schedule.note_latest(
+            self._clock.monotonic(), is_own=is_own, written=written, time=latest.time
+        )
 
     def _announced_at(self, latest: Latest) -> float:
         """Return the monotonic time of writing of ``latest``; minus infinity if it claims a time
@@ -208,21 +212,13 @@ class Merger:
         return now - age_s
 
     def _is_missing_in(self, latest: Latest) -> bool:
-        """Return whether ``latest`` lacks an object that this handle has written recently, and none
-        includes."""
-        self._forget_written()
-        named = {name for name, _ in latest.recent}
-        written = {name for _, name in self._written}
-        contained = self._replica.contained
-        missing = written - named
-        return any(not contained.get(name, True) for name in missing)
-
-    def _forget_written(self) -> None:
-        """Forget objects that this handle has written a while ago."""
-        now = self._clock.monotonic()
-        since = now - _ANNOUNCED_S
-        while self._written and self._written[0][0] < since:
-            self._written.popleft()
+        """Return whether ``latest`` lacks the object that this handle has written recently, and
+        none includes."""
+        age_s = self._clock.monotonic() - self._written_at
+        is_included = self._replica.contained.get(self._written, True)
+        if age_s > _ANNOUNCED_S or is_included:
+            return False
+        return all(name != self._written for name, _ in latest.recent)
 
     def check_limits(self, limits: Limits) -> None:
         """Plan a merge if content has expired or exceeds the capacity: also without commits."""
@@ -231,7 +227,7 @@ class Merger:
 
     def evicts(self, limits: Limits) -> bool:
         """Return whether a merge now would evict anything: pinned content stays."""
-        removals = self._plan_eviction(limits)
+        removals = self._plan_eviction(limits, at_most=1)
         return bool(removals.packs or removals.manifests)
 
     # Merges
@@ -252,7 +248,7 @@ class Merger:
             older = self._older_segments(some)
 
         planned = self._clock.monotonic()
-        removals = self._plan_eviction(limits)
+        removals = self._plan_eviction(limits, at_most=_MOST_EVICTED)
         evictions = self.tombstones(removals)
         contents = [*deltas.values(), evictions, *older.values()]
         carried = self._included_in(older.values())
@@ -262,7 +258,7 @@ class Merger:
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
             self.deletions.add_packs(removals.packs)
-            self._announce_beside_others()
+            self._announce()
         # after the segment is durable, because it includes them
         self._delete_included(commits)
 
@@ -274,14 +270,6 @@ class Merger:
             incomplete=is_incomplete,
         )
         self._plan_base()
-
-    def _announce_beside_others(self) -> None:
-        """Write ``latest`` after a segment."""
-        if self.last_writer != self.writer:
-            # Another engine may have begun to merge at the same time: ``latest`` must name its
-            # segment, too.
-            self._reader.follow()
-        self._announce()
 
     def _delete_included(self, commits: Sequence[BlobInfo]) -> None:
         """Delete those of the commits that an object includes."""
@@ -314,30 +302,25 @@ class Merger:
     def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the content of commits by name, without missing and unreadable ones, and add it to
         the replica."""
+        others = [info for info in infos if info.name not in self.own]
+        read = self._fetch_all(others)
         found: dict[str, Delta] = {}
-        others: list[BlobInfo] = []
         for info in infos:
             own = self.own.get(info.name)
-            if own is None:
-                others.append(info)
-            else:
-                # as any other engine reads it
-                found[info.name] = own.delta.clamped(info.time)
-        found.update(self._fetch_all(self._reader.fetch_commit, others))
+            delta = read.get(info.name) if own is None else own.delta
+            if delta is not None:
+                # an own one, too, as any other engine reads it
+                found[info.name] = delta.clamped(info.time)
 
         contained = self._replica.contained
         new = [item for item in found.items() if item[0] not in contained]
         self._reader.apply(new)
         return found
 
-    def _fetch_all(
-        self,
-        fetch: Callable[[BlobInfo], Delta | None],
-        infos: Sequence[BlobInfo],
-    ) -> dict[str, Delta]:
+    def _fetch_all(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the content of objects by name, without missing and unreadable ones."""
         found: dict[str, Delta] = {}
-        read = self._medium.maintenance.each(fetch, infos)
+        read = self._medium.maintenance.each(self._reader.fetch, infos)
         for info, delta in read:
             if delta is not None:
                 found[info.name] = delta
@@ -368,7 +351,7 @@ class Merger:
                 chosen.append(info)
                 num_bytes += info.size
 
-        found = self._fetch_all(self._reader.fetch, chosen)
+        found = self._fetch_all(chosen)
         for info in chosen:
             if info.name not in found:
                 # until the next list
@@ -387,8 +370,11 @@ class Merger:
         carried = sorted(names & listed.keys())
         return carried[-_MOST_CARRIED:]
 
-    def _plan_eviction(self, limits: Limits) -> Removals:
-        """Return expired content, and content that exceeds the limits."""
+    def _plan_eviction(self, limits: Limits, *, at_most: int) -> Removals:
+        """Return expired content, and content that exceeds the limits.
+
+        :param at_most: packs and requests that expire, and that are evicted.
+        """
         replica = self._replica
         excess = 0
         if limits.capacity is not None:
@@ -400,7 +386,7 @@ class Merger:
             tenants=limits.tenants,
             excess=excess,
             horizon=limits.horizon,
-            at_most=_MOST_EVICTED,
+            at_most=at_most,
         )
 
     def _expiry_time(self) -> float:
@@ -425,7 +411,7 @@ class Merger:
 
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
-        levels = [self._level(name) for name in segment.includes]
+        levels = [self._names.level(name) for name in segment.includes]
         level = 1 + max(levels, default=0)
         name = self._new_name(level)
         body = encode_delta(segment)
@@ -459,8 +445,8 @@ class Merger:
         reader = self._reader
         reader.listed[info.name] = info
         reader.remember([info])
-        now = self._clock.monotonic()
-        self._written.append((now, info.name))
+        self._written = info.name
+        self._written_at = self._clock.monotonic()
 
     def _announce(self) -> None:
         """Write ``latest`` after a merge or base of this engine."""
@@ -489,8 +475,8 @@ class Merger:
     # Bases
 
     def _plan_base(self) -> None:
-        """Plan a base if the segments that no object includes are many, or large in comparison with
-        the last base."""
+        """Plan a base if the segments that no object includes are large in comparison with the last
+        base."""
         if not self._is_base_wanted():
             self._base_wanted_at = math.inf
         elif self._base_wanted_at == math.inf:
@@ -507,8 +493,7 @@ class Merger:
             return False
         sizes = [info.size for info in segments]
         least_bytes = max(_LEAST_BASE_BYTES, base_bytes // 4)
-        are_large = sum(sizes) > least_bytes
-        return are_large or len(segments) > _MOST_SEGMENTS
+        return sum(sizes) > least_bytes
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
         """Return the bytes of the last base and the segments, without objects that are included or
@@ -518,12 +503,11 @@ class Merger:
         contained = self._replica.contained
         listed = self._reader.listed
         for name, info in listed.items():
-            found = self._names.index_name(name)
             # or it was not read
             is_included = contained.get(name, True)
-            if found is None or is_included:
+            if is_included:
                 continue
-            if found.is_base:
+            if self._names.level(name) >= BASE_LEVEL:
                 base_bytes += info.size
             else:
                 segments.append(info)
@@ -544,7 +528,7 @@ class Merger:
         # A clock that is ahead must not drop tombstones early: the removed packs could return.
         oldest_kept = self._expiry_time() - _TOMBSTONES_KEPT_S
         self._replica.purge(oldest_kept)
-        levels = [self._level(name) for name in listed]
+        levels = [self._names.level(name) for name in listed]
         level = max(BASE_LEVEL, 1 + max(levels))
         parts: list[str] = []
         waiting: Delta | None = None
@@ -586,11 +570,6 @@ class Merger:
         self._reader.apply([(name, changes)])
         self._note_written(written)
         return name
-
-    def _level(self, name: str) -> int:
-        """Return the level of an object of the index; 0 for a commit."""
-        found = self._names.index_name(name)
-        return 0 if found is None else found.level
 
     def delete_included(self) -> None:
         """Delete each listed object of the index whose includer is listed, too, and ten minutes old

@@ -9,6 +9,8 @@ and delay.
    segments and more engines merge.
 3. An engine that finds old commits of others merges them after a random pause, unless ``latest`` is
    written during the pause. Commits that regular merges have left for minutes are merged anyway.
+4. If the regular merges of another engine stop, an engine merges once: the other one may have been
+   killed after a commit. In a fleet, rule 2 acts before.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ _OWN_WAIT_S, _JITTER_S = 3.5, 1.0
 _LONGEST_OWN_WAIT_S = 10.0
 # since ``latest`` was written: no regular merges any more. They are up to 3 s apart
 _NOT_REGULAR_S = 3.2
+# since ``latest`` was read: another engine merges what the one with regular merges may have left
+_STOPPED_S = 4.5
 _OLD_PAUSE_S = 10.0  # the longest random pause before a merge of old commits
 _FAILED_PAUSE_S = 1.0  # after a failed merge; doubled for each one in a row
 _LONGEST_FAILED_PAUSE_S = 60.0
@@ -50,6 +54,11 @@ class MergeSchedule:
         """Whether this engine has written ``latest``."""
         self._announced_at = -math.inf
         """Time at which ``latest`` was written."""
+        self._latest_time = -math.inf
+        """Time in ``latest``, on the clock of its writer."""
+        self._stopped_at = math.inf
+        """Time at which the regular merges of another engine count as stopped; infinity: there were
+        none."""
         self._found_others_at = -math.inf
         """Time of the last merge that found commits of other engines."""
         self._is_incomplete = False
@@ -70,6 +79,7 @@ class MergeSchedule:
         self._merged_at = now
         self._failures += 1
         self._planned_at = math.inf
+        self._stopped_at = math.inf
 
     def end_merge(self, *, found: bool, found_others: bool, incomplete: bool) -> None:
         """Record that the merge has succeeded.
@@ -84,14 +94,23 @@ class MergeSchedule:
         self._is_regular = self._is_regular or found
         self._is_incomplete = incomplete
 
-    def note_latest(self, *, is_own: bool, written: float) -> None:
+    def note_latest(
+        self, now: float, *, is_own: bool, written: float, time: float
+    ) -> None:
         """Record that ``latest`` was read.
 
         :param is_own: whether this engine has written it.
         :param written: time of writing.
+        :param time: of writing, on the clock of its writer.
         """
         self._is_regular = is_own
         self._announced_at = written
+        pause_s = time - self._latest_time
+        if pause_s:
+            is_regular = 0 < pause_s < _NOT_REGULAR_S and not is_own
+            stopped_at = now + _STOPPED_S + self._jitter_s
+            self._stopped_at = stopped_at if is_regular else math.inf
+        self._latest_time = time
         if written > self._planned_since:
             # Otherwise, this engine would replace the one with regular merges, and not continue
             # them, because it does not commit.
@@ -115,7 +134,7 @@ class MergeSchedule:
         :param oldest_own: time of acknowledgement of the oldest own commit that no segment
             includes; None: there is none.
         """
-        due = self._planned_at
+        due = min(self._planned_at, self._stopped_at)
         if self._is_incomplete:
             due = min(due, self._merged_at)
         if oldest_own is not None:

@@ -14,18 +14,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError, RefusedError
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import (
+    BASE_LEVEL,
     MAX_OBJECT_BYTES,
     Delta,
     Latest,
     Names,
-    NewerFormatError,
     decode_delta,
     decode_latest,
 )
@@ -35,23 +35,11 @@ logger = logging.getLogger(__name__)
 
 _TRIES = 4  # reads of the lists, if objects that they show are missing
 _RETRY_S = 60.0  # until an object that could not be read is tried again
-_FORGET_S = 3600.0  # until the name of an object is forgotten that no list shows
-# until that of an included commit is: its object was deleted at once
-_FORGET_COMMIT_S = 600.0
+_FORGET_S = 600.0  # until the name of an object is forgotten that no list shows
 # 32 MiB: of objects that are in memory at the same time. Their decoded content takes several times
 # as much, and the process keeps that memory
 _MOST_AT_ONCE_BYTES = 32 << 20
 _KNOWN_NAMES = 64  # recent objects of the index, for ``latest``
-
-
-class Unreadable(NamedTuple):
-    """An object of the index that cannot be read at present."""
-
-    reason: str
-    retry_at: float
-    """Monotonic time."""
-    is_newer: bool
-    """Whether a newer release has written it."""
 
 
 class IndexReader:
@@ -65,8 +53,8 @@ class IndexReader:
         self._names = names
         self._replica = replica
         self._clock = medium.clock
-        self.unreadable: dict[str, Unreadable] = {}
-        """Objects that were listed and could not be read, by name."""
+        self.unreadable: dict[str, float] = {}
+        """Objects that were listed and could not be read → monotonic time of the next try."""
         self.listed: dict[str, BlobInfo] = {}
         """Objects of the index that the last list has shown, by name."""
         self.publishing: set[str] = set()
@@ -74,9 +62,8 @@ class IndexReader:
         them."""
         self.recent: list[BlobInfo] = []
         """Objects of the index that were read or written recently, newest last."""
-        self._gone: set[str] = set()
-        """Missing objects that ``latest`` names: an old version of it may name objects that were
-        deleted long ago."""
+        self._followed: Latest | None = None
+        """``latest`` whose objects were read last."""
         self._shown_at: dict[str, float] = dict.fromkeys(
             replica.contained, self._clock.monotonic()
         )
@@ -87,14 +74,50 @@ class IndexReader:
         :raises StoreError: the medium or the replica failed; the replica keeps the objects that
             were read before.
         """
-        return self._read(with_inbox=True, stable=True)
+        return self.refresh(inbox_age_s=0.0, stable=True)
 
     def refresh(
-        self, *, with_inbox: bool = False, stable: bool = False
+        self, *, inbox_age_s: float | None = None, stable: bool = False
     ) -> list[BlobInfo]:
-        """Read new objects. Result and errors are as in ``open``; without ``with_inbox``, no
-        commits."""
-        return self._read(with_inbox=with_inbox, stable=stable)
+        """Read new objects. Result and errors are as in ``open``.
+
+        :param inbox_age_s: read and return the commits in the inbox that are as old, in seconds on
+            the medium's clock. Younger ones are soon in a segment. None: no commits.
+        :param stable: see ``Medium.listed``.
+        """
+        inbox: list[BlobInfo] = []
+        missing: set[str] = set()
+        for _ in range(_TRIES):
+            missing_before = missing
+            missing = set()
+            if inbox_age_s is not None:
+                inbox = self._list_inbox(inbox_age_s, stable=stable)
+                missing.update(self.read_objects(inbox, is_inbox=True))
+            # after the inbox: a commit that is merged meanwhile appears here
+            index = self._medium.listed(self._names.index, stable=stable)
+            self._note_list(index)
+            missing.update(self.read_objects(index))
+            if not missing:
+                break
+            for name in missing & missing_before:
+                self._report(name, "it is listed and missing")
+        self._check_includers()
+        contained = self._replica.contained
+        return [info for info in inbox if info.name in contained]
+
+    def _list_inbox(self, least_age_s: float, *, stable: bool) -> list[BlobInfo]:
+        """Return the commits in the inbox that are as old, and those with a time ahead of the
+        medium's: its clock was wrong."""
+        listed = self._medium.listed(self._names.inbox, stable=stable)
+        self._forget_unreadable(listed, is_inbox=True)
+        self.note_shown(listed)
+        now = self._medium.time.now()
+        old: list[BlobInfo] = []
+        for info in listed:
+            is_young = 0 <= now - info.time < least_age_s
+            if not is_young:
+                old.append(info)
+        return old
 
     def follow(self) -> Latest | None:
         """Read the objects that ``latest`` names; return it, or None if there is none that can be
@@ -108,19 +131,17 @@ class IndexReader:
             latest = decode_latest(body)
         except (BlobMissingError, CorruptPackError):
             return None
-        named: set[str] = set()
-        new: list[BlobInfo] = []
+        # an old version of it names objects that were deleted long ago
+        if latest == self._followed:
+            return latest
+        named: list[BlobInfo] = []
         for name, size in latest.recent:
-            named.add(name)
-            is_object = self._names.index_name(name) is not None
-            if is_object and name not in self._gone:
-                new.append(BlobInfo(name, size, 0.0))
-        missing = self.read_objects(new)
+            if self._names.level(name):
+                named.append(BlobInfo(name, size, 0.0))
+        missing = self.read_objects(named)
         if missing:
             self.refresh()
-        # bounded by what ``latest`` names
-        self._gone &= named
-        self._gone.update(missing)
+        self._followed = latest
         return latest
 
     def read_objects(
@@ -149,56 +170,37 @@ class IndexReader:
         missing: list[str] = []
         read: list[BlobInfo] = []
         objects: list[tuple[str, Delta]] = []
-        for info, delta in self._fetch_all(infos):
-            if delta is None:
+        contents = self._medium.maintenance.all(self.fetch, infos)
+        for info, delta in zip(infos, contents, strict=True):
+            if delta is not None:
+                content = delta.clamped(info.time) if is_inbox else delta
+                objects.append((info.name, content))
+                read.append(info)
+            elif info.name in self.unreadable:
+                # or it was before, and is missing now
+                self._report(info.name, "it is listed and missing")
+            else:
                 missing.append(info.name)
-                continue
-            content = delta.clamped(info.time) if is_inbox else delta
-            objects.append((info.name, content))
-            read.append(info)
         self.apply(objects)
         self.remember(read)
         return missing
-
-    def _fetch_all(
-        self, infos: Sequence[BlobInfo]
-    ) -> list[tuple[BlobInfo, Delta | None]]:
-        """Return objects with their content, None for missing ones; without those that cannot be
-        read, which are reported."""
-        found: list[tuple[BlobInfo, Delta | None]] = []
-        contents = self._medium.maintenance.all(self._fetch, infos)
-        for info, content in zip(infos, contents, strict=True):
-            if isinstance(content, Unreadable):
-                self._report(info.name, content)
-            else:
-                found.append((info, content))
-        return found
 
     def _of_one_level(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
         """Return the first objects, up to a change of the level: after the last object of a base,
         its parts may not be needed. Several are in memory together only up to
         ``_MOST_AT_ONCE_BYTES``.
         """
-        first_level = self._level(infos[0].name)
+        first_level = self._names.level(infos[0].name)
         found: list[BlobInfo] = []
         num_bytes = 0
         for info in infos:
             num_bytes += info.size
             is_too_much = bool(found) and num_bytes > _MOST_AT_ONCE_BYTES
-            is_other_level = self._level(info.name) != first_level
+            is_other_level = self._names.level(info.name) != first_level
             if is_other_level or is_too_much:
                 break
             found.append(info)
         return found
-
-    def _level(self, name: str) -> int:
-        """Return the level of an object of the index; 0 for a commit."""
-        found = self._names.index_name(name)
-        return 0 if found is None else found.level
-
-    def _is_base(self, name: str) -> bool:
-        found = self._names.index_name(name)
-        return found is not None and found.is_base
 
     def _in_order(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
         """Return objects in the order of reading. The newest first: it includes others, which need
@@ -211,28 +213,37 @@ class IndexReader:
         bases: list[BlobInfo] = []
         segments: list[BlobInfo] = []
         for info in newest_first:
-            kind = bases if self._is_base(info.name) else segments
+            is_base = self._names.level(info.name) >= BASE_LEVEL
+            kind = bases if is_base else segments
             kind.append(info)
         lacks_few = len(segments) <= _KNOWN_NAMES
         if self._replica.contained and lacks_few:
             return segments + bases
         return newest_first
 
-    def fetch_commit(self, info: BlobInfo) -> Delta | None:
-        """Return the content of a commit, with its times limited to that of its object; None if it
-        is missing or cannot be read. Any thread may call this.
-        """
-        found = self.fetch(info)
-        return None if found is None else found.clamped(info.time)
-
     def fetch(self, info: BlobInfo) -> Delta | None:
-        """Return the content of an object; None if it is missing or cannot be read. Any thread may
-        call this."""
-        found = self._fetch(info)
-        if isinstance(found, Unreadable):
-            self._report(info.name, found)
+        """Return the content of an object; None if it is missing, or cannot be read, which is
+        reported. Any thread may call this."""
+        if info.size > MAX_OBJECT_BYTES:
+            self._report(info.name, f"it has {info.size} bytes")
             return None
-        return found
+        namespace = self._replica.namespace
+        try:
+            body = self._medium.sealed(info.name, namespace, info.size)
+            return decode_delta(body)
+        except BlobMissingError:
+            return None
+        except (RefusedError, CorruptPackError) as error:
+            # one object: without the right to read any, the store does not open
+            self._report(info.name, str(error))
+            return None
+
+    def _report(self, name: str, reason: str) -> None:
+        """Record that an object cannot be read; the first time, log it."""
+        if name not in self.unreadable:
+            text = "%s is unreadable (%s): packs that it alone names are misses"
+            logger.warning(text, name, reason)
+        self.unreadable[name] = self._clock.monotonic() + _RETRY_S
 
     def apply(self, objects: Sequence[tuple[str, Delta]]) -> None:
         """Add objects that were read or written to the replica."""
@@ -266,38 +277,9 @@ class IndexReader:
     def remember(self, infos: Iterable[BlobInfo]) -> None:
         """Record objects of the index that were read or written, for ``latest``."""
         for info in infos:
-            if self._names.index_name(info.name) is not None:
+            if self._names.level(info.name):
                 self.recent.append(info)
         del self.recent[:-_KNOWN_NAMES]
-
-    def _read(self, *, with_inbox: bool, stable: bool) -> list[BlobInfo]:
-        """Read new objects; return the commits in the inbox, as in ``open``."""
-        inbox: list[BlobInfo] = []
-        missing: set[str] = set()
-        for _ in range(_TRIES):
-            missing_before = missing
-            missing = set()
-            if with_inbox:
-                inbox = self._medium.listed(self._names.inbox, stable=stable)
-                missing.update(self._read_inbox(inbox))
-            # after the inbox: a commit that is merged meanwhile appears here
-            index = self._medium.listed(self._names.index, stable=stable)
-            self._note_list(index)
-            missing.update(self.read_objects(index))
-            if not missing:
-                break
-            for name in missing & missing_before:
-                bad = self._unreadable("it is listed and missing")
-                self._report(name, bad)
-        self._check_includers()
-        contained = self._replica.contained
-        return [info for info in inbox if info.name in contained]
-
-    def _read_inbox(self, listed: Sequence[BlobInfo]) -> list[str]:
-        """Read the commits that a list of the inbox shows; return the names of missing ones."""
-        self._forget_unreadable(listed, is_inbox=True)
-        self.note_shown(listed)
-        return self.read_objects(listed, is_inbox=True)
 
     def note_shown(self, commits: Iterable[BlobInfo]) -> None:
         """Remember that a list of the inbox has shown commits: while it does, contained ones are
@@ -324,37 +306,8 @@ class IndexReader:
         is_known = name in self._replica.contained or name in self.publishing
         if is_known or not self._names.is_object(name):
             return False
-        bad = self.unreadable.get(name)
-        return bad is None or self._clock.monotonic() >= bad.retry_at
-
-    def _fetch(self, info: BlobInfo) -> Delta | Unreadable | None:
-        """Return the content of an object; None if it is missing. Any thread may call this."""
-        if info.size > MAX_OBJECT_BYTES:
-            return self._unreadable(f"it has {info.size} bytes")
-        namespace = self._replica.namespace
-        try:
-            body = self._medium.sealed(info.name, namespace, info.size)
-            return decode_delta(body)
-        except BlobMissingError:
-            return None
-        except RefusedError as error:
-            # one object: without the right to read any, the store does not open
-            return self._unreadable(str(error))
-        except NewerFormatError as error:
-            return self._unreadable(str(error))._replace(is_newer=True)
-        except CorruptPackError as error:
-            return self._unreadable(str(error))
-
-    def _unreadable(self, reason: str) -> Unreadable:
-        retry_at = self._clock.monotonic() + _RETRY_S
-        return Unreadable(reason, retry_at, is_newer=False)
-
-    def _report(self, name: str, bad: Unreadable) -> None:
-        """Record that an object cannot be read; the first time, log it."""
-        if name not in self.unreadable:
-            text = "%s is unreadable (%s): packs that it alone names are misses"
-            logger.warning(text, name, bad.reason)
-        self.unreadable[name] = bad
+        retry_at = self.unreadable.get(name, -math.inf)
+        return self._clock.monotonic() >= retry_at
 
     def _note_list(self, infos: Sequence[BlobInfo]) -> None:
         """Remember a list of the index, and forget names that no list has shown for a while."""
@@ -378,10 +331,8 @@ class IndexReader:
         # a copy: another thread may commit meanwhile
         names = list(self._replica.contained)
         for name in names:
-            is_commit = self._names.is_commit(name)
-            kept_s = _FORGET_COMMIT_S if is_commit else _FORGET_S
             shown_at = self._shown_at.setdefault(name, now)
-            if now - shown_at > kept_s:
+            if now - shown_at > _FORGET_S:
                 old.append(name)
         return old
 

@@ -44,7 +44,8 @@ class _BlockedError(Exception):
 
 
 class Sweeper:
-    """Sweeps the blobs of one namespace. Only one thread at a time may use it."""
+    """Sweeps the blobs of one namespace. One thread at a time may call ``step``, any thread
+    ``sweep``, both beside commits and merges."""
 
     def __init__(self, medium: Medium, names: Names, replica: Replica) -> None:
         self._medium = medium

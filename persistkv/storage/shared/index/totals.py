@@ -39,6 +39,8 @@ _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
 # 1/64 of the capacity, or of a quota: totals are exchanged when the namespace, or what it holds of
 # the tenant, has grown by it
 _GROWTH_SHARE = 64
+# else, when the namespace has used half of its share: between two totals
+_LEAST_TOTALS_S = 5.0
 _DIGITS = re.compile("[0-9a-f]{32}")  # id of a namespace in the name of its totals
 # names in a list of S3: of more totals, a part of the minutes reads the list
 _PER_MINUTE = 1000
@@ -103,7 +105,7 @@ class PublishedTotals(NamedTuple):
 
 class TotalsBoard:
     """The totals of all namespaces of one store and key: content under another key can be neither
-    read nor evicted. Only one thread at a time may use it.
+    read nor evicted. Thread-safe.
     """
 
     def __init__(self, medium: Medium) -> None:
@@ -116,6 +118,8 @@ class TotalsBoard:
         replaced."""
         self._own: dict[bytes, Totals] = {}  # as they were published last
         self._read_at = -math.inf  # monotonic time of the next list
+        self._seen_at = 0.0  # the medium's time of the last list
+        self._lock = medium.clock.lock()  # of an exchange
 
     def exchange(self, replica: Replica, policy: Policy) -> None:
         """Write the totals of a namespace, and read those of all others. Of more than 1,000, not at
@@ -123,12 +127,13 @@ class TotalsBoard:
 
         :raises StoreError: the medium or the replica failed; the totals before are kept.
         """
-        totals = self._publish(replica, policy)
-        now = self._clock.monotonic()
-        if now >= self._read_at:
-            self._read(replica.namespace, totals)
-            minutes = len(self._published) // _PER_MINUTE
-            self._read_at = now + TOTALS_S * minutes
+        with self._lock:
+            totals = self._publish(replica, policy)
+            now = self._clock.monotonic()
+            if now >= self._read_at:
+                self._read(replica.namespace, totals)
+                minutes = len(self._published) // _PER_MINUTE
+                self._read_at = now + TOTALS_S * minutes
 
     def _publish(self, replica: Replica, policy: Policy) -> Totals:
         """Write the totals of a namespace, and return them; if it has become empty, delete them."""
@@ -176,6 +181,7 @@ class TotalsBoard:
                 found[place.namespace] = PublishedTotals(written, new)
         self._published = found
         self._junk = junk
+        self._seen_at = self._medium.time.now()
 
     def _list(self) -> Iterator[_Place]:
         """Iterate over the totals in the store."""
@@ -198,10 +204,10 @@ class TotalsBoard:
     def limits(self, policy: Policy, namespace: bytes) -> Limits:
         """Return the limits of a namespace until the next exchange.
 
-        The namespaces share the free space equally. A part of the capacity is kept free, so that a
-        growing namespace evicts the oldest content of the store, and not only its own. What others
-        will evict is not free before their totals show it: meanwhile, each namespace of a store
-        that exceeds its capacity gives up an equal part, whatever its age.
+        The namespaces in use share the free space equally. A part of the capacity is kept free, so
+        that a growing namespace evicts the oldest content of the store, and not only its own. What
+        others will evict is not free before their totals show it: meanwhile, each namespace of a
+        store that exceeds its capacity gives up an equal part, whatever its age.
         """
         mine = self._own.get(namespace)
         others = self._present_others(namespace)
@@ -212,8 +218,11 @@ class TotalsBoard:
         horizons = _tenant_horizons([mine, *others], policy)
         mine = mine.without(horizons)
         others = [totals.without(horizons) for totals in others]
-        bound = _bound(mine, others, capacity)
-        return Limits(bound.num_bytes, policy.ttl_s, bound.horizon, tenants)
+        sharing = 1 + self._others_in_use(namespace)
+        bound = _bound(mine, others, capacity, sharing)
+        return Limits(
+            bound.num_bytes, policy.ttl_s, bound.horizon, tenants, bound.share
+        )
 
     def _present_others(self, namespace: bytes) -> list[Totals]:
         """Return the totals of all namespaces but one, as they probably are now.
@@ -233,6 +242,17 @@ class TotalsBoard:
                 totals = totals.later(age_s)
             others.append(totals)
         return others
+
+    def _others_in_use(self, namespace: bytes) -> int:
+        """Return how many other namespaces may grow: their totals were new when they were read.
+        An idle namespace that grows publishes totals soon.
+        """
+        found = 0
+        for name, published in self._published.items():
+            age_s = self._seen_at - published.written
+            if name != namespace and age_s <= 2 * TOTALS_S:
+                found += 1
+        return found
 
     def abandoned(self, policy: Policy) -> bytes | None:
         """Return a namespace that no engine uses, and that has content to evict or to expire; None:
@@ -275,11 +295,14 @@ class NamespaceLimits:
         self._board = board
         self._replica = replica
         self._clock = medium.clock
-        self._policy = policy
+        self.policy = policy
+        """The policy at the last refresh."""
         self.now = Limits(None, None)
         """The present limits."""
         self.due_at = math.inf
         """Monotonic time of the next ``refresh``, unless the namespace grows much before."""
+        self._refreshed_at = -math.inf
+        """Monotonic time of the last refresh."""
         self._known_bytes = 0
         """Bytes of the namespace at the last refresh."""
         self._known_tenants: Mapping[str, int] = {}
@@ -295,19 +318,33 @@ class NamespaceLimits:
     def is_due(self, policy: Policy) -> bool:
         """Return whether it is time for a refresh; a new policy and fast growth act at once."""
         is_time = self._clock.monotonic() >= self.due_at
-        return is_time or policy != self._policy or self._has_grown(policy)
+        return is_time or policy != self.policy or self.has_grown()
 
-    def _has_grown(self, policy: Policy) -> bool:
-        if policy.capacity is not None:
+    def has_grown(self) -> bool:
+        """Return whether the namespace, or what it holds of a tenant, has grown so much that a
+        refresh is due.
+
+        Its share of the free space may be less than 1/64 of the capacity. The next refresh gives it
+        another share: without it, the namespace would evict content of a store that has room. A
+        store that evicts old content has none.
+        """
+        capacity = self.policy.capacity
+        if capacity is not None:
             growth = self._replica.disk_bytes() - self._known_bytes
-            if growth > policy.capacity // _GROWTH_SHARE:
+            if growth > capacity // _GROWTH_SHARE or self._has_used_share(growth):
                 return True
-        for tenant, quota in policy.quotas.items():
+        for tenant, quota in self.policy.quotas.items():
             now = self._replica.tenant_bytes(tenant_digest(tenant))
             growth = now - self._known_tenants.get(tenant, 0)
             if growth > quota // _GROWTH_SHARE:
                 return True
         return False
+
+    def _has_used_share(self, growth: int) -> bool:
+        """Return whether half of the share of the free space is used."""
+        pause_s = self._clock.monotonic() - self._refreshed_at
+        has_room = self.now.share > 0 and self.now.horizon == -math.inf
+        return has_room and pause_s >= _LEAST_TOTALS_S and growth > self.now.share // 2
 
     def _note_size(self) -> None:
         """Remember the bytes of the namespace and of its tenants."""
@@ -322,8 +359,9 @@ class NamespaceLimits:
         the limits follow from the totals that were read before.
         """
         pause_s = IDLE_TOTALS_S if is_idle else TOTALS_S
-        self.due_at = self._clock.monotonic() + pause_s
-        self._policy = policy
+        self._refreshed_at = self._clock.monotonic()
+        self.due_at = self._refreshed_at + pause_s
+        self.policy = policy
         self._note_size()
         namespace = self._replica.namespace
         if policy.capacity is not None or policy.ttl_s is not None or policy.quotas:
@@ -368,7 +406,7 @@ def _tenant_bounds(
                 shares.append(totals.tenants[digest])
         bounds[digest] = Bound(quota, quota)
         if shares:
-            bounds[digest] = _bound(own, shares, quota)
+            bounds[digest] = _bound(own, shares, quota, 1 + len(shares))
     return bounds
 
 
@@ -390,11 +428,12 @@ def _tenant_horizons(
     return horizons
 
 
-def _bound(mine: Totals, others: Sequence[Totals], limit: int) -> Bound:
+def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> Bound:
     """Return what a namespace may keep.
 
     :param mine: its totals; ``others``: those of the namespaces with which it shares the limit, in
         bytes.
+    :param sharing: number of namespaces that share the free space.
     """
     everything = [mine, *others]
     horizon = _horizon(everything, limit, free=limit // _FREE_SHARE)
@@ -402,8 +441,8 @@ def _bound(mine: Totals, others: Sequence[Totals], limit: int) -> Bound:
     kept = mine.newer_than(horizon)
     if used > limit:
         kept = min(kept, mine.num_bytes * limit // used)
-    share = max(0, limit - used) // len(everything)
-    return Bound(limit, kept + share, horizon)
+    share = max(0, limit - used) // sharing
+    return Bound(limit, kept + share, horizon, share)
 
 
 def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:

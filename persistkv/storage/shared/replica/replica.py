@@ -112,6 +112,8 @@ class Bound(NamedTuple):
     """Most bytes in this one; what exceeds them is evicted, least recently used first."""
     horizon: float = -math.inf
     """What was last used before this time is evicted."""
+    share: int = 0
+    """Bytes of the free space that are part of ``num_bytes``."""
 
 
 @dataclass

@@ -31,21 +31,22 @@ from typing import NamedTuple, TextIO
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.errors import StoreError
+from persistkv.errors import ConfigurationError, CorruptPackError, StoreError
 from persistkv.storage.blobs import Blobs
+from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.shared import SharedBackend, SharedOptions, inbox
-from persistkv.storage.shared.format import Names
 from persistkv.storage.shared.index import follower, merge, sweep
 from persistkv.testing.conformance.suite import read_pack, tables
 from tests.storage.shared.engines import Engine
 from tests.storage.shared.model import (
     IDENTITIES,
-    NAMESPACES,
+    KEYS,
     Model,
     Span,
     View,
     ended_in,
+    indexes,
 )
 from tests.storage.shared.operators import Operator
 from tests.storage.shared.simulation import (
@@ -76,6 +77,9 @@ _GAPS_S = (
 )
 _CAPACITY = 40 << 10  # 40 KiB: about eight packs
 _SHOWN_STEPS = 300
+_KEY_SHARE = 0.3  # of the histories whose store has a key
+_NEW_KEY = StoreKey(KEYS[1].encode())
+_KEY_VARIABLES = ("PERSISTKV_HISTORY_KEY", "PERSISTKV_HISTORY_NEW_KEY")
 CALM_S = 7 * MINUTE_S
 """Seconds in which engines merge what is left, and read what others have merged: idle ones list
 after 5 minutes."""
@@ -229,6 +233,14 @@ class History:
         self._lives = 0
         self._has_copies = draw.random() < 0.2
         self._clock_jumps = False
+        source = random.Random(f"key {seed}")
+        self.has_key = source.random() < _KEY_SHARE
+        """Whether a key seals the store."""
+        self._is_rotated = False
+        """Whether another key has replaced the first one."""
+        self._rotates = self.has_key and source.random() < 0.5
+        # a copy that does again what its original did would draw other salts
+        self._has_copies = self._has_copies and not self.has_key
         self._copies = 0
         self._locks: list[TextIO] = []
         self._handles: list[SimulatedStore] = []
@@ -242,8 +254,9 @@ class History:
     def _tune(self, patch: pytest.MonkeyPatch) -> None:
         """Let some histories write bases after few segments, and sweep blobs after minutes instead
         of a day."""
+        for variable, key in zip(_KEY_VARIABLES, KEYS, strict=True):
+            patch.setenv(variable, key)
         if self._draw.random() < 0.6 or self._hangs:
-            patch.setattr(merge, "_MOST_SEGMENTS", 2)
             patch.setattr(merge, "_LEAST_BASE_BYTES", 0)
             patch.setattr(merge, "_OTHERS_BASE_S", 10.0)
             patch.setattr(merge, "_INCLUDED_S", self._draw.choice((3.0, 600.0)))
@@ -299,6 +312,8 @@ class History:
             self._schedule(draw.randrange(1, 4), self._copy)
         if draw.random() < 0.3:
             self._schedule(draw.randrange(1, 4), self._operator.act)
+        if self._rotates:
+            self._schedule(1, self._rotate)
         if draw.random() < 0.2:
             self._clock_jumps = True
             self._schedule(draw.randrange(1, 5), self._jump)
@@ -322,8 +337,8 @@ class History:
             self._schedule(draw.randrange(1, 6), self._hang)
 
     def _note_deletion(self, name: str) -> None:
-        for namespace in NAMESPACES:
-            blob = Names(namespace).pack_name(name)
+        for _, names in indexes():
+            blob = names.pack_name(name)
             if blob is not None and blob not in ended_in(self.world).blobs:
                 self.model.unmarked.add(blob)
 
@@ -332,6 +347,27 @@ class History:
         engine does that wakes up."""
         self._lives += 1
         self._process(f"sweeper{self._lives}", self._sweep)
+
+    def _rotate(self) -> None:
+        """Let a process replace the key; if it fails or is killed, another one tries again."""
+
+        def rotate(process: Process) -> None:
+            try:
+                backend = self._open(process, _KEY_VARIABLES[0])
+                backend.rotate_key(_NEW_KEY)
+                self._is_rotated = True
+                backend.close()
+            except ConfigurationError:
+                # all was done, but the rotation before has not learned it
+                self._is_rotated = True
+            except StoreError as error:
+                process.note(f"could not rotate the key: {error}")
+            finally:
+                if not self._is_rotated and self.world.now < self.time.until:
+                    self.world.at(self.world.now + MINUTE_S, self._rotate)
+
+        self._lives += 1
+        self._process(f"rotator{self._lives}", rotate)
 
     def _sweep(self, process: Process) -> None:
         with suppress(StoreError):
@@ -359,17 +395,26 @@ class History:
             lock.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def open(self, process: Process, *, reader: bool = False) -> SharedBackend:
-        """Open a handle of a process."""
+    def open(self, process: Process) -> SharedBackend:
+        """Open a handle of a process. While the key is being replaced, one of the two opens the
+        store."""
+        if not self.has_key:
+            return self._open(process, None)
+        old, new = _KEY_VARIABLES
+        if not self._is_rotated:
+            with suppress(ConfigurationError):
+                return self._open(process, old)
+        return self._open(process, new)
+
+    def _open(self, process: Process, key: str | None) -> SharedBackend:
         options = SharedOptions(
             capacity=self.capacity,
             ttl_s=self.ttl_s,
             cache=str(self._directory / process.machine),
+            key_env=key,
         )
         blobs = SimulatedBlobs(process)
-        backend = SimulatedStore(
-            blobs, options, read_only=reader, clock=process, background=False
-        )
+        backend = SimulatedStore(blobs, options, clock=process, background=False)
         self._handles.append(backend)
         return backend
 
@@ -377,7 +422,11 @@ class History:
         self, backend: SharedBackend, namespace: bytes, table: PackTable
     ) -> bytes | None:
         """Read a pack and check its bytes; None if it is a miss."""
-        data = read_pack(backend, namespace, table)
+        try:
+            data = read_pack(backend, namespace, table)
+        except CorruptPackError:
+            # its table is that of another blob of the pack by now
+            return None
         known = self.model.payloads[table.pack_id]
         is_ours = data is None or data in known or table.pack_id in self.model.damaged
         assert is_ours, f"wrong bytes of pack {table.pack_id.hex()[:8]}"

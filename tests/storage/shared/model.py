@@ -4,35 +4,63 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import NamedTuple
 from unittest import mock
 
 from persistkv.errors import CorruptPackError
+from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.format.pack_writer import PackWriter
-from persistkv.storage.format.seal import PLAIN
-from persistkv.storage.shared import format
-from persistkv.storage.shared.format import Delta, Names, decode_delta, open_object
+from persistkv.storage.format.seal import PLAIN, Seal
+from persistkv.storage.shared import Clock, format
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import (
+    PLAIN_NAME,
+    Delta,
+    Names,
+    decode_delta,
+    open_object,
+)
+from persistkv.storage.shared.keys import KEYRINGS, StoreKeys
+from persistkv.testing import MemoryBlobs
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
 from tests.storage.shared.simulation import HOUR_S, World
 
 IDENTITIES = (sample_identity(0), sample_identity(1))
 NAMESPACES = tuple(identity.digest for identity in IDENTITIES)
+KEYS = ("1" * 32, "2" * 32)
+"""Of a store whose history has a key, and the one that replaces it."""
+_STORE_KEYS = [StoreKey(text.encode()) for text in KEYS]
 
 
-@cache
-def pack_of(number: int, content: int = 0) -> PackWriter:
-    """Return a pack; no two namespaces have equal packs."""
+def names_of(namespace: bytes, *, with_key: bool) -> Names:
+    """Return the names of the index of a namespace."""
+    return Names(namespace, _STORE_KEYS[0].id if with_key else PLAIN_NAME)
+
+
+def indexes() -> Iterator[tuple[bytes, Names]]:
+    """Iterate over all namespaces with their names, without a key and with one."""
+    for namespace in NAMESPACES:
+        for with_key in (False, True):
+            yield namespace, names_of(namespace, with_key=with_key)
+
+
+def pack_of(number: int, content: int = 0, seal: Seal = PLAIN) -> PackWriter:
+    """Return a pack; no two namespaces have equal packs.
+
+    :param seal: of the store.
+    """
     return sample_pack(
         NAMESPACES[number % 2],
         number,
         blocks=1 + number % 3,
         block_bytes=64,
         content=number + content,
+        seal=seal,
     )
 
 
@@ -160,23 +188,64 @@ class View(NamedTuple):
 def decoded(world: World) -> Iterator[tuple[str, Delta]]:
     """Iterate over all index objects that were ever written, with their names."""
     medium = world.medium
-    for name, data in [
-        *medium.deleted.items(),
-        *((name, held.data) for name, held in medium.blobs.items()),
-    ]:
-        delta = decode(name, data)
+    seals = seals_of(world)
+    for name, data in [*medium.deleted.items(), *medium.contents().items()]:
+        delta = decode(name, data, seals)
         if delta is not None:
             yield name, delta
 
 
-@lru_cache(maxsize=2048)
-def decode(name: str, data: bytes) -> Delta | None:
-    """Return the content of an index object; None: it is none."""
-    for namespace in NAMESPACES:
-        if Names(namespace).is_object(name):
-            with suppress(CorruptPackError):
-                return decode_delta(open_object(name, data, PLAIN, namespace))
+def decode(name: str, data: bytes, seals: Sequence[Seal]) -> Delta | None:
+    """Return the content of an index object; None: it is none.
+
+    :param seals: of the store (``seals_of``).
+    """
+    for seal in seals:
+        found = _decode(name, data, seal)
+        if found is not None:
+            return found
     return None
+
+
+@lru_cache(maxsize=2048)
+def _decode(name: str, data: bytes, seal: Seal) -> Delta | None:
+    for namespace, names in indexes():
+        if names.is_object(name):
+            with suppress(CorruptPackError):
+                return decode_delta(open_object(name, data, seal, namespace))
+    return None
+
+
+def seals_of(world: World) -> Sequence[Seal]:
+    """Return the seals of the store: plain, and with each key that it had, with all data keys that
+    it ever had."""
+    medium = world.medium
+    found: dict[str, bytes] = {}
+    for blobs in (medium.deleted, medium.contents()):
+        for name, data in blobs.items():
+            if (
+                name.startswith(KEYRINGS) and not name.endswith("/replaced")
+            ) or "/tenants/" in name:
+                found[name] = data
+    return _seals_of(tuple(sorted(found.items())))
+
+
+@lru_cache(maxsize=8)
+def _seals_of(blobs: Sequence[tuple[str, bytes]]) -> Sequence[Seal]:
+    """Return the seals of a store.
+
+    :param blobs: those that hold its keys: name and content.
+    """
+    copy = MemoryBlobs()
+    copy.connections = 1
+    for name, data in blobs:
+        copy.put(name, [data])
+    seals: list[Seal] = [PLAIN]
+    for key in _STORE_KEYS:
+        keys = StoreKeys(Medium(copy, key, Clock()), key)
+        if keys.open(creates=False):
+            seals.append(keys.seal)
+    return seals
 
 
 def ended_in(world: World, since: float = 0.0) -> Ended:

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.shared import format
-from persistkv.storage.shared.format import Names
-from tests.storage.shared.model import NAMESPACES, decode, newer
+from tests.storage.shared.model import (
+    NAMESPACES,
+    decode,
+    indexes,
+    names_of,
+    newer,
+    seals_of,
+)
 from tests.storage.shared.simulation import START
 
 if TYPE_CHECKING:
@@ -66,7 +72,7 @@ class Operator:
 
     def _add_junk(self) -> None:
         namespace = self._draw.choice(NAMESPACES)
-        names = Names(namespace)
+        names = names_of(namespace, with_key=self._history.has_key)
         name = self._draw.choice(
             (names.new_commit(self._draw), names.new_index(1, START, self._draw))
         )
@@ -79,12 +85,12 @@ class Operator:
 
     def _damage(self, name: str) -> None:
         """Record what may be missed when this blob is gone."""
-        model, data = self._history.model, self._history.world.medium.blobs[name].data
-        for namespace in NAMESPACES:
-            blob = Names(namespace).pack_name(name)
+        model, world = self._history.model, self._history.world
+        for _, names in indexes():
+            blob = names.pack_name(name)
             if blob is not None:
                 model.damaged.add(blob[:ID_BYTES])
-        delta = decode(name, data)
+        delta = decode(name, world.medium.blobs[name].data, seals_of(world))
         if delta is not None:
             model.damaged.update(entry.pack_id for entry in delta.packs)
             # they may return

@@ -142,6 +142,10 @@ class Medium:
                 found.append(BlobInfo(name, len(held.data), float(int(held.time))))
         return found
 
+    def contents(self) -> dict[str, bytes]:
+        """Return the bytes of all blobs, by name."""
+        return {name: held.data for name, held in self.blobs.items()}
+
     def names(self, *parts: str) -> list[str]:
         """Return the names that contain all ``parts``, ascending."""
         return [name for name in self._names if all(part in name for part in parts)]

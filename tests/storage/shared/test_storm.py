@@ -94,7 +94,7 @@ class Storm:
 
     def _store(self, engine: Engine) -> None:
         number = next(self._numbers)
-        new = pack(number, blocks=1, block_bytes=16)
+        new = engine.pack(number, blocks=1, block_bytes=16)
         self.unknown.add(new.pack_id)
         engine.store(new)
         self.unknown.discard(new.pack_id)
@@ -245,9 +245,14 @@ def _is_index_object(name: str) -> bool:
     return "/index/" in name
 
 
-def run_storms(directory: Path, seeds: range) -> None:
+def run_storms(directory: Path, seeds: range, key_env: str | None = None) -> None:
+    """Run storms until one fails.
+
+    :param key_env: variable with the key of the stores; None: they have none.
+    """
     for seed in seeds:
         with town_of(directory / str(seed), seed) as town:
+            town.key_env = key_env
             storm = Storm(town, seed)
             storm.run()
             storm.check()
@@ -257,6 +262,14 @@ def run_storms(directory: Path, seeds: range) -> None:
 @pytest.mark.usefixtures("small_bases")
 def test_storm_of_fifty_engines_loses_nothing(tmp_path: Path) -> None:
     run_storms(tmp_path, range(1))
+
+
+@pytest.mark.usefixtures("small_bases")
+def test_storm_of_fifty_engines_with_a_key_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSISTKV_STORM_KEY", "k" * 32)
+    run_storms(tmp_path, range(1), "PERSISTKV_STORM_KEY")
 
 
 @pytest.mark.usefixtures("small_bases")

@@ -119,6 +119,8 @@ class Town:
         self.server = MemoryBlobs(lambda: START + self.now + self.server_ahead_s)
         self.server_ahead_s = 0.0
         """By how much the medium's clock is wrong."""
+        self.key_env: str | None = None
+        """Variable with the key of all engines; None: they have none."""
         self.engines: list[Engine] = []
         self._dead: list[Engine] = []
         self._directory = directory
@@ -128,7 +130,7 @@ class Town:
     ) -> Engine:
         """Start an engine. ``cache``: name of its machine, which keeps replicas."""
         directory: str | bool = False if cache is None else str(self._directory / cache)
-        values = {"cache": directory, **options}
+        values = {"cache": directory, "key_env": self.key_env, **options}
         engine = Engine(self, SharedOptions(**values))  # type: ignore[arg-type]
         self.engines.append(engine)
         if opens:
@@ -184,9 +186,8 @@ class Town:
 
     def fresh(self, namespace: bytes = NAMESPACE, number: int = 0) -> set[bytes]:
         """Return what a handle finds that knows nothing."""
-        engine = Engine(
-            self, SharedOptions(cache=False, read_only=True), read_only=True
-        )
+        options = SharedOptions(cache=False, read_only=True, key_env=self.key_env)
+        engine = Engine(self, options, read_only=True)
         engine.open(number)
         try:
             return engine.held(namespace)

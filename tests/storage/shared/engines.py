@@ -52,6 +52,8 @@ class Engine:
         }
         self._cursors: dict[bytes, bytes | None] = dict.fromkeys(NAMESPACES)
         self._opened: set[bytes] = set()
+        self._has_new_key = False
+        """Whether the key was replaced before the handle was opened."""
         self._is_stopping = False
         self._is_stopped = False
 
@@ -63,6 +65,7 @@ class Engine:
         except StoreError as error:
             self._note(f"could not open: {error}")
             return
+        self._has_new_key = self._history.is_rotated
         self._process.spawn(lambda: self._work(backend))
         self._use(backend)
         calm = self._history.time.calm
@@ -215,7 +218,10 @@ class Engine:
             assert not differ, (
                 f"{self._process.name}: changes differ from the catalogue in {len(differ)} packs"
             )
-        self._history.views[self._process.name] = views
+        # Two engines that create a store at once make data keys of their own. A handle that learns
+        # too late of the other's cannot search it after a rotation.
+        if self._has_new_key == self._history.is_rotated:
+            self._history.views[self._process.name] = views
 
     def _note(self, text: str) -> None:
         self._process.note(text)

@@ -236,7 +236,7 @@ class History:
         source = random.Random(f"key {seed}")
         self.has_key = source.random() < _KEY_SHARE
         """Whether a key seals the store."""
-        self._is_rotated = False
+        self.is_rotated = False
         """Whether another key has replaced the first one."""
         self._rotates = self.has_key and source.random() < 0.5
         # a copy that does again what its original did would draw other salts
@@ -355,15 +355,15 @@ class History:
             try:
                 backend = self._open(process, _KEY_VARIABLES[0])
                 backend.rotate_key(_NEW_KEY)
-                self._is_rotated = True
+                self.is_rotated = True
                 backend.close()
             except ConfigurationError:
                 # all was done, but the rotation before has not learned it
-                self._is_rotated = True
+                self.is_rotated = True
             except StoreError as error:
                 process.note(f"could not rotate the key: {error}")
             finally:
-                if not self._is_rotated and self.world.now < self.time.until:
+                if not self.is_rotated and self.world.now < self.time.until:
                     self.world.at(self.world.now + MINUTE_S, self._rotate)
 
         self._lives += 1
@@ -401,7 +401,7 @@ class History:
         if not self.has_key:
             return self._open(process, None)
         old, new = _KEY_VARIABLES
-        if not self._is_rotated:
+        if not self.is_rotated:
             with suppress(ConfigurationError):
                 return self._open(process, old)
         return self._open(process, new)

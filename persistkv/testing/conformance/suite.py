@@ -261,8 +261,10 @@ def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | N
     (filled,) = backend.read(namespace, [span])
     if filled and backend.seal.encrypts:
         # as it is held: each stream of a pack is sealed with another key
-        for held in backend.tables(namespace, [table.pack_id]):
-            open_payload(backend.seal, held, memoryview(buffer))
+        held = backend.tables(namespace, [table.pack_id])
+        if not held:
+            return None
+        open_payload(backend.seal, held[0], memoryview(buffer))
     return bytes(buffer) if filled else None
 
 

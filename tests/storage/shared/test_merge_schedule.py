@@ -17,10 +17,21 @@ def schedule() -> MergeSchedule:
 
 
 def note_latest(
-    schedule: MergeSchedule, written: float, *, is_own: bool = False
+    schedule: MergeSchedule,
+    written: float,
+    *,
+    is_own: bool = False,
+    is_first: bool = False,
+    age_s: float = 0.0,
 ) -> None:
-    """Let the engine read ``latest`` when it is written."""
-    schedule.note_latest(written, is_own=is_own, written=written, time=written)
+    """Let the engine read ``latest``."""
+    schedule.note_latest(
+        written + age_s,
+        is_own=is_own,
+        is_first=is_first,
+        written=written,
+        time=written,
+    )
 
 
 def test_own_commit_is_merged_when_it_has_waited(schedule: MergeSchedule) -> None:
@@ -71,12 +82,20 @@ def test_regular_merges_of_another_engine_that_stop_are_followed_by_one(
     note_latest(schedule, 202.7)
     assert schedule.due_at(203.0, None) == pytest.approx(207.7)
     # the same version, read again
-    schedule.note_latest(204.0, is_own=False, written=202.9, time=202.7)
+    note_latest(schedule, 202.7, age_s=1.3)
     assert schedule.due_at(204.0, None) == pytest.approx(207.7)
     schedule.begin_merge(207.7)
     schedule.end_merge(found=False, found_others=False, incomplete=False)
-    schedule.note_latest(208.0, is_own=False, written=202.7, time=202.7)
+    note_latest(schedule, 202.7, age_s=5.3)
     assert schedule.due_at(208.0, None) == math.inf
+
+
+def test_first_merge_of_another_engine_that_no_one_follows_is_followed_by_one(
+    schedule: MergeSchedule,
+) -> None:
+    note_latest(schedule, 200.0)
+    note_latest(schedule, 208.0, is_first=True)
+    assert schedule.due_at(209.0, None) == pytest.approx(213.0)
 
 
 def test_rare_merges_of_another_engine_are_followed_by_none(

@@ -195,11 +195,14 @@ class Merger:
         self._plan_base()
 
     def _note_latest(self, latest: Latest) -> None:
+        is_first = self.last_writer not in (b"", latest.writer)
         self.last_writer = latest.writer
-        is_own = latest.writer == self.writer
-        written = self._announced_at(latest)
         self.schedule.note_latest(
-            self._clock.monotonic(), is_own=is_own, written=written, time=latest.time
+            self._clock.monotonic(),
+            is_own=latest.writer == self.writer,
+            is_first=is_first,
+            written=self._announced_at(latest),
+            time=latest.time,
         )
 
     def _announced_at(self, latest: Latest) -> float:
@@ -258,6 +261,10 @@ class Merger:
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
             self.deletions.add_packs(removals.packs)
+            if self.last_writer != self.writer:
+                # Another engine may have merged at the same time. ``latest`` must name its segment,
+                # too: this engine reads it again only when the next merge is due.
+                self._reader.follow()
             self._announce()
         # after the segment is durable, because it includes them
         self._delete_included(commits)

@@ -95,11 +95,12 @@ class MergeSchedule:
         self._is_incomplete = incomplete
 
     def note_latest(
-        self, now: float, *, is_own: bool, written: float, time: float
+        self, now: float, *, is_own: bool, is_first: bool, written: float, time: float
     ) -> None:
         """Record that ``latest`` was read.
 
         :param is_own: whether this engine has written it.
+        :param is_first: whether another engine has written the one before.
         :param written: time of writing.
         :param time: of writing, on the clock of its writer.
         """
@@ -107,9 +108,10 @@ class MergeSchedule:
         self._announced_at = written
         pause_s = time - self._latest_time
         if pause_s:
-            is_regular = 0 < pause_s < _NOT_REGULAR_S and not is_own
+            # one that has just merged for the first time may be killed, too
+            is_regular = is_first or 0 < pause_s < _NOT_REGULAR_S
             stopped_at = now + _STOPPED_S + self._jitter_s
-            self._stopped_at = stopped_at if is_regular else math.inf
+            self._stopped_at = stopped_at if is_regular and not is_own else math.inf
         self._latest_time = time
         if written > self._planned_since:
             # Otherwise, this engine would replace the one with regular merges, and not continue

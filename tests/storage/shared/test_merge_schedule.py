@@ -21,14 +21,12 @@ def note_latest(
     written: float,
     *,
     is_own: bool = False,
-    is_first: bool = False,
     age_s: float = 0.0,
 ) -> None:
     """Let the engine read ``latest``."""
     schedule.note_latest(
         written + age_s,
         is_own=is_own,
-        is_first=is_first,
         written=written,
         time=written,
     )
@@ -88,14 +86,6 @@ def test_regular_merges_of_another_engine_that_stop_are_followed_by_one(
     schedule.end_merge(found=False, found_others=False, incomplete=False)
     note_latest(schedule, 202.7, age_s=5.3)
     assert schedule.due_at(208.0, None) == math.inf
-
-
-def test_first_merge_of_another_engine_that_no_one_follows_is_followed_by_one(
-    schedule: MergeSchedule,
-) -> None:
-    note_latest(schedule, 200.0)
-    note_latest(schedule, 208.0, is_first=True)
-    assert schedule.due_at(209.0, None) == pytest.approx(213.0)
 
 
 def test_rare_merges_of_another_engine_are_followed_by_none(

@@ -195,12 +195,10 @@ class Merger:
         self._plan_base()
 
     def _note_latest(self, latest: Latest) -> None:
-        is_first = self.last_writer not in (b"", latest.writer)
         self.last_writer = latest.writer
         self.schedule.note_latest(
             self._clock.monotonic(),
             is_own=latest.writer == self.writer,
-            is_first=is_first,
             written=self._announced_at(latest),
             time=latest.time,
         )

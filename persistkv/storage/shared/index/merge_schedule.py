@@ -9,8 +9,8 @@ and delay.
    segments and more engines merge.
 3. An engine that finds old commits of others merges them after a random pause, unless ``latest`` is
    written during the pause. Commits that regular merges have left for minutes are merged anyway.
-4. If the regular merges of another engine stop, an engine merges once: the other one may have been
-   killed after a commit. In a fleet, rule 2 acts before.
+4. If ``latest`` was written every few seconds and is not any more, an engine merges once: the one
+   that has written it may have been killed after a commit. In a fleet, rule 2 acts before.
 """
 
 from __future__ import annotations
@@ -95,12 +95,11 @@ class MergeSchedule:
         self._is_incomplete = incomplete
 
     def note_latest(
-        self, now: float, *, is_own: bool, is_first: bool, written: float, time: float
+        self, now: float, *, is_own: bool, written: float, time: float
     ) -> None:
         """Record that ``latest`` was read.
 
         :param is_own: whether this engine has written it.
-        :param is_first: whether another engine has written the one before.
         :param written: time of writing.
         :param time: of writing, on the clock of its writer.
         """
@@ -108,10 +107,9 @@ class MergeSchedule:
         self._announced_at = written
         pause_s = time - self._latest_time
         if pause_s:
-            # one that has just merged for the first time may be killed, too
-            is_regular = is_first or 0 < pause_s < _NOT_REGULAR_S
+            is_regular = 0 < pause_s < _NOT_REGULAR_S and not is_own
             stopped_at = now + _STOPPED_S + self._jitter_s
-            self._stopped_at = stopped_at if is_regular and not is_own else math.inf
+            self._stopped_at = stopped_at if is_regular else math.inf
         self._latest_time = time
         if written > self._planned_since:
             # Otherwise, this engine would replace the one with regular merges, and not continue

@@ -396,8 +396,9 @@ class PackWriter(NewPack):
         self.segments = ()
 
     def _stored_frames(self, frame_seal: FrameSeal) -> Iterator[_StoredFrame]:
-        """Yield the frames in order, encoded in other threads if they are encoded at all."""
-        start_frame = self._start_frame if self.encodes else None
+        """Yield the frames in order, encoded in other threads if the pack has a codec."""
+        # frames that are only sealed: encryption holds the GIL, so threads would take turns
+        start_frame = None if self.codec.identity else self._start_frame
         number = 0
         for segment in self.segments:
             for start, stop in segment.frame_bounds():

@@ -15,7 +15,6 @@ import hashlib
 import multiprocessing
 import os
 import random
-import signal
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ from cryptography.hazmat.primitives import ciphers
 from cryptography.hazmat.primitives.ciphers import aead
 
 from benchmarks.rig import show
+from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreBusyError
 from persistkv.memory.rows import StagedBlocks
 from persistkv.storage import open_backend
@@ -40,6 +40,7 @@ from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
+from persistkv_lmdb import LmdbBackend
 
 OLD, NEW = "PERSISTKV_BENCHMARK_KEY", "PERSISTKV_BENCHMARK_NEW_KEY"
 TARGET_S = 10.0  # of a rotation, at 10⁶ packs
@@ -120,7 +121,9 @@ class Commit(NamedTuple):
 def run_engine(url: str, record: Path, reports: Connection) -> None:
     """Commit packs until the process is killed."""
     draw = random.Random()
-    with recorded(record), closing(open_backend(url)) as backend:
+    # the class, which the parent has imported: the imports would take longer than a short life
+    parsed = StoreUrl.parse(url)
+    with recorded(record), closing(LmdbBackend.open(parsed)) as backend:
         namespace = backend.open_namespace(Identity.of({"benchmark": "keys"})).id
         while True:
             num_packs = draw.randint(1, _MOST_PACKS)
@@ -141,7 +144,7 @@ class Engines:
     """
 
     def __init__(self, url: str, records: Path, count: int) -> None:
-        # not spawned: imports would take longer than a short life
+        # not spawned, for the same reason
         self._context = multiprocessing.get_context("fork")
         self._url = url
         self._records = records
@@ -199,7 +202,7 @@ class Engines:
 
     def _end(self, number: int) -> list[Commit]:
         process, reports = self._engines[number]
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
         found: list[Commit] = []
         try:

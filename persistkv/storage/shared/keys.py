@@ -127,6 +127,18 @@ class StoreKeys:
                 self._put_tenant(data_key)
                 self._keyring = self._known().extended([data_key])
 
+    def are_complete(self) -> bool:
+        """Return whether this handle knows all data keys of the store's records. After a rotation,
+        it cannot tell.
+
+        :raises StoreError: the medium failed.
+        """
+        if self._key is None:
+            return True
+        wrapped = _joined(self._blobs(self._key))
+        known = self._known().keys
+        return bool(wrapped) and all(entry.id in known for entry in wrapped)
+
     def write_again(self) -> None:
         """Write the data keys that this handle knows, unless another key has replaced its own: the
         store was deleted.

@@ -250,6 +250,25 @@ def test_engines_that_create_a_store_at_once_read_each_other(town: Town) -> None
         assert len(tables(engine.backend, NAMESPACE)) == 2
 
 
+def test_sweep_of_a_handle_that_lacks_a_data_key_spares_what_it_cannot_read(
+    town: Town,
+) -> None:
+    """After a rotation it cannot learn the key, and what is sealed with it is no junk."""
+    first = keyed(town)
+    wrapped = OURS.wrap(OURS.id, DataKey(bytes(8), STORE, bytes(range(32))))
+    name = f"keyrings/{OURS.id}/{wrapped.id.hex()}"
+    town.server.put(name, [encode_keys(StoredKeys((wrapped,)))])
+    second = keyed(town)
+    second.backend.rotate_key(OTHER)
+    second.store(second.pack(1))
+    town.kill(second)
+    town.now += 9 * 86_400.0
+    assert first.backend._open(NAMESPACE).sweep() == 0
+    third = town.engine(key_env="PERSISTKV_OTHER_KEY")
+    (table,) = tables(third.backend, NAMESPACE).values()
+    assert read_pack(third.backend, NAMESPACE, table) is not None
+
+
 def test_packs_of_tenants_are_read_by_all_and_keys_are_made_once(town: Town) -> None:
     first, second = keyed(town), keyed(town)
     for seed, engine in enumerate((first, second, first)):

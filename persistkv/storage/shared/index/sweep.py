@@ -6,7 +6,8 @@ failed.
    the index, and begins from nothing: the replica is not trusted. The machine's clock must confirm
    the medium's, which may jump ahead, or the packs of a running commit count as old.
 2. If any object of the index is missing, unreadable or of a newer release, nothing is deleted: it
-   may name the blob. An object that was damaged for seven days counts as junk.
+   may name the blob. An object that was damaged for seven days counts as junk, unless it may be
+   sealed with a data key that this handle does not know.
 3. One sweep a day is enough for all engines: a blob records when one began.
 """
 
@@ -178,7 +179,7 @@ class Sweeper:
                 read.add(info.name)
                 if isinstance(delta, Delta):
                     yield delta
-                elif now - info.time < _JUNK_S:
+                elif now - info.time < _JUNK_S or not self._medium.keys.are_complete():
                     raise _BlockedError(delta)
             if is_complete:
                 return

@@ -179,8 +179,10 @@ class BatchCommit:
         :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction``
             makes room for it.
         """
-        self._drop_shared_manifests(_DROPPED_AT_ONCE)
-        self._record_early_uses()
+        if self._rewritten:
+            self._drop_shared_manifests(_DROPPED_AT_ONCE)
+        while len(self._batch.touches) > _TOUCHED_AT_ONCE:
+            self._record_early_uses()
         for _ in range(_PLACINGS):
             if self._attempted:
                 for pack in self._batch.packs:
@@ -204,18 +206,17 @@ class BatchCommit:
         )
 
     def _record_early_uses(self) -> None:
-        """Record the uses of a batch with many of them in short transactions, except the last ones,
-        which the batch's own transaction records."""
-        while len(self._batch.touches) > _TOUCHED_AT_ONCE:
-            early = self._batch.touches[:_TOUCHED_AT_ONCE]
-            with self._environment.transaction(write=True) as transaction:
-                commit, _ = self._begin(transaction)
-                commit.touch(early)
-                commit.finish()
-            self._note(commit)
-            rest = self._batch.touches[_TOUCHED_AT_ONCE:]
-            self._batch = replace(self._batch, touches=rest)
-            time.sleep(_TURN_S)
+        """Record the first uses of a batch with many of them in a short transaction. The batch's
+        own transaction records the last ones."""
+        early = self._batch.touches[:_TOUCHED_AT_ONCE]
+        with self._environment.transaction(write=True) as transaction:
+            commit, _ = self._begin(transaction)
+            commit.touch(early)
+            commit.finish()
+        self._note(commit)
+        rest = self._batch.touches[_TOUCHED_AT_ONCE:]
+        self._batch = replace(self._batch, touches=rest)
+        time.sleep(_TURN_S)
 
     def _place(self) -> None:
         """Write the packs that the store lacks durably, into extents that are reserved for this
@@ -343,7 +344,8 @@ class BatchCommit:
             room.check()
 
             commit.remove(batch)
-            self._erase(transaction, commit, (*batch.deletions, *batch.bad))
+            if self._rewritten:
+                self._erase(transaction, commit, self._rewritten)
             commit.add(batch)
             commit.expire(read_ttl(transaction), self._at_once)
             self._fit_quotas(commit)

@@ -415,7 +415,8 @@ class PersistentTier(SecondaryTierManager):
                     is_late=outcome.is_late,
                 )
             )
-        self._end_probe()
+        if self._probes.is_running:
+            self._end_probe()
         for req_id, whole in self.client.take_persisted().items():
             self._remember(req_id, whole)
         finished, self._finished = self._finished, []

@@ -19,7 +19,8 @@ class ProbeTimer:
     def __init__(self, clock: Callable[[], float]) -> None:
         """:param clock: returns seconds."""
         self._clock = clock
-        self._is_running = False
+        self.is_running = False
+        """Whether a probe has begun and not ended."""
         self._next_at = 0.0
         self._distance_s = _FIRST_S
         self.is_small = True
@@ -29,21 +30,21 @@ class ProbeTimer:
     @property
     def is_due(self) -> bool:
         """Whether ``begin`` would return True."""
-        return not self._is_running and self._clock() >= self._next_at
+        return not self.is_running and self._clock() >= self._next_at
 
     def begin(self) -> bool:
         """Return whether the caller must begin a probe now."""
         if not self.is_due:
             return False
         self.is_small = not self.is_small
-        self._is_running = True
+        self.is_running = True
         self._next_at = self._clock() + self._distance_s
         self._distance_s = min(_LONGEST_S, 2 * self._distance_s)
         return True
 
     def end(self) -> None:
         """The probe has ended, or could not be sent."""
-        self._is_running = False
+        self.is_running = False
 
     def reset(self) -> None:
         """A load has ended in time, which shows more than a probe: the next one is due in 1 s."""

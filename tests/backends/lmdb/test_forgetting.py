@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -444,3 +445,31 @@ def test_forget_destroys_keys_in_damaged_stores_too(tmp_path: Path, url: str) ->
     (key_id,) = done.key_ids
     assert found_in_files(store, {wrapped[key_id]}) == 0
     assert found_in_files(store, set(wrapped.values())) == len(wrapped) - 1
+
+
+def test_forget_takes_content_that_is_stored_meanwhile(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine commits after the deletion, and before the key is destroyed."""
+    with (
+        closing(open_backend(url)) as engine,
+        closing(open_backend(url)) as operator,
+    ):
+        store_one(engine, "anna", 1)
+        store_one(engine, "berta", 2)
+        environment = operator.environment  # type: ignore[attr-defined]
+        after_deletion = environment.forget_namespaces
+        calls = itertools.count(1)
+
+        def store_another(ended: list[bytes]) -> None:
+            after_deletion(ended)
+            # after the requests, then after the packs
+            if next(calls) == 2:
+                store_one(engine, "anna", 3)
+
+        monkeypatch.setattr(environment, "forget_namespaces", store_another)
+        done = operator.forget("anna")
+        assert (done.packs, done.requests, len(done.key_ids)) == (2, 2, 1)
+        assert content_of(engine, "anna") == (set(), [])
+        assert len(content_of(engine, "berta")[0]) == 1
+        recount(engine)

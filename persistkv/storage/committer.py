@@ -170,20 +170,26 @@ class Committer:
             # not kept: copies of blocks are freed after their transaction
             transaction = waiting.popleft()
             error = await self._try_commit(transaction, uses)
-            if isinstance(error, TenantForgottenError):
-                waiting.appendleft(transaction)
-                waiting = self._without(error.tenants, waiting)
-                continue
-            refused = error.tenant if isinstance(error, QuotaExceededError) else None
             if error is None:
                 uses = []
-            elif alone := transaction.split(refused):
-                waiting.extendleft(reversed(alone))
             else:
-                self._drop(transaction, refused)
+                waiting = self._after_failure(transaction, error, waiting)
             self._committed_at = time.monotonic()
         for flushed in flushes:
             resolve(flushed, None)
+
+    def _after_failure(
+        self, failed: Transaction, error: StoreError, waiting: deque[Transaction]
+    ) -> deque[Transaction]:
+        """Return the transactions to try next; drop what is not tried again."""
+        if isinstance(error, TenantForgottenError):
+            return self._without(error.tenants, [failed, *waiting])
+        refused = error.tenant if isinstance(error, QuotaExceededError) else None
+        alone = failed.split(refused)
+        if not alone:
+            self._drop(failed, refused)
+        waiting.extendleft(reversed(alone))
+        return waiting
 
     async def _try_commit(
         self, transaction: Transaction, uses: Sequence[bytes]

@@ -56,13 +56,16 @@ class SwitchConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not
         object.__setattr__(self, "_both", both)
 
     def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # tiers look for vLLM's objects on the stack, also while this one is being built
+            return object.__getattribute__(self, name)
         both = object.__getattribute__(self, "_both")
         if name in FOR_BOTH:
             return lambda *arguments, **options: [
                 getattr(each, name)(*arguments, **options) for each in both.values()
             ]
         found = getattr(both[SwitchConnector.tiered], name)
-        return found if name.startswith("__") or not callable(found) else _timed(found)
+        return _timed(found) if callable(found) else found
 
 
 def _timed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -136,19 +136,17 @@ class SharedNamespace:
 
         :raises StoreError: the medium failed; nothing may be added.
         """
-        limits = self._limits
-        if not self.merger.is_over(limits.now):
+        if not self.merger.is_over(self._limits.now):
             return
         with self._lock:
-            if limits.has_grown():
-                # the store may have room
-                limits.refresh(limits.policy, is_idle=False)
-            if not self.merger.evicts(limits.now):
+            # a step that held the lock may have changed them
+            limits = self._limits.now
+            if not self.merger.evicts(limits):
                 return
             # another engine may have evicted meanwhile
             self.follower.look()
-            if self.merger.is_over(limits.now):
-                self.merger.merge(limits.now)
+            if self.merger.is_over(limits):
+                self.merger.merge(limits)
 
     def _check_quotas(self, batch: CommitBatch) -> None:
         """Refuse packs that do not fit the quota of their tenant, also if its other content is

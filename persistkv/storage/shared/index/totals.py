@@ -105,7 +105,7 @@ class PublishedTotals(NamedTuple):
 
 class TotalsBoard:
     """The totals of all namespaces of one store and key: content under another key can be neither
-    read nor evicted. Thread-safe.
+    read nor evicted. Only one thread at a time may use it.
     """
 
     def __init__(self, medium: Medium) -> None:
@@ -119,7 +119,6 @@ class TotalsBoard:
         self._own: dict[bytes, Totals] = {}  # as they were published last
         self._read_at = -math.inf  # monotonic time of the next list
         self._seen_at = 0.0  # the medium's time of the last list
-        self._lock = medium.clock.lock()  # of an exchange
 
     def exchange(self, replica: Replica, policy: Policy) -> None:
         """Write the totals of a namespace, and read those of all others. Of more than 1,000, not at
@@ -127,13 +126,12 @@ class TotalsBoard:
 
         :raises StoreError: the medium or the replica failed; the totals before are kept.
         """
-        with self._lock:
-            totals = self._publish(replica, policy)
-            now = self._clock.monotonic()
-            if now >= self._read_at:
-                self._read(replica.namespace, totals)
-                minutes = len(self._published) // _PER_MINUTE
-                self._read_at = now + TOTALS_S * minutes
+        totals = self._publish(replica, policy)
+        now = self._clock.monotonic()
+        if now >= self._read_at:
+            self._read(replica.namespace, totals)
+            minutes = len(self._published) // _PER_MINUTE
+            self._read_at = now + TOTALS_S * minutes
 
     def _publish(self, replica: Replica, policy: Policy) -> Totals:
         """Write the totals of a namespace, and return them; if it has become empty, delete them."""
@@ -295,8 +293,7 @@ class NamespaceLimits:
         self._board = board
         self._replica = replica
         self._clock = medium.clock
-        self.policy = policy
-        """The policy at the last refresh."""
+        self._policy = policy  # at the last refresh
         self.now = Limits(None, None)
         """The present limits."""
         self.due_at = math.inf
@@ -318,9 +315,9 @@ class NamespaceLimits:
     def is_due(self, policy: Policy) -> bool:
         """Return whether it is time for a refresh; a new policy and fast growth act at once."""
         is_time = self._clock.monotonic() >= self.due_at
-        return is_time or policy != self.policy or self.has_grown()
+        return is_time or policy != self._policy or self._has_grown()
 
-    def has_grown(self) -> bool:
+    def _has_grown(self) -> bool:
         """Return whether the namespace, or what it holds of a tenant, has grown so much that a
         refresh is due.
 
@@ -328,12 +325,12 @@ class NamespaceLimits:
         another share: without it, the namespace would evict content of a store that has room. A
         store that evicts old content has none.
         """
-        capacity = self.policy.capacity
+        capacity = self._policy.capacity
         if capacity is not None:
             growth = self._replica.disk_bytes() - self._known_bytes
             if growth > capacity // _GROWTH_SHARE or self._has_used_share(growth):
                 return True
-        for tenant, quota in self.policy.quotas.items():
+        for tenant, quota in self._policy.quotas.items():
             now = self._replica.tenant_bytes(tenant_digest(tenant))
             growth = now - self._known_tenants.get(tenant, 0)
             if growth > quota // _GROWTH_SHARE:
@@ -361,7 +358,7 @@ class NamespaceLimits:
         pause_s = IDLE_TOTALS_S if is_idle else TOTALS_S
         self._refreshed_at = self._clock.monotonic()
         self.due_at = self._refreshed_at + pause_s
-        self.policy = policy
+        self._policy = policy
         self._note_size()
         namespace = self._replica.namespace
         if policy.capacity is not None or policy.ttl_s is not None or policy.quotas:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
 import msgspec
 import numpy as np
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 OffloadKey = NewType("OffloadKey", bytes)
 """Key of a block: hash of its tokens and of all tokens before them, then the KV cache group's
-index, 4 bytes big-endian. Equal keys mean equal tokens; the models may differ."""
+index, 4 bytes big-endian. Equal keys mean equal tokens; the models may differ. In the tiers, equal
+keys also mean the same tenant (``persistkv.tenants``)."""
 
+REQUEST_PARAMETER = "persistkv"
+"""Key of the options of one request in its ``kv_transfer_params``."""
 GROUP_INDEX_BYTES = 4
 _SHOWN = 40  # characters of a label in errors
 MOST_LABEL_CHARACTERS = 4096  # of name and value: lists and each commit carry them
@@ -151,6 +154,18 @@ class ReqContext:
     store: bool = True
     """True: the request's blocks are passed to tiers for storing. False: they are only looked up
     and loaded."""
+    tenant: str | None = None
+    """Valid name of the tenant whose request it is; None: the request names none. The keys of its
+    blocks are those of this tenant already (``persistkv.tenants.tenant_key``)."""
+
+
+class StoredContext(NamedTuple):
+    """Blocks of a stored request."""
+
+    tenant: str
+    """Name of the tenant whose request it was."""
+    keys: list[OffloadKey]
+    """Keys of the blocks, those of this tenant, in the order of the context."""
 
 
 class OffloadPolicy(StrEnum):

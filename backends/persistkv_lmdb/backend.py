@@ -73,7 +73,7 @@ from persistkv.storage.key_options import KeyOptions
 from persistkv.storage.mounts import existing_parent, remote_type
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
-from persistkv.storage.tenants import check_tenant
+from persistkv.tenants import check_tenant
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_policy, release_free

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ from persistkv.connector.matching import (
     longest_that_fits,
 )
 from persistkv.errors import ConfigurationError
+from persistkv.tenants import engine_key, request_tenant, tenant_key
 
 BlockTable = Sequence[int | None]
 """Device block numbers of one request and one KV cache group, from the request's first token on.
@@ -302,6 +303,8 @@ class OffloadingConnectorScheduler:
         self._job_ids = count()
         self._loads: list[TransferJob] = []
         self._released: list[str] = []
+        # length of the engine's keys, known from the first one on
+        self._key_bytes: int | None = None
 
     def on_new_request(
         self,
@@ -311,6 +314,7 @@ class OffloadingConnectorScheduler:
         *,
         store: bool = True,
         retention: Retention | None = None,
+        tenant: str | None = None,
     ) -> ReqContext:
         """Announce a request, and return the context for calls of the manager. Must be the first
         call for each request.
@@ -319,18 +323,23 @@ class OffloadingConnectorScheduler:
         :param labels: name-value pairs that are stored with the request's manifest.
         :param store: False: the request's blocks are looked up and loaded, but not stored.
         :param retention: how long the stored context is kept; None: as long as there is room.
+        :param tenant: name of the tenant whose request it is: no block of it is served to a request
+            of another one. None: the one in ``kv_transfer_params``, ``{"persistkv": {"tenant":
+            NAME}}``, else the default tenant.
         :raises ValueError: a request of this id exists. A finished request exists until its
             transfers have ended.
-        :raises ConfigurationError: a label is not text.
+        :raises ConfigurationError: a label is not text, or the tenant is invalid; see
+            ``request_tenant``.
         """
         if req_id in self._requests:
             raise ValueError(f"request {req_id!r} already exists")
+        named = request_tenant(tenant, kv_transfer_params)
         description = RequestDescription(len(self._geometries), labels)
         if retention is not None:
             description.retention = retention
         # Without a description, tiers cannot store the context as that of a request.
         passed_on = description if store else None
-        context = ReqContext(req_id, kv_transfer_params, passed_on, store)
+        context = ReqContext(req_id, kv_transfer_params, passed_on, store, named)
         num_groups = len(self._geometries)
         self._requests[req_id] = _ScheduledRequest(
             self._geometries,
@@ -345,13 +354,28 @@ class OffloadingConnectorScheduler:
     def update_keys(
         self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int
     ) -> None:
-        """Append the keys of a request's next offloaded blocks of one group. Their KV need not be
-        computed yet. ``num_tokens`` counts all tokens of the request now, including those of an
-        unfinished block.
+        """Append the keys of a request's next offloaded blocks of one group, all keys of an engine
+        having the same length. Their KV need not be computed yet. ``num_tokens`` counts all tokens
+        of the request now, including those of an unfinished block.
         """
-        description = self._requests[req_id].description
+        request = self._requests[req_id]
+        tenant = request.context.tenant
+        if tenant is not None or self._key_bytes is None:
+            keys = self._keys_of_tenant(tenant, list(keys))
+        description = request.description
         description.extend(group_idx, keys)
         description.num_tokens = num_tokens
+
+    def _keys_of_tenant(
+        self, tenant: str | None, keys: Sequence[OffloadKey]
+    ) -> Sequence[OffloadKey]:
+        """Return a tenant's keys for the engine's, once for each block: all tiers, the primary one
+        too, know the blocks by these keys alone."""
+        if keys:
+            self._key_bytes = len(keys[0])
+        if tenant is None:
+            return keys
+        return [tenant_key(tenant, key) for key in keys]
 
     def get_num_new_matched_tokens(
         self, req_id: str, num_computed_tokens: int
@@ -575,9 +599,17 @@ class OffloadingConnectorScheduler:
         return output
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Call ``take_events`` of the manager, and return the events. Must be called once per
-        engine step."""
-        return list(self.manager.take_events())
+        """Call ``take_events`` of the manager, and return the events, with the keys of the engine:
+        blocks of different tenants may have the same. Must be called once per engine step."""
+        events = list(self.manager.take_events())
+        key_bytes = self._key_bytes
+        if key_bytes is None:
+            return events
+        shown = []
+        for event in events:
+            keys = [engine_key(key, key_bytes) for key in event.keys]
+            shown.append(replace(event, keys=keys))
+        return shown
 
     def shutdown(self) -> None:
         """Shut the manager down; no transfer may be in flight. Idempotent."""

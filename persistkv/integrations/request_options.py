@@ -6,12 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from persistkv.base import Priority, Retention, check_labels
+from persistkv.base import REQUEST_PARAMETER, Priority, Retention, check_labels
 from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
-
-REQUEST_PARAMETER = "persistkv"
-"""Key of these options in a request's ``kv_transfer_params``."""
+from persistkv.tenants import check_tenant
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,6 +29,9 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl: str | None = None
     """``Retention.ttl_s`` as a duration such as ``30s`` or ``12h``."""
     priority: Priority = "normal"
+    tenant: str | None = None
+    """Name of the tenant whose request it is, 1 to 128 characters: no block of it is served to a
+    request of another one. None: the default tenant, or none if the tier requires one."""
     weights: str | None = None
     """Name of the weights that the request expects, for vLLM engines whose weights change while
     they run: a new name ends the use of the store for the earlier weights. None: those at the start
@@ -73,4 +74,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from None
         _ = options.retention
         check_labels(options.labels)
+        if options.tenant is not None:
+            check_tenant(
+                f"kv_transfer_params.{REQUEST_PARAMETER}.tenant", options.tenant
+            )
         return options

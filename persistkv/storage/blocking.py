@@ -15,8 +15,8 @@ from persistkv.storage.loop_thread import LoopThread
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.savings import Savings, add_savings
 from persistkv.storage.store import Store, start_threads
-from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.storage.threads import StoreThreads
+from persistkv.tenants import DEFAULT_TENANT
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from persistkv.config import exact_duration, exact_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.tenants import DEFAULT_TENANT, check_tenant
+from persistkv.tenants import DEFAULT_TENANT, check_tenant
 
 _NONE = "none"
 _MOST_QUOTA = 1 << 62

@@ -11,7 +11,7 @@ import msgspec
 from persistkv.base import Retention
 from persistkv.memory.budget import default_io_threads
 from persistkv.storage.format.manifest import RequestManifest
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 _MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
 _END_BYTES = 512  # memory of the end of a request, without its keys and labels
@@ -134,13 +134,15 @@ def are_encodable(texts: Iterable[object]) -> bool:
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Filter of stored contexts, by id or by labels."""
+    """Filter of stored contexts, by id or by labels, and by tenant."""
 
     request: str | None = None
     """The id of a context, as ``persistkv ls --json`` shows it, or the beginning of the id."""
     labels: dict[str, str] = {}
     """Labels that the contexts have, with these values; ignored if ``request`` is set. Empty: all
     contexts."""
+    tenant: str | None = None
+    """Name of the tenant whose contexts they are; None: of any."""
 
     @property
     def is_encodable(self) -> bool:
@@ -148,6 +150,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return are_encodable([self.request or "", *self.labels, *self.labels.values()])
 
     def includes(self, head: RequestManifest) -> bool:
+        if self.tenant not in (None, head.tenant):
+            return False
         if self.request is not None:
             return head.id.startswith(self.request)
         return self.labels.items() <= head.labels.items()
@@ -160,7 +164,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     request: str
     """The engine's request id."""
     reason: str
-    """``loaded``; or why the engine computed them: ``too_slow``, ``too_short`` or ``deadline``."""
+    """``loaded``; or why the engine computed them: ``too_slow``, ``too_short`` or ``deadline``; or
+    ``refused``: the request neither used nor filled the store."""
     load_s: float | None
     """Seconds that the load took, also one that was abandoned; if it was not begun, those that it
     was expected to take. None: the store did not answer the load before."""

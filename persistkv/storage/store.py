@@ -53,8 +53,8 @@ from persistkv.storage.records import (
     StoreReport,
 )
 from persistkv.storage.savings import SavingsRecorder
-from persistkv.storage.tenants import DEFAULT_TENANT, check_tenant
 from persistkv.storage.threads import StoreThreads
+from persistkv.tenants import DEFAULT_TENANT, check_tenant
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 from persistkv.storage.format.seal import PLAIN, Seal
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 
 def sample_keys(

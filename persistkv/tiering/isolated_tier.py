@@ -14,6 +14,7 @@ from persistkv.base import (
     OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
+    StoredContext,
 )
 from persistkv.isolation import Isolation
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -188,7 +189,7 @@ class IsolatedTier:
             "ask_recent", "recently used contexts are not promoted", False, ask
         )
 
-    def take_recent(self) -> list[list[OffloadKey]] | None:
+    def take_recent(self) -> list[StoredContext] | None:
         take = cast(RecentContexts, self.tier).take_recent
         return self._attempt(
             "take_recent", "recently used contexts are not promoted", None, take

@@ -63,7 +63,7 @@ _FLAT = 1e-3
 
 
 class Reason(StrEnum):
-    """Why the blocks of a request that a store holds were loaded or computed."""
+    """Why the blocks that a store holds for a request were loaded, computed, or not used."""
 
     LOADED = "loaded"
     TOO_SLOW = "too_slow"
@@ -72,6 +72,9 @@ class Reason(StrEnum):
     """Computed: only a longer prefix would be worth the latency of the store."""
     DEADLINE = "deadline"
     """The load was abandoned at its deadline; the engine computed the other blocks."""
+    REFUSED = "refused"
+    """The request neither uses nor fills the store: it names no tenant, which the tier requires, or
+    its options are invalid."""
 
 
 class _Usual:

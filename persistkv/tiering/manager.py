@@ -41,6 +41,7 @@ from persistkv.base import (
 )
 from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.errors import ConfigurationError
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv.tiering.base import JobResult, SecondaryTierManager
 from persistkv.tiering.cascades import Cascade, CascadeQueue
 from persistkv.tiering.isolated_tier import IsolatedTier
@@ -59,8 +60,9 @@ from persistkv.tiering.requests import TieredRequest
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
-# pseudo-request that owns the promotions of recently used contexts
-_PREWARM = ReqContext("prewarm")
+# pseudo-request that owns the promotions of recently used contexts, whose keys are those of their
+# tenants
+_PREWARM = ReqContext("prewarm", tenant=DEFAULT_TENANT)
 
 
 @dataclass
@@ -388,7 +390,10 @@ class TieringOffloadingManager(OffloadingManager):
         is_idle = prewarming.ended and not prewarming.waits
         if is_idle or self._is_prewarming():
             return
-        for key in prewarming.next_context() or ():
+        context = prewarming.next_context()
+        if context is None:
+            return
+        for key in context.keys:
             is_absent = self.primary_tier.lookup(key, _PREWARM) is False
             if is_absent and key not in self._promotions.waiters:
                 self._queue_prewarmed(key)
@@ -737,6 +742,8 @@ class TieringOffloadingManager(OffloadingManager):
             request.finished = False
             request.missed.clear()
             request.decision = request.load_reason = None
+            if request.context.tenant != req_context.tenant:
+                self._forget_awaited_writes(request)
         request.context = req_context
         policy = OffloadPolicy.BLOCK_LEVEL
         if request.request_level_tiers:
@@ -755,6 +762,17 @@ class TieringOffloadingManager(OffloadingManager):
             request = TieredRequest(req_context, request_level_tiers)
             self._requests[req_context.req_id] = request
         return request
+
+    def _forget_awaited_writes(self, request: TieredRequest) -> None:
+        """Do not pass the blocks that a request awaits to its tiers: they would be stored as those
+        of its next tenant."""
+        for key in request.awaited_writes:
+            awaiting = self._awaiting_write[key]
+            awaiting.discard(request.context.req_id)
+            if not awaiting:
+                del self._awaiting_write[key]
+        request.awaited_writes.clear()
+        request.received.clear()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See ``OffloadingManager``. The secondary tiers receive the end when no block of the

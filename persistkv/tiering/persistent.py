@@ -26,6 +26,7 @@ from persistkv.base import (
     ReqContext,
     RequestDescription,
     RequestOffloadingContext,
+    StoredContext,
     get_offload_group_idx,
 )
 from persistkv.config import (
@@ -48,6 +49,7 @@ from persistkv.storage.host.protocol import Hello, Saved
 from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import Choice, LoadReport, RequestEnd, StoreOptions
+from persistkv.tenants import DEFAULT_TENANT, UnnamedTenant
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.load_cost import (
     LoadDecision,
@@ -63,6 +65,11 @@ _NAP_S = 0.0005
 _MOST_PREFETCHES = 64
 # ended requests whose persistence ``wait_persisted`` can still report
 REMEMBERED_ENDS = 4_096
+NO_TENANT = (
+    "it names no tenant (kv_transfer_params.persistkv.tenant), and the tier's option tenant is "
+    "required"
+)
+"""Why the option ``tenant`` refuses a request."""
 
 
 class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +130,9 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     load_policy: LoadPolicy = "auto"
     """``auto``: blocks are loaded if that is expected to be faster than computing them. ``always``:
     blocks are loaded whenever the store holds them. ``never``: blocks are stored only."""
+    tenant: UnnamedTenant = "default"
+    """Tenant of the requests that name none: ``default``, or ``required``: such requests neither
+    use nor fill the store, and are counted as ``refused``."""
     load_deadline_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """Most seconds, above 0, that a load may take. Blocks that are not read then are computed; a
     local store's reads in progress end first. With ``auto``, the deadline is the time of their
@@ -192,20 +202,20 @@ class PersistentTier(SecondaryTierManager):
         self._restored: dict[str, list[int]] = {}
         self._loads: dict[int, _Load] = {}  # in flight
         self._detached = False
-        self._prefetches: deque[Choice | list[OffloadKey]] = deque(
-            maxlen=_MOST_PREFETCHES
-        )
+        self._prefetches: deque[Choice | StoredContext] = deque(maxlen=_MOST_PREFETCHES)
         # answer to a prefetch whose keys were given
-        self._known: list[list[OffloadKey]] | None = None
+        self._known: list[StoredContext] | None = None
         # one call less in ``lookup``, which runs once per block
         self._contains = self.client.contains
         self.load_deadline_s = self.options.load_deadline_s
         self.load_counts: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        """Number of requests by what became of the blocks that the store held for them."""
+        """Number of requests by what became of the blocks that the store held for them, and of
+        those that were refused."""
         self._load_times = LoadTimes()
         self._probes = ProbeTimer(time.monotonic)
         if self.options.load_policy == "never":
             self._contains = _contains_nothing
+        self._requires_tenant = self.options.tenant == "required"
 
     def _store_options(self) -> StoreOptions:
         options = self.options
@@ -250,20 +260,27 @@ class PersistentTier(SecondaryTierManager):
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._requires_tenant and req_context.tenant is None:
+            return False
         return self._contains(key)
 
     def holds(self, key: OffloadKey) -> bool:
-        """Return ``lookup``, for callers without a request."""
+        """Return ``lookup``, for callers without a request. The key is that of a block's tenant."""
         return self._contains(key)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
         if self._detached or self.options.load_policy == "never":
+            return 0
+        if self.refuses(req_context):
             return 0
         return self.client.table.prefix(keys)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         keys = job_metadata.keys
         context = job_metadata.req_context
+        if self.refuses(context):
+            self._finished.append(JobResult(job_metadata.job_id, success=False))
+            return
         if context.description is None:
             self._undescribed.setdefault(context.req_id, []).extend(keys)
         if self._detached or self._holds_all(keys):
@@ -277,6 +294,7 @@ class PersistentTier(SecondaryTierManager):
             job_metadata.block_ids.tolist(),
             _depths(context.description, keys),
             self._num_bytes(keys),
+            tenant=context.tenant or DEFAULT_TENANT,
         )
 
     def _holds_all(self, keys: Sequence[OffloadKey]) -> bool:
@@ -393,7 +411,7 @@ class PersistentTier(SecondaryTierManager):
             self.client.loaded_elsewhere(keys)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        if not self._detached:
+        if not (self._detached or self.refuses(req_context)):
             self.client.touch(keys)
 
     def _num_bytes(self, keys: Sequence[OffloadKey]) -> int:
@@ -467,14 +485,36 @@ class PersistentTier(SecondaryTierManager):
 
     # Requests
 
+    def refuses(self, req_context: ReqContext) -> bool:
+        """Return whether a request neither uses nor fills the store, because it names no tenant
+        (option ``tenant``)."""
+        return self._requires_tenant and req_context.tenant is None
+
+    def report_refused(self, req_context: ReqContext, why: str) -> None:
+        """Count a request that neither uses nor fills the store; log the first one.
+
+        :param why: the reason, in words.
+        """
+        if not self.load_counts[Reason.REFUSED]:
+            logger.warning(
+                "request %s neither uses nor fills the store: %s. Further such requests are "
+                "counted as refused",
+                req_context.req_id,
+                why,
+            )
+        self._count_load(req_context, Reason.REFUSED, None, math.inf)
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self.refuses(req_context):
+            self.report_refused(req_context, NO_TENANT)
+            return RequestOffloadingContext(OffloadPolicy.BLOCK_LEVEL)
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         req_id = req_context.req_id
         arrived = self._undescribed.pop(req_id, [])
         num_restored = self.report_restored(req_context)
-        if self._detached:
+        if self._detached or self.refuses(req_context):
             self._remember(req_id, False)
             return
         description = req_context.description
@@ -503,6 +543,7 @@ class PersistentTier(SecondaryTierManager):
             description.labels,
             description.retention,
             num_restored,
+            req_context.tenant or DEFAULT_TENANT,
         )
         self.client.end_request(end)
 
@@ -540,19 +581,20 @@ class PersistentTier(SecondaryTierManager):
         if isinstance(choice, Choice):
             asked = self.client.ask_recent(max_blocks, choice)
         else:  # the keys are known: the store has nothing to add
-            self._known = [choice[:max_blocks]]
+            keys = choice.keys[:max_blocks]
+            self._known = [StoredContext(choice.tenant, keys)]
             asked = True
         if asked:
             self._prefetches.popleft()
         return asked
 
-    def prefetch(self, choice: Choice | list[OffloadKey]) -> None:
+    def prefetch(self, choice: Choice | StoredContext) -> None:
         """Queue contexts to promote. Each later ``ask_recent`` with ``prefetched`` takes the oldest
         entry.
 
         At most 64 entries are queued; a further one replaces the oldest.
 
-        :param choice: filter of stored requests, or the keys of one context in order.
+        :param choice: filter of stored requests, or one context with its keys in order.
         """
         if isinstance(choice, Choice) and not choice.is_encodable:
             logger.warning(
@@ -567,21 +609,14 @@ class PersistentTier(SecondaryTierManager):
         """Whether the queue of ``prefetch`` has entries."""
         return bool(self._prefetches)
 
-    def take_recent(self) -> list[list[OffloadKey]] | None:
-        """Return the answer to the last ``ask_recent`` once: a list of keys per stored request. An
-        empty list: there is no such request, or the store cannot be read. None: no answer has
-        arrived.
+    def take_recent(self) -> list[StoredContext] | None:
+        """Return the answer to the last ``ask_recent`` once: a context per stored request. An empty
+        list: there is no such request, or the store cannot be read. None: no answer has arrived.
         """
         if self._known is not None:
             known, self._known = self._known, None
             return known
-        recent = self.client.take_recent()
-        if recent is None:
-            return None
-        contexts = []
-        for keys in recent:
-            contexts.append([OffloadKey(key) for key in keys])
-        return contexts
+        return self.client.take_recent()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         changes = self.client.take_events()

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import Protocol, runtime_checkable
 
-from persistkv.base import OffloadKey
+from persistkv.base import StoredContext
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ class RecentContexts(Protocol):
         """
         ...
 
-    def take_recent(self) -> list[list[OffloadKey]] | None:
-        """Return the answer to the last ``ask_recent`` once: a list of keys per request; None: it
-        has not arrived."""
+    def take_recent(self) -> list[StoredContext] | None:
+        """Return the answer to the last ``ask_recent`` once: a context per request; None: it has
+        not arrived."""
         ...
 
 
@@ -42,7 +42,7 @@ class Prewarming:
     def __init__(self, tier: RecentContexts, max_blocks: int) -> None:
         self._tier = tier
         self._max_blocks = max_blocks
-        self._contexts: deque[list[OffloadKey]] = deque()
+        self._contexts: deque[StoredContext] = deque()
         self._asked_at: float | None = None
         self._gives_up = time.monotonic() + _PATIENCE_S
         self._answered = False
@@ -50,9 +50,9 @@ class Prewarming:
         """Whether all recently used contexts were returned, or the tier has not answered for a
         minute: an engine must not take steps forever because of it."""
 
-    def next_context(self) -> list[OffloadKey] | None:
-        """Return the keys of the next stored request to promote; None if there is none (yet). Asks
-        the tier for more contexts if none are left."""
+    def next_context(self) -> StoredContext | None:
+        """Return the next stored context to promote; None if there is none (yet). Asks the tier for
+        more contexts if none are left."""
         if not self._contexts and self._max_blocks > 0:
             self.ended = self.ended or self._answered
             self._ask()
@@ -85,7 +85,7 @@ class Prewarming:
             self._answered = True
             self._contexts.extend(recent)
             self.ended = self.ended or not recent
-            num_blocks = sum(map(len, recent))
+            num_blocks = sum(len(context.keys) for context in recent)
             if num_blocks:
                 logger.info("promoting %d blocks of stored contexts", num_blocks)
         elif not self.ended and time.monotonic() > self._gives_up:

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers import aead
 from benchmarks import keys
 from persistkv.storage.format.keys import DataKey, StoreKey
 from persistkv.storage.format.seal import KeySeal
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 NAMESPACE = bytes(16)
 KEYRING = StoreKey(b"k" * 32).new_keyring().extended([DataKey.new(DEFAULT_TENANT)])

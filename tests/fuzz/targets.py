@@ -82,8 +82,8 @@ from persistkv.storage.shared.format import (
 )
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.store import Store
-from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.storage.threads import StoreThreads
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.layout import DATABASES, PIECES
 

@@ -1,4 +1,4 @@
-"""Tenants in a store on each driver: names, keys, packs, requests."""
+"""Tenants in a store on each driver: packs and requests."""
 
 from __future__ import annotations
 
@@ -6,48 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from persistkv.base import get_offload_group_idx
 from persistkv.errors import ConfigurationError
 from persistkv.storage.blocking import BlockingStore
-from persistkv.storage.tenants import DEFAULT_TENANT, check_tenant, tenant_key
+from persistkv.tenants import DEFAULT_TENANT, tenant_key
 from tests.storage.stores import end, manifests, refill
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., BlockingStore]
-
-
-@pytest.mark.parametrize("name", ["a", "default", "Zoë & co.", "x" * 128, "a/b=c"])
-def test_check_tenant_valid_name_is_returned(name: str) -> None:
-    assert check_tenant("tenant", name) == name
-
-
-@pytest.mark.parametrize(
-    "name", ["", "x" * 129, "a\nb", "a\0", "\x7f", "\ud800", b"bytes", 7, None]
-)
-def test_check_tenant_invalid_name_raises_and_names_field_and_range(
-    name: object,
-) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        check_tenant("hint tenant", name)
-    assert caught.value.field == "hint tenant"
-    assert "1 to 128 characters" in str(caught.value)
-    assert len(str(caught.value)) < 300
-
-
-def test_tenant_key_differs_by_tenant_and_keeps_group() -> None:
-    tenants = [DEFAULT_TENANT, "anna", "berta", "x" * 128]
-    made: set[bytes] = set()
-    for block_hash in (b"short", bytes(32), bytes(31) + b"\1"):
-        for group in (0, 7):
-            key = block_hash + group.to_bytes(4, "big")
-            assert tenant_key(DEFAULT_TENANT, key) == key
-            for tenant in tenants:
-                found = tenant_key(tenant, key)
-                assert found == tenant_key(tenant, key)
-                assert get_offload_group_idx(found) == group
-                assert tenant == DEFAULT_TENANT or len(found) == 36
-                made.add(found)
-    assert len(made) == 3 * 2 * len(tenants)
 
 
 def test_put_equal_prefixes_of_tenants_are_stored_apart(
@@ -59,7 +24,7 @@ def test_put_equal_prefixes_of_tenants_are_stored_apart(
     stored: dict[str, list[bytes]] = {}
     places = {DEFAULT_TENANT: 0, "anna": 10, "berta": 20}
     for tenant, place in places.items():
-        names = [tenant_key(tenant, key) for key in prefix]
+        names: list[bytes] = [tenant_key(tenant, key) for key in prefix]
         stored[tenant] = names
         # one block after the other, as an engine decodes
         for depth, name in enumerate(names):

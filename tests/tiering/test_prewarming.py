@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from persistkv.base import OffloadKey, ReqContext
+from persistkv.base import OffloadKey, ReqContext, StoredContext
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming
@@ -28,7 +28,7 @@ class FakeTier:
         self.hints = 0
         """Number of questions for prefetched contexts that the tier accepts."""
         self.asked: list[tuple[int, bool]] = []
-        self.answer: list[list[OffloadKey]] | None = None
+        self.answer: list[StoredContext] | None = None
 
     def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
         if not self.open or (prefetched and not self.hints):
@@ -37,13 +37,14 @@ class FakeTier:
         self.asked.append((max_blocks, prefetched))
         return True
 
-    def take_recent(self) -> list[list[OffloadKey]] | None:
+    def take_recent(self) -> list[StoredContext] | None:
         answer, self.answer = self.answer, None
         return answer
 
 
 def test_next_context_answered_tier_yields_contexts_one_by_one(keys: Keys) -> None:
-    tier, contexts = FakeTier(), [keys(3), keys(2)]
+    tier = FakeTier()
+    contexts = [StoredContext("default", keys(3)), StoredContext("anna", keys(2))]
     prewarming = Prewarming(tier, 5)
     assert prewarming.next_context() is None
     tier.open = True
@@ -58,7 +59,8 @@ def test_next_context_answered_tier_yields_contexts_one_by_one(keys: Keys) -> No
 
 
 def test_next_context_after_end_yields_prefetched_contexts(keys: Keys) -> None:
-    tier, later = FakeTier(), [keys(3), keys(2)]
+    tier = FakeTier()
+    later = [StoredContext("default", keys(3)), StoredContext("anna", keys(2))]
     tier.open, tier.answer = True, []
     prewarming = Prewarming(tier, 5)
     assert prewarming.next_context() is None

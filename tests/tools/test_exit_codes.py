@@ -259,8 +259,11 @@ def engine(contexts: tuple[str, Contexts]) -> Iterator[str]:
             "e1",
             namespace=writer.namespace.hex(),
             time=time.time(),
-            load_counts={"loaded": 1},
-            load_reports=[LoadReport("r1", "loaded", 0.1, 0.5, time.time())],
+            load_counts={"loaded": 1, "refused": 1},
+            load_reports=[
+                LoadReport("r1", "loaded", 0.1, 0.5, time.time()),
+                LoadReport("q1", "refused", None, None, time.time()),
+            ],
         )
         backend.publish_status("e1", status.encode())
 
@@ -295,6 +298,13 @@ def test_why_request_shows_what_became_of_its_blocks(run: Run, engine: str) -> N
     report = json.loads(done.stdout)
     check_documented("why", report)
     assert [load["reason"] for load in report["loads"]] == ["loaded"]
+
+
+def test_why_request_refused_names_tenant_and_options(run: Run, engine: str) -> None:
+    done = run("why", engine, "--request", "q1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "neither used nor filled the store (refused)" in done.stdout
+    assert "names no tenant" in done.stdout
 
 
 def test_why_request_unknown_exits_with_advice(run: Run, engine: str) -> None:

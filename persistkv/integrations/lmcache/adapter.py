@@ -4,7 +4,7 @@
 |---|---|
 | object of a chunk, a rank and an object group | block, in the namespace of its model and layout |
 | ``ObjectKey`` | key: hash, rank, object group, salt |
-| ``cache_salt`` | tenant, for ``get_usage`` |
+| ``cache_salt`` | tenant |
 | event descriptors | completion queues |
 | lock of a looked-up key | lease in this process, and a use for the order of eviction |
 
@@ -47,6 +47,7 @@ from persistkv.integrations.lmcache.parts import (
 )
 from persistkv.integrations.lmcache.stores import LayoutStores, Place
 from persistkv.integrations.lmcache.tasks import TaskQueue
+from persistkv.integrations.lmcache.tenants import SaltRules
 from persistkv.memory.pages import prefer_huge_pages
 from persistkv.storage.blocks import BlockStore
 from persistkv.storage.blocks.identity import weights_of
@@ -86,6 +87,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         weights = _weights(self.options.models)
         self._stores = LayoutStores(self.options, weights, version("lmcache"))
         self._content = Content(self._stores, self.options.delete_timeout_s)
+        self._rules = SaltRules(self.options.tenant)
         self._leases = Leases(self.options.lease_s)
         self._store_tasks = TaskQueue()
         self._lookup_tasks = TaskQueue()
@@ -138,7 +140,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def submit_store_task(self, keys: ObjectKeys, objects: MemoryObjects) -> int:
         tasks = self._store_tasks
-        parts = parts_of_objects(PutPart, keys, objects)
+        parts = parts_of_objects(PutPart, keys, objects, self._rules)
         task = tasks.begin(len(keys), len(parts))
         sizes = [memory.get_size() for memory in objects]
         self._sizes[task] = sum(sizes)
@@ -163,7 +165,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self, keys: ObjectKeys, group_layout_descs: Mapping[int, Any]
     ) -> int:
         tasks = self._lookup_tasks
-        parts = parts_of_lookup(keys, group_layout_descs, self._stores)
+        parts = parts_of_lookup(keys, group_layout_descs, self._stores, self._rules)
         task = tasks.begin(len(keys), len(parts))
         self._looked_up[task] = _Lookup(keys, parts)
         for part in parts:
@@ -190,7 +192,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def submit_load_task(self, keys: ObjectKeys, objects: MemoryObjects) -> int:
         tasks = self._load_tasks
-        parts = parts_of_objects(GetPart, keys, objects)
+        parts = parts_of_objects(GetPart, keys, objects, self._rules)
         task = tasks.begin(len(keys), len(parts))
         self._loads.begin(task, [memory.get_size() for memory in objects])
         for part in parts:
@@ -310,6 +312,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             "dropped_objects": dropped_objects,
             "verification_failures": failures,
             "declined_lookups": self._loads.num_declined,
+            "refused_objects": self._rules.num_refused,
         }
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage
 from persistkv.errors import PersistKVError
 from persistkv.integrations.lmcache.keys import decode_key
 from persistkv.integrations.lmcache.stores import LayoutStores, Place
+from persistkv.integrations.lmcache.tenants import salt_of_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,10 @@ class Content:
         for place, store in self._stores.items():
             try:
                 usage = store.usage(timeout_s=_USAGE_S)
-                self._last_usage[place] = usage.tenants
+                of_salts = {}
+                for tenant, num_bytes in usage.tenants.items():
+                    of_salts[salt_of_tenant(tenant)] = num_bytes
+                self._last_usage[place] = of_salts
             except PersistKVError as error:
                 logger.warning("the usage of a namespace may have changed: %s", error)
             by_salt.update(self._last_usage.get(place, {}))

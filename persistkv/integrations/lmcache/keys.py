@@ -88,7 +88,7 @@ def decode_key(model_name: str, encoded: bytes) -> Any:
 
 
 def salt_of(encoded: bytes) -> str:
-    """Return the tenant of an encoded key: LMCache's ``cache_salt``."""
+    """Return the ``cache_salt`` of an encoded key."""
     salt = encoded[_salt_start(encoded) :]
     return salt.decode()
 

@@ -9,6 +9,7 @@ import msgspec
 
 from persistkv.config import convert_options
 from persistkv.errors import MissingOptionError
+from persistkv.tenants import UnnamedTenant
 
 WHERE = "LMCache adapter persistkv"
 NAME_OF_WEIGHTS = "name:"
@@ -40,6 +41,9 @@ class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which the lock of a lookup expires if it is not unlocked."""
     delete_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """Time limit of a deletion, of a list, and of the opening at the start."""
+    tenant: UnnamedTenant = "default"
+    """Tenant of objects without a ``cache_salt``, which is the name of the tenant for the others:
+    ``default``, or ``required``: such objects are neither stored nor found."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     """Tokens per second that the engine computes: a lookup reports hits only if loading them is
     expected to be faster. LMCache does not tell the speed. None: it reports all hits."""

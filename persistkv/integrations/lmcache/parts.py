@@ -14,6 +14,7 @@ from persistkv.integrations.lmcache.keys import (
     encode_key,
 )
 from persistkv.integrations.lmcache.stores import LayoutStores, Place
+from persistkv.integrations.lmcache.tenants import SaltRules
 from persistkv.storage.blocks import BlockStore, CompletionQueue
 
 
@@ -28,15 +29,15 @@ class Part(ABC):
         """The keys, as the store has them."""
         self.memory: list[memoryview] = []
         """Memory of each key's object; none for a lookup."""
-        self.salt = ""
-        """LMCache's ``cache_salt`` of the last key."""
+        self.salts: set[str] = set()
+        """LMCache's ``cache_salt`` of each key."""
 
     def add(self, position: int, key: Any) -> None:
         """Add an ``ObjectKey`` of LMCache."""
         self.positions.append(position)
         encoded = encode_key(key)
         self.keys.append(encoded)
-        self.salt = key.cache_salt
+        self.salts.add(key.cache_salt)
 
     @abstractmethod
     def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
@@ -48,8 +49,10 @@ class PutPart(Part):
 
     def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
         labels = {"lmcache_model": self.place.model_name}
-        if self.salt:
-            labels["cache_salt"] = self.salt
+        # a label is that of all contexts of the call
+        salt = self.salts.pop() if len(self.salts) == 1 else ""
+        if salt:
+            labels["cache_salt"] = salt
         return store.submit_put(
             queue,
             self.keys,
@@ -96,11 +99,14 @@ class _Parts(Generic[P]):
 
 
 def parts_of_objects(
-    kind: type[P], keys: ObjectKeys, objects: MemoryObjects
+    kind: type[P], keys: ObjectKeys, objects: MemoryObjects, rules: SaltRules
 ) -> Collection[P]:
-    """Return a part for each model and layout of objects."""
+    """Return a part for each model and layout of objects, without the keys that ``rules`` refuses:
+    these fail."""
     parts = _Parts(kind)
     for position, key in enumerate(keys):
+        if not rules.accepts(key):
+            continue
         memory = objects[position]
         layout = ObjectLayout.of_object(memory)
         place = Place(key.model_name, layout)
@@ -111,15 +117,21 @@ def parts_of_objects(
 
 
 def parts_of_lookup(
-    keys: ObjectKeys, descriptions: Mapping[int, Any], stores: LayoutStores
+    keys: ObjectKeys,
+    descriptions: Mapping[int, Any],
+    stores: LayoutStores,
+    rules: SaltRules,
 ) -> Collection[FindPart]:
-    """Return a part for each store that may hold some of the keys.
+    """Return a part for each store that may hold some of the keys, without those that ``rules``
+    refuses: these are misses.
 
     :param descriptions: for each object group, LMCache's ``MemoryLayoutDesc``.
     """
     layouts = _layouts(descriptions)
     parts = _Parts(FindPart)
     for position, key in enumerate(keys):
+        if not rules.accepts(key):
+            continue
         layout = layouts.get(key.object_group_id)
         if layout is not None:
             places = [Place(key.model_name, layout)]

@@ -10,8 +10,9 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from persistkv.errors import PersistKVError, StoreError
-from persistkv.integrations.lmcache.keys import ObjectLayout, salt_of
+from persistkv.integrations.lmcache.keys import ObjectLayout
 from persistkv.integrations.lmcache.options import LMCacheOptions
+from persistkv.integrations.lmcache.tenants import tenant_of
 from persistkv.storage import open_backend
 from persistkv.storage.blocks import BlockIdentity, BlockStore
 
@@ -129,7 +130,7 @@ class LayoutStores:
             staging_bytes=options.staging_bytes,
             max_queue_bytes=options.max_queue_bytes,
             events=True,
-            tenant_of=salt_of,
+            tenant_of=tenant_of,
         )
 
     def _identity(self, place: Place) -> BlockIdentity:

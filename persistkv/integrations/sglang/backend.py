@@ -3,7 +3,7 @@
 | SGLang | persistkv |
 |---|---|
 | page of a pool | block, in the namespace of its pool |
-| page hash, with tokens, LoRA adapter and salt | key |
+| page hash, with tokens, LoRA adapter and salt | key, with the option ``tenant`` |
 | ``prefix_keys`` | depth: prefixes outlive what depends on them |
 | pages in tensors (without interface v1) | a namespace of their own: another order of bytes |
 

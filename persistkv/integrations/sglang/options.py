@@ -9,6 +9,7 @@ import msgspec
 
 from persistkv.config import convert_options
 from persistkv.errors import MissingOptionError
+from persistkv.tenants import DEFAULT_TENANT, check_tenant
 
 WHERE = "SGLang backend persistkv"
 SECTION = "persistkv"
@@ -43,10 +44,14 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     """Tokens per second that the engine computes: pages are hits only if loading them is expected
     to be faster. SGLang does not tell the speed. None: all held pages are hits."""
+    tenant: str = DEFAULT_TENANT
+    """Name of the tenant whose pages these are, 1 to 128 characters: SGLang does not tell backends
+    whose request a page belongs to. Pages of other tenants are misses."""
     labels: dict[str, str] = {}
     """Names and values that are stored with each context."""
 
     def __post_init__(self) -> None:
+        check_tenant(f"{WHERE} option tenant", self.tenant)
         if not self.attention_backend:
             raise MissingOptionError(
                 f"{WHERE} option attention_backend",

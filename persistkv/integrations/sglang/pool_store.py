@@ -14,6 +14,7 @@ from persistkv.integrations.sglang.options import SGLangOptions
 from persistkv.integrations.sglang.pools import PageMemory, tensor_memory
 from persistkv.integrations.sglang.stats import Transfers
 from persistkv.storage.blocks import BlockIdentity, BlockStore
+from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ _DELETED_AT_ONCE = 4096
 _CLEAR_CALLS = 12
 """Time limit of a ``clear``, as a multiple of that of a call: a person waits for it."""
 _PAGES_AT_ONCE = 128  # in a call of SGLang that reads
+_SEPARATOR = b"\0"
+"""Before the tenant's name in a key; neither hashes nor names contain it."""
 
 
 class PoolStore:
@@ -92,6 +95,7 @@ class PoolStore:
             staging_bytes=options.staging_bytes,
             max_queue_bytes=options.max_queue_bytes,
             tokens_per_block=self.memory.page_size,
+            tenant_of=tenant_of,
         )
 
     def held(self, keys: PageKeys) -> list[bool]:
@@ -111,7 +115,8 @@ class PoolStore:
             return True
         store = self._opener.get()
         if store is not None:
-            self._loads.probe(store, keys[0].encode(), self._page_bytes)
+            (key,) = self._encode(keys[:1])
+            self._loads.probe(store, key, self._page_bytes)
         return False
 
     # Pages of the pool
@@ -200,7 +205,7 @@ class PoolStore:
         store = self._opener.get()
         if store is None or not keys:
             return misses
-        encoded = [key.encode() for key in keys]
+        encoded = self._encode(keys)
         try:
             return call(store, encoded)
         except PersistKVError as error:
@@ -210,8 +215,14 @@ class PoolStore:
             )
             return misses
 
+    def _encode(self, keys: PageKeys) -> list[bytes]:
+        """Return the keys of the tenant's pages."""
+        tenant = self._options.tenant
+        suffix = b"" if tenant == DEFAULT_TENANT else _SEPARATOR + tenant.encode()
+        return [key.encode() + suffix for key in keys]
+
     def clear(self) -> None:
-        """Delete all pages of this identity, within twelve times ``timeout_s``.
+        """Delete the tenant's pages of this identity, within twelve times ``timeout_s``.
 
         :raises StoreTimeoutError: the deadline has passed; some pages may be left.
         :raises StoreError: the store is not open, or the medium failed; some pages may be left.
@@ -222,7 +233,8 @@ class PoolStore:
         timeout_s = _CLEAR_CALLS * self._options.timeout_s
         deadline = time.monotonic() + timeout_s
         blocks = store.stored_blocks(timeout_s=timeout_s)
-        keys = [block.key for block in blocks]
+        tenant = self._options.tenant
+        keys = [block.key for block in blocks if tenant_of(block.key) == tenant]
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             some_keys = keys[start : start + _DELETED_AT_ONCE]
             left_s = max(0.0, deadline - time.monotonic())
@@ -232,6 +244,12 @@ class PoolStore:
         """Commit all accepted work and close the store. Idempotent."""
         self._loads.close()
         self._opener.close()
+
+
+def tenant_of(key: bytes) -> str:
+    """Return the tenant of a page's key."""
+    _, separator, tenant = key.rpartition(_SEPARATOR)
+    return tenant.decode() if separator else DEFAULT_TENANT
 
 
 def _pages_of(tensors: Sequence[Any]) -> list[Page]:

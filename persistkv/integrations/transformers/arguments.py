@@ -18,6 +18,7 @@ from persistkv.base import Retention, check_labels
 from persistkv.config import one_of
 from persistkv.errors import ConfigurationError, printable
 from persistkv.integrations.request_options import RequestOptions
+from persistkv.tenants import request_tenant
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,6 +45,10 @@ class GenerateOptions(TypedDict, total=False):
     """Tokens that end the generation; by default the model's own."""
     salt: str | None
     """Contexts of different salts share no blocks."""
+    tenant: str | None
+    """Name of the tenant whose request it is, 1 to 128 characters: contexts of different tenants
+    share no blocks, on the device and in the tiers. None: the one in ``kv_transfer_params``, else
+    the default tenant."""
     labels: Mapping[str, str] | None
     """Stored with the context and shown by tools."""
     load: bool
@@ -63,6 +68,7 @@ class RequestArguments:
     stop: frozenset[int] | None
     """Tokens that end the generation; None: the model's own."""
     salt: str | None
+    tenant: str | None
     labels: Mapping[str, str]
     load: bool
     store: bool
@@ -91,6 +97,7 @@ class RequestArguments:
         return cls(
             stop=stop,
             salt=salt,
+            tenant=request_tenant(options.get("tenant"), parameters),
             labels={**labels(options.get("labels")), **tier_options.labels},
             load=load and tier_options.load,
             store=store and tier_options.store,

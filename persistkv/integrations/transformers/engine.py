@@ -44,6 +44,7 @@ from persistkv.integrations.transformers.stream import TokenStream
 from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.storage import BACKENDS
 from persistkv.storage.format.codec import parse_codec
+from persistkv.tenants import DEFAULT_TENANT, TENANT_OPTIONS
 from persistkv.tiering.load_cost import LOAD_POLICIES
 
 _DEFAULT_DEVICE_TOKENS = 8192
@@ -106,6 +107,7 @@ class Engine:
         prewarm_share: float = 0.0,
         load_policy: str = "auto",
         prefill_tokens_per_s: float | None = None,
+        tenant: str = DEFAULT_TENANT,
         dtype: torch.dtype | str = "auto",
         attn_implementation: str | None = None,
         device: torch.device | str | None = None,
@@ -139,6 +141,8 @@ class Engine:
         :param load_policy: ``auto`` loads what is expected to be faster than computing it;
             ``always`` and ``never`` do not compare.
         :param prefill_tokens_per_s: speed of the model for this comparison; None: as measured.
+        :param tenant: tenant of the requests that name none: ``default``, or ``required``: such
+            requests neither use nor fill the store.
         :param dtype: data type of a model that is loaded here, not a model object;
             ``attn_implementation`` and ``device`` likewise.
         :param tokenizer: for prompts and answers as text: a tokenizer of transformers, or a
@@ -171,6 +175,9 @@ class Engine:
         if load_policy not in LOAD_POLICIES:
             expected = f"one of {', '.join(LOAD_POLICIES)}"
             raise ConfigurationError("load_policy", load_policy, expected)
+        if tenant not in TENANT_OPTIONS:
+            expected = f"one of {', '.join(TENANT_OPTIONS)}"
+            raise ConfigurationError("tenant", tenant, expected)
         loaded, checkpoint, texts = _open_model(
             model, dtype, attn_implementation, device, tokenizer
         )
@@ -195,6 +202,7 @@ class Engine:
                 required=required,
                 load_policy=load_policy,
                 prefill_tokens_per_s=prefill_tokens_per_s,
+                tenant=tenant,
             )
         except ConfigurationError as error:
             if error.field != "cpu_bytes_to_use":
@@ -221,7 +229,7 @@ class Engine:
             tokenizer converts; or token ids: integers, a tensor of shape (tokens,) or (1, tokens),
             or a tokenizer's output.
         :param options: ``temperature=0.0``, ``top_p=1.0``, ``top_k=0``, ``seed=0``,
-            ``stop_token_ids``, ``salt``, ``labels``, ``load=True``, ``store=True``,
+            ``stop_token_ids``, ``salt``, ``tenant``, ``labels``, ``load=True``, ``store=True``,
             ``kv_transfer_params``; see ``GenerateOptions``.
         :raises ConfigurationError: the prompt or an option is invalid. Nothing was run.
         :raises PromptTooLongError: prompt and answer exceed the model's context length or the
@@ -261,6 +269,7 @@ class Engine:
             self._tiers,
             uuid.uuid4().hex,
             checked.salt,
+            checked.tenant,
         )
 
         def start() -> Iterator[int]:
@@ -289,6 +298,7 @@ class Engine:
             checked.labels,
             store=checked.store,
             retention=checked.retention,
+            tenant=checked.tenant,
         )
         self._tiers.begin(request.req_id, request.release, num_blocks)
 

@@ -52,6 +52,7 @@ from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.savings import MEASURED_TOKENS, Savings
+from persistkv.tenants import DEFAULT_TENANT, check_tenant, tenant_key
 
 _ROWS_BYTES = 64 << 20  # 64 MiB of blocks are copied at a time
 _SPARE_TOKENS = 256  # capacity after the prompt
@@ -185,6 +186,7 @@ class PersistentCache(RequestCache):
         identity: Mapping[str, Any],
         capacity: int,
         salt: str | None,
+        tenant: str | None,
     ) -> None:
         super().__init__(geometry, capacity)
         self.argument = argument
@@ -192,6 +194,7 @@ class PersistentCache(RequestCache):
         self._url = url
         self._identity = Identity.of(identity)
         self._salt = salt
+        self._tenant = tenant or DEFAULT_TENANT
         self._block_size: int = identity["block_size"]
         self._groups = [group.blocks(self._block_size) for group in geometry]
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
@@ -276,6 +279,7 @@ class PersistentCache(RequestCache):
                 self._block_size,
                 labels=dict(labels),
                 restored_tokens=len(self.restored_tokens),
+                tenant=self._tenant,
             )
             store.end_request(end)
             store.flush()
@@ -322,7 +326,7 @@ class PersistentCache(RequestCache):
                 self._row(store, row, group).copy_(self._block(group, position))
                 keys.append(group_keys[group][position])
                 positions.append(position)
-            store.put(request, keys, range(len(batch)), positions)
+            store.put(request, keys, range(len(batch)), positions, self._tenant)
             store.flush()  # before the rows are overwritten
 
     def _checked_length(self, tokens: Sequence[int]) -> int:
@@ -354,11 +358,12 @@ class PersistentCache(RequestCache):
 
     def _keys_of(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
         """Return the keys of the full blocks of ``tokens`` for each KV cache group."""
-        hashes = BlockHashChain(self._block_size, self._salt).extend(tokens)
+        chain = BlockHashChain(self._block_size, self._salt, self._tenant)
+        hashes = chain.extend(tokens)
         group_keys = []
         for group in range(len(self._groups)):
             keys = [make_offload_key(block_hash, group) for block_hash in hashes]
-            group_keys.append(keys)
+            group_keys.append([tenant_key(self._tenant, key) for key in keys])
         return group_keys
 
     def _read(
@@ -423,6 +428,7 @@ def load(
     block_size: int = 16,
     checkpoint: str | Path | None = None,
     salt: str | None = None,
+    tenant: str | None = None,
 ) -> PersistentCache:
     """Return a cache with the KV of the longest stored prefix of a prompt; empty if the store has
     none for this model.
@@ -440,6 +446,9 @@ def load(
         since. Their fingerprint, which is cached, then identifies the model. By default each call
         hashes the state dict, which takes seconds if the model is large.
     :param salt: contexts of different salts share no blocks.
+    :param tenant: name of the tenant whose context it is, 1 to 128 characters: contexts of
+        different tenants share no blocks. ``save`` stores the context as that of the same tenant.
+        None: the default tenant.
     :raises ConfigurationError: an argument is invalid.
     :raises PromptTooLongError: the prompt exceeds the model's context length.
     :raises UnsupportedModelError: the model uses a kind of cache that persistkv does not support.
@@ -453,6 +462,8 @@ def load(
         raise ConfigurationError("store", store, "a URL or a path")
     if salt is not None:
         arguments.text("salt", salt)
+    if tenant is not None:
+        check_tenant("tenant", tenant)
     check_model_object(model)
     limit = context_length(model)
     if limit is not None and len(tokens) > limit:
@@ -464,7 +475,7 @@ def load(
     argument = ModelForward(model).cache_argument
     capacity = len(tokens) + _SPARE_TOKENS
     cache = PersistentCache(
-        argument, geometry, store_url(store), identity, capacity, salt
+        argument, geometry, store_url(store), identity, capacity, salt, tenant
     )
     cache.load(tokens, model)
     return cache

@@ -23,6 +23,7 @@ from persistkv.integrations.transformers.kv_cache import (
 )
 from persistkv.integrations.transformers.results import GenerateResult, RequestStats
 from persistkv.integrations.transformers.tiers import Tiers
+from persistkv.tenants import DEFAULT_TENANT
 
 HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the root"
 _ROOT = b"persistkv block chain 1\n"
@@ -35,16 +36,23 @@ class BlockHashChain:
     """Block hashes of one growing token sequence. A hash identifies all tokens from the first to
     the block's last.
 
-    :param salt: sequences with different salts share no hashes, e.g. those of two tenants; None and
-        "" differ.
+    :param salt: sequences with different salts share no hashes; None and "" differ.
+    :param tenant: sequences of different tenants share no hashes either; None: the default tenant.
     """
 
-    def __init__(self, block_size: int, salt: str | None = None) -> None:
+    def __init__(
+        self, block_size: int, salt: str | None = None, tenant: str | None = None
+    ) -> None:
         self.hashes: list[bytes] = []
         self._block_bytes = 4 * block_size
         self._tail = b""
-        salted = b"" if salt is None else b"salt " + salt.encode()
-        self._parent = hashlib.sha256(_ROOT + salted).digest()
+        root = _ROOT
+        if tenant not in (None, DEFAULT_TENANT):
+            # names have no control characters: this cannot be the start of a salt
+            root += f"tenant {tenant}\0".encode()
+        if salt is not None:
+            root += b"salt " + salt.encode()
+        self._parent = hashlib.sha256(root).digest()
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Append tokens; return the hashes of the blocks that became full."""
@@ -118,6 +126,7 @@ class Request:
         tiers: Tiers,
         req_id: str,
         salt: str | None,
+        tenant: str | None,
     ) -> None:
         self.tables: list[BlockTable] = [[] for _ in device.groups]
         self._model = forward
@@ -125,7 +134,7 @@ class Request:
         self._device = device
         self._tiers = tiers
         self.req_id = req_id
-        self._chain = BlockHashChain(device.block_size, salt)
+        self._chain = BlockHashChain(device.block_size, salt, tenant)
         self._stats = RequestStats()
         self._tokens: list[int] = []
         self._logits = torch.empty(0)

@@ -21,6 +21,7 @@ from persistkv.base import (
 )
 from persistkv.config import OffloadingConfig
 from persistkv.integrations.vllm.numbers import by_group_index
+from persistkv.tenants import DEFAULT_TENANT, tenant_key
 from persistkv.tiering.load_cost import (
     LoadChooser,
     LoadDecision,
@@ -115,6 +116,67 @@ class StepMeter:
         self._record(num_tokens, step_s)
 
 
+class WaitingChunks:
+    """Chunks of one KV cache group of a request that waits for its lookups, from the first one that
+    is to be loaded on.
+
+    :param request: vLLM's ``Request``.
+    :param tenant: tenant whose request it is; None: it names none.
+    :param group: index of the KV cache group.
+    :param end: tokens of the request up to the end of the first chunk.
+    :param chunk_tokens: tokens of a chunk.
+    :param hash_tokens: tokens of one of vLLM's block hashes.
+    """
+
+    def __init__(
+        self,
+        request: Any,
+        tenant: str | None,
+        group: int,
+        end: int,
+        *,
+        chunk_tokens: int,
+        hash_tokens: int,
+    ) -> None:
+        self.end = end
+        self.chunk_tokens = chunk_tokens
+        self._request = request
+        self._tenant = tenant or DEFAULT_TENANT
+        self._group = group
+        self._hash_tokens = hash_tokens
+        self._first = end // chunk_tokens - 1
+        # at least one token is computed; the chunk that is asked for counts in any case
+        num_chunks = max(end, request.num_tokens - 1) // chunk_tokens
+        self._following = range(self._first + 1, num_chunks)
+
+    def key_at(self, number: int) -> OffloadKey:
+        """Return the key under which stores have a chunk; 0 is the first one to load."""
+        return self._key_of(self._first + number)
+
+    def _key_of(self, chunk: int) -> OffloadKey:
+        last_hash = (chunk + 1) * self.chunk_tokens // self._hash_tokens - 1
+        block_hash = bytes(self._request.block_hashes[last_hash])
+        return tenant_key(self._tenant, make_offload_key(block_hash, self._group))
+
+    def num_held(self, tier: PersistentTier) -> int:
+        """Return how many chunks without a gap a tier holds that holds the first one."""
+        # A store evicts the deepest chunks of a context first, so what it holds is a prefix.
+        return 1 + bisect_left(
+            self._following, True, key=lambda chunk: not tier.holds(self._key_of(chunk))
+        )
+
+    def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
+        """Return the keys of the chunks that a tier holds, which holds the first one: at most
+        ``most``."""
+        keys = [self.key_at(0)]
+        for chunk in self._following[: most - 1]:
+            key = self._key_of(chunk)
+            if not tier.holds(key):
+                break
+            keys.append(key)
+        return keys
+
+
 class PrefixLoads:
     """Decides about the loads of one store."""
 
@@ -130,71 +192,51 @@ class PrefixLoads:
         self._used_groups = [group.group_id for group in offloading.groups]
         self._chooser = LoadChooser(prefill)
 
+    def chunks(
+        self, request: Any, tenant: str | None, key: OffloadKey, end: int
+    ) -> WaitingChunks:
+        """Return the chunks of a request from one on.
+
+        :param request: vLLM's ``Request``.
+        :param tenant: tenant whose request it is; None: it names none.
+        :param key: vLLM's key of the first chunk to load.
+        :param end: tokens of the request up to the end of this chunk.
+        """
+        group = get_offload_group_idx(key)
+        return WaitingChunks(
+            request,
+            tenant,
+            group,
+            end,
+            chunk_tokens=self._group_tokens[group],
+            hash_tokens=self._hash_tokens,
+        )
+
     def decide(
         self,
         tiers: Sequence[PersistentTier],
         tier: PersistentTier,
-        request: Any,
-        key: OffloadKey,
-        end: int,
+        chunks: WaitingChunks,
     ) -> LoadDecision | None:
         """Return the decision about the prefix that ``tier`` holds; None: another tier is expected
         to load it faster.
 
         :param tiers: all stores of the engine.
-        :param request: vLLM's ``Request``.
-        :param key: the first chunk to load, which the tier holds.
-        :param end: tokens of the request up to the end of this chunk.
+        :param chunks: those of the waiting request; the tier holds the first one.
         """
-        group = get_offload_group_idx(key)
-        chunk_tokens = self._group_tokens[group]
-        first = end // chunk_tokens - 1
-        # at least one token is computed; the chunk that is asked for counts in any case
-        num_chunks = max(end, request.num_tokens - 1) // chunk_tokens
-
-        def key_at(chunk: int) -> OffloadKey:
-            return self._key_at(request, group, chunk)
-
-        def num_held(of_tier: PersistentTier) -> int:
-            # A store evicts the deepest chunks of a context first, so what it holds is a prefix.
-            chunks = range(first + 1, num_chunks)
-            return 1 + bisect_left(
-                chunks, True, key=lambda chunk: not of_tier.holds(key_at(chunk))
-            )
-
-        num_chunks_held = num_held(tier)
+        num_held = chunks.num_held(tier)
+        chunk_tokens = chunks.chunk_tokens
         sizes = self._group_sizes(tier.config)
-        num_bytes = prefix_bytes(sizes, num_chunks_held * chunk_tokens)
+        num_bytes = prefix_bytes(sizes, num_held * chunk_tokens)
+        last_key = chunks.key_at(num_held - 1)
         for other in tiers:
-            if other is tier or not other.holds(key_at(first + num_chunks_held - 1)):
+            if other is tier or not other.holds(last_key):
                 continue
             if _is_faster(other, tier, num_bytes):
                 return None
-        stop = end + (num_chunks_held - 1) * chunk_tokens
+        stop = chunks.end + (num_held - 1) * chunk_tokens
         run = LoadRun(tier, stop, num_bytes)
-        return self._chooser.choose([run], end - chunk_tokens)
-
-    def keys_from(
-        self, tier: PersistentTier, request: Any, key: OffloadKey, end: int, most: int
-    ) -> list[OffloadKey]:
-        """Return the chunks of a request that a tier holds, at most so many, from ``key`` on;
-        parameters as for ``decide``."""
-        group = get_offload_group_idx(key)
-        chunk_tokens = self._group_tokens[group]
-        first = end // chunk_tokens - 1
-        num_chunks = request.num_tokens // chunk_tokens
-        keys = [key]
-        for chunk in range(first + 1, min(num_chunks, first + most)):
-            following = self._key_at(request, group, chunk)
-            if not tier.holds(following):
-                break
-            keys.append(following)
-        return keys
-
-    def _key_at(self, request: Any, group: int, chunk: int) -> OffloadKey:
-        """Return the key of a chunk, given by its index in the request."""
-        last_hash = (chunk + 1) * self._group_tokens[group] // self._hash_tokens - 1
-        return make_offload_key(bytes(request.block_hashes[last_hash]), group)
+        return self._chooser.choose([run], chunks.end - chunk_tokens)
 
     def _group_sizes(self, config: OffloadingConfig) -> list[GroupSize]:
         """Return the sizes of the chunks of all KV cache groups: the decision applies to all."""

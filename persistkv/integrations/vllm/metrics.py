@@ -26,6 +26,8 @@ COUNTERS: Mapping[str, str] = {
     "requests_too_short": "Requests that the engine computed: only a longer prefix is worth "
     "the latency of the store",
     "requests_deadline": "Requests whose load was abandoned at its deadline",
+    "requests_refused": "Requests that neither used nor filled the store: their options are "
+    "invalid, or they name no tenant and one is required",
     "changed_weights_chunks": "Chunks in flight that were not stored or not served because "
     "weights changed",
     "stores_refused": "Store jobs that were refused because the queue was full or the store "
@@ -66,6 +68,7 @@ class Observed:
     requests_too_slow: int = 0
     requests_too_short: int = 0
     requests_deadline: int = 0
+    requests_refused: int = 0
     changed_weights_chunks: int = 0
 
 

@@ -27,9 +27,11 @@ from vllm.v1.kv_offload.tiering.base import (
     TransferJob,
 )
 
+from persistkv.base import REQUEST_PARAMETER
 from persistkv.config import convert_options
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.vllm.tier import persistent_tiers
+from persistkv.integrations.vllm.tier import key_length, persistent_tiers
+from persistkv.tenants import engine_key
 from persistkv.tiering.prewarming import Prewarming
 
 _WHERE = "secondary tier persistkv-prewarm"
@@ -79,6 +81,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
                 "secondary_tiers", tier_type, "a persistkv tier before it"
             )
         self._tier = tiers[0]
+        self._key_bytes = key_length()
         num_chunks = int(len(primary_kv_view) * self.options.share)
         self._prewarming = Prewarming(self._tier, num_chunks)
         self._contexts = 0
@@ -89,12 +92,16 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
 
     def serve_external_requests(self, parent: ParentManager) -> None:
         if self._context is None:
-            keys = self._prewarming.next_context()
-            if keys is None:
+            found = self._prewarming.next_context()
+            if found is None:
                 return
             self._contexts += 1
-            self._context = ReqContext(f"{self.tier_type}-{self._contexts}")
-            self._keys = list(keys)
+            # vLLM's tiers look up its own keys: those of this package map them to the tenant's
+            self._context = ReqContext(
+                f"{self.tier_type}-{self._contexts}",
+                {REQUEST_PARAMETER: {"tenant": found.tenant}},
+            )
+            self._keys = [engine_key(key, self._key_bytes) for key in found.keys]
             self._gives_up = time.monotonic() + _PATIENCE_S
             parent.on_new_request(self._context)
         # Each lookup queues the promotion of a chunk, or tells whether it has ended.

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from persistkv.base import (
+    REQUEST_PARAMETER,
     OffloadKey,
     ReqContext,
     RequestDescription,
     get_offload_group_idx,
 )
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.request_options import REQUEST_PARAMETER, RequestOptions
+from persistkv.integrations.request_options import RequestOptions
 from persistkv.storage.records import Choice
+from persistkv.tenants import TenantKeys
 from persistkv.tiering.load_cost import LoadDecision
 
 logger = logging.getLogger(__name__)
@@ -59,32 +61,41 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         return prefetch
 
-    @property
-    def choice(self) -> Choice:
-        """Filter of stored contexts; not for contexts chosen by ``token_ids``."""
-        return Choice(self.request, self.labels)
+    def choice(self, tenant: str) -> Choice:
+        """Return the filter of a tenant's stored contexts; not for contexts chosen by
+        ``token_ids``."""
+        return Choice(self.request, self.labels, tenant)
+
+
+class GivenOptions(NamedTuple):
+    """What a request of vLLM asks of the tier."""
+
+    options: RequestOptions
+    prefetches: list[Prefetch]
+    """Contexts to promote for later requests."""
+    is_refused: bool = False
+    """Whether the request neither uses nor fills the store, because its options are invalid."""
 
 
 def request_options(
     req_id: str, parameters: Mapping[str, Any] | None, actions: Sequence[Any] = ()
-) -> tuple[RequestOptions, list[Prefetch]]:
+) -> GivenOptions:
     """Return a request's options, and the contexts to promote for later requests.
 
     Hints take precedence over ``kv_transfer_params``. An invalid hint, or an invalid option
-    ``prefetch`` of the parameters, is ignored with a warning. If another parameter is invalid, log
-    a warning and disable stores and loads for the request. Defaults could store what the request
-    excludes, and a request must not fail because of its options.
+    ``prefetch`` of the parameters, is ignored with a warning. If another parameter is invalid, or
+    an invalid hint names a tenant, log a warning and refuse the request. Defaults could store what
+    the request excludes, or as another tenant's, and a request must not fail because of its
+    options.
 
     :param parameters: the request's ``kv_transfer_params``.
     :param actions: the ``KvHintAction`` objects of the request; those for other components are
         skipped.
     """
     prefetches: list[Prefetch] = []
-    given = parameters.get(REQUEST_PARAMETER) if parameters else None
-    if isinstance(given, Mapping) and "prefetch" in given:
-        others = dict(given)
-        payload = others.pop("prefetch")
-        parameters = {REQUEST_PARAMETER: others}
+    is_refused = False
+    payload, parameters = _take_prefetch(parameters)
+    if payload is not None:
         try:
             prefetches.append(Prefetch.parse(payload))
         except ValueError as error:
@@ -98,6 +109,7 @@ def request_options(
     except ConfigurationError as error:
         logger.warning("request %s neither uses nor fills the store: %s", req_id, error)
         options = RequestOptions(False, False)
+        is_refused = True
     for action in actions:
         if not action.action_type.startswith("persistkv."):
             continue
@@ -108,10 +120,39 @@ def request_options(
             else:
                 prefetches.append(Prefetch.parse(action.payload))
         except (ConfigurationError, ValueError, TypeError) as error:
-            logger.warning(
-                "request %s: ignored its hint %s: %s", req_id, action.action_type, error
-            )
-    return options, prefetches
+            is_refused |= _refuses(req_id, action, error)
+    if is_refused:
+        return GivenOptions(RequestOptions(False, False, options.labels), [], True)
+    return GivenOptions(options, prefetches)
+
+
+def _take_prefetch(
+    parameters: Mapping[str, Any] | None,
+) -> tuple[object, Mapping[str, Any] | None]:
+    """Return the option ``prefetch`` of a request, None if there is none, and the parameters
+    without it."""
+    given = parameters.get(REQUEST_PARAMETER) if parameters else None
+    if not isinstance(given, Mapping) or "prefetch" not in given:
+        return None, parameters
+    others = dict(given)
+    payload = others.pop("prefetch")
+    return payload, {REQUEST_PARAMETER: others}
+
+
+def _refuses(req_id: str, action: Any, error: Exception) -> bool:
+    """Log that a hint is invalid; return whether it refuses its request, because it names the
+    tenant. Without it, the request would be one of the default tenant."""
+    payload = action.payload
+    names_tenant = isinstance(payload, Mapping) and "tenant" in payload
+    is_refused = names_tenant and action.action_type != PREFETCH
+    logger.warning(
+        "request %s %s its hint %s: %s",
+        req_id,
+        "neither uses nor fills the store, because of" if is_refused else "ignored",
+        action.action_type,
+        error,
+    )
+    return is_refused
 
 
 def _check_hint(action: Any) -> None:
@@ -127,13 +168,16 @@ def _check_hint(action: Any) -> None:
 def _retained(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOptions:
     """Return a request's options with those of a hint; labels of both are kept."""
     given = {**msgspec.to_builtins(options), **payload}
+    if given["tenant"] is None:
+        given["tenant"] = options.tenant
     given["labels"] = {**options.labels, **given["labels"]}
     return RequestOptions.parse({REQUEST_PARAMETER: given})
 
 
 class LiveRequest(RequestDescription):
     """One unfinished request: its options and stored keys, which may arrive in any order and are
-    sorted by position.
+    sorted by position. Methods take the engine's keys, except ``depth``; ``group_keys`` has those
+    of the request's tenant.
 
     :param group_tokens: for each KV cache group, the tokens of one chunk.
     :param labels: labels that the tier gives all requests; the request's own labels take
@@ -165,6 +209,14 @@ class LiveRequest(RequestDescription):
         None: not known."""
         self.epoch: int | None = None
         """See ``GuardedTier.begin_request``."""
+        self.tenant_keys: TenantKeys | None = None
+        """Keys of the request's tenant; None: it names none."""
+        if options.tenant is not None:
+            self.tenant_keys = TenantKeys(options.tenant)
+        self.source: object = None
+        """vLLM's ``ReqContext`` of the request."""
+        self.is_refused = False
+        """See ``GivenOptions``."""
         self._req_id = req_id
         self._position = position
         self._group_tokens = group_tokens
@@ -174,7 +226,14 @@ class LiveRequest(RequestDescription):
 
     @property
     def context(self) -> ReqContext:
-        return ReqContext(self._req_id, description=self if self._lists_keys else None)
+        description = self if self._lists_keys else None
+        tenant = self.options.tenant
+        return ReqContext(self._req_id, description=description, tenant=tenant)
+
+    def is_of(self, given: GivenOptions) -> bool:
+        """Return whether a request with these options and the same id may be this one."""
+        same_tenant = given.options.tenant == self.options.tenant
+        return same_tenant and given.is_refused == self.is_refused
 
     @property
     def is_declined(self) -> bool:
@@ -215,6 +274,13 @@ class LiveRequest(RequestDescription):
         chunk_tokens = self._group_tokens[get_offload_group_idx(key)]
         return max(0, end // chunk_tokens - 1)
 
+    def store_keys(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys of the request's tenant for these keys of the engine."""
+        of_tenant = self.tenant_keys
+        if of_tenant is None:
+            return list(keys)
+        return [of_tenant[key] for key in keys]
+
     def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
         """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk
         ends at token ``min_tokens`` or later, or at an unknown position. The length is checked for
@@ -233,23 +299,27 @@ class LiveRequest(RequestDescription):
                 return True
         return False
 
-    def learn(self, keys: Sequence[OffloadKey]) -> ReqContext:
+    def learn(
+        self, keys: Sequence[OffloadKey], store_keys: Sequence[OffloadKey]
+    ) -> ReqContext:
         """Record that the chunks of ``keys`` are being stored; return the context with all keys
         recorded so far. From the first key without a known position on, the context has no
         ``description`` and lists no keys.
+
+        :param store_keys: the same chunks' keys in the store, which the context has.
         """
         self.has_stored = True
         if not self._lists_keys:
             return self.context
-        for key in keys:
-            if key in self._ends:
+        for key, store_key in zip(keys, store_keys, strict=True):
+            if store_key in self._ends:
                 continue
             end = self._position(key)
             if end is None:
                 self._lists_keys = False  # positions are only useful if all are known
                 break
-            self._ends[key] = end
-            self.group_keys[get_offload_group_idx(key)].append(key)
+            self._ends[store_key] = end
+            self.group_keys[get_offload_group_idx(key)].append(store_key)
             self.num_tokens = max(self.num_tokens, end)
         return self.context
 

@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from persistkv.base import OffloadKey
 from persistkv.integrations.vllm.metrics import MetricsReader
 from persistkv.integrations.vllm.requests import LiveRequest
+from persistkv.tenants import engine_key
 from persistkv.tiering.base import JobResult as TierResult
 
 
@@ -71,7 +72,8 @@ class JobResults:
     def _end_load(self, load: _Load, result: TierResult) -> JobResult:
         failed = set(load.keys)
         if result.success:
-            failed = set(result.failed_keys)
+            key_bytes = len(load.keys[0]) if load.keys else 0
+            failed = {engine_key(key, key_bytes) for key in result.failed_keys}
         load.request.end_load(load.keys, failed)
         loaded = None  # all of them
         if failed or not result.success:

@@ -7,6 +7,7 @@
 | ``TransferJob.chunk_ids`` | ``JobMetadata.block_ids`` |
 | ``JobResult.successful_keys`` | ``JobResult.failed_keys``: all other keys |
 | positions of keys, as requests grow | ``RequestDescription`` |
+| keys | keys of the request's tenant (``persistkv.tenants``) |
 
 vLLM makes one call at a time, in 0.33 also from its second thread. Only the constructor,
 ``drain_jobs`` and ``shutdown`` wait.
@@ -58,6 +59,7 @@ from persistkv.integrations.vllm.identity import (
 from persistkv.integrations.vllm.loading import (
     PrefixLoads,
     StepMeter,
+    WaitingChunks,
     group_windows,
     shared_prefill,
 )
@@ -66,7 +68,12 @@ from persistkv.integrations.vllm.metrics import MetricsReader, metric_definition
 from persistkv.integrations.vllm.numbers import by_group_index, number_layout
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
-from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
+from persistkv.integrations.vllm.requests import (
+    GivenOptions,
+    LiveRequest,
+    Prefetch,
+    request_options,
+)
 from persistkv.integrations.vllm.results import JobResults
 from persistkv.integrations.vllm.wake import StepRequests, find_wake
 from persistkv.integrations.vllm.weights.guarded_tier import GuardedTier
@@ -75,16 +82,17 @@ from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
+from persistkv.tenants import DEFAULT_TENANT, engine_key, tenant_key
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.load_cost import Reason
-from persistkv.tiering.persistent import PersistentTier
+from persistkv.tiering.persistent import NO_TENANT, PersistentTier
 from persistkv.tiering.probing import PROBED_KEYS
 
 logger = logging.getLogger(__name__)
 
 _TYPES = ("persistkv", "persistkv-prewarm", "PersistKVTier", "PersistKVPrewarm")
 _DRAIN_S = 60.0
-_NO_REQUEST = ours.ReqContext("prefetch")
+_INVALID = "its options are invalid"
 
 CONFIG_INFO = ("store", "namespace", "codec", "durability", "policy", "host")
 """Names of the labels of vLLM's metric ``kv_offload_config_info`` that this tier sets."""
@@ -138,6 +146,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             engine = find_vllm_config()
             algorithm = engine.cache_config.prefix_caching_hash_algo
             self._context_keys = partial(_context_keys, offloading, algorithm)
+            self._key_bytes = key_length()
             config = self._tier_config(engine, offloading_spec, primary_kv_view)
             watch = attach_watch(
                 offloading_spec,
@@ -260,11 +269,16 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         request = self._requests.get(req_context.req_id)
-        if request is not None and not request.options.load:
+        # without a call: vLLM asks for each chunk in each step
+        if request is None or request.source is not req_context:
+            request = self._request(req_context)
+        if not request.options.load:
             return LookupResult.MISS
-        epoch = 0 if request is None else request.epoch
-        is_held = self._guard.lookup(key, req_context, epoch)
-        if is_held and (request is None or self._loads_key(request, key)):
+        store_key = key
+        if request.tenant_keys is not None:
+            store_key = request.tenant_keys[key]
+        is_held = self._guard.holds(store_key, request.epoch)
+        if is_held and self._loads_key(request, key):
             self._metrics.observed.lookup_hits += 1
             return LookupResult.HIT
         self._metrics.observed.lookup_misses += 1
@@ -282,28 +296,22 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if end is None or waiting is None:
             return True
         with self._isolation.guard("decide", "the chunks are loaded"):
-            self._decide_load(request, waiting, key, end)
+            tenant = request.options.tenant
+            chunks = self._prefix_loads.chunks(waiting, tenant, key, end)
+            self._decide_load(request, chunks)
         return not request.is_declined
 
-    def _decide_load(
-        self, request: LiveRequest, waiting: Any, key: OffloadKey, end: int
-    ) -> None:
-        """Decide whether the request loads its chunks, and tell the store if it does not;
-        parameters as for ``PrefixLoads.decide``."""
-        decision = self._prefix_loads.decide(
-            self._tiers.all, self._tier, waiting, key, end
-        )
+    def _decide_load(self, request: LiveRequest, chunks: WaitingChunks) -> None:
+        """Decide whether the request loads its chunks, and tell the store if it does not."""
+        decision = self._prefix_loads.decide(self._tiers.all, self._tier, chunks)
         # decided once: vLLM asks for each chunk, and again in each step
         request.load_decision = decision
         request.loads_elsewhere = decision is None
         if not request.is_declined:
             return
-        keys: list[ours.OffloadKey] = [key]
-        if self._tier.is_probe_due:
-            # a probe of many chunks shows the bandwidth, one of a single chunk the latency
-            keys = self._prefix_loads.keys_from(
-                self._tier, waiting, key, end, PROBED_KEYS
-            )
+        # a probe of many chunks shows the bandwidth, one of a single chunk the latency
+        most = PROBED_KEYS if self._tier.is_probe_due else 1
+        keys = chunks.held_by(self._tier, most)
         if decision is None:
             self._tier.on_faster_tier(keys)
         else:
@@ -345,7 +353,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             if keys:
                 self._measure(request, keys)
         if not self._guard.is_detached and request.wants(keys, self.options.min_tokens):
-            job = _job(job_metadata, keys, request.learn(keys))
+            store_keys = request.store_keys(keys)
+            context = request.learn(keys, store_keys)
+            job = _job(job_metadata, store_keys, context)
             self._guard.submit_store(job, request.epoch)
         else:
             self._results.pass_over(job_metadata.job_id)
@@ -353,13 +363,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     def submit_load(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
+        store_keys = request.store_keys(keys)
         self._results.begin_load(job_metadata.job_id, request, keys)
         # The other stores must not take these blocks for computed ones: a comparison with another
         # release would compare stored bytes with stored bytes.
         for tier in self._tiers.all:
             if tier is not self._tier:
-                tier.loaded_elsewhere(keys)
-        job = _job(job_metadata, keys, request.context)
+                tier.loaded_elsewhere(store_keys)
+        job = _job(job_metadata, store_keys, request.context)
         decision = request.load_decision
         if decision is not None and math.isfinite(decision.deadline_s):
             deadline = time.monotonic() + decision.deadline_s
@@ -370,7 +381,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return self._results.translate(self._guard.get_finished_jobs())
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._tier.touch(list(keys), req_context)
+        request = self._request(req_context)
+        options = request.options
+        if options.load or options.store:
+            self._tier.touch(request.store_keys(list(keys)), request.context)
 
     def has_pending_work(self) -> bool:
         if self._results.has_passed_over or self._steps.is_waiting:
@@ -396,55 +410,85 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 
     def _request(self, context: ReqContext) -> LiveRequest:
+        """Return the record of a request; begin it at its first call."""
         request = self._requests.get(context.req_id)
-        if request is None:
-            hints = () if context.kv_hints is None else context.kv_hints.actions
-            options, prefetches = request_options(
-                context.req_id, context.kv_transfer_params, hints
-            )
-            epoch = self._guard.begin_request(options.weights)
-            if epoch is None:
-                options = RequestOptions(False, False, options.labels)
-                prefetches = []
-            # of several stores, the first one takes the hints
-            if self._tier is self._tiers.all[0]:
-                for prefetch in prefetches:
-                    self._prefetch(prefetch)
-            request = LiveRequest(
-                context.req_id,
-                options,
-                context.get_offload_key_position,
-                self._group_tokens,
-                self._labels,
-            )
-            request.epoch = epoch
-            self._requests[context.req_id] = request
+        if request is not None and request.source is context:
+            return request
+        given = _options_of(context)
+        if request is not None:
+            if request.is_of(given):
+                return request
+            # the id is used again, by another tenant: blocks of the two must not be mixed
+            self._end_request(request)
+        request = self._begin(context, given)
+        self._requests[context.req_id] = request
         return request
 
-    def _prefetch(self, prefetch: Prefetch) -> None:
-        """Queue contexts for the tier ``persistkv-prewarm`` to promote: those of the first store
-        that the filter includes, or, if token ids are given, the blocks of their context that any
-        store holds.
+    def _begin(self, context: ReqContext, given: GivenOptions) -> LiveRequest:
+        options = given.options
+        epoch = self._guard.begin_request(options.weights)
+        is_refused = self._is_refused(context.req_id, given)
+        if is_refused or epoch is None:
+            tenant = options.tenant
+            options = RequestOptions(False, False, options.labels, tenant=tenant)
+        # of several stores, the first one takes the hints
+        elif self._tier is self._tiers.all[0]:
+            for prefetch in given.prefetches:
+                self._prefetch(prefetch, options.tenant or DEFAULT_TENANT)
+        request = LiveRequest(
+            context.req_id,
+            options,
+            context.get_offload_key_position,
+            self._group_tokens,
+            self._labels,
+        )
+        request.source = context
+        request.is_refused = given.is_refused
+        request.epoch = epoch
+        return request
+
+    def _is_refused(self, req_id: str, given: GivenOptions) -> bool:
+        """Return whether a request that begins neither uses nor fills the store: its options are
+        invalid, or it names no tenant although one is required. Counts it, then."""
+        context = ours.ReqContext(req_id, tenant=given.options.tenant)
+        if not (given.is_refused or self._tier.refuses(context)):
+            return False
+        if not self._guard.is_opening:
+            why = _INVALID if given.is_refused else NO_TENANT
+            self._tier.report_refused(context, why)
+        return True
+
+    def _prefetch(self, prefetch: Prefetch, tenant: str) -> None:
+        """Queue contexts of a tenant for the tier ``persistkv-prewarm`` to promote: those of the
+        first store that the filter includes, or, if token ids are given, the blocks of their
+        context that any store holds.
         """
         if not prefetch.token_ids:
-            self._tier.prefetch(prefetch.choice)
+            self._tier.prefetch(prefetch.choice(tenant))
             return
         with self._isolation.guard("prefetch", "the context is not promoted"):
             keys = self._context_keys(prefetch.token_ids, prefetch.cache_salt)
-            held = [key for key in keys if self._is_stored(key)]
+            own_keys = [tenant_key(tenant, key) for key in keys]
+            held = [key for key in own_keys if self._is_stored(key)]
             if held:
-                self._tier.prefetch(held)
+                self._tier.prefetch(ours.StoredContext(tenant, held))
 
     def _is_stored(self, key: OffloadKey) -> bool:
         """Return whether any of the engine's stores holds a block."""
-        return any(tier.lookup(key, _NO_REQUEST) for tier in self._tiers.all)
+        return any(tier.holds(key) for tier in self._tiers.all)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
             self._measure_end(req_context.req_id)
-        request = self._requests.pop(req_context.req_id, None)
+        request = self._requests.get(req_context.req_id)
         if request is None:
             return
+        # the end of an earlier request of the same id, and of another tenant
+        if request.source is not req_context and not request.is_of(
+            _options_of(req_context)
+        ):
+            return
+        del self._requests[req_context.req_id]
         self._end_request(request)
 
     def _measure_end(self, req_id: str) -> None:
@@ -482,9 +526,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         for event in self._tier.take_events():
             if not event.keys:  # vLLM has no event for lost ones
                 continue
+            keys = [engine_key(key, self._key_bytes) for key in event.keys]
             events.append(
                 OffloadingEvent(
-                    event.keys,
+                    keys,
                     Medium.STORAGE,
                     event.removed,
                     self.locality,
@@ -531,6 +576,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         observed.requests_too_slow = counts[Reason.TOO_SLOW]
         observed.requests_too_short = counts[Reason.TOO_SHORT]
         observed.requests_deadline = counts[Reason.DEADLINE]
+        observed.requests_refused = counts[Reason.REFUSED]
         if self._guard.is_opening or not self._metrics.is_due(time.monotonic()):
             return None
         client = self._tier.client
@@ -583,6 +629,11 @@ class EngineTiers:
             self.all.remove(self._own)
 
 
+def _options_of(context: ReqContext) -> GivenOptions:
+    hints = () if context.kv_hints is None else context.kv_hints.actions
+    return request_options(context.req_id, context.kv_transfer_params, hints)
+
+
 def _job(
     job: TransferJob, keys: list[OffloadKey], context: ours.ReqContext
 ) -> JobMetadata:
@@ -623,6 +674,13 @@ def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:
         "_persistkv_tiers", []
     )
     return tiers
+
+
+def key_length() -> int:
+    """Return the length of the keys of the engine that is being built."""
+    algorithm = find_vllm_config().cache_config.prefix_caching_hash_algo
+    hash_function = get_hash_fn_by_name(algorithm)
+    return len(ours.make_offload_key(hash_function(b""), 0))
 
 
 def _context_keys(

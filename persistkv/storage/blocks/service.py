@@ -21,7 +21,6 @@ from persistkv.memory.timed import TimedBlocks
 from persistkv.storage.backend import Backend, Changes, CommitBatch
 from persistkv.storage.blocks.usage import (
     StoredBlock,
-    TenantOf,
     Usage,
     UsageLedger,
     stored_blocks,
@@ -60,6 +59,8 @@ class PutJob(msgspec.Struct, frozen=True):
     """Number of blocks of the context before the first one; None: unknown."""
     labels: Mapping[str, str]
     retention: Retention
+    positions: Mapping[str, Sequence[int]]
+    """For each tenant, the positions of its keys in ``keys``."""
 
 
 class BlockService:
@@ -72,12 +73,11 @@ class BlockService:
         memory: ScatteredBlocks,
         *,
         tokens_per_block: int,
-        tenant_of: TenantOf | None,
     ) -> None:
         self.store = store
         self._memory = memory
         self._tokens_per_block = tokens_per_block
-        self._ledger = UsageLedger(tenant_of)
+        self._ledger = UsageLedger()
         self._events = StoreReport()
         self._ended: dict[str, asyncio.Future[bool]] = {}
         """Requests whose end is not committed yet."""
@@ -134,7 +134,10 @@ class BlockService:
             await store.queue.wait_for_room()
             places = self._register(job.memory)
             try:
-                is_whole = await self._put(job, places)
+                is_whole = True
+                # a pack, and a context, has blocks of one tenant
+                for tenant in job.positions:
+                    is_whole &= await self._put(job, tenant, places)
             finally:
                 self._memory.remove(places)
         if is_whole:
@@ -147,17 +150,22 @@ class BlockService:
             return self._memory.add_timed(memory)
         return self._memory.add(memory)
 
-    async def _put(self, job: PutJob, places: Sequence[int]) -> bool:
-        keys = job.keys
+    async def _put(self, job: PutJob, tenant: str, places: Sequence[int]) -> bool:
+        """Store a tenant's blocks of a job as one context; return whether all are durable.
+
+        :param places: those of all blocks of the job.
+        """
+        positions = job.positions[tenant]
+        keys = [job.keys[position] for position in positions]
+        own_places = [places[position] for position in positions]
         depths = None
         if job.depth is not None:
-            end = job.depth + len(keys)
-            depths = range(job.depth, end)
+            depths = [job.depth + position for position in positions]
         request = secrets.token_hex(16)
-        accepted = await self.store.put(request, keys, places, depths)
+        accepted = await self.store.put(request, keys, own_places, depths, tenant)
         # without a pause before: blocks and manifest become one transaction
         group_keys = {job.group: keys}
-        ended = self._end(request, group_keys, job.labels, job.retention)
+        ended = self._end(request, group_keys, job.labels, job.retention, tenant)
         await self.store.finish(accepted)
         return await ended
 
@@ -167,6 +175,7 @@ class BlockService:
         keys: Mapping[int, Keys],
         labels: Mapping[str, str],
         retention: Retention,
+        tenant: str,
     ) -> asyncio.Future[bool]:
         """End a request; return the future of whether all of its keys are durable.
 
@@ -190,6 +199,7 @@ class BlockService:
             self._tokens_per_block,
             labels=dict(labels),
             retention=retention,
+            tenant=tenant,
         )
         self.store.end_request(end)
         return ended
@@ -242,12 +252,13 @@ class BlockService:
         keys: Mapping[int, Keys],
         labels: Mapping[str, str],
         ttl_s: float | None,
+        tenant: str,
     ) -> tuple[str, bool]:
-        """Pin blocks; return the id of the pin, and whether all of them are held."""
+        """Pin blocks of a tenant; return the id of the pin, and whether all of them are held."""
         request = secrets.token_hex(16)
         retention = Retention(pin=True, ttl_s=ttl_s)
         with self._call():
-            is_whole = await self._end(request, keys, labels, retention)
+            is_whole = await self._end(request, keys, labels, retention, tenant)
         return request, is_whole
 
     async def unpin(self, pin: str) -> None:

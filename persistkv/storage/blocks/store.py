@@ -47,14 +47,18 @@ from persistkv.storage.blocks.service import (
     PutJob,
     StoreEvents,
 )
-from persistkv.storage.blocks.usage import StoredBlock, TenantOf, Usage
+from persistkv.storage.blocks.usage import StoredBlock, Usage
 from persistkv.storage.loop_thread import LoopThread
 from persistkv.storage.records import StoreCounters, StoreOptions
 from persistkv.storage.store import Store, start_threads
+from persistkv.tenants import DEFAULT_TENANT, check_tenant
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+TenantOf = Callable[[bytes], str]
+"""Function from a key to the name of its tenant."""
 
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 _NOT_PINNED = Retention()
@@ -109,8 +113,8 @@ class BlockStore:
             self._store,
             self._memory,
             tokens_per_block=tokens_per_block,
-            tenant_of=tenant_of,
         )
+        self._tenant_of = tenant_of
         self._loop = LoopThread("persistkv-blocks")
         self._loop.start(self._service.run())
         self._pool = BufferPool()
@@ -154,7 +158,8 @@ class BlockStore:
         :param events: whether ``take_events`` reports keys.
         :param max_queue_bytes: bound on the bytes of stores that wait or run.
         :param tokens_per_block: tokens of one block, for the lists of stored contexts.
-        :param tenant_of: returns the tenant of a key, for ``usage``.
+        :param tenant_of: returns the tenant of a key, which the key must contain, because a key is
+            of one tenant; see ``check_tenant``. None: all keys are of the default tenant.
         :raises ConfigurationError: the URL or an option is invalid, or the sizes do not fit the
             identity.
         :raises StoreError: the store cannot be opened.
@@ -243,7 +248,7 @@ class BlockStore:
         are held are not written again.
 
         If the store is full, fails, or is read-only, a warning is logged, and keys are False. The
-        keys are listed as one context.
+        keys of a tenant are listed as one context.
 
         :param blocks: for each key, its memory, which must not change during the call.
         :param depth: number of blocks of the group that precede the first one in its context; None
@@ -254,13 +259,15 @@ class BlockStore:
             has copied by then may become durable later. None: no deadline, and no copy.
         :raises ValueError: there is not one block for each key, a block has another size, or a key
             occurs twice.
-        :raises ConfigurationError: a label is invalid; see ``check_labels``.
+        :raises ConfigurationError: a label is invalid; see ``check_labels``; or the tenant of a key
+            is (``check_tenant``). Nothing is stored.
         """
         deadline = _deadline(timeout_s)
         full = self._full_keys(keys, group)
         regions = self._regions(full, blocks, group)
         check_labels(labels)
-        job = PutJob(full, group, regions, depth, labels, retention)
+        positions = self._positions_by_tenant(keys)
+        job = PutJob(full, group, regions, depth, labels, retention, positions)
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
             return self._refuse(len(keys))
@@ -341,7 +348,8 @@ class BlockStore:
         full = self._full_keys(keys, group)
         regions = self._regions(full, blocks, group)
         check_labels(labels)
-        job = PutJob(full, group, regions, depth, labels, retention)
+        positions = self._positions_by_tenant(keys)
+        job = PutJob(full, group, regions, depth, labels, retention, positions)
         number = completions.new_number()
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
@@ -432,11 +440,15 @@ class BlockStore:
         which ``persistkv ls`` lists. None: not all keys are held, and nothing is pinned.
 
         :param ttl_s: seconds from the last use on after which the pin expires.
+        :raises ValueError: the keys are of several tenants.
         :raises StoreTimeoutError: the deadline has passed; the blocks may be pinned later.
         :raises StoreError: the medium failed, or the store is read-only.
         """
         full = {group: self._full_keys(keys, group)}
-        pinning = self._service.pin(full, labels, ttl_s)
+        tenants = list(self._positions_by_tenant(keys)) or [DEFAULT_TENANT]
+        if len(tenants) > 1:
+            raise ValueError(f"a pin for keys of {len(tenants)} tenants")
+        pinning = self._service.pin(full, labels, ttl_s, tenants[0])
         pin, is_whole = self._wait(pinning, timeout_s)
         if is_whole:
             return pin
@@ -582,6 +594,18 @@ class BlockStore:
             raise ValueError(f"group {group}; there are {num_groups}")
         suffix = group.to_bytes(GROUP_INDEX_BYTES, "big")
         return [key + suffix for key in keys]
+
+    def _positions_by_tenant(self, keys: Sequence[bytes]) -> dict[str, Sequence[int]]:
+        """Return the positions of each tenant's keys."""
+        tenant_of = self._tenant_of
+        if tenant_of is None:
+            return {DEFAULT_TENANT: range(len(keys))}
+        positions: dict[str, list[int]] = {}
+        for position, key in enumerate(keys):
+            positions.setdefault(tenant_of(key), []).append(position)
+        for tenant in positions:
+            check_tenant("tenant_of", tenant)
+        return dict(positions)
 
     def _regions(
         self,

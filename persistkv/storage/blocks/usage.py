@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -11,10 +11,7 @@ import msgspec
 
 from persistkv.base import get_offload_block_hash
 from persistkv.storage.backend import Changes
-from persistkv.storage.format.pack import PackTable, align
-
-TenantOf = Callable[[bytes], str]
-"""Returns the tenant of a key."""
+from persistkv.storage.format.pack import PackTable
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -43,13 +40,12 @@ class StoredBlock(NamedTuple):
 class UsageLedger:
     """Bytes per tenant, kept up to date by the changes of the catalogue. Not thread-safe."""
 
-    def __init__(self, tenant_of: TenantOf | None) -> None:
-        """:param tenant_of: None: all keys are of one tenant, the empty string."""
+    def __init__(self) -> None:
         self.cursor: bytes | None = None
         """Position up to which the changes are applied."""
         self.totals: Counter[str] = Counter()
-        self._tenant_of = tenant_of
-        self._packs: dict[bytes, Mapping[str, int]] = {}
+        self._packs: dict[bytes, tuple[str, int]] = {}
+        """Tenant and bytes of each pack."""
 
     def apply(self, changes: Changes) -> None:
         """Apply changes after ``cursor``."""
@@ -59,32 +55,16 @@ class UsageLedger:
         for pack_id in changes.removed:
             self._remove(pack_id)
         for table in changes.added:
-            pack_id = table.pack_id
-            self._remove(pack_id)
-            shares = self._shares(table)
-            self._packs[pack_id] = shares
-            self.totals.update(shares)
+            self._remove(table.pack_id)
+            self._packs[table.pack_id] = (table.tenant, table.payload_length)
+            self.totals[table.tenant] += table.payload_length
         self.cursor = changes.cursor
 
     def _remove(self, pack_id: bytes) -> None:
-        shares = self._packs.pop(pack_id, {})
-        self.totals.subtract(shares)
-
-    def _shares(self, table: PackTable) -> Mapping[str, int]:
-        """Divide the payload of a pack among tenants."""
-        if self._tenant_of is None:
-            return {"": table.payload_length}
-        shares: Counter[str] = Counter()
-        keys = iter(block_keys(table))
-        for frame in table.frames:
-            num_bytes = align(frame.stored_length)
-            share, rest = divmod(num_bytes, frame.block_count)
-            for key in islice(keys, frame.block_count):
-                tenant = self._tenant_of(key)
-                # the first block of a frame has what cannot be divided
-                shares[tenant] += share + rest
-                rest = 0
-        return shares
+        pack = self._packs.pop(pack_id, None)
+        if pack is not None:
+            tenant, num_bytes = pack
+            self.totals[tenant] -= num_bytes
 
 
 def block_keys(table: PackTable) -> list[bytes]:

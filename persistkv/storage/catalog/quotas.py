@@ -27,7 +27,7 @@ from persistkv.storage.catalog.rows import (
 )
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackTable
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 

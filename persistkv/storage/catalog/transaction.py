@@ -54,7 +54,7 @@ from persistkv.storage.format.manifest import (
 )
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.format.pack_writer import NewPack
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 LOG_ENTRIES = 4096
 """Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole

@@ -18,7 +18,7 @@ from persistkv.base import Priority, TtlSeconds
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 MANIFEST_VERSION = 1
 _PREFIX_BYTES = 9

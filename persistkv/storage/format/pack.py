@@ -28,7 +28,7 @@ from persistkv.errors import CorruptPackError
 from persistkv.rounding import divide_up
 from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
 from persistkv.storage.format.keys import KEY_ID_BYTES, SALT_BYTES
-from persistkv.storage.tenants import DEFAULT_TENANT, is_tenant
+from persistkv.tenants import DEFAULT_TENANT, is_tenant
 
 MAX_KEY_BYTES = 0xFFFF
 

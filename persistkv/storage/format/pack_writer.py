@@ -25,7 +25,7 @@ from persistkv.storage.format.pack import (
     pack_frames,
 )
 from persistkv.storage.format.seal import PLAIN, FrameSeal, Seal
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from persistkv.memory.rows import ByteArray

@@ -57,7 +57,7 @@ from persistkv.storage.format.pack import (
     with_trailer,
     without_trailer,
 )
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 _NONCE = struct.Struct("<Q4x")
 _PLACE = struct.Struct("<IIIIQQ")

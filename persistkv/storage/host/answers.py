@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from persistkv.base import StoredContext
 from persistkv.storage.host import protocol
 
 GLANCE_TOKEN = 0
@@ -23,8 +24,8 @@ class Answers:
         """The answer to the last ``ask``; None: it has not arrived."""
         self.totals: protocol.HostStats | None = None
         """The last totals of the host that arrived."""
-        self.recent: list[list[bytes]] | None = None
-        """Keys of each context in the answer to ``AskRecent``, until they are taken."""
+        self.recent: list[StoredContext] | None = None
+        """Contexts in the answer to ``AskRecent``, until they are taken."""
         self.probed: protocol.Probed | None = None
         """The answer to ``Probe``, until it is taken."""
         self._probe_began: float | None = None  # None: no probe runs

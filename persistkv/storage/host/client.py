@@ -27,6 +27,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
+from persistkv.base import StoredContext
 from persistkv.errors import (
     CorruptStoreError,
     HostError,
@@ -49,7 +50,7 @@ from persistkv.storage.records import (
     StoreReport,
     are_encodable,
 )
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -551,7 +552,7 @@ class StoreClient:
         return self.state is State.OPEN
 
     @_exclusive
-    def take_recent(self) -> list[list[bytes]] | None:
+    def take_recent(self) -> list[StoredContext] | None:
         """Return the answer to ``ask_recent`` once. None: none has arrived; none will if the host
         ended meanwhile."""
         answers = self._answers
@@ -595,7 +596,7 @@ class StoreClient:
         self._answers.add(message)
 
     def _take_contexts(self, message: protocol.Recent) -> None:
-        self._answers.recent = [keys.unpack() for keys in message.contexts]
+        self._answers.recent = message.unpack()
 
     def _take_probed(self, message: protocol.Probed) -> None:
         self._answers.end_probe(message)

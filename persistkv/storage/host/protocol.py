@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from persistkv import errors
+from persistkv.base import OffloadKey, StoredContext
 from persistkv.config import RowLayout
 from persistkv.errors import (
     ConfigurationError,
@@ -30,7 +32,7 @@ from persistkv.storage.records import (
     StoreOptions,
     StoreReport,
 )
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 
 _ERRORS: dict[str, type[PersistKVError]] = {
     name: kind
@@ -313,6 +315,21 @@ class Recent(_Message):
 
     contexts: tuple[PackedKeys, ...]
     """Empty if the medium failed."""
+    tenants: tuple[str, ...]
+    """For each context, the tenant whose it is."""
+
+    @classmethod
+    def of(cls, contexts: Sequence[StoredContext]) -> Recent:
+        packed = tuple(PackedKeys.of(context.keys) for context in contexts)
+        return cls(packed, tuple(context.tenant for context in contexts))
+
+    def unpack(self) -> list[StoredContext]:
+        """Return the contexts; raise ValueError or CorruptPackError if they are malformed."""
+        found = []
+        for tenant, packed in zip(self.tenants, self.contexts, strict=True):
+            keys = [OffloadKey(key) for key in packed.unpack()]
+            found.append(StoredContext(tenant, keys))
+        return found
 
 
 class Pong(_Message):

@@ -30,7 +30,7 @@ from persistkv.storage.catalog.rows import (
     pack_table,
 )
 from persistkv.storage.format.pack import ID_BYTES
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
 from persistkv_lmdb.fsck import space_faults

@@ -175,6 +175,56 @@ def test_models_ranks_groups_and_salts_are_apart(open_adapter: Open) -> None:
         assert np.array_equal(target[0].bytes, memories(1, seed=seed)[0].bytes)
 
 
+def test_salts_of_one_task_are_tenants_and_usage_is_exact_for_each(
+    open_adapter: Open,
+) -> None:
+    driver = open_adapter()
+    keys = []
+    for number in range(3):
+        for salt in ("", "anna", "berta"):
+            keys += object_keys([number], salt=salt)
+    stored = memories(9, seed=21)
+    assert driver.store(keys, stored)
+    targets = memories(9)
+    assert driver.load(keys, targets) == [True] * 9
+    for source, target in zip(stored, targets, strict=True):
+        assert np.array_equal(source.bytes, target.bytes)
+    expected = dict.fromkeys(("", "anna", "berta"), 3 * OBJECT_BYTES)
+    for adapter in (driver.adapter, open_adapter().adapter):
+        assert dict(adapter.get_usage().bytes_by_cache_salt) == expected
+    assert driver.lookup(object_keys(range(3), salt="clara")) == [False] * 3
+
+
+@pytest.mark.parametrize("salt", ["a\nb", "x" * 129])
+def test_salt_that_is_no_tenant_is_neither_stored_nor_found(
+    open_adapter: Open, caplog: pytest.LogCaptureFixture, salt: str
+) -> None:
+    driver = open_adapter()
+    keys = [*object_keys([1]), *object_keys([1, 2], salt=salt)]
+    assert not driver.store(keys, memories(3, seed=22))
+    assert driver.lookup(keys) == [True, False, False]
+    assert driver.load(keys, memories(3)) == [True, False, False]
+    assert caplog.text.count("is neither stored nor found") == 1
+    assert driver.adapter.report_status()["refused_objects"] == 6
+
+
+def test_required_tenant_refuses_objects_without_salt(
+    open_adapter: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert open_adapter().store(object_keys([1]), memories(1, seed=23))
+    driver = open_adapter(tenant="required")
+    unsalted, salted = object_keys([1, 2]), object_keys([1, 2], salt="anna")
+    assert driver.lookup(unsalted) == [False] * 2
+    assert not driver.store(unsalted, memories(2, seed=24))
+    assert driver.store(salted, memories(2, seed=25))
+    assert driver.lookup(salted) == [True] * 2
+    assert dict(driver.adapter.get_usage().bytes_by_cache_salt) == {
+        "": OBJECT_BYTES,
+        "anna": 2 * OBJECT_BYTES,
+    }
+    assert caplog.text.count("the option tenant is required") == 1
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -85,6 +85,34 @@ def test_calls_in_a_forked_child_fail_without_an_exception(open_backend: Open) -
     assert backend.batch_get_v1(keys, indices) == [True] * 4
 
 
+def test_engines_of_tenants_share_no_page_and_clear_their_own(
+    open_backend: Open,
+) -> None:
+    keys, indices = page_keys(range(4)), page_indices(0, 4)
+    pools: dict[str, Any] = {}
+    for seed, tenant in enumerate(("default", "anna", "berta"), 30):
+        pools[tenant] = make_pool()
+        fill(pools[tenant], seed)
+        backend = open_backend(pools[tenant], tenant=tenant)
+        assert backend.batch_exists(keys) == 0, "pages of another tenant"
+        assert backend.batch_set_v1(keys, indices) == [True] * 4
+    for tenant, pool in pools.items():
+        other = make_pool()
+        backend = open_backend(other, tenant=tenant)
+        assert backend.batch_get_v1(keys, indices) == [True] * 4
+        assert is_equal(pages_of(pool, 0, 4), pages_of(other, 0, 4))
+    open_backend(make_pool(), tenant="anna").clear()
+    for tenant in pools:
+        held = open_backend(make_pool(), tenant=tenant).batch_exists(keys)
+        assert held == (0 if tenant == "anna" else 4)
+
+
+@pytest.mark.parametrize("tenant", ["", "a\nb", "x" * 129])
+def test_malformed_tenant_is_refused(open_backend: Open, tenant: str) -> None:
+    with pytest.raises(ConfigurationError, match="option tenant"):
+        open_backend(make_pool(), tenant=tenant)
+
+
 def test_layer_first_engine_misses_page_first_pages(open_backend: Open) -> None:
     """SGLang's file backend hands them over: 94 % of the numbers are wrong."""
     one, other = make_pool("page_first"), make_pool("layer_first")

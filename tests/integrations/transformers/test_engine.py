@@ -173,6 +173,21 @@ class TestPrefixCache:
         assert stats.stats.restored_tokens == 96
         assert stats.tokens == expected
 
+    def test_different_tenant_misses_on_device_and_in_primary_tier(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
+        engine = open_engine()
+        assert engine.generate(prompt, 1, tenant="anna").stats.restored_tokens == 0
+        for tenant in ("berta", None):
+            other = engine.generate(prompt, 1, tenant=tenant).stats
+            assert other.restored_tokens == 0
+        assert engine.generate(prompt, 1, tenant="anna").stats.device_tokens == 96
+        engine.forget_device()
+        assert engine.generate(prompt, 1, tenant="clara").stats.restored_tokens == 0
+        parameters = {"persistkv": {"tenant": "anna"}}
+        named = engine.generate(prompt, 1, kv_transfer_params=parameters)
+        assert named.stats.cpu_tokens == 96
+
     def test_different_salt_misses(
         self, open_engine: OpenEngine, prompt: list[int]
     ) -> None:
@@ -400,6 +415,9 @@ class TestInvalidInput:
             ("labels", ["a"], "names and values that are text"),
             ("labels", {"user": 1}, "names and values that are text"),
             ("salt", 5, "text"),
+            ("tenant", 5, "1 to 128 characters"),
+            ("tenant", "", "1 to 128 characters"),
+            ("tenant", "a\nb", "1 to 128 characters"),
             ("load", "no", "True or False"),
             ("store", 5, "True or False"),
             ("kv_transfer_params", 5, "a mapping"),

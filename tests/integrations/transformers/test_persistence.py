@@ -191,6 +191,39 @@ def test_engine_restart_restores_only_context_of_same_salt(
         assert second.generate(prompt, 8, salt="one").stats.persistent_tokens == 96
 
 
+def test_engine_restart_restores_only_context_of_same_tenant(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
+    tenants = (None, "anna", "berta")
+    with open_engine(model, url) as first:
+        for tenant in tenants:
+            answer = first.generate(prompt, 8, tenant=tenant)
+            assert answer.stats.restored_tokens == 0
+            assert first.wait_persisted(answer)
+    with open_engine(model, url) as second:
+        assert second.generate(prompt, 8, tenant="clara").stats.restored_tokens == 0
+        for tenant in tenants:
+            answer = second.generate(prompt, 8, tenant=tenant)
+            assert answer.stats.persistent_tokens == 96
+
+
+def test_engine_requiring_tenant_neither_restores_nor_stores_without_one(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
+    with open_engine(model, url) as first:
+        assert first.wait_persisted(first.generate(prompt, 8))
+    with open_engine(model, url, tenant="required") as second:
+        answer = second.generate(prompt, 8)
+        assert answer.stats.restored_tokens == 0
+        assert not second.wait_persisted(answer)
+        own = second.generate(prompt, 8, tenant="anna")
+        assert own.stats.restored_tokens == 0
+        assert second.wait_persisted(own)
+        assert second.stats().load_reasons["refused"] == 1
+    with pytest.raises(ConfigurationError, match="one of default, required"):
+        open_engine(model, url, tenant="anna")
+
+
 def other_weights(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
     return make_model(seed=1)
 

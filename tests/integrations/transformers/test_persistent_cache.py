@@ -139,6 +139,24 @@ def test_load_in_new_process_restores_saved_context(
     assert tokens == expected
 
 
+def test_load_restores_only_contexts_of_its_tenant(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    cache = persistkv.load(model, prompt, store, tenant="anna")
+    expected = generate(model, prompt, cache)
+    persistkv.save(cache, expected)
+    for tenant in ("berta", None):
+        other = persistkv.load(model, prompt, store, tenant=tenant)
+        assert other.restored_tokens == ()
+    own = persistkv.load(model, prompt, store, tenant="anna")
+    assert len(own.restored_tokens) == 96
+    assert generate(model, prompt, own) == expected
+    with persistkv.Engine.open(model, store, load_policy="always") as engine:
+        for tenant, restored in (("berta", 0), (None, 0), ("anna", 96)):
+            answer = engine.generate(prompt, 1, tenant=tenant)
+            assert answer.stats.persistent_tokens == restored
+
+
 def test_load_other_weights_salt_or_block_size_misses(
     model: LlamaForCausalLM, prompt: list[int], store: Path
 ) -> None:
@@ -381,6 +399,7 @@ def test_save_other_tokens_or_several_sequences_raises(
         ("block_size", "16", "an integer, 1 or more"),
         ("store", 5, "a URL or a path"),
         ("salt", 5, "text"),
+        ("tenant", "", "1 to 128 characters"),
         ("model", None, "a checkpoint's directory or name, or a model"),
         ("token_ids", None, "one prompt: integers in one row"),
         ("token_ids", [], "at least one token"),

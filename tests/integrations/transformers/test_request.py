@@ -44,6 +44,16 @@ def test_block_hash_chain_first_hash_is_sha256_of_root_and_tokens() -> None:
     assert hashes([1, 2, 70_000, 4]) == [hashlib.sha256(root + tokens).digest()]
 
 
+def test_block_hash_chain_different_tenants_share_no_hash() -> None:
+    found: set[bytes] = set()
+    for tenant in (None, "a", "salt x", "a\u2028"):
+        for salt in (None, "x", "a", "tenant a"):
+            found.update(BlockHashChain(4, salt, tenant).extend(range(8)))
+    assert len(found) == 2 * 4 * 4
+    default = BlockHashChain(4, "x", "default").extend(range(8))
+    assert default == BlockHashChain(4, "x").extend(range(8))
+
+
 def test_block_hash_chain_different_salts_share_no_hash() -> None:
     tokens = list(range(8))
     found = [hashes(tokens, salt=salt) for salt in (None, "", "a", "b")]

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from persistkv.base import OffloadKey, make_offload_key
-from persistkv.integrations.vllm.loading import PrefixLoads, StepMeter, shared_prefill
+from persistkv.integrations.vllm.loading import (
+    PrefixLoads,
+    StepMeter,
+    WaitingChunks,
+    shared_prefill,
+)
+from persistkv.tenants import tenant_key
 from persistkv.tiering.load_cost import PrefillSpeed, Reason
 
 CHUNK_TOKENS, HASH_TOKENS, CHUNK_BYTES = 32, 16, 1000
@@ -24,8 +30,10 @@ def key_of(chunk: int) -> OffloadKey:
 class Tier:
     """A store that holds the first chunks of the context."""
 
-    def __init__(self, num_held: int, chunk_s: float | None) -> None:
-        self._held = {key_of(chunk) for chunk in range(num_held)}
+    def __init__(
+        self, num_held: int, chunk_s: float | None, tenant: str = "default"
+    ) -> None:
+        self._held = {tenant_key(tenant, key_of(chunk)) for chunk in range(num_held)}
         self._chunk_s = chunk_s
         group = SimpleNamespace(block_bytes=CHUNK_BYTES)
         layout = SimpleNamespace(groups=[group])
@@ -49,12 +57,20 @@ def prefix_loads() -> PrefixLoads:
     return PrefixLoads(offloading, [CHUNK_TOKENS], PrefillSpeed(1000))
 
 
-def decide(*tiers: Any, first: int = 0, num_tokens: int = 1000) -> Any:
-    """Return the decision of the first tier."""
-    loads = prefix_loads()
+def chunks_from(
+    first: int, num_tokens: int = 1000, tenant: str | None = None
+) -> WaitingChunks:
     request = SimpleNamespace(block_hashes=HASHES, num_tokens=num_tokens)
     end = (first + 1) * CHUNK_TOKENS
-    return loads.decide(tiers, tiers[0], request, key_of(first), end)
+    return prefix_loads().chunks(request, tenant, key_of(first), end)
+
+
+def decide(
+    *tiers: Any, first: int = 0, num_tokens: int = 1000, tenant: str | None = None
+) -> Any:
+    """Return the decision of the first tier."""
+    chunks = chunks_from(first, num_tokens, tenant)
+    return prefix_loads().decide(tiers, tiers[0], chunks)
 
 
 def test_decide_compares_prefix_that_store_holds() -> None:
@@ -89,19 +105,25 @@ def test_decide_store_that_is_not_compared_loads() -> None:
     assert decide(Tier(10, None), Tier(10, 0.001)).num_runs == 1
 
 
-def test_keys_from_are_held_chunks_of_request() -> None:
-    request = SimpleNamespace(block_hashes=HASHES, num_tokens=1000)
-
-    def keys_from(tier: Any, first: int, most: int) -> list[OffloadKey]:
-        end = (first + 1) * CHUNK_TOKENS
-        return prefix_loads().keys_from(tier, request, key_of(first), end, most)
-
+def test_held_by_are_held_chunks_of_request() -> None:
     ten = Tier(10, 0.01)
-    assert keys_from(ten, 0, 128) == [key_of(chunk) for chunk in range(10)]
-    assert keys_from(ten, 7, 128) == [key_of(7), key_of(8), key_of(9)]
-    assert keys_from(ten, 7, 2) == [key_of(7), key_of(8)]
-    all_of_it = keys_from(Tier(32, 0.01), 0, 128)
+    assert chunks_from(0).held_by(ten, 128) == [key_of(chunk) for chunk in range(10)]
+    assert chunks_from(7).held_by(ten, 128) == [key_of(7), key_of(8), key_of(9)]
+    assert chunks_from(7).held_by(ten, 2) == [key_of(7), key_of(8)]
+    assert chunks_from(7).held_by(ten, 1) == [key_of(7)]
+    all_of_it = chunks_from(0).held_by(Tier(32, 0.01), 128)
     assert len(all_of_it) == 1000 // CHUNK_TOKENS, "the last chunk is not full"
+
+
+def test_decide_and_held_by_count_chunks_of_tenant_only() -> None:
+    own = Tier(10, 0.01, "anna")
+    faster, other = Tier(10, 0.001, "anna"), Tier(10, 0.001, "berta")
+    assert decide(own, tenant="anna").load_s == pytest.approx(0.1)
+    assert decide(own, faster, tenant="anna") is None
+    assert decide(own, other, tenant="anna").num_runs == 1
+    assert chunks_from(0, tenant="anna").held_by(own, 3) == [
+        tenant_key("anna", key_of(chunk)) for chunk in range(3)
+    ]
 
 
 class Clock:

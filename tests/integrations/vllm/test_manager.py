@@ -417,3 +417,89 @@ def test_manager_prefetch_hint_with_two_stores_is_queued_once(start, tmp_path):
     assert not second.prefetch_waits
     first.ask_recent(1 << 20, prefetched=True)
     assert not first.prefetch_waits
+
+
+def prefetching(payload):
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    action = KvHintAction("a", "persistkv.prefetch", "1", payload)
+    return KvHintsEnvelope("1", "m", [action])
+
+
+def restarted(engine):
+    """Empty the primary tier."""
+    with engine.lock:
+        engine.manager.reset_cache()
+        getattr(engine.manager, "on_reset_flushed", lambda: None)()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [{"labels": {"session": "7"}}, {"token_ids": list(range(4 * CHUNK_TOKENS))}],
+)
+def test_manager_prefetch_hint_promotes_only_contexts_of_its_tenant(
+    start, url, payload
+):
+    from vllm.v1.kv_offload.base import LookupResult
+
+    engine = start(PREWARM)
+    chosen = prompt_keys(list(range(4 * CHUNK_TOKENS)), None)
+    options = {"labels": {"session": "7"}, "tenant": "anna"}
+    engine.store(chosen, kv_transfer_params={"persistkv": options})
+    wait_stored(url, 1)
+    restarted(engine)
+    for tenant, results in (
+        ("berta", {LookupResult.MISS}),
+        (None, {LookupResult.MISS}),
+        ("anna", {LookupResult.HIT}),
+    ):
+        named = None if tenant is None else {"persistkv": {"tenant": tenant}}
+        hint = engine.request(
+            [], kv_transfer_params=named, kv_hints=prefetching(payload)
+        )
+        with engine.lock:
+            engine.manager.on_request_finished(hint)
+        engine.settle()
+        context = engine.request(chosen, kv_transfer_params=named)
+        assert set(engine.look_up(chosen, context)) == results, tenant
+
+
+def test_manager_prewarm_promotes_contexts_of_tenants(start, url):
+    from vllm.v1.kv_offload.base import LookupResult
+
+    first = start()
+    contexts = {"anna": keys_of(4), "default": keys_of(4, 4)}
+    for tenant, keys in contexts.items():
+        first.store(keys, kv_transfer_params={"persistkv": {"tenant": tenant}})
+    wait_stored(url, 2)
+    first.close()
+    second = start(PREWARM)
+    second.settle()
+    for tenant, keys in contexts.items():
+        named = {"persistkv": {"tenant": tenant}}
+        context = second.request(keys, kv_transfer_params=named)
+        assert set(second.look_up(keys, context)) == {LookupResult.HIT}
+
+
+def test_manager_restart_equal_chunks_of_tenants_load_only_for_their_own(start, url):
+    from vllm.v1.kv_offload.base import LookupResult
+
+    first, keys = start(), keys_of(4)
+    first.store(keys, kv_transfer_params={"persistkv": {"tenant": "anna"}})
+    wait_stored(url, 1)
+    first.close()
+    second = start()
+    for named in (None, {"persistkv": {"tenant": "berta"}}):
+        context = second.request(keys, kv_transfer_params=named)
+        results = second.look_up(keys, context)
+        assert set(results) == {LookupResult.MISS}
+        with second.lock:
+            second.manager.on_request_finished(context)
+    second.step()
+    own = second.request(keys, kv_transfer_params={"persistkv": {"tenant": "anna"}})
+    deadline = time.monotonic() + TIMEOUT_S
+    while set(second.look_up(keys, own)) != {LookupResult.HIT}:
+        assert LookupResult.MISS not in second.look_up(keys, own)
+        assert time.monotonic() < deadline
+        second.step()
+        time.sleep(0.001)

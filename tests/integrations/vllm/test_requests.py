@@ -6,8 +6,14 @@ import pytest
 
 from persistkv.base import Retention, make_offload_key
 from persistkv.integrations.request_options import RequestOptions
-from persistkv.integrations.vllm.requests import LiveRequest, Prefetch, request_options
+from persistkv.integrations.vllm.requests import (
+    GivenOptions,
+    LiveRequest,
+    Prefetch,
+    request_options,
+)
 from persistkv.storage.records import Choice
+from persistkv.tenants import tenant_key
 from persistkv.tiering.load_cost import LoadDecision, Reason
 
 CHUNK = 16
@@ -36,8 +42,8 @@ def positions_of(*groups):
 def test_live_request_learned_keys_are_sorted_by_position():
     full, window = keys_of(0, 4), keys_of(1, 4)
     live = request(positions_of(full, window))
-    live.learn([full[2], window[3]])
-    live.learn([full[0], full[1], full[2], window[2]])
+    for keys in ([full[2], window[3]], [full[0], full[1], full[2], window[2]]):
+        live.learn(keys, keys)
     description = live.end().description
     assert list(description.group_keys) == [full[:3], window[2:]]
     assert description.num_tokens == 4 * CHUNK
@@ -48,8 +54,8 @@ def test_live_request_learned_keys_are_sorted_by_position():
 def test_live_request_key_without_position_drops_description():
     keys = keys_of(0, 2)
     live = request(positions_of(keys[:1]))
-    assert live.learn(keys[:1]).description is not None
-    assert live.learn(keys).description is None
+    assert live.learn(keys[:1], keys[:1]).description is not None
+    assert live.learn(keys, keys).description is None
     assert live.end().description is None
 
 
@@ -79,12 +85,13 @@ def test_live_request_opted_out_wants_no_keys():
     ],
 )
 def test_request_options_parameters_set_store_and_load(parameters, store, load):
-    options, _ = request_options("a", parameters)
+    options = request_options("a", parameters).options
     assert (options.store, options.load) == (store, load)
 
 
 def test_live_request_labels_override_tier_labels():
-    options, _ = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
+    given = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
+    options = given.options
     live = LiveRequest(
         "a",
         options,
@@ -97,10 +104,9 @@ def test_live_request_labels_override_tier_labels():
 
 @pytest.mark.parametrize("value", ["off", {"stores": False}, {"store": "never"}, 3])
 def test_request_options_invalid_parameters_disable_store_and_load(value, caplog):
-    assert request_options("a", {"persistkv": value}) == (
-        RequestOptions(store=False, load=False),
-        [],
-    )
+    options = RequestOptions(store=False, load=False)
+    found = request_options("a", {"persistkv": value})
+    assert found == GivenOptions(options, [], is_refused=True)
     assert "kv_transfer_params.persistkv" in caplog.text
 
 
@@ -124,7 +130,8 @@ def test_request_options_hints_override_parameters():
         action("other.component", {"pin": False}),
         action("persistkv.retain", {"labels": {"turn": "2"}, "priority": "low"}),
     ]
-    options, prefetches = request_options("a", parameters, hints)
+    options, prefetches, is_refused = request_options("a", parameters, hints)
+    assert not is_refused
     assert options == RequestOptions(
         store=True,
         load=False,
@@ -139,8 +146,8 @@ def test_request_options_hints_override_parameters():
 
 
 def test_request_options_without_retention_use_default_retention():
-    options, _ = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
-    assert options.retention == Retention()
+    given = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
+    assert given.options.retention == Retention()
 
 
 def test_request_options_prefetch_hints_return_prefetches():
@@ -149,27 +156,26 @@ def test_request_options_prefetch_hints_return_prefetches():
         action("persistkv.prefetch", {"labels": {"session": "7"}}),
         action("persistkv.prefetch", {"token_ids": [3, 1], "cache_salt": "tenant"}),
     ]
-    options, prefetches = request_options("a", None, hints)
+    options, prefetches, _ = request_options("a", None, hints)
     assert options == RequestOptions()
-    assert [prefetch.choice for prefetch in prefetches[:2]] == [
-        Choice("abc"),
-        Choice(labels={"session": "7"}),
+    assert [prefetch.choice("anna") for prefetch in prefetches[:2]] == [
+        Choice("abc", tenant="anna"),
+        Choice(labels={"session": "7"}, tenant="anna"),
     ]
     assert prefetches[2] == Prefetch(token_ids=[3, 1], cache_salt="tenant")
 
 
 def test_request_options_prefetch_parameter_returns_prefetch():
     parameters = {"persistkv": {"store": False, "prefetch": {"token_ids": [3, 1]}}}
-    assert request_options("a", parameters) == (
-        RequestOptions(store=False),
-        [Prefetch(token_ids=[3, 1])],
+    assert request_options("a", parameters) == GivenOptions(
+        RequestOptions(store=False), [Prefetch(token_ids=[3, 1])]
     )
 
 
 def test_request_options_malformed_prefetch_is_ignored_and_logged_once(caplog):
-    assert request_options("a", {"persistkv": {"pin": True, "prefetch": [3]}}) == (
-        RequestOptions(pin=True),
-        [],
+    parameters = {"persistkv": {"pin": True, "prefetch": [3]}}
+    assert request_options("a", parameters) == GivenOptions(
+        RequestOptions(pin=True), []
     )
     (record,) = caplog.records
     assert "prefetch" in record.getMessage()
@@ -202,17 +208,76 @@ def test_request_options_malformed_prefetch_is_ignored_and_logged_once(caplog):
         ("persistkv.prefetch", {"token_ids": [1], "cache_salt": 3}, "1"),
         ("persistkv.prefetch", {"token_ids": [1], "request": "abc"}, "1"),
         ("persistkv.prefetch", {"labels": {"a": "b"}, "cache_salt": "tenant"}, "1"),
+        ("persistkv.prefetch", {"labels": {"a": "b"}, "tenant": "anna"}, "1"),
     ],
 )
 def test_request_options_malformed_hint_is_ignored_and_logged_once(
     caplog, kind, payload, version
 ):
-    assert request_options("a", None, [action(kind, payload, version)]) == (
-        RequestOptions(),
-        [],
-    )
+    hints = [action(kind, payload, version)]
+    assert request_options("a", None, hints) == GivenOptions(RequestOptions(), [])
     (record,) = caplog.records
     assert kind in record.getMessage()
+
+
+REFUSED = GivenOptions(RequestOptions(store=False, load=False), [], is_refused=True)
+
+
+@pytest.mark.parametrize("tenant", ["", "x" * 129, "a\nb", "\ud800", 7, ["a"], {}])
+def test_request_options_malformed_tenant_refuses_and_is_logged_once(tenant, caplog):
+    prefetch = {"labels": {"session": "7"}}
+    parameters = {"persistkv": {"tenant": tenant, "prefetch": prefetch}}
+    assert request_options("a", parameters) == REFUSED
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("request a neither uses nor fills the store: ")
+    assert "tenant" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "version"),
+    [
+        ("persistkv.retain", {"tenant": ""}, "1"),
+        ("persistkv.retain", {"tenant": 7}, "1"),
+        ("persistkv.retain", {"tenant": "anna", "pins": True}, "1"),
+        ("persistkv.retain", {"tenant": "anna"}, "2"),
+        ("persistkv.tenant", {"tenant": "anna"}, "1"),
+    ],
+)
+@pytest.mark.parametrize("parameters", [None, {"persistkv": {"tenant": "berta"}}])
+def test_request_options_ignored_hint_that_names_tenant_refuses_request(
+    parameters, kind, payload, version, caplog
+):
+    """The request would be stored as one of another tenant."""
+    hints = [
+        action(kind, payload, version),
+        action("persistkv.retain", {"store": True}),
+    ]
+    assert request_options("a", parameters, hints) == REFUSED
+    (record,) = caplog.records
+    assert "neither uses nor fills the store" in record.getMessage()
+
+
+def test_request_options_hint_names_tenant_and_overrides_parameters():
+    parameters = {"persistkv": {"tenant": "berta"}}
+    assert request_options("a", parameters).options.tenant == "berta"
+    hints = [action("persistkv.retain", {"tenant": "anna"})]
+    assert request_options("a", parameters, hints).options.tenant == "anna"
+    silent = [action("persistkv.retain", {"tenant": None, "pin": True})]
+    assert request_options("a", parameters, silent).options.tenant == "berta"
+
+
+def test_live_request_of_tenant_learns_keys_of_tenant():
+    keys = keys_of(0, 3)
+    live = request(positions_of(keys), tenant="anna")
+    store_keys = live.store_keys(keys)
+    assert store_keys == [tenant_key("anna", key) for key in keys]
+    context = live.learn(keys[::-1], store_keys[::-1])
+    assert context.tenant == "anna"
+    description = live.end().description
+    assert description.group_keys[0] == store_keys
+    assert [description.depth(key) for key in store_keys] == [0, 1, 2]
+    assert description.depth(keys[0]) is None
 
 
 def test_is_declined_computed_or_loaded_elsewhere():

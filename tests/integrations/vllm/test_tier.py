@@ -18,6 +18,7 @@ import pytest
 from persistkv.errors import ConfigurationError
 from persistkv.storage import open_backend
 from persistkv.storage.savings import read_savings
+from persistkv.tenants import tenant_key
 from tests.integrations.vllm.conftest import stored_contexts
 from tests.integrations.vllm.offloading import offloading_config
 
@@ -299,7 +300,177 @@ def test_tier_request_with_load_false_misses(make_tier):
     assert tier.on_new_request(context).policy is OffloadPolicy.REQUEST_LEVEL
     assert tier.lookup(keys[0], context) is LookupResult.MISS
     tier.on_request_finished(context)
-    assert tier.lookup(keys[0], context) is LookupResult.HIT
+    assert tier.lookup(keys[0], context_of(keys)) is LookupResult.HIT
+
+
+TENANTS = (None, "anna", "berta")
+
+
+def params_of(tenant):
+    return None if tenant is None else {"persistkv": {"tenant": tenant}}
+
+
+def found(tier, keys, tenant):
+    """Return whether a new request of a tenant finds each chunk."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    context = context_of(keys, params_of(tenant))
+    tier.on_new_request(context)
+    results = [tier.lookup(key, context) is LookupResult.HIT for key in keys]
+    tier.on_request_finished(context)
+    return results
+
+
+def packs_by_tenant(url):
+    """Return the keys of all packs of a store by the tenants that their tables name."""
+    packs = {}
+    with closing(open_backend(url, read_only=True)) as backend:
+        (namespace,) = backend.namespaces()
+        for table in backend.changes(namespace.id, None).added:
+            packs.setdefault(table.tenant, set()).update(table.keys.unpack())
+    return packs
+
+
+def test_tier_equal_unsalted_chunks_of_tenants_are_stored_and_served_apart(
+    make_tier, url, rows
+):
+    tier, keys = make_tier(load_policy="always"), keys_of(3)
+    for tenant in TENANTS:
+        assert found(tier, keys, tenant) == [False] * 3, "chunks of another tenant"
+        assert store(tier, keys, context_of(keys, params_of(tenant))).success
+        assert found(tier, keys, tenant) == [True] * 3
+    assert found(tier, keys, "clara") == [False] * 3
+    tier.shutdown()
+    assert packs_by_tenant(url) == {
+        name or "default": {tenant_key(name or "default", key) for key in keys}
+        for name in TENANTS
+    }
+    assert stored_contexts(url) == 3
+
+    again = make_tier(load_policy="always")
+    for tenant in TENANTS:
+        assert found(again, keys, tenant) == [True] * 3
+        context = context_of(keys, params_of(tenant))
+        again.on_new_request(context)
+        before = rows[:3].copy()
+        rows[8:11] = 0
+        again.submit_load(job_of(5, keys, 8, context, is_promotion=True))
+        assert results_of(again)[0].success
+        assert np.array_equal(rows[8:11], before)
+        again.on_request_finished(context)
+
+
+def test_tier_load_of_tenant_reports_engine_keys_that_were_loaded(make_tier):
+    tier, keys = make_tier(load_policy="always"), keys_of(3)
+    store(tier, keys[:2], context_of(keys[:2], params_of("anna")))
+    store(tier, keys[2:], context_of(keys[2:], params_of("berta")))
+    context = context_of(keys, params_of("anna"))
+    tier.on_new_request(context)
+    tier.submit_load(job_of(7, keys, 8, context, is_promotion=True))
+    (result,) = results_of(tier)
+    assert not result.success
+    assert list(result.successful_keys) == keys[:2]
+    assert found(tier, keys, "anna") == [True, True, False]
+
+
+def test_tier_events_of_tenants_have_keys_of_engine(make_tier):
+    tier, keys = make_tier(), keys_of(4)
+    for tenant in TENANTS:
+        store(tier, keys, context_of(keys, params_of(tenant)))
+    reported = []
+    deadline = time.monotonic() + 60
+    while len(reported) < 3 * 4:
+        assert time.monotonic() < deadline
+        list(tier.get_finished_jobs())
+        for event in tier.take_events():
+            assert not event.removed
+            reported += event.keys
+        time.sleep(0.01)
+    assert sorted(reported) == sorted(3 * keys)
+
+
+@pytest.mark.parametrize("tenant", ["", "a\nb", 7, "x" * 129])
+def test_tier_malformed_tenant_refuses_request_once(make_tier, url, caplog, tenant):
+    from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
+
+    tier, keys = make_tier(load_policy="always"), keys_of(2)
+    store(tier, keys, context_of(keys))
+    context = context_of(keys, {"persistkv": {"tenant": tenant}})
+    caplog.clear()
+    assert tier.on_new_request(context).policy is OffloadPolicy.CHUNK_LEVEL
+    assert tier.lookup(keys[0], context) is LookupResult.MISS
+    tier.touch(keys, context)
+    more = keys_of(2, 4)
+    tier.submit_store(job_of(3, more, 4, context))
+    assert results_of(tier)[0].success, "the engine's request does not fail"
+    tier.on_request_finished(context)
+    named = [record for record in caplog.records if "tenant" in record.getMessage()]
+    assert len(named) == 1
+    assert found(tier, more, None) == [False] * 2
+    assert counted(tier)["requests_refused"] == 1
+    tier.shutdown()
+    assert packs_by_tenant(url) == {"default": set(keys)}
+
+
+def counted(tier):
+    """Return the counters of a tier."""
+    tier.get_stats()
+    return vars(tier._metrics.observed)
+
+
+def test_tier_required_tenant_refuses_requests_without_one(make_tier, url, caplog):
+    from vllm.v1.kv_offload.base import OffloadPolicy
+
+    first, keys = make_tier(load_policy="always"), keys_of(2)
+    store(first, keys, context_of(keys))
+    first.shutdown()
+    tier = make_tier(load_policy="always", tenant="required")
+    assert found(tier, keys, None) == [False] * 2, "stored by another engine"
+    assert found(tier, keys, "default") == [True] * 2, "named"
+    more = keys_of(2, 4)
+    context = context_of(more)
+    assert tier.on_new_request(context).policy is OffloadPolicy.CHUNK_LEVEL
+    assert store(tier, more, context).success
+    assert store(tier, more, context_of(more, params_of("anna"))).success
+    assert caplog.text.count("names no tenant") == 1
+    assert counted(tier)["requests_refused"] == 2
+    tier.shutdown()
+    assert packs_by_tenant(url) == {
+        "default": set(keys),
+        "anna": {tenant_key("anna", key) for key in more},
+    }
+
+
+def test_tier_reused_request_id_of_another_tenant_is_another_request(make_tier, url):
+    """A caller may choose ids, and vLLM ends a request later than its answer."""
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    tier, keys = make_tier(load_policy="always"), keys_of(3)
+    store(tier, keys[:1], context_of(keys, params_of("anna")))
+
+    def context(tenant):
+        made = ReqContext("same", params_of(tenant))
+        for index, key in enumerate(keys):
+            made.set_offload_key_position(key, (index + 1) * CHUNK)
+        return made
+
+    first, second = context("anna"), context("berta")
+    tier.on_new_request(first)
+    assert tier.lookup(keys[0], first) is LookupResult.HIT
+    tier.submit_store(job_of(2, keys[1:2], 1, first))
+    tier.on_new_request(second)
+    assert tier.lookup(keys[0], second) is LookupResult.MISS
+    tier.submit_store(job_of(3, keys[2:], 2, second))
+    tier.submit_store(job_of(4, keys[1:2], 1, first))  # late
+    tier.on_request_finished(first)
+    assert tier.lookup(keys[0], second) is LookupResult.MISS
+    tier.on_request_finished(second)
+    results_of(tier, 3)
+    tier.shutdown()
+    assert packs_by_tenant(url) == {
+        "anna": {tenant_key("anna", key) for key in keys[:2]},
+        "berta": {tenant_key("berta", keys[2])},
+    }
 
 
 def test_tier_request_below_min_tokens_is_not_stored(make_tier):

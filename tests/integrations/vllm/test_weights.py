@@ -135,7 +135,7 @@ class Simulation:
         epoch = self.guard.begin_request(name)
         accepted = epoch is not None
         unknown = [key for key in keys if key not in self.cached]
-        held = [key for key in unknown if self.guard.lookup(key, context, epoch)]
+        held = [key for key in unknown if self.guard.holds(key, epoch)]
         if held and len(held) <= len(self.free):
             rows = [self.free.pop() for _ in held]
             self.loads[self.job] = held, rows
@@ -389,8 +389,8 @@ def test_guarded_tier_request_of_earlier_epoch_neither_loads_nor_stores(tmp_path
         assert guard.drain_jobs(10)
         (result,) = guard.get_finished_jobs()
         assert result.success == (epoch == named)
-    assert guard.lookup(key, context, named)
-    assert not guard.lookup(key, context, earlier)
+    assert guard.holds(key, named)
+    assert not guard.holds(key, earlier)
     guard.shutdown()
 
 
@@ -450,7 +450,7 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
     assert not guard.get_finished_jobs()[0].success
     assert guard.drain_jobs(10)
     assert not guard.has_pending_work()
-    assert not guard.lookup(key, context, workers.watch.epoch)
+    assert not guard.holds(key, workers.watch.epoch)
     workers.watch.on_empty()
     deadline = time.monotonic() + 60
     while guard.begin_request("good") is None:

@@ -379,6 +379,42 @@ def test_usage_is_exact_per_tenant(open_blocks: OpenBlocks) -> None:
     assert len(found) == 7
 
 
+def test_put_blocks_of_several_tenants_are_packs_and_contexts_of_each(
+    open_blocks: OpenBlocks,
+) -> None:
+    store = open_blocks(tenant_of=lambda key: chr(key[0]))
+    names, blocks = new_keys(3), random_blocks(6)
+    keys = [tenant + name for name in names for tenant in (b"a", b"b")]
+    assert store.put(keys, list(blocks), depth=4, labels={"x": "y"}) == [True] * 6
+    assert store.usage().tenants == {"a": 3 * BLOCK_BYTES, "b": 3 * BLOCK_BYTES}
+    read = np.empty_like(blocks)
+    assert store.get(keys, list(read)) == [True] * 6
+    assert (read == blocks).all()
+    with pytest.raises(ValueError, match="2 tenants"):
+        store.pin(keys)
+    assert store.pin(keys[::2]) is not None
+    assert store.delete([keys[0]]) == [True]
+    assert store.usage().tenants == {"a": 2 * BLOCK_BYTES, "b": 3 * BLOCK_BYTES}
+
+
+@pytest.mark.parametrize("tenant", ["", "a\nb", "x" * 129])
+def test_put_key_of_malformed_tenant_raises_and_stores_nothing(
+    open_blocks: OpenBlocks, tenant: str
+) -> None:
+    store = open_blocks(tenant_of=lambda key: tenant if key == b"bad" else "good")
+    keys, blocks = [b"fine", b"bad"], list(random_blocks(2))
+    queue = CompletionQueue()
+    with pytest.raises(ConfigurationError, match="tenant_of"):
+        store.put(keys, blocks)
+    with pytest.raises(ConfigurationError, match="tenant_of"):
+        store.submit_put(queue, keys, blocks)
+    with pytest.raises(ConfigurationError, match="tenant_of"):
+        store.pin(keys)
+    store.flush()
+    assert store.contains(keys) == [False, False]
+    assert store.usage().tenants == {}
+
+
 def test_events_report_own_and_other_stores(open_blocks: OpenBlocks) -> None:
     store, keys, blocks = open_blocks(), new_keys(3), random_blocks(3)
     assert all(store.put(keys, list(blocks)))

@@ -30,7 +30,7 @@ from persistkv.storage.format.keys import (
 from persistkv.storage.format.pack import Frame, PackTable, PlacedFrame
 from persistkv.storage.format.pack_writer import PackCopy, PackWriter
 from persistkv.storage.format.seal import PLAIN, RECORD_BYTES, KeySeal
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing.samples import (
     open_payload,
     payload_of,

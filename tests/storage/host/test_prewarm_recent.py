@@ -32,9 +32,10 @@ def recent(
     writer: Contexts, max_blocks: int, *held: str, choice: Choice | None = None
 ) -> list[list[bytes]]:
     held_keys = {key for name in held for key in keys(name)}
-    return recent_contexts(
+    found = recent_contexts(
         writer.backend, writer.namespace, held_keys.__contains__, max_blocks, choice
     )
+    return [list(context.keys) for context in found]
 
 
 def test_recent_contexts_returns_latest_used_first_up_to_limit(

@@ -42,7 +42,7 @@ from persistkv.storage.shared.format import (
     encode_delta,
     seal_object,
 )
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing import FaultyBlobs
 from persistkv.testing.blobs import METHODS
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables

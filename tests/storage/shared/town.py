@@ -14,7 +14,7 @@ from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.shared import Clock, SharedBackend, SharedOptions
 from persistkv.storage.shared.format import Delta, Names, decode_delta, open_object
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing import FaultyBlobs, MemoryBlobs
 from persistkv.testing.conformance.suite import sample_identity, tables
 from persistkv.testing.samples import sample_pack

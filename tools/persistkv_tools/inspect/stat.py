@@ -14,7 +14,7 @@ from persistkv.storage.inspection.store_totals import (
     NamespaceTotals,
     StoreTotals,
 )
-from persistkv.storage.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv_tools import render, savings
 from persistkv_tools.command import Command
 from persistkv_tools.options import show_adoptions

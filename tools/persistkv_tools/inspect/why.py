@@ -174,6 +174,11 @@ def _explain(load: LoadView) -> str:
                 f"the load was abandoned after {load_s} (deadline); computing was expected "
                 f"to take {compute_s}"
             )
+        case "refused":
+            return (
+                "the request neither used nor filled the store (refused): it names no tenant, "
+                "which the engine's option tenant requires, or its options are invalid"
+            )
         case _:
             return (
                 f"computed ({load.reason}): a load was expected to take {load_s}, computing "

@@ -13,7 +13,7 @@ from persistkv.errors import (
 )
 from persistkv.storage.forgetting import Receipt
 from persistkv.storage.inspection.handle import open_store
-from persistkv.storage.tenants import check_tenant
+from persistkv.tenants import check_tenant
 from persistkv_tools import render
 from persistkv_tools.command import (
     URL,

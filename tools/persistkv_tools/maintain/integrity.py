@@ -42,8 +42,8 @@ from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.inspection.pack_tables import NamespacePacks, keys_of
-from persistkv.storage.tenants import DEFAULT_TENANT
 from persistkv.storage.threads import ThreadPool
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv_tools import options
 from persistkv_tools.packs import (
     BATCH_BYTES,

@@ -177,7 +177,7 @@ class GuardedTier:
         watch.on_request()
         return watch.epoch if fits and not self.is_detached else None
 
-    def lookup(self, key: OffloadKey, context: ReqContext, epoch: int | None) -> bool:
+    def holds(self, key: OffloadKey, epoch: int | None) -> bool:
         """Return whether the store of the present weights holds a block.
 
         :param epoch: of the request, here and in the methods below, which refuse those of earlier
@@ -185,7 +185,7 @@ class GuardedTier:
         """
         if epoch != self._epoch or self._epoch != self.watch.epoch or self.is_opening:
             return False
-        return bool(self.tier.lookup(key, context))
+        return self.tier.holds(key)
 
     def submit_store(self, job: JobMetadata, epoch: int | None) -> None:
         if self.is_detached or epoch != self.watch.epoch:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from heapq import nlargest
 from itertools import islice
+from typing import NamedTuple
 
+from persistkv.base import OffloadKey, StoredContext
 from persistkv.storage.backend import Backend
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.records import Choice
@@ -19,34 +21,36 @@ def recent_contexts(
     holds: Callable[[bytes], bool],
     max_blocks: int,
     choice: Choice | None = None,
-) -> list[list[bytes]]:
-    """Return the keys of stored requests to promote, one list per request, the most recently used
-    request first, at most ``max_blocks`` keys in all.
+) -> list[StoredContext]:
+    """Return the stored requests to promote, the most recently used one first, with at most
+    ``max_blocks`` keys in all.
 
     The keys of each request are in token order, one KV cache group after the other. Keys that are
-    not held, and keys that an earlier list contains, are left out.
+    not held, and keys that an earlier request contains, are left out.
 
     :param holds: returns whether a key is stored.
     :param choice: return only requests that this filter includes; None: no filter.
     :raises StoreError: the medium failed.
     """
-    contexts: list[list[bytes]] = []
+    contexts: list[StoredContext] = []
     taken: set[bytes] = set()
-    names = iter(_by_last_use(backend, namespace, max_blocks, choice or Choice()))
+    requests = iter(_by_last_use(backend, namespace, max_blocks, choice or Choice()))
 
     while len(taken) < max_blocks:
-        batch = list(islice(names, _MANIFESTS_PER_CALL))
+        batch = list(islice(requests, _MANIFESTS_PER_CALL))
         if not batch:
             break
-        for groups in backend.manifest_keys(namespace, batch):
+        ids = [request.id for request in batch]
+        of_batch = backend.manifest_keys(namespace, ids)
+        for request, groups in zip(batch, of_batch, strict=True):
             keys = []
             for key in _keys_in_order(groups or ()):
                 if key not in taken and holds(key):
-                    keys.append(key)
+                    keys.append(OffloadKey(key))
             keys = keys[: max_blocks - len(taken)]
             if keys:
                 taken.update(keys)
-                contexts.append(keys)
+                contexts.append(StoredContext(request.tenant, keys))
     return contexts
 
 
@@ -55,20 +59,23 @@ def _keys_in_order(groups: ManifestKeys | tuple[()]) -> Iterator[bytes]:
         yield from group.unpack()
 
 
+class _UsedRequest(NamedTuple):
+    last_used: float
+    """Time of the last use: seconds since the epoch."""
+    id: str
+    """Id of the manifest."""
+    tenant: str
+
+
 def _by_last_use(
     backend: Backend, namespace: bytes, most: int, choice: Choice
-) -> Iterable[str]:
-    """Return the manifest ids of the ``most`` most recently used requests that ``choice`` includes,
-    latest first."""
-    latest = nlargest(most, _uses(backend, namespace, choice))
-    return [name for _, name in latest]
+) -> Iterable[_UsedRequest]:
+    """Return the ``most`` most recently used requests that ``choice`` includes, latest first."""
+    return nlargest(most, _uses(backend, namespace, choice))
 
 
-def _uses(
-    backend: Backend, namespace: bytes, choice: Choice
-) -> Iterator[tuple[float, str]]:
-    """Yield the time of the last use and the manifest id of each request that ``choice``
-    includes."""
+def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedRequest]:
+    """Yield each request that ``choice`` includes, with its last use."""
     heads = filter(choice.includes, backend.catalogue(namespace).manifests())
     # in batches, because a store can have millions of requests
     while batch := list(islice(heads, _MANIFESTS_PER_CALL)):
@@ -77,4 +84,4 @@ def _uses(
             last_used = head.created
             if use is not None:
                 last_used = max(last_used, use.last_used)
-            yield last_used, head.id
+            yield _UsedRequest(last_used, head.id, head.tenant)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from persistkv.base import StoredContext
 from persistkv.errors import CorruptPackError, HostError, StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.server.channel import Channel
 from persistkv.storage.host.server.jobs import Jobs
@@ -193,7 +193,7 @@ class Session:
 
     async def _answer_recent(self, ask: protocol.AskRecent) -> None:
         store = self.store
-        contexts: list[list[bytes]] = []
+        contexts: list[StoredContext] = []
         read = partial(
             recent_contexts,
             store.catalogue.backend,
@@ -207,7 +207,7 @@ class Session:
         except StoreError as error:
             why = str(error)
             logger.warning("the most recently used contexts cannot be read: %s", why)
-        self._channel.send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
+        self._channel.send(protocol.Recent.of(contexts))
 
     async def end(self, released: Callable[[], None]) -> None:
         """Drop the jobs that have not begun, commit accepted work, and end the tasks.

@@ -1,0 +1,61 @@
+"""LMCache's ``cache_salt`` as the tenant of an object."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from persistkv.integrations.lmcache.keys import salt_of
+from persistkv.tenants import DEFAULT_TENANT, UnnamedTenant, is_tenant
+
+logger = logging.getLogger(__name__)
+
+
+def tenant_of(encoded: bytes) -> str:
+    """Return the tenant of an encoded key: its salt, or the default tenant if it has none."""
+    return salt_of(encoded) or DEFAULT_TENANT
+
+
+def salt_of_tenant(tenant: str) -> str:
+    """Return the salt of a tenant's objects; none for the default tenant."""
+    return "" if tenant == DEFAULT_TENANT else tenant
+
+
+class SaltRules:
+    """Which objects are stored and found: those whose salt is the name of a tenant. Thread-safe.
+
+    :param unsalted: option ``tenant``, for objects without a salt.
+    """
+
+    def __init__(self, unsalted: UnnamedTenant) -> None:
+        self._requires_salt = unsalted == "required"
+        self._lock = threading.Lock()
+        self.num_refused = 0
+        """Objects of tasks that were neither stored nor looked up."""
+
+    def accepts(self, key: Any) -> bool:
+        """Return whether LMCache's ``ObjectKey`` is of a tenant. Count it if it is of none, and log
+        the first one."""
+        salt: str = key.cache_salt
+        problem = ""
+        if not salt:
+            if self._requires_salt:
+                problem = "it has no cache_salt, and the option tenant is required"
+        elif not is_tenant(salt):
+            problem = (
+                f"its cache_salt of {len(salt)} characters is no tenant's name: expected at most "
+                f"128 characters without control characters"
+            )
+        if not problem:
+            return True
+        with self._lock:
+            is_first = self.num_refused == 0
+            self.num_refused += 1
+        if is_first:
+            logger.warning(
+                "an object is neither stored nor found: %s. Further such objects are counted as "
+                "refused_objects of report_status",
+                problem,
+            )
+        return False

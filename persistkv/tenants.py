@@ -1,0 +1,127 @@
+"""Tenants: whose content a store holds.
+
+Blocks of one tenant are never served to another. The keys of each tenant's blocks are its own
+(``tenant_key``), so that equal prefixes of two tenants are stored twice; a pack holds blocks of one
+tenant only, and its table names it.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Literal, TypeVar, get_args
+
+from persistkv.base import GROUP_INDEX_BYTES, REQUEST_PARAMETER, OffloadKey
+from persistkv.errors import ConfigurationError
+
+DEFAULT_TENANT = "default"
+"""Tenant of requests that name none."""
+UnnamedTenant = Literal["default", "required"]
+"""Setting for the requests that name no tenant: they are those of the default tenant; or a tenant
+is required, and they neither use nor fill a store."""
+TENANT_OPTIONS: tuple[UnnamedTenant, ...] = get_args(UnnamedTenant)
+MAX_TENANT_CHARACTERS = 128
+TAG_BYTES = 16
+"""Bytes by which the keys of a named tenant are longer than the engine's."""
+K = TypeVar("K", bytes, OffloadKey)
+_SHOWN = 40  # characters of an invalid name in errors
+_KNOWN_TAGS = 4096
+
+
+def check_tenant(field: str, value: object) -> str:
+    """Return the name of a tenant, after checking it.
+
+    :param field: name of the setting or argument that has the value.
+    :raises ConfigurationError: it is not text of 1 to 128 characters, or has control characters or
+        lone surrogates.
+    """
+    if isinstance(value, str) and is_tenant(value):
+        return value
+    expected = f"1 to {MAX_TENANT_CHARACTERS} characters without control characters"
+    shown = value
+    if isinstance(value, str) and len(value) > _SHOWN:
+        expected += f", not {len(value)}"
+        shown = f"{value[:_SHOWN]}…"
+    raise ConfigurationError(field, shown, expected)
+
+
+def is_tenant(name: str) -> bool:
+    """Return whether a text is a valid name of a tenant."""
+    if not 1 <= len(name) <= MAX_TENANT_CHARACTERS:
+        return False
+    # control characters, and surrogates, which UTF-8 does not encode
+    categories = map(unicodedata.category, name)
+    return {"Cc", "Cs"}.isdisjoint(categories)
+
+
+def request_tenant(
+    given: str | None, kv_transfer_params: Mapping[str, Any] | None
+) -> str | None:
+    """Return the tenant of a request; None: it names none.
+
+    :param given: the argument ``tenant`` of the request; None: not given.
+    :param kv_transfer_params: parameters of the request, which may name a tenant as
+        ``{"persistkv": {"tenant": NAME}}``; None: there are none.
+    :raises ConfigurationError: a name is invalid (``check_tenant``), or the two differ.
+    """
+    parameters = kv_transfer_params or {}
+    options = parameters.get(REQUEST_PARAMETER)
+    named = options.get("tenant") if isinstance(options, Mapping) else None
+    if named is not None:
+        check_tenant(f"kv_transfer_params.{REQUEST_PARAMETER}.tenant", named)
+    if given is None:
+        return named
+    check_tenant("tenant", given)
+    if named not in (None, given):
+        expected = f"{named}, which kv_transfer_params name: a request has one tenant"
+        raise ConfigurationError("tenant", given, expected)
+    return given
+
+
+def tenant_key(tenant: str, key: K) -> K:
+    """Return the key under which a store holds a block of a tenant: keys of different tenants
+    differ, also for equal tokens.
+
+    Keys of the default tenant stay as they are. In those of others, a digest of the name follows
+    the block's hash; the index of the KV cache group stays at the end.
+
+    :param tenant: a valid name.
+    :param key: an ``OffloadKey`` of the engine. All keys of an engine have the same length.
+    """
+    if tenant == DEFAULT_TENANT:
+        return key
+    tag = _tag(tenant)
+    return key[:-GROUP_INDEX_BYTES] + tag + key[-GROUP_INDEX_BYTES:]  # type: ignore[return-value]
+
+
+class TenantKeys(dict[OffloadKey, OffloadKey]):
+    """``tenant_key`` of one tenant by the engine's keys, for callers that ask for a key again and
+    again."""
+
+    def __init__(self, tenant: str) -> None:
+        super().__init__()
+        self._tenant = tenant
+
+    def __missing__(self, key: OffloadKey) -> OffloadKey:
+        own = tenant_key(self._tenant, key)
+        self[key] = own
+        return own
+
+
+def engine_key(key: bytes, key_bytes: int) -> OffloadKey:
+    """Return the engine's own key of a block, whichever tenant's it is; the reverse of
+    ``tenant_key``.
+
+    :param key_bytes: length of the engine's keys.
+    """
+    if len(key) != key_bytes + TAG_BYTES:
+        return OffloadKey(key)
+    return OffloadKey(key[: key_bytes - GROUP_INDEX_BYTES] + key[-GROUP_INDEX_BYTES:])
+
+
+@lru_cache(_KNOWN_TAGS)
+def _tag(tenant: str) -> bytes:
+    # of fixed length: a name may be longer than the rest of the key
+    return blake2b(tenant.encode(), digest_size=TAG_BYTES).digest()

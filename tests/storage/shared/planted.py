@@ -144,7 +144,7 @@ def plant_dates(patch: pytest.MonkeyPatch) -> None:
 
 def plant_reload(patch: pytest.MonkeyPatch) -> None:
     """Let a handle never search for data keys that others have made."""
-    patch.setattr(StoreKeys, "_reload", StoreKeys._known)
+    patch.setattr(StoreKeys, "_reload", lambda self, key_id: self._known())
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -163,6 +163,8 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 HANGS_FOR = {
+    "dates": [HangKind("PUT", "/packs/")],
+    "reload": [HangKind("PUT", "/inbox/")],
     "order": [HangKind("LIST", "/inbox/", "/swept", before=1.0)],
     "once": [HangKind("LIST", "/index/", "/swept", before=0.0)],
     "before": [HangKind("PUT", "/inbox/")],

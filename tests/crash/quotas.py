@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
@@ -38,7 +39,8 @@ from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb import LmdbBackend, commit
+from persistkv_lmdb.environment import Environment
 from tests.backends.lmdb.consistency import find_faults
 
 CAPACITY = 64 << 20  # 64 MiB: more than all quotas together, and the content of FREE
@@ -48,6 +50,9 @@ FREE = "default"
 FREE_PACKS = 40
 BLOCK = 4 << 10  # 4 KiB
 QUOTAS = (256 << 10, 1 << 20, 4 << 20)
+LOWERING_S = 5.0  # wait for a quota that is lowered
+COMMITS_A_ROUND = 6
+"""Before the first kill, by all engines together."""
 MOST_PACKS = 64
 """Packs of a commit: many small ones, so that a lower quota takes many transactions."""
 PLACEMENTS = ("inline", "extents")
@@ -106,14 +111,23 @@ def write(url: str, tenant: str, seed: int, *, strict: bool, done: int) -> None:
 
 
 def change(url: str, seed: int, began: int) -> None:
-    """Raise and lower quotas until killed; write a byte to ``began`` before they are lowered."""
+    """Raise and lower quotas until killed; write a byte to ``began`` when a lower quota is recorded
+    and one transaction has evicted, and more must follow."""
     draw = random.Random(seed)
+    evict = commit._evict_excess
+
+    def noted(environment: Environment) -> bool:
+        more = evict(environment)
+        if more:
+            os.write(began, b".")
+            time.sleep(0.05)
+        return more
+
+    commit._evict_excess = noted
     backend = open_store(url)
     while True:
         for sizes in (QUOTAS[1:], QUOTAS[:2]):
             quotas = {tenant: draw.choice(sizes) for tenant in TENANTS}
-            if sizes != QUOTAS[1:]:
-                os.write(began, b".")
             backend.set_policy(replace(backend.policy(), quotas=quotas))
             time.sleep(draw.uniform(0, 0.1))
 
@@ -153,17 +167,20 @@ def run_round(url: str, number: int, draw: random.Random) -> tuple[int, int]:
         changer = start(lambda: change(url, seed, began))
     os.close(writing)
     os.close(began)
-    # at least one has committed
-    commits = len(os.read(reading, 1))
+    commits = 0
+    while commits < COMMITS_A_ROUND:
+        commits += len(os.read(reading, 1))
     draw.shuffle(processes)
     if changes:
-        # first, while it lowers quotas
+        # while it lowers quotas
         processes.insert(0, changer)
-        os.read(lowering, 1)
+        select.select([lowering], [], [], LOWERING_S)
     os.close(lowering)
+    # all at once: the excess is left to the next engine; else the others evict it
+    is_sudden = changes and draw.random() < 0.5
     for process in processes:
-        is_changer = changes and process == processes[0]
-        time.sleep(draw.uniform(0, 0.02 if is_changer else 0.1))
+        if not is_sudden:
+            time.sleep(draw.uniform(0, 0.1))
         os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         assert not os.WIFEXITED(status), "a process has failed; its error is above"
@@ -199,6 +216,9 @@ def check(url: str, draw: random.Random) -> bool:
             found = read_pack(backend, namespaces[0], pack.table)
             assert found == payload_of(pack)
         assert find_faults(backend) == []
+        # so that the next round has much to evict
+        quotas = dict.fromkeys(TENANTS, QUOTAS[-1])
+        backend.set_policy(replace(backend.policy(), quotas=quotas))
         return found_above
 
 
@@ -217,7 +237,7 @@ def run(
         for number in range(FREE_PACKS):
             pack = make(namespace, FREE, number)
             backend.commit(namespace, CommitBatch([pack]))
-        quotas = dict.fromkeys(TENANTS, QUOTAS[0])
+        quotas = dict.fromkeys(TENANTS, QUOTAS[-1])
         backend.set_policy(replace(backend.policy(), quotas=quotas))
     killed = commits = lowered = number = 0
     deadline = time.monotonic() + seconds

@@ -45,7 +45,7 @@ from persistkv.storage.catalog.catalogue import (
     tenants_of,
     totals,
 )
-from persistkv.storage.catalog.quotas import TenantTotals, with_default
+from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, NamespaceState
 from persistkv.storage.checks import Check
 from persistkv.storage.format.keys import StoreKey
@@ -513,18 +513,16 @@ class SharedBackend(Backend):
         return totals(states, disk_bytes, self._policy.now().capacity)
 
     def tenants(self) -> list[TenantTotals]:
-        stats = self.stats()
-        quotas = self._policy.now().quotas
         found: dict[str, TenantTotals] = {}
-        for tenant, quota in quotas.items():
-            found[tenant] = TenantTotals(tenant, quota=quota)
         for namespace in self.namespaces():
-            for part in self._open(namespace.id).replica.tenants():
+            for part in self._fresh(namespace.id).replica.tenants():
                 new = TenantTotals(part.tenant)
                 whole = found.setdefault(part.tenant, new)
                 whole.packs += part.packs
                 whole.stored_bytes += part.stored_bytes
-        return with_default(found.values(), stats.packs, stats.stored_bytes)
+        for tenant, quota in self._policy.now().quotas.items():
+            found.setdefault(tenant, TenantTotals(tenant)).quota = quota
+        return [found[tenant] for tenant in sorted(found)]
 
     def rotate_key(self, key: StoreKey) -> None:
         self._check_open(writes=True)

@@ -30,7 +30,12 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.catalogue import Catalogue
 from persistkv.storage.catalog.order import TimedOrder
-from persistkv.storage.catalog.quotas import Quotas, TenantTotals, read_tenants
+from persistkv.storage.catalog.quotas import (
+    Quotas,
+    TenantTotals,
+    read_tenants,
+    with_default,
+)
 from persistkv.storage.catalog.rows import (
     GENERATION_BYTES,
     MANIFEST_KEYS,
@@ -333,10 +338,11 @@ class Replica:
         return _steps(moments, points, totals.stored_bytes, totals.packs)
 
     def tenants(self) -> list[TenantTotals]:
-        """Return the totals of all tenants except the default one in this namespace, without
-        quotas."""
+        """Return the totals of all tenants in this namespace, without quotas."""
         with self.rows() as rows:
-            return list(read_tenants(rows))
+            state = read_state(rows, self.namespace)
+            found = list(read_tenants(rows))
+        return with_default(found, state.packs, state.stored_bytes)
 
     def tenant_bytes(self, tenant: bytes) -> int:
         """Return the payload bytes of a tenant's packs; ``tenant``: digest of its name."""

@@ -117,11 +117,10 @@ class StaleError(Exception):
 class _TenantAboveError(Exception):
     """A batch fits the quota of its tenant only if more is evicted than its own transaction may.
 
-    :param tenant: digest of its name.
     :param num_bytes: of the tenant's packs that the batch adds.
     """
 
-    def __init__(self, tenant: bytes, num_bytes: int) -> None:
+    def __init__(self, tenant: str, num_bytes: int) -> None:
         super().__init__(tenant, num_bytes)
         self.tenant = tenant
         self.num_bytes = num_bytes
@@ -230,7 +229,7 @@ class BatchCommit:
             self._erasures = read_erasures(rows)
             extents = self._reserved(rows)
             lacking = self._added(rows)
-            self._check_quotas(rows, lacking)
+            self._check_quotas(rows, bytes_by_tenant(lacking))
         if bound_pages(lacking) > pages_of(extents):
             lacking, extents = self._reserve()
         if lacking:
@@ -419,12 +418,17 @@ class BatchCommit:
         """
         quotas = commit.quotas
         for tenant, num_bytes in quotas.added.items():
+            # else it replaces packs by smaller ones
+            if not quotas.has_grown(tenant):
+                continue
             fits = partial(_fits_quota, quotas, tenant)
             result = commit.evict_of(tenant, fits, self._at_once)
-            if result is Evicted.SOME:
-                raise _TenantAboveError(tenant, num_bytes)
             totals = quotas.at(tenant)
-            if result is Evicted.ALL and totals is not None and totals.quota:
+            if totals is None or totals.quota is None:
+                continue
+            if result is Evicted.SOME:
+                raise _TenantAboveError(totals.tenant, num_bytes)
+            if result is Evicted.ALL:
                 raise QuotaExceededError(totals.tenant, num_bytes, totals.quota)
         commit.evict_above(self._at_once)
 
@@ -553,8 +557,9 @@ class BatchCommit:
         )
         self._check_seen(transaction, commit.cursor)
         added = self._added(transaction)
-        self._check_quotas(transaction, added)
-        commit.expect(added)
+        sizes = bytes_by_tenant(added)
+        self._check_quotas(transaction, sizes)
+        commit.quotas.expect(sizes)
         unplaced = self._unplaced(added)
         rows_bytes = rows_bound(added, self._batch.manifests)
         if rows_bytes:
@@ -562,12 +567,14 @@ class BatchCommit:
         room.expect(added, unplaced, rows_bytes)
         return commit, room
 
-    def _check_quotas(self, rows: TableRows, added: Sequence[NewPack]) -> None:
+    def _check_quotas(self, rows: TableRows, sizes: Mapping[str, int]) -> None:
         """Raise a QuotaExceededError if packs do not fit the quota of their tenant and nothing of
         it may be evicted, before they are written and room is made for them. Their sizes are upper
-        bounds: the codec has not encoded them."""
+        bounds: the codec has not encoded them. Packs that replace others may need no more room."""
+        if self._rewritten:
+            return
         quotas = Quotas(rows)
-        for tenant, num_bytes in bytes_by_tenant(added).items():
+        for tenant, num_bytes in sizes.items():
             totals = quotas.of(tenant)
             if totals.quota is None or not totals.is_above(num_bytes):
                 continue
@@ -666,7 +673,7 @@ class BatchCommit:
         self._note(commit)
         return result is Evicted.SOME or holes_remain
 
-    def _evict_some_of(self, tenant: bytes, num_bytes: int, at_most: int) -> bool:
+    def _evict_some_of(self, tenant: str, num_bytes: int, at_most: int) -> bool:
         """Evict some packs of a tenant in one transaction, so that ``num_bytes`` more will fit its
         quota; return whether more must be evicted."""
         with self._environment.transaction(write=True) as transaction:
@@ -674,8 +681,9 @@ class BatchCommit:
             commit.touch(self._batch.touches)
             quotas = commit.quotas
             quotas.expect({tenant: num_bytes})
-            fits = partial(_fits_quota, quotas, tenant)
-            result = commit.evict_of(tenant, fits, at_most)
+            digest = tenant_digest(tenant)
+            fits = partial(_fits_quota, quotas, digest)
+            result = commit.evict_of(digest, fits, at_most)
             commit.finish()
         self._note(commit)
         time.sleep(_TURN_S)

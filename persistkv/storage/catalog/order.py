@@ -396,14 +396,14 @@ class EvictionOrder:
             return
         order_key = row.order_key(name)
         self._rows.put(ORDER, order_key, b"")
-        if isinstance(row, Use) and row.tenant:
+        if row.tenant:
             self._rows.put(TENANT_ORDER, row.tenant + order_key, b"")
 
     def _unlist(self, name: bytes, row: Use | Chain) -> None:
         """Remove the row of a pack or manifest from the order; a pinned one is not listed."""
         order_key = row.order_key(name)
         self._rows.delete(ORDER, order_key)
-        if isinstance(row, Use) and row.tenant:
+        if row.tenant:
             self._rows.delete(TENANT_ORDER, row.tenant + order_key)
 
 

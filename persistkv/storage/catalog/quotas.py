@@ -94,7 +94,7 @@ class Quotas:
         self._rows = rows
         self._found: dict[bytes, TenantTotals] = {}
         self._before: dict[bytes, TenantTotals] = {}
-        self._expected: Mapping[bytes, int] = {}
+        self._expected: dict[bytes, int] = {}
         self.added: dict[bytes, int] = {}
         """Bytes of the packs that this transaction has added, by the tenant's digest."""
 
@@ -114,15 +114,23 @@ class Quotas:
             digest = tenant_digest(table.tenant)
             self.added[digest] = self.added.get(digest, 0) + table.payload_length
 
-    def expect(self, sizes: Mapping[bytes, int]) -> None:
-        """Set the bytes that tenants will add in this transaction or the next one, by digest: they
-        count for ``is_above``."""
-        self._expected = sizes
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        """Set the bytes that will be added in this transaction or the next one, by tenant: they
+        count for ``is_above``, so that what the tenant has is evicted before content of others."""
+        self._expected.clear()
+        for tenant, num_bytes in sizes.items():
+            self._expected[tenant_digest(tenant)] = num_bytes
 
     def is_above(self, digest: bytes) -> bool:
         """Return whether a tenant is above its quota, or will be with what is expected."""
         totals = self.at(digest)
         return totals is not None and totals.is_above(self._expected.get(digest, 0))
+
+    def has_grown(self, digest: bytes) -> bool:
+        """Return whether this transaction has added more of a tenant than it has removed; only for
+        the tenants in ``added``."""
+        before = self._before[digest].stored_bytes
+        return self._found[digest].stored_bytes > before
 
     def above(self) -> list[bytes]:
         """Return the digests of the tenants that are above their quotas, in a fixed order."""

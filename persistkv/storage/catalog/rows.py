@@ -306,6 +306,11 @@ class Chain(NamedTuple):
     packs: tuple[bytes, ...]  # ids, from the beginning of the context on
 
     @property
+    def tenant(self) -> bytes:
+        """Empty: manifests are in no order of a tenant, and go with its packs."""
+        return b""
+
+    @property
     def pinned(self) -> bool:
         return bool(self.flags & PINNED)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain as concatenated
 from typing import Protocol
 
 from persistkv.errors import StoreError
@@ -181,14 +182,6 @@ class CatalogTransaction:
         for manifest_id, pinned in batch.pins:
             self.pin(manifest_row(self._namespace, manifest_id), pinned)
 
-    def expect(self, packs: Iterable[NewPack]) -> None:
-        """Let tenants that will exceed their quotas with these packs count as above them, until
-        ``add``: ``evict`` takes from them first."""
-        sizes: dict[bytes, int] = {}
-        for tenant, num_bytes in bytes_by_tenant(packs).items():
-            sizes[tenant_digest(tenant)] = num_bytes
-        self.quotas.expect(sizes)
-
     def touch(self, pack_ids: Iterable[bytes]) -> None:
         """Record that packs are used by this transaction. Packs that are not held are ignored."""
         for pack_id in pack_ids:
@@ -211,7 +204,8 @@ class CatalogTransaction:
             after each.
         :param at_most: maximum number of packs and manifests to evict.
         """
-        return self._evict(self._candidates(), is_enough, at_most)
+        candidates = concatenated(self._above_quota(), self._order.oldest())
+        return self._evict(candidates, is_enough, at_most)
 
     def evict_of(
         self, tenant: bytes, is_enough: Callable[[], bool], at_most: int
@@ -224,11 +218,6 @@ class CatalogTransaction:
         as in ``evict``."""
         candidates = self._above_quota()
         return self._evict(candidates, lambda: not self.quotas.above(), at_most)
-
-    def _candidates(self) -> Iterator[tuple[bytes, Use | Chain]]:
-        """Iterate over what may be evicted, in the order of eviction."""
-        yield from self._above_quota()
-        yield from self._order.oldest()
 
     def _above_quota(self) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over packs of the tenants that are above their quotas, as long as they are."""
@@ -377,13 +366,15 @@ class CatalogTransaction:
             self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
         table = pack.table
-        # before the row is there: totals that are damaged are counted from the rows
-        self.quotas.count(table, 1)
+        tenant = b""
+        if table.tenant != DEFAULT_TENANT:
+            tenant = tenant_digest(table.tenant)
+            # before the row is there: totals that are damaged are counted from the rows
+            self.quotas.count(table, 1)
         added_at = SEQUENCE.pack(self._state.sequence)
         self._rows.put(PACKS, name, added_at + table.encode(), table.tenant)
         # in a shared store, a manifest may arrive before its packs
         pins, named = self._named_by(name)
-        tenant = tenant_digest(table.tenant)
         self._order.add_pack(name, table.depth, pins, tenant)
         if named:
             self._order.touch(name, named)
@@ -443,7 +434,7 @@ class CatalogTransaction:
             self._order.remove_pack(name)
             return
         table = pack_table(name, row)
-        if table is not None:
+        if table is not None and table.tenant != DEFAULT_TENANT:
             # before the row is gone, as in ``_add``
             self.quotas.count(table, -1)
         self._rows.delete(PACKS, name)

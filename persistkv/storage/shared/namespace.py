@@ -154,6 +154,9 @@ class SharedNamespace:
 
         :raises QuotaExceededError: that is the case.
         """
+        # packs that replace others need no more room
+        if batch.deletions or batch.bad:
+            return
         limits = self._limits.now
         for tenant, num_bytes in bytes_by_tenant(batch.packs).items():
             digest = tenant_digest(tenant)

@@ -150,6 +150,29 @@ def test_commit_of_tenant_whose_pins_fill_its_quota_is_refused_until_unpinned(
     assert used(backend, "berta") == 2 * PACK
 
 
+def test_commit_that_replaces_packs_of_tenant_above_quota_is_not_refused(
+    backend: LmdbBackend, namespace: bytes
+) -> None:
+    """Deleting a request shortens packs that it shares: that must be possible."""
+    packs = [make(backend, namespace, "anna", seed, blocks=2) for seed in range(4)]
+    manifests = []
+    pins = []
+    for number, pack in enumerate(packs):
+        manifests.append(sample_manifest(f"r{number}", packs=[pack.pack_id]))
+        pins.append((f"r{number}", True))
+    backend.commit(namespace, CommitBatch(packs, manifests, pins=pins))
+    set_quota(backend, anna=2 * PACK)
+    assert used(backend, "anna") == 8 * PACK
+    shorter = make(backend, namespace, "anna", 10)
+    backend.commit(namespace, CommitBatch([shorter], bad=[packs[3].pack_id]))
+    assert used(backend, "anna") == 7 * PACK
+    longer = make(backend, namespace, "anna", 11, blocks=3)
+    batch = CommitBatch([longer], bad=[packs[2].pack_id])
+    with pytest.raises(QuotaExceededError):
+        backend.commit(namespace, batch)
+    assert set(tables(backend, namespace)) > {pack.pack_id for pack in packs[:3]}
+
+
 def test_commit_of_refused_tenant_evicts_nothing_of_others_in_full_store(
     open_store: Opener, identity: Identity
 ) -> None:

@@ -164,6 +164,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 HANGS_FOR = {
     "dates": [HangKind("PUT", "/packs/")],
+    "parts": [HangKind("PUT", "/index/")],
     "reload": [HangKind("PUT", "/inbox/")],
     "order": [HangKind("LIST", "/inbox/", "/swept", before=1.0)],
     "once": [HangKind("LIST", "/index/", "/swept", before=0.0)],

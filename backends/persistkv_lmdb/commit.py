@@ -150,7 +150,6 @@ class BatchCommit:
         # used bytes at which the present entry of _MORE ends its evictions
         self._goal: Amount | None = None
         self._freed_by = 0  # number of the last transaction that evicted for this batch
-        self._attempted = False
         num_added = len(batch.packs) + len(batch.manifests)
         self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_PER_ADDED * num_added)
         """Maximum number of packs and manifests that one transaction evicts or expires: a large
@@ -183,10 +182,8 @@ class BatchCommit:
         while len(self._batch.touches) > _TOUCHED_AT_ONCE:
             self._record_early_uses()
         for _ in range(_PLACINGS):
-            if self._attempted:
-                for pack in self._batch.packs:
-                    pack.restart()
-            self._attempted = True
+            for pack in self._batch.packs:
+                pack.restart()
             try:
                 if not self._environment.database.shares.inline:
                     self._place()

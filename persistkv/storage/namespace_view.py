@@ -36,7 +36,7 @@ from persistkv.storage.format.manifest import (
 )
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
-from persistkv.storage.format.seal import PLAIN, Seal
+from persistkv.storage.format.seal import Seal
 from persistkv.storage.index import HeldPack, Index, set_bounded
 from persistkv.storage.records import (
     RequestEnd,
@@ -104,6 +104,37 @@ class _RecentTables:
             self._keys -= len(oldest.keys)
 
 
+class _IndexFile:
+    """File in which the index of a namespace is saved between two openings.
+
+    :param seal: of the store.
+    """
+
+    def __init__(self, path: Path, namespace: bytes, seal: Seal) -> None:
+        self._path = path
+        self._name = b"index of " + namespace
+        """Under which the content is sealed."""
+        self._seal = seal
+        self._saved: bytes | None = None
+        """Position in the change log of the index in the file; None: no valid file."""
+
+    def load(self, index: Index) -> bytes | None:
+        """Fill an empty index, and return its position in the change log; None: no valid file."""
+        self._saved = index.load(self._path, self._seal, self._name)
+        return self._saved
+
+    def save(self, index: Index, cursor: bytes | None) -> None:
+        """Save an index with its position in the change log, unless it is unknown, or that of the
+        file."""
+        if cursor is not None and cursor != self._saved:
+            index.save(self._path, cursor, self._seal, self._name)
+
+    def delete(self) -> None:
+        """Delete the file, if that is possible."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
 class NamespaceView:
     """One namespace of an open backend, with the index of its durable keys and its report. Not
     thread-safe."""
@@ -142,12 +173,8 @@ class NamespaceView:
         self._collisions: dict[bytes, None] = {}
         self._repair_work = _RepairWork()
         self._failure_logged_at: float | None = None
-        self._file: Path | None = None
-        self._file_name = b"index of " + namespace
-        """Name of the record in ``_file``."""
-        self._file_seal: Seal = PLAIN
-        self._saved: bytes | None = None
-        """``cursor`` of the index that is saved in ``_file``; None: no valid file."""
+        self._file: _IndexFile | None = None
+        """Where the index is saved; None: nowhere."""
         try:
             with no_collections():
                 self._learn(self._load())
@@ -160,17 +187,15 @@ class NamespaceView:
     def _load(self) -> Changes:
         """Load the index from its file, and return the changes since then; without a file, the
         whole catalogue."""
-        self._file = self.backend.index_file(self.namespace)
-        if self._file is not None:
-            # of now: a backend that is closed has none
-            self._file_seal = self.backend.seal
-            self.cursor = self.index.load(self._file, self._file_seal, self._file_name)
-            self._saved = self.cursor
+        path = self.backend.index_file(self.namespace)
+        if path is not None:
+            # the seal of now: a backend that is closed has none
+            self._file = _IndexFile(path, self.namespace, self.backend.seal)
+            self.cursor = self._file.load(self.index)
         changes = self.backend.changes(self.namespace, self.cursor)
         if self._file is not None and changes.reset:
             # its cursor must not become valid later, in a store that is restored from a copy
-            with suppress(OSError):
-                self._file.unlink(missing_ok=True)
+            self._file.delete()
         return changes
 
     def close(self, *, saves: bool = True) -> None:
@@ -186,15 +211,8 @@ class NamespaceView:
             and not self._repair_work.index_lacks
         )
         file, self._file = self._file, None
-        is_new = self.cursor is not None and self.cursor != self._saved
-        if (
-            file is not None
-            and self.cursor is not None
-            and is_new
-            and is_whole
-            and saves
-        ):
-            self.index.save(file, self.cursor, self._file_seal, self._file_name)
+        if file is not None and is_whole and saves:
+            file.save(self.index, self.cursor)
         self.index.close()
 
     async def call(self, call: Callable[[], T]) -> T:

@@ -11,10 +11,10 @@ import logging
 import math
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -140,6 +140,16 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
+class _RequestBlocks:
+    """Blocks that an unfinished request has stored and restored."""
+
+    stored_keys: list[OffloadKey] = field(default_factory=list)
+    """Only of a request without a description."""
+    restored: Counter[int] = field(default_factory=Counter)
+    """Number of blocks that it uses instead of computing them, by KV cache group."""
+
+
+@dataclass
 class _Load:
     """A load in flight."""
 
@@ -194,12 +204,9 @@ class PersistentTier(SecondaryTierManager):
         self.client.open(self.options.open_timeout_s, required=self.options.required)
         # results that the next ``get_finished_jobs`` returns
         self._finished: list[JobResult] = []
-        # stored keys of requests without a description, by request id
-        self._undescribed: dict[str, list[OffloadKey]] = {}
+        self._blocks: dict[str, _RequestBlocks] = {}  # of unfinished requests, by id
         # whether all blocks of an ended request are durable, oldest request first
         self._ended: dict[str, bool] = {}
-        # blocks of each group that a request has used instead of computing them, by its id
-        self._restored: dict[str, list[int]] = {}
         self._loads: dict[int, _Load] = {}  # in flight
         self._detached = False
         self._prefetches: deque[Choice | StoredContext] = deque(maxlen=_MOST_PREFETCHES)
@@ -282,7 +289,7 @@ class PersistentTier(SecondaryTierManager):
             self._finished.append(JobResult(job_metadata.job_id, success=False))
             return
         if context.description is None:
-            self._undescribed.setdefault(context.req_id, []).extend(keys)
+            self._blocks_of(context).stored_keys.extend(keys)
         if self._detached or self._holds_all(keys):
             self.touch(keys, context)
             self._finished.append(JobResult(job_metadata.job_id, not self._detached))
@@ -441,10 +448,11 @@ class PersistentTier(SecondaryTierManager):
         return finished
 
     def on_restored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        num_groups = len(self.config.layout.groups)
-        counts = self._restored.setdefault(req_context.req_id, [0] * num_groups)
-        for key in keys:
-            counts[get_offload_group_idx(key)] += 1
+        restored = self._blocks_of(req_context).restored
+        restored.update(map(get_offload_group_idx, keys))
+
+    def _blocks_of(self, req_context: ReqContext) -> _RequestBlocks:
+        return self._blocks.setdefault(req_context.req_id, _RequestBlocks())
 
     def report_restored(self, req_context: ReqContext) -> int:
         """Report the tokens of ``on_restored`` when their request ends; return their number.
@@ -453,8 +461,11 @@ class PersistentTier(SecondaryTierManager):
         They are those of the group with the most blocks: a sliding window needs only its last
         ones.
         """
-        counts = self._restored.pop(req_context.req_id, [0])
-        num_tokens = max(counts) * self.config.block_size
+        blocks = self._blocks.pop(req_context.req_id, None)
+        if blocks is None:
+            return 0
+        num_blocks = max(blocks.restored.values(), default=0)
+        num_tokens = num_blocks * self.config.block_size
         if num_tokens:
             description = req_context.description
             labels = {} if description is None else description.labels
@@ -512,14 +523,14 @@ class PersistentTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         req_id = req_context.req_id
-        arrived = self._undescribed.pop(req_id, [])
+        blocks = self._blocks_of(req_context)
         num_restored = self.report_restored(req_context)
         if self._detached or self.refuses(req_context):
             self._remember(req_id, False)
             return
         description = req_context.description
         if description is None:
-            description = self._describe(arrived)
+            description = self._describe(blocks.stored_keys)
         num_groups = len(description.group_keys)
         if num_groups != len(self.config.layout.groups):
             logger.error(

@@ -174,6 +174,59 @@ def _retained(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOpt
     return RequestOptions.parse({REQUEST_PARAMETER: given})
 
 
+class RequestLoads:
+    """What one unfinished request loads, and has loaded. Methods take the engine's keys.
+
+    :param position: returns the tokens of the request up to the end of a key's chunk; None: not
+        known.
+    """
+
+    def __init__(self, position: Position) -> None:
+        self.decision: LoadDecision | None = None
+        """Whether the request loads what the store holds; None: not decided yet."""
+        self.are_elsewhere = False
+        """Whether another store of the engine is expected to load the request's chunks faster."""
+        self.first_computed: int | None = None
+        """Tokens of the request that the engine has not computed, because it found or loaded them;
+        None: not known."""
+        self._position = position
+        self._is_used: dict[OffloadKey, bool] = {}
+        """For the keys of ended loads, whether the engine uses the chunk instead of computing
+        it."""
+
+    @property
+    def are_declined(self) -> bool:
+        """Whether the request loads nothing from this store, although it holds chunks."""
+        decision = self.decision
+        is_computed = decision is not None and not decision.num_runs
+        return is_computed or self.are_elsewhere
+
+    def end(self, keys: Sequence[OffloadKey], failed: Set[OffloadKey]) -> None:
+        """Record the result of a load: ``failed`` keys are misses from now on, so that the engine
+        computes them, and what follows them, instead of retrying for ever."""
+        self._is_used.update(dict.fromkeys(failed, False))
+        positions: dict[OffloadKey, int] = {}
+        for key in keys:
+            end = self._position(key)
+            # prewarming restores nothing for a request: its chunks have no positions
+            if end is None:
+                return
+            positions[key] = end
+        first_failed = min((positions[key] for key in failed), default=math.inf)
+        for key, end in positions.items():
+            if end < first_failed:
+                self._is_used[key] = True
+
+    def has_failed(self, key: OffloadKey) -> bool:
+        """Return whether a load of this chunk has failed."""
+        return self._is_used.get(key) is False
+
+    @property
+    def restored(self) -> list[OffloadKey]:
+        """Keys of the chunks that the engine uses instead of computing them."""
+        return [key for key, is_used in self._is_used.items() if is_used]
+
+
 class LiveRequest(RequestDescription):
     """One unfinished request: its options and stored keys, which may arrive in any order and are
     sorted by position. Methods take the engine's keys, except ``depth``; ``group_keys`` has those
@@ -197,16 +250,8 @@ class LiveRequest(RequestDescription):
         self.options = options
         self.has_stored = False
         """Whether any chunk of the request was submitted to the store."""
-        self.loaded: dict[OffloadKey, bool] = {}
-        """For the keys of ended loads, whether the engine uses the chunk instead of computing it.
-        Failed keys are misses for this request: an engine never retries one for ever."""
-        self.load_decision: LoadDecision | None = None
-        """Whether the request loads what the store holds; None: not decided yet."""
-        self.loads_elsewhere = False
-        """Whether another store of the engine is expected to load the request's chunks faster."""
-        self.first_computed: int | None = None
-        """Tokens of the request that the engine has not computed, because it found or loaded them;
-        None: not known."""
+        self.loads = RequestLoads(position)
+        """What the request loads."""
         self.epoch: int | None = None
         """See ``GuardedTier.begin_request``."""
         self.tenant_keys: TenantKeys | None = None
@@ -235,37 +280,9 @@ class LiveRequest(RequestDescription):
         same_tenant = given.options.tenant == self.options.tenant
         return same_tenant and given.is_refused == self.is_refused
 
-    @property
-    def is_declined(self) -> bool:
-        """Whether the request loads nothing from this store, although it holds chunks."""
-        decision = self.load_decision
-        is_computed = decision is not None and not decision.num_runs
-        return is_computed or self.loads_elsewhere
-
     def position(self, key: OffloadKey) -> int | None:
         """Return the tokens of the request up to the end of a key's chunk; None: not known."""
         return self._position(key)
-
-    def end_load(self, keys: Sequence[OffloadKey], failed: Set[OffloadKey]) -> None:
-        """Record the result of a load: ``failed`` keys are misses from now on, so that the engine
-        computes them, and what follows them, instead of retrying for ever."""
-        self.loaded.update(dict.fromkeys(failed, False))
-        positions: dict[OffloadKey, int] = {}
-        for key in keys:
-            end = self._position(key)
-            # prewarming restores nothing for a request: its chunks have no positions
-            if end is None:
-                return
-            positions[key] = end
-        first_failed = min((positions[key] for key in failed), default=math.inf)
-        for key, end in positions.items():
-            if end < first_failed:
-                self.loaded[key] = True
-
-    @property
-    def restored(self) -> list[OffloadKey]:
-        """Keys of the chunks that the engine uses instead of computing them."""
-        return [key for key, is_used in self.loaded.items() if is_used]
 
     def depth(self, key: OffloadKey) -> int | None:
         end = self._ends.get(key)

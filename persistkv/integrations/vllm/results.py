@@ -74,7 +74,7 @@ class JobResults:
         if result.success:
             key_bytes = len(load.keys[0]) if load.keys else 0
             failed = {engine_key(key, key_bytes) for key in result.failed_keys}
-        load.request.end_load(load.keys, failed)
+        load.request.loads.end(load.keys, failed)
         loaded = None  # all of them
         if failed or not result.success:
             loaded = [key for key in load.keys if key not in failed]

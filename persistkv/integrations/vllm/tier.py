@@ -135,10 +135,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._metrics = MetricsReader(scheme)
         self._steps = StepRequests(find_wake())
         offloading = offloading_spec.config
-        self._group_tokens = _chunk_tokens(offloading)
+        group_tokens = _chunk_tokens(offloading)
         prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
         self._meter = StepMeter(prefill, self._record_prefill)
-        self._prefix_loads = PrefixLoads(offloading, self._group_tokens, prefill)
+        self._prefix_loads = PrefixLoads(offloading, group_tokens, prefill)
         self._region_fds: tuple[int, ...] = ()
         if self.options.host == "process":
             self._region_fds = open_region(primary_kv_view)
@@ -159,10 +159,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         except BaseException:
             close_region(self._region_fds)
             raise
-        self._labels = {
-            "model": str(offloading_spec.config.model.name),
-            **self.options.labels,
-        }
+        labels = {"model": str(offloading.model.name), **self.options.labels}
+        self._new_request = partial(
+            LiveRequest, group_tokens=group_tokens, labels=labels
+        )
         self._requests: dict[str, LiveRequest] = {}
         self._results = JobResults(self._metrics)
 
@@ -194,8 +194,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self, engine: Any, spec: Any, rows: memoryview
     ) -> OffloadingConfig:
         offloading = spec.config
+        group_tokens = _chunk_tokens(offloading)
         if not self._tiers.all:  # the first of several stores
-            self._check_primary_size(engine.model_config.max_model_len, rows)
+            # of all groups the one with the most chunks; sliding windows need fewer
+            chunk_tokens = min(group_tokens)
+            _check_primary_size(engine.model_config.max_model_len, chunk_tokens, rows)
         algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm):
             logger.warning(
@@ -233,7 +236,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             numbers = number_layout(
                 engine, spec, find_kv_cache_config(), device=str(facts["device"])
             )
-        groups = (GroupLayout(((0, used),)),) * len(self._group_tokens)
+        groups = (GroupLayout(((0, used),)),) * len(group_tokens)
         layout = RowLayout(stride, groups, numbers)
         return OffloadingConfig(
             identity,
@@ -243,26 +246,6 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._region_fds,
             bool(offloading.enable_kv_cache_events),
             group_windows(offloading, find_kv_cache_config()),
-        )
-
-    def _check_primary_size(self, max_tokens: int, rows: memoryview) -> None:
-        """Warn if the longest request does not fit the primary tier, through which all transfers
-        pass."""
-        # of all groups the one with the most chunks; sliding windows need fewer
-        chunk_tokens = min(self._group_tokens)
-        needed = max_tokens // chunk_tokens
-        if len(rows) >= needed:
-            return
-        row_bytes = rows.nbytes // max(1, len(rows))
-        logger.warning(
-            "cpu_bytes_to_use is too small: %d chunks, %d tokens. A request of max_model_len, %d "
-            "tokens, needs %d chunks: set it to %d bytes or more. Contexts that do not fit are "
-            "stored and loaded in part, or not at all",
-            len(rows),
-            len(rows) * chunk_tokens,
-            max_tokens,
-            needed,
-            needed * row_bytes,
         )
 
     # Lookups and jobs
@@ -286,9 +269,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _loads_key(self, request: LiveRequest, key: OffloadKey) -> bool:
         """Return whether the request loads a chunk that the store holds."""
-        if request.loaded.get(key) is False or request.is_declined:
+        loads = request.loads
+        if loads.has_failed(key) or loads.are_declined:
             return False
-        if request.load_decision is not None or self.options.load_policy == "always":
+        if loads.decision is not None or self.options.load_policy == "always":
             return True
         end = request.position(key)
         waiting = _find_request(request.context.req_id)
@@ -299,15 +283,15 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             tenant = request.options.tenant
             chunks = self._prefix_loads.chunks(waiting, tenant, key, end)
             self._decide_load(request, chunks)
-        return not request.is_declined
+        return not loads.are_declined
 
     def _decide_load(self, request: LiveRequest, chunks: WaitingChunks) -> None:
         """Decide whether the request loads its chunks, and tell the store if it does not."""
         decision = self._prefix_loads.decide(self._tiers.all, self._tier, chunks)
         # decided once: vLLM asks for each chunk, and again in each step
-        request.load_decision = decision
-        request.loads_elsewhere = decision is None
-        if not request.is_declined:
+        request.loads.decision = decision
+        request.loads.are_elsewhere = decision is None
+        if not request.loads.are_declined:
             return
         # a probe of many chunks shows the bandwidth, one of a single chunk the latency
         most = PROBED_KEYS if self._tier.is_probe_due else 1
@@ -321,11 +305,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Count the tokens that the engine has computed of a request whose chunks it stores."""
         ends = [request.position(key) for key in keys if key[-1] == keys[0][-1]]
         known = [end for end in ends if end is not None]
-        if not known or request.first_computed is None:
+        loads = request.loads
+        if not known or loads.first_computed is None:
             return
-        if max(known) > request.first_computed:
-            self._meter.add(request.context.req_id, request.first_computed, max(known))
-            request.first_computed = max(known)
+        end = max(known)
+        if end > loads.first_computed:
+            self._meter.add(request.context.req_id, loads.first_computed, end)
+            loads.first_computed = end
 
     def _record_prefill(self, num_tokens: int, seconds: float) -> None:
         if not self._guard.is_opening:
@@ -344,7 +330,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         running = _find_request(req_id)
         if request is None or running is None or running.prefill_stats is None:
             return
-        request.first_computed = running.prefill_stats.num_cached_tokens
+        request.loads.first_computed = running.prefill_stats.num_cached_tokens
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
@@ -371,7 +357,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             if tier is not self._tier:
                 tier.loaded_elsewhere(store_keys)
         job = _job(job_metadata, store_keys, request.context)
-        decision = request.load_decision
+        decision = request.loads.decision
         if decision is not None and math.isfinite(decision.deadline_s):
             deadline = time.monotonic() + decision.deadline_s
             job = dataclasses.replace(job, deadline=deadline, decision=decision)
@@ -435,12 +421,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         elif self._tier is self._tiers.all[0]:
             for prefetch in given.prefetches:
                 self._prefetch(prefetch, options.tenant or DEFAULT_TENANT)
-        request = LiveRequest(
-            context.req_id,
-            options,
-            context.get_offload_key_position,
-            self._group_tokens,
-            self._labels,
+        request = self._new_request(
+            context.req_id, options, context.get_offload_key_position
         )
         request.source = context
         request.is_refused = given.is_refused
@@ -500,7 +482,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._meter.on_request_finished()
 
     def _end_request(self, request: LiveRequest) -> None:
-        restored = request.restored
+        restored = request.loads.restored
         if restored:
             self._guard.on_restored(restored, request.context, request.epoch)
         if request.has_stored:
@@ -649,6 +631,25 @@ def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
     for group in offloading.groups:
         tokens[group.group_id] = group.tokens_per_block * blocks_per_chunk
     return by_group_index(tokens)
+
+
+def _check_primary_size(max_tokens: int, chunk_tokens: int, rows: memoryview) -> None:
+    """Warn if the longest request does not fit the primary tier, through which all transfers
+    pass."""
+    needed = max_tokens // chunk_tokens
+    if len(rows) >= needed:
+        return
+    row_bytes = rows.nbytes // max(1, len(rows))
+    logger.warning(
+        "cpu_bytes_to_use is too small: %d chunks, %d tokens. A request of max_model_len, %d "
+        "tokens, needs %d chunks: set it to %d bytes or more. Contexts that do not fit are "
+        "stored and loaded in part, or not at all",
+        len(rows),
+        len(rows) * chunk_tokens,
+        max_tokens,
+        needed,
+        needed * row_bytes,
+    )
 
 
 def _find_request(req_id: str) -> Any:

@@ -282,11 +282,11 @@ def test_live_request_of_tenant_learns_keys_of_tenant():
 
 def test_is_declined_computed_or_loaded_elsewhere():
     found = request({})
-    assert not found.is_declined
-    found.load_decision = LoadDecision(1, Reason.LOADED, 0.1, 1.0, 0.3)
-    assert not found.is_declined
-    found.load_decision = LoadDecision(0, Reason.TOO_SLOW, 2.0, 1.0, 0.0)
-    assert found.is_declined
-    found.load_decision = None
-    found.loads_elsewhere = True
-    assert found.is_declined
+    assert not found.loads.are_declined
+    found.loads.decision = LoadDecision(1, Reason.LOADED, 0.1, 1.0, 0.3)
+    assert not found.loads.are_declined
+    found.loads.decision = LoadDecision(0, Reason.TOO_SLOW, 2.0, 1.0, 0.0)
+    assert found.loads.are_declined
+    found.loads.decision = None
+    found.loads.are_elsewhere = True
+    assert found.loads.are_declined

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 
+from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.inspection.handle import open_store
 from persistkv.storage.inspection.store_totals import (
     Bin,
@@ -28,6 +29,16 @@ def _number(ratio: float | None) -> str:
 
 def _model(totals: NamespaceTotals | ModelTotals) -> str:
     return render.format_model(totals.model)
+
+
+def _quota(totals: TenantTotals) -> str:
+    return "none" if totals.quota is None else render.format_size(totals.quota)
+
+
+def _part_of_quota(totals: TenantTotals) -> str:
+    if totals.quota is None:
+        return "-"
+    return f"{totals.stored_bytes / totals.quota:.1%}"
 
 
 _TOTALS = render.columns(
@@ -56,12 +67,8 @@ _MODELS = render.columns(
 )
 TENANTS = render.columns(
     "tenant packs stored=stored_bytes quota=bound of_the_quota=part",
-    bound=lambda found: (
-        "none" if found.quota is None else render.format_size(found.quota)
-    ),
-    part=lambda found: (
-        "-" if found.quota is None else f"{found.stored_bytes / found.quota:.1%}"
-    ),
+    bound=_quota,
+    part=_part_of_quota,
 )
 """Columns for the totals of tenants, which ``persistkv report`` shows, too."""
 _GROUPS = render.columns(

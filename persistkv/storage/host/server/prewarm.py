@@ -43,11 +43,10 @@ def recent_contexts(
         ids = [request.id for request in batch]
         of_batch = backend.manifest_keys(namespace, ids)
         for request, groups in zip(batch, of_batch, strict=True):
-            keys = []
-            for key in _keys_in_order(groups or ()):
-                if key not in taken and holds(key):
-                    keys.append(OffloadKey(key))
-            keys = keys[: max_blocks - len(taken)]
+            left = max_blocks - len(taken)
+            all_keys = _keys_in_order(groups or ())
+            new_keys = (key for key in all_keys if key not in taken and holds(key))
+            keys = list(map(OffloadKey, islice(new_keys, left)))
             if keys:
                 taken.update(keys)
                 contexts.append(StoredContext(request.tenant, keys))

@@ -237,8 +237,8 @@ def in_extents(directory: str) -> Backend:
 @pytest.mark.parametrize(
     ("open_store", "examples"),
     [
-        pytest.param(inline, 30, id="inline"),
-        pytest.param(in_extents, 30, id="extents"),
+        pytest.param(inline, 15, id="inline"),
+        pytest.param(in_extents, 15, id="extents"),
         pytest.param(inline, 150, id="inline, long", marks=pytest.mark.slow),
         pytest.param(in_extents, 150, id="extents, long", marks=pytest.mark.slow),
     ],

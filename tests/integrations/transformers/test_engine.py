@@ -181,7 +181,9 @@ class TestPrefixCache:
         for tenant in ("berta", None):
             other = engine.generate(prompt, 1, tenant=tenant).stats
             assert other.restored_tokens == 0
-        assert engine.generate(prompt, 1, tenant="anna").stats.device_tokens == 96
+        again = engine.generate(prompt, 1, tenant="anna").stats
+        assert again.restored_tokens == 96
+        assert again.device_tokens > 0
         engine.forget_device()
         assert engine.generate(prompt, 1, tenant="clara").stats.restored_tokens == 0
         parameters = {"persistkv": {"tenant": "anna"}}

@@ -120,6 +120,7 @@ def test_acknowledged_calls_before_close_are_durable(
         assert not any(again.contains(list(deleted)))
 
 
+@pytest.mark.slow
 def test_calls_during_close_return_or_raise(often_switched: None) -> None:
     for _ in range(100):
         store = BlockStore(

@@ -438,6 +438,7 @@ def test_load_of_killed_host_fails_only_when_it_is_dead(
     assert hosted.finish(client, 2, timeout_s=30).refused
 
 
+@pytest.mark.slow
 def test_process_host_cpu_wait_s_counts_time_without_cpu(
     hosted: Any, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ with town_of(Path(sys.argv[1])) as town:
 """
 
 
+@pytest.mark.slow
 def test_idle_namespaces_are_read_once_and_cost_one_page_of_a_list_a_minute(
     town: Town,
 ) -> None:

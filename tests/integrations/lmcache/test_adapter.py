@@ -195,10 +195,10 @@ def test_salts_of_one_task_are_tenants_and_usage_is_exact_for_each(
     assert driver.lookup(object_keys(range(3), salt="clara")) == [False] * 3
 
 
-@pytest.mark.parametrize("salt", ["a\nb", "x" * 129])
 def test_salt_that_is_no_tenant_is_neither_stored_nor_found(
-    open_adapter: Open, caplog: pytest.LogCaptureFixture, salt: str
+    open_adapter: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
+    salt = "a\nb"  # LMCache itself refuses salts of more than 128 characters
     driver = open_adapter()
     keys = [*object_keys([1]), *object_keys([1, 2], salt=salt)]
     assert not driver.store(keys, memories(3, seed=22))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from persistkv.base import (
@@ -60,6 +60,8 @@ class StepMeter:
         self._prefill = prefill
         self._record = record
         self._clock = clock
+        # requests whose first step was scheduled last
+        self._new_ids: Collection[str] = ()
         self._ended_at: float | None = None  # of the last schedule
         self._computed_at: float | None = None  # end of the step since then, if known
         # whether the next schedule may begin long after the end of the step since then
@@ -73,10 +75,12 @@ class StepMeter:
         first, last = self._computed.get(req_id, (start, stop))
         self._computed[req_id] = (min(first, start), max(last, stop))
 
-    def on_request_finished(self) -> None:
-        """A request has ended: the step that was scheduled last is computed. Without this call, the
-        next schedule shows its end, which waits for another request if none is left."""
-        if self._computed_at is None:
+    def on_request_finished(self, req_id: str) -> None:
+        """A request has ended. If the step that was scheduled last is its first one, that step is
+        computed. Otherwise the next schedule shows the end, which waits for another request if
+        none is left: vLLM reports the end of a request after its stores, perhaps while a step of
+        another one is computed."""
+        if req_id in self._new_ids and self._computed_at is None:
             self._computed_at = self._clock()
 
     def on_request_aborted(self) -> None:
@@ -85,8 +89,12 @@ class StepMeter:
         for a new request."""
         self._is_end_unknown = True
 
-    def end_schedule(self) -> None:
-        """End the schedule of a step."""
+    def end_schedule(self, new_ids: Collection[str] = ()) -> None:
+        """End the schedule of a step.
+
+        :param new_ids: requests of which this is the first step.
+        """
+        self._new_ids = new_ids
         now = self._clock()
         computed_at = self._computed_at
         if computed_at is None and not self._is_end_unknown:

@@ -321,7 +321,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
             for req_id in context.new_req_ids:
                 self._begin_measuring(req_id)
-        self._meter.end_schedule()
+        self._meter.end_schedule(context.new_req_ids)
 
     def _begin_measuring(self, req_id: str) -> None:
         """Learn which tokens of a request the engine computes, in the step in which it is scheduled
@@ -479,7 +479,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if ended is not None and ended.status == RequestStatus.FINISHED_ABORTED:
             self._meter.on_request_aborted()
         else:
-            self._meter.on_request_finished()
+            self._meter.on_request_finished(req_id)
 
     def _end_request(self, request: LiveRequest) -> None:
         restored = request.loads.restored

@@ -175,16 +175,32 @@ def test_step_meter_ignores_decoding_and_waits() -> None:
 def test_step_meter_wait_after_last_request_is_no_computation() -> None:
     clock, prefill = Clock(), PrefillSpeed()
     meter = StepMeter(prefill, lambda *measured: None, clock)
-    meter.end_schedule()
+    meter.end_schedule(["a"])
     clock.now += (
         1.0  # the step that computes 1,000 tokens and the only one of the answer
     )
-    meter.on_request_finished()
+    meter.on_request_finished("a")
     clock.now += 3.0  # no request
     meter.end_schedule()
     meter.add("a", 0, 1000)
     clock.now += 0.1
     meter.end_schedule()
+    assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
+
+
+def test_step_meter_late_end_of_earlier_request_does_not_show_end_of_step() -> None:
+    """vLLM reports the end of a request after its stores, within the step of the next one."""
+    clock, prefill = Clock(), PrefillSpeed()
+    meter = StepMeter(prefill, lambda *measured: None, clock)
+    for earlier, req_id in (("a", "b"), ("b", "c"), ("c", "d")):
+        meter.end_schedule([req_id])
+        clock.now += 0.001
+        meter.on_request_finished(earlier)
+        clock.now += 0.999  # the rest of the step
+        meter.end_schedule()
+        meter.add(req_id, 0, 1000)
+        clock.now += 0.1
+        meter.end_schedule()
     assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
 
 
@@ -194,12 +210,12 @@ def test_step_meter_abort_does_not_show_end_of_step(
 ) -> None:
     clock, prefill = Clock(), PrefillSpeed()
     meter = StepMeter(prefill, lambda *measured: None, clock)
-    meter.end_schedule()
+    meter.end_schedule(["a"])
     clock.now += 0.1
     meter.on_request_aborted()
     clock.now += 0.9  # the rest of the step
     if stops:
-        meter.on_request_finished()
+        meter.on_request_finished("a")
     clock.now += 3.0  # no request
     meter.end_schedule()
     meter.add("a", 0, 1000)

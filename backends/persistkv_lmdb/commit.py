@@ -182,24 +182,28 @@ class BatchCommit:
         while len(self._batch.touches) > _TOUCHED_AT_ONCE:
             self._record_early_uses()
         for _ in range(_PLACINGS):
-            for pack in self._batch.packs:
-                pack.restart()
             try:
                 if not self._environment.database.shares.inline:
                     self._place()
                 return self._commit_within_quotas()
             except NotPlacedError:
-                continue
+                pass
             except ReplacedError:
                 if not self._environment.is_current():
                     raise
                 with self._environment.transaction(write=True) as transaction:
                     # only a segment was removed: creates it again
                     self._environment.payloads(transaction)
+            self._restart_packs()
         raise StoreError(
             f"{self._environment.path}: packs were deleted and stored again during {_PLACINGS} "
             f"attempts"
         )
+
+    def _restart_packs(self) -> None:
+        """Forget what the attempt before has done with the packs."""
+        for pack in self._batch.packs:
+            pack.restart()
 
     def _record_early_uses(self) -> None:
         """Record the first uses of a batch with many of them in a short transaction. The batch's
@@ -320,8 +324,7 @@ class BatchCommit:
             # the tenant's other engines may have added content meanwhile
             self._at_once *= 2
             if self._environment.database.shares.inline:
-                for pack in self._batch.packs:
-                    pack.restart()
+                self._restart_packs()
 
     def _commit(self) -> CommitResult:
         """Commit the rows of the batch in one transaction, which evicts and reserves for the next
@@ -503,6 +506,7 @@ class BatchCommit:
                 # makes the pages of the evicted packs reusable
                 environment.commit_nothing()
                 are_reusable = database.wait_for_readers(self._freed_by, _PATIENCE_S)
+                self._restart_packs()
                 try:
                     return self.write()
                 except StoreFullError as error:

@@ -15,7 +15,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from persistkv.errors import (
@@ -45,7 +45,7 @@ from persistkv_lmdb.files import (
 from persistkv_lmdb.opening import quarantined
 
 _MOST_BYTES = 16 << 20  # 16 MiB
-_READS = 3  # of the file, while others replace it
+_READS = 5  # of the file, while others replace it
 _ID_BYTES = 8  # of a keyring
 _HINT = "key_file, key_env or key_command"
 
@@ -119,7 +119,11 @@ class KeyFile:
             raise CorruptStoreError(
                 f"{self._path} is missing: nothing can read the store without it"
             )
-        keyring = self._unwrapped(there)
+        # an open handle keeps its keys, also if its store is opened again: the user's may have been
+        # replaced
+        keyring = self._keyring
+        if keyring is None or keyring.id != there.wrapped[0].keyring:
+            keyring = self._unwrapped(there)
         if keyring.id != keyring_id:
             raise CorruptStoreError(
                 f"{self._path} is of the keyring {keyring.id}, and the store of {keyring_id}"
@@ -133,6 +137,7 @@ class KeyFile:
         holds the writer lock.
 
         :raises CorruptStoreError: the file is missing, damaged, or that of another store.
+        :raises StoreError: it has no room for more keys.
         :raises OSError: the file was not replaced.
         """
         # a key that is added to another file is lost when the store's own is put back
@@ -157,13 +162,13 @@ class KeyFile:
             return
         try:
             status = self._path.stat()
-        except FileNotFoundError:
+        except OSError:
             return  # the store was deleted
         version = (status.st_ino, status.st_mtime_ns)
         if self._version == version:
             return
-        # lost or damaged: the engine runs on with the keys that it has
-        with suppress(CorruptStoreError):
+        # lost, damaged or not readable: the engine runs on with the keys that it has
+        with suppress(CorruptStoreError, OSError):
             there = self._present().tenants
             self._add(there)
             present = {key.id for key in there}
@@ -202,13 +207,7 @@ class KeyFile:
         if not own:
             return own
         kept = tuple(key for key in there.tenants if key.id not in own)
-        with os.fdopen(open_regular(path, os.O_WRONLY), "wb", 0) as before:
-            self._write(StoredKeys(there.wrapped, kept), path)
-            status = os.fstat(before.fileno())
-            # a backup may be a link to it
-            if status.st_nlink == 0:
-                before.write(bytes(status.st_size))
-                os.fsync(before.fileno())
+        self._write(StoredKeys(there.wrapped, kept), path)
         return own
 
     def ids_of(self, tenant: str) -> set[bytes]:
@@ -236,7 +235,7 @@ class KeyFile:
 
     def _reload(self, key_id: bytes) -> Keyring:
         """Read the keys of tenants again."""
-        with suppress(CorruptStoreError):
+        with suppress(CorruptStoreError, OSError):
             self._add(self._present().tenants)
         return self._known()
 
@@ -300,13 +299,15 @@ class KeyFile:
                 return StoredKeys()
             with os.fdopen(fd, "rb") as file:
                 content = file.read(_MOST_BYTES)
-                # a file that was replaced meanwhile may have been overwritten
                 is_replaced = os.fstat(file.fileno()).st_nlink == 0
+            if is_replaced:
+                # meanwhile, and perhaps overwritten
+                problem = "others replace it all the time"
+                continue
             try:
                 return decode_keys(content)
             except CorruptPackError as error:
                 problem = str(error)
-            if not is_replaced:
                 break
         raise CorruptStoreError(f"{path} is damaged: {problem}")
 
@@ -322,15 +323,49 @@ class KeyFile:
         return there
 
     def _write(self, keys: StoredKeys, path: Path | None = None) -> None:
-        """Replace the file, or a copy of it, durably. The content of the one before is not
-        overwritten: an engine may be reading it, and a backup may be a link to it.
+        """Replace the file, or a copy of it, durably. Overwrite the one before: its free blocks
+        would keep keys that are destroyed later.
+
+        :raises StoreError: it would be longer than readers accept; nothing was written.
         """
         path = path or self._path
         part = path.with_name(KEY_PART_FILE)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with os.fdopen(open_regular(part, flags), "wb") as file:
-            file.write(encode_keys(keys))
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
-        sync_directory(path.parent)
+        content = encode_keys(keys)
+        if len(content) > _MOST_BYTES:
+            raise StoreError(
+                f"{path} has data keys of {len(keys.tenants) - 1} tenants, and no room for more"
+            )
+        with ExitStack() as opened:
+            before = None
+            with suppress(FileNotFoundError):
+                before = open_regular(path, os.O_WRONLY)
+                opened.callback(os.close, before)
+            with os.fdopen(open_regular(part, flags), "wb") as file:
+                if before is not None:
+                    _copy_owner(before, file.fileno())
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(path)
+            sync_directory(path.parent)
+            if before is not None:
+                _overwrite(before)
+
+
+def _copy_owner(source: int, target: int) -> None:
+    """Give a file the owner and the mode of another one: an engine of another user than that of the
+    command reads it."""
+    status = os.fstat(source)
+    # only root may give files away
+    with suppress(PermissionError):
+        os.fchown(target, status.st_uid, status.st_gid)
+    os.fchmod(target, status.st_mode & 0o777)
+
+
+def _overwrite(fd: int) -> None:
+    """Overwrite a file that was replaced, unless it has another name, as that of a backup."""
+    status = os.fstat(fd)
+    if status.st_nlink == 0:
+        os.pwrite(fd, bytes(status.st_size), 0)
+        os.fsync(fd)

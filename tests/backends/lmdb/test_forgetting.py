@@ -25,7 +25,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.keys import decode_keys
+from persistkv.storage.format.keys import StoreKey, decode_keys
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.records import StoreOptions
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
@@ -445,6 +445,26 @@ def test_forget_destroys_keys_in_damaged_stores_too(tmp_path: Path, url: str) ->
     (key_id,) = done.key_ids
     assert found_in_files(store, {wrapped[key_id]}) == 0
     assert found_in_files(store, set(wrapped.values())) == len(wrapped) - 1
+
+
+def test_forget_leaves_no_key_in_files_that_were_replaced_before(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks are free space of the disk: open descriptors show what these hold."""
+    monkeypatch.setenv("PERSISTKV_NEW_KEY", "fedcba9876543210" * 4)
+    file = tmp_path / "store" / "keys"
+    with closing(open_backend(url)) as backend:
+        store_one(backend, "anna", 1)
+        wrapped = wrapped_keys(file)
+        replaced = [file.open("rb")]
+        store_one(backend, "berta", 2)
+        replaced.append(file.open("rb"))
+        backend.rotate_key(StoreKey(os.environ["PERSISTKV_NEW_KEY"].encode()))
+        replaced.append(file.open("rb"))
+        (key_id,) = backend.forget("anna").key_ids
+    for before in replaced:
+        with before:
+            assert wrapped[key_id] not in before.read()
 
 
 def test_forget_takes_content_that_is_stored_meanwhile(

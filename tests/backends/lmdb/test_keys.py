@@ -15,13 +15,21 @@ from pathlib import Path
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
-from persistkv.errors import ConfigurationError, CorruptStoreError
+from persistkv.errors import ConfigurationError, CorruptStoreError, StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.blocking import BlockingStore
-from persistkv.storage.format.keys import StoreKey
+from persistkv.storage.format.keys import (
+    DataKey,
+    StoredKeys,
+    StoreKey,
+    TenantKey,
+    decode_keys,
+    encode_keys,
+)
 from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.seal import KeySeal
 from persistkv.storage.records import StoreOptions
 from persistkv.testing.conformance.suite import (
     check_totals,
@@ -72,7 +80,7 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     """Return the bytes of the files that hold content."""
     files = [directory / "data.mdb", directory / "keys"]
     files += (directory / "segments").glob("*.seg")
-    return {str(file): file.read_bytes() for file in files if file.exists()}
+    return {str(file): file.read_bytes() for file in files if file.is_file()}
 
 
 @pytest.mark.parametrize("placement", ["extents", "inline"])
@@ -303,6 +311,93 @@ def test_rotate_key_keeps_linked_copy_of_file_of_data_keys(
     assert len(content(with_key(place))) == 1
 
 
+def test_engine_whose_files_are_replaced_after_rotation_stores_and_reads_on(
+    tmp_path: Path, place: str
+) -> None:
+    """It opens the store again, with the data keys that it knows."""
+    namespace = sample_identity().digest
+    with closing(open_backend(with_key(place))) as engine:
+        stored = {store_one(engine, 1)}
+        with closing(open_backend(with_key(place))) as operator:
+            operator.rotate_key(StoreKey(NEW.encode()))
+        (tmp_path / "store" / "lock.mdb").unlink()
+        stored.add(store_one(engine, 2))
+        (tmp_path / "store" / "lock.mdb").unlink()
+        stored.add(store_of_tenant(engine, "anna", 3).pack_id)
+        found = tables(engine, namespace)
+        assert set(found) == stored
+        for table in found.values():
+            assert read_pack(engine, namespace, table) is not None
+        with pytest.raises(ConfigurationError, match="key"):
+            open_backend(with_key(place))
+    assert set(content(with_key(place, "PERSISTKV_NEW_KEY"))) == stored
+
+
+def test_file_of_data_keys_keeps_its_owner_and_mode(tmp_path: Path, place: str) -> None:
+    """Commands may run as root, and engines as another user."""
+    file = tmp_path / "store" / "keys"
+    with closing(open_backend(with_key(place))) as backend:
+        store_one(backend, 1)
+        file.chmod(0o640)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(file, 65534, 65534)
+        before = file.stat()
+        store_of_tenant(backend, "anna", 2)
+        backend.rotate_key(StoreKey(NEW.encode()))
+        after = file.stat()
+    assert after.st_ino != before.st_ino or after.st_mtime_ns != before.st_mtime_ns
+    assert after.st_mode == before.st_mode
+    assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
+
+
+def test_tenants_beyond_room_for_their_keys_are_refused_and_store_stays_readable(
+    tmp_path: Path, place: str
+) -> None:
+    file = tmp_path / "store" / "keys"
+    with closing(open_backend(with_key(place))) as backend:
+        stored = store_of_tenant(backend, "anna", 1).pack_id
+        there = decode_keys(file.read_bytes())
+        assert isinstance(backend.seal, KeySeal)
+        added: list[TenantKey] = []
+        length = file.stat().st_size
+        # room for a few more
+        while length < (16 << 20) - 10_000:
+            key = DataKey.new(f"{len(added):06}".ljust(128, "\U0001f511"))
+            added.append(TenantKey(key.id, backend.seal.sealed_key(key)))
+            length += len(encode_keys(StoredKeys((), (added[-1],)))) - 11
+        keys_of_many = StoredKeys(there.wrapped, (*there.tenants, *added))
+        file.write_bytes(encode_keys(keys_of_many))
+        assert file.stat().st_size < 16 << 20
+    with closing(open_backend(with_key(place))) as backend:
+        # a batch makes the keys of many
+        names = [f"{number:06}".ljust(128, "\U0001f512") for number in range(60)]
+        with pytest.raises(StoreError, match="no room"):
+            commit_of_tenants(backend, names, 2)
+        later = store_of_tenant(backend, "anna", 999_999).pack_id
+    found = content(with_key(place))
+    assert {stored, later} <= set(found)
+    assert None not in found.values()
+
+
+def commit_of_tenants(backend: Backend, tenants: list[str], seed: int) -> None:
+    """Commit a pack of each of these tenants at once."""
+    namespace = backend.open_namespace(sample_identity()).id
+    packs = []
+    for number, tenant in enumerate(tenants):
+        packs.append(
+            sample_pack(
+                namespace,
+                1000 * seed + number,
+                seal=backend.seal,
+                tenant=tenant,
+                block_bytes=4096,
+                blocks=1,
+            )
+        )
+    backend.commit(namespace, CommitBatch(packs))
+
+
 def test_rotate_key_to_present_key_or_by_second_operator_raises_and_keeps_store(
     place: str,
 ) -> None:
@@ -333,7 +428,9 @@ def test_commit_pack_of_replaced_store_is_sealed_with_keys_of_present_one(
     assert None not in found.values()
 
 
-@pytest.mark.parametrize("how", ["removed", "empty", "half", "of another store"])
+@pytest.mark.parametrize(
+    "how", ["removed", "empty", "half", "of another store", "a link", "a directory"]
+)
 def test_file_of_data_keys_lost_under_engine_leaves_engine_running(
     tmp_path: Path, place: str, how: str
 ) -> None:
@@ -352,18 +449,25 @@ def test_file_of_data_keys_lost_under_engine_leaves_engine_running(
         file.unlink()
         if how in damaged:
             file.write_bytes(damaged[how])
+        elif how == "a link":
+            file.symlink_to(tmp_path / "store-other" / "keys")
+        elif how == "a directory":
+            file.mkdir()
         stored.add(store_one(backend, 2))
         for read_only in (True, False):
-            with pytest.raises(CorruptStoreError, match="keys"):
+            with pytest.raises(StoreError, match="keys"):
                 open_backend(with_key(place), read_only=read_only)
         stored.add(store_one(backend, 3))
         name = sample_identity().digest
         for table in tables(backend, name).values():
             assert read_pack(backend, name, table) is not None
     before = snapshot(tmp_path / "store")
-    with pytest.raises(CorruptStoreError, match="keys"):
+    with pytest.raises(StoreError, match="keys"):
         open_backend(with_key(place))
     assert snapshot(tmp_path / "store") == before
+    if how == "a directory":
+        file.rmdir()
+    file.unlink(missing_ok=True)
     file.write_bytes(kept)
     found = content(with_key(place))
     assert set(found) == stored

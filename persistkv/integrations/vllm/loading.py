@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from persistkv.base import (
@@ -32,10 +32,8 @@ from persistkv.tiering.load_runs import GroupSize, prefix_bytes
 from persistkv.tiering.persistent import PersistentTier
 
 _FEWEST_TOKENS = 64  # of a step that shows the speed of prefills
-_LONGEST_STEP_S = 30.0  # a longer one includes a wait of the engine for requests
-_SURPRISE = (
-    5.0  # times the expected time of a step, above which it includes such a wait
-)
+_LONGEST_STEP_S = 30.0  # a longer one includes a pause of the engine
+_SURPRISE = 5.0  # times the expected time of a step, above which it includes a pause
 
 # start of the name of a class of KV cache specs, and its field with the window
 _WINDOW_FIELDS = (
@@ -60,13 +58,9 @@ class StepMeter:
         self._prefill = prefill
         self._record = record
         self._clock = clock
-        # requests whose first step was scheduled last
-        self._new_ids: Collection[str] = ()
         self._ended_at: float | None = None  # of the last schedule
-        self._computed_at: float | None = None  # end of the step since then, if known
-        # whether the next schedule may begin long after the end of the step since then
-        self._is_end_unknown = False
-        self._step_s: float | None = None  # of the step before it
+        # seconds of the step that was computed between the last two schedules, if known
+        self._step_s: float | None = None
         # by request: tokens that this step has computed
         self._computed: dict[str, tuple[int, int]] = {}
 
@@ -75,36 +69,17 @@ class StepMeter:
         first, last = self._computed.get(req_id, (start, stop))
         self._computed[req_id] = (min(first, start), max(last, stop))
 
-    def on_request_finished(self, req_id: str) -> None:
-        """A request has ended. If the step that was scheduled last is its first one, that step is
-        computed. Otherwise the next schedule shows the end, which waits for another request if
-        none is left: vLLM reports the end of a request after its stores, perhaps while a step of
-        another one is computed."""
-        if req_id in self._new_ids and self._computed_at is None:
-            self._computed_at = self._clock()
-
-    def on_request_aborted(self) -> None:
-        """A request was ended from outside, at any time: no measurement of the step that was
-        scheduled last, unless another end shows its end. If none is left, the next schedule waits
-        for a new request."""
-        self._is_end_unknown = True
-
-    def end_schedule(self, new_ids: Collection[str] = ()) -> None:
+    def end_schedule(self, is_busy: bool) -> None:
         """End the schedule of a step.
 
-        :param new_ids: requests of which this is the first step.
+        :param is_busy: whether the engine has not waited for requests since the schedule before:
+            one that an earlier step has computed goes on.
         """
-        self._new_ids = new_ids
         now = self._clock()
-        computed_at = self._computed_at
-        if computed_at is None and not self._is_end_unknown:
-            computed_at = now
-        self._computed_at = None
-        self._is_end_unknown = False
         computed, self._computed = self._computed, {}
         step_s, self._step_s = self._step_s, None
-        if self._ended_at is not None and computed_at is not None:
-            self._step_s = computed_at - self._ended_at
+        if is_busy and self._ended_at is not None:
+            self._step_s = now - self._ended_at
         self._ended_at = now
         if step_s is not None and computed:
             self._observe(list(computed.values()), step_s)

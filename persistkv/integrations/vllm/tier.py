@@ -40,7 +40,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from persistkv import base as ours
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
@@ -318,10 +318,26 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._tier.record_prefill(num_tokens, seconds)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        is_busy = False
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
+            is_busy = self._has_going_request()
             for req_id in context.new_req_ids:
                 self._begin_measuring(req_id)
-        self._meter.end_schedule(context.new_req_ids)
+        self._meter.end_schedule(is_busy)
+
+    def _has_going_request(self) -> bool:
+        """Return whether any request goes on that an earlier step has computed. Otherwise the
+        engine may have waited for a new one, and vLLM tells the end of the others only then."""
+        scheduler = find_scheduler()
+        if scheduler is None:
+            return False
+        for req_id, request in self._requests.items():
+            if request.loads.first_computed is None:
+                continue
+            running = scheduler.requests.get(req_id)
+            if running is not None and not running.is_finished():
+                return True
+        return False
 
     def _begin_measuring(self, req_id: str) -> None:
         """Learn which tokens of a request the engine computes, in the step in which it is scheduled
@@ -460,8 +476,6 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return any(tier.holds(key) for tier in self._tiers.all)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        with self._isolation.guard("measure", "the speed of prefills is not measured"):
-            self._measure_end(req_context.req_id)
         request = self._requests.get(req_context.req_id)
         if request is None:
             return
@@ -472,14 +486,6 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             return
         del self._requests[req_context.req_id]
         self._end_request(request)
-
-    def _measure_end(self, req_id: str) -> None:
-        """Count the end of a request as that of a step, unless its client has ended it."""
-        ended = _find_request(req_id)
-        if ended is not None and ended.status == RequestStatus.FINISHED_ABORTED:
-            self._meter.on_request_aborted()
-        else:
-            self._meter.on_request_finished(req_id)
 
     def _end_request(self, request: LiveRequest) -> None:
         restored = request.loads.restored

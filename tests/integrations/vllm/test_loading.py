@@ -138,90 +138,54 @@ def test_step_meter_stores_show_tokens_of_step_before() -> None:
     clock, prefill = Clock(), PrefillSpeed()
     recorded = []
     meter = StepMeter(prefill, lambda *measured: recorded.append(measured), clock)
-    meter.end_schedule()
+    meter.end_schedule(is_busy=True)
     clock.now += 2.0  # the step that computes 1,000 tokens
-    meter.end_schedule()
+    meter.end_schedule(is_busy=True)
     meter.add("a", 0, 400)
     meter.add("a", 400, 800)
     meter.add("b", 0, 200)
     clock.now += 0.1
-    meter.end_schedule()
+    meter.end_schedule(is_busy=True)
     assert prefill.expected_s(0, 1000) == pytest.approx(2.0)
     assert recorded == [(1000, 2.0)]
 
 
-def test_step_meter_ignores_decoding_and_waits() -> None:
+def test_step_meter_ignores_decoding_and_pauses() -> None:
     clock, prefill = Clock(), PrefillSpeed()
     recorded = []
     meter = StepMeter(prefill, lambda *measured: recorded.append(measured), clock)
 
     def step(num_tokens: int, seconds: float) -> None:
-        meter.end_schedule()
+        meter.end_schedule(is_busy=True)
         clock.now += seconds
-        meter.end_schedule()
+        meter.end_schedule(is_busy=True)
         meter.add("a", 0, num_tokens)
-        meter.end_schedule()
+        meter.end_schedule(is_busy=True)
 
     step(16, 0.1)
     assert prefill.expected_s(0, 1000) is None
     step(1000, 60.0)
     assert prefill.expected_s(0, 1000) is None
     step(1000, 1.0)
-    step(1000, 10.0)  # no request for 9 s
+    step(1000, 10.0)  # paused for 9 s
     assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
     assert recorded == [(1000, 1.0)]
 
 
-def test_step_meter_wait_after_last_request_is_no_computation() -> None:
+def test_step_meter_wait_for_next_request_is_no_computation() -> None:
     clock, prefill = Clock(), PrefillSpeed()
     meter = StepMeter(prefill, lambda *measured: None, clock)
-    meter.end_schedule(["a"])
-    clock.now += (
-        1.0  # the step that computes 1,000 tokens and the only one of the answer
-    )
-    meter.on_request_finished("a")
-    clock.now += 3.0  # no request
-    meter.end_schedule()
+    meter.end_schedule(is_busy=False)
+    clock.now += 4.0  # the only step of an answer, and a wait
+    meter.end_schedule(is_busy=False)
     meter.add("a", 0, 1000)
+    clock.now += 1.0  # the step of the next request
+    meter.end_schedule(is_busy=True)
+    assert prefill.expected_s(0, 1000) is None
+    meter.add("b", 0, 1000)
     clock.now += 0.1
-    meter.end_schedule()
+    meter.end_schedule(is_busy=True)
     assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
-
-
-def test_step_meter_late_end_of_earlier_request_does_not_show_end_of_step() -> None:
-    """vLLM reports the end of a request after its stores, within the step of the next one."""
-    clock, prefill = Clock(), PrefillSpeed()
-    meter = StepMeter(prefill, lambda *measured: None, clock)
-    for earlier, req_id in (("a", "b"), ("b", "c"), ("c", "d")):
-        meter.end_schedule([req_id])
-        clock.now += 0.001
-        meter.on_request_finished(earlier)
-        clock.now += 0.999  # the rest of the step
-        meter.end_schedule()
-        meter.add(req_id, 0, 1000)
-        clock.now += 0.1
-        meter.end_schedule()
-    assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(("stops", "expected_s"), [(True, 1.0), (False, None)])
-def test_step_meter_abort_does_not_show_end_of_step(
-    stops: bool, expected_s: float | None
-) -> None:
-    clock, prefill = Clock(), PrefillSpeed()
-    meter = StepMeter(prefill, lambda *measured: None, clock)
-    meter.end_schedule(["a"])
-    clock.now += 0.1
-    meter.on_request_aborted()
-    clock.now += 0.9  # the rest of the step
-    if stops:
-        meter.on_request_finished("a")
-    clock.now += 3.0  # no request
-    meter.end_schedule()
-    meter.add("a", 0, 1000)
-    clock.now += 0.1
-    meter.end_schedule()
-    assert prefill.expected_s(0, 1000) == expected_s
 
 
 def test_shared_prefill_is_one_per_engine() -> None:

@@ -73,6 +73,23 @@ def test_engine_loads_only_what_is_faster_than_computing(
     reader.close()
 
 
+def test_engine_wait_for_next_request_is_no_prefill(start_engine, url):
+    """An answer of one token has a single step, after which the engine waits."""
+    engine = start_engine(tier(url))
+    total_s = 0.0
+    for seed in range(16):
+        begin = time.monotonic()
+        engine.generate(prompt(100 + seed), max_tokens=4 if seed < 4 else 1)
+        seconds = time.monotonic() - begin
+        total_s += seconds
+        engine.ask(do="rest", seconds=3 * seconds if seed >= 4 else 0.0)
+    engine.close()
+    wait_stored(url, 15)
+    saved = savings(url)
+    assert saved.prefill_tokens >= 4 * 384
+    assert saved.prefill_s < total_s
+
+
 def test_engine_changed_model_misses_and_answers_correctly(
     start_engine, url, tmp_path, expected
 ):

@@ -617,16 +617,16 @@ def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
 
 
 @pytest.mark.parametrize(
-    ("end_of_other", "is_measured"),
-    [(None, True), ("FINISHED_STOPPED", True), ("FINISHED_ABORTED", False)],
+    ("status", "is_measured"),
+    [("RUNNING", True), ("FINISHED_STOPPED", False), ("FINISHED_ABORTED", False)],
 )
 def test_tier_measured_prefills_are_recorded_as_savings(
-    make_tier, url, monkeypatch, end_of_other, is_measured
+    make_tier, url, monkeypatch, status, is_measured
 ):
     """The chunks that are stored between two ends of schedules show what the step before computed;
     the store tells from it how long the computation of restored tokens would have taken.
 
-    A request that stops shows that a step has ended. One that its client aborts ends at any time.
+    After the end of all requests, the engine may have waited for another one: not measured.
     """
     from vllm.v1.kv_offload.base import ScheduleEndContext
     from vllm.v1.metrics.stats import PrefillStats
@@ -635,29 +635,30 @@ def test_tier_measured_prefills_are_recorded_as_savings(
     from persistkv.integrations.vllm import tier as module
 
     tier, keys = make_tier(), keys_of(8)
-    context = context_of(keys)
-    stats = PrefillStats()
-    stats.set(8 * CHUNK, 2 * CHUNK, 0)
-    running = SimpleNamespace(prefill_stats=stats, status=RequestStatus.RUNNING)
-    scheduler = SimpleNamespace(requests={context.req_id: running})
-    monkeypatch.setattr(module, "find_scheduler", lambda: scheduler)
-    tier.on_new_request(context)
-    other = context_of(keys_of(1))
-    tier.on_new_request(other)
+    context, other = context_of(keys), context_of(keys_of(1))
+    requests = {}
+    monkeypatch.setattr(
+        module, "find_scheduler", lambda: SimpleNamespace(requests=requests)
+    )
 
-    def end_other(status):
-        if end_of_other == status:
-            ended = SimpleNamespace(status=RequestStatus[status])
-            scheduler.requests[other.req_id] = ended
-            tier.on_request_finished(other)
+    def run(context, num_cached):
+        stats = PrefillStats()
+        stats.set(8 * CHUNK, num_cached, 0)
+        status = RequestStatus.RUNNING
+        running = SimpleNamespace(prefill_stats=stats, status=status)
+        running.is_finished = lambda: RequestStatus.is_finished(running.status)
+        requests[context.req_id] = running
+        tier.on_new_request(context)
+        return running
 
+    running = run(context, 2 * CHUNK)
     tier.on_schedule_end(ScheduleEndContext([context.req_id], []))
-    end_other("FINISHED_ABORTED")
     # vLLM's update after the first token
     running.prefill_stats = None
     time.sleep(0.05)
-    end_other("FINISHED_STOPPED")
-    tier.on_schedule_end(ScheduleEndContext([], []))
+    running.status = RequestStatus[status]
+    run(other, 0)
+    tier.on_schedule_end(ScheduleEndContext([other.req_id], []))
     store(tier, keys, context)
     tier.on_schedule_end(ScheduleEndContext([], []))
     tier.shutdown()

@@ -10,11 +10,14 @@ from contextlib import suppress
 
 import msgspec
 
+from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Backend
+from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.records import LoadReport, StoreCounters
 
 # an engine without an update for more than this many intervals counts as stopped
 _MISSED = 5
+_RECORD = b"status of an engine"
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +61,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     load_reports: list[LoadReport] = []
     """Use of the stored blocks of the last of these requests, at most 64."""
 
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self)
+    def encode(self, seal: Seal = PLAIN) -> bytes:
+        """Return the row: JSON; in a store with a key a record, because requests have ids that
+        clients may choose.
+
+        :param seal: of the store.
+        :raises StoreError: the keys of the store are not known yet.
+        """
+        row = msgspec.json.encode(self)
+        return seal.sealed(_RECORD, row) if seal.encrypts else row
 
     def is_live(self, now: float) -> bool:
         """Return whether the row is at most five intervals old at ``time.time()`` = ``now``."""
@@ -77,7 +87,15 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     :raises StoreError: the medium failed.
     """
     found = []
+    seal = backend.seal
+    unreadable = (
+        CorruptPackError,
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    )
     for row in backend.statuses().values():
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            found.append(_DECODE(row))
+        with suppress(*unreadable):
+            body = seal.opened(_RECORD, row) if seal.encrypts else row
+            found.append(_DECODE(body))
     return sorted(found, key=lambda status: (status.started, status.engine))

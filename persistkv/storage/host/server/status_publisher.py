@@ -65,7 +65,7 @@ class StatusPublisher:
             load_reports=list(jobs.load_reports),
         )
         try:
-            await self._write(status.encode())
+            await self._write(status.encode(self._backend.seal))
         except StoreError as error:
             if not self._failed:
                 logger.info("could not publish engine status: %s", str(error))

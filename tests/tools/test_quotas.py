@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
@@ -72,6 +73,23 @@ def test_set_quota_shows_what_is_evicted_and_applies_it(run, store):
         assert held(store) == {"anna": 2, ODD: 4}
     done = run("set", store, f"quota.{ODD}=none", "capacity=2GiB", "--yes", "--json")
     assert json.loads(done.stdout)["after"]["quotas"] == {"anna": 128 << 10}
+
+
+def test_set_keeps_quotas_that_were_set_while_it_asked(run, store, monkeypatch):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+
+    def answer_later(question):
+        with closing(open_backend(store)) as backend:
+            policy = backend.policy()
+            backend.set_policy(replace(policy, quotas={"berta": 1 << 30}))
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer_later)
+    done = run("set", store, "quota.anna=1MiB", "capacity=2GiB")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(run("set", store, "--json").stdout)["before"]
+    assert found["quotas"] == {"anna": 1 << 20, "berta": 1 << 30}
+    assert found["capacity"] == 2 << 30
 
 
 @pytest.mark.parametrize(

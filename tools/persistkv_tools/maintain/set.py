@@ -81,6 +81,8 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or confirm("Change the policy?"):
             with closing(open_backend(url)) as backend:
+                # of now: another command may have changed other values meanwhile
+                after = _changed(backend.policy(), values)
                 backend.set_policy(after)
             done = True
     if json:

@@ -21,6 +21,7 @@ from persistkv.storage.catalog.rows import (
     MANIFESTS,
     NO_GENERATION,
     PACKS,
+    REMOVED,
     RESTORED,
     SEQUENCE,
     USES,
@@ -253,7 +254,7 @@ def _changes_since(
     rows: TableRows, namespace: bytes, since: int, state: NamespaceState
 ) -> Changes | None:
     """Return the changes after the one with the number ``since``; None if the log no longer has all
-    of them."""
+    of them, or one does not read."""
     # distinct names, in order: a pack can be added, removed and added again
     added: dict[bytes, None] = {}
     removed: dict[bytes, bytes] = {}
@@ -264,8 +265,11 @@ def _changes_since(
         kind, pack_id, fingerprints = decode_change(row)
         if kind == ADDED:
             added[namespace + pack_id] = None
-        else:
+        elif kind == REMOVED:
             removed.setdefault(pack_id, fingerprints)
+        else:
+            # damaged; or its key was destroyed, and it will be deleted in a moment
+            return None
     tables: list[PackTable] = []
     for name in added:
         table = pack_table(name, rows.get(PACKS, name))

@@ -467,6 +467,42 @@ def test_forget_leaves_no_key_in_files_that_were_replaced_before(
             assert wrapped[key_id] not in before.read()
 
 
+def test_reader_during_destruction_of_key_learns_of_all_deletions(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key has gone, and the entries of the log that it seals are still there."""
+    with closing(open_backend(url)) as engine, closing(open_backend(url)) as operator:
+        for number in range(3):
+            store_one(engine, "anna", number)
+            store_one(engine, "berta", 100 + number)
+        before = engine.changes(NAMESPACE, None)
+        known = {table.pack_id for table in before.added}
+        cursor = before.cursor
+
+        def follow() -> None:
+            nonlocal cursor
+            changes = engine.changes(NAMESPACE, cursor)
+            if changes.reset:
+                known.clear()
+            known.difference_update(changes.removed)
+            known.update(table.pack_id for table in changes.added)
+            cursor = changes.cursor
+
+        keys = operator.environment.database.keys  # type: ignore[attr-defined]
+        destroy = keys.destroy
+
+        def destroy_and_follow(tenant: str) -> list[bytes]:
+            destroyed: list[bytes] = destroy(tenant)
+            follow()
+            return destroyed
+
+        monkeypatch.setattr(keys, "destroy", destroy_and_follow)
+        assert operator.forget("anna").packs == 3
+        follow()
+        assert known == set(tables(engine, NAMESPACE))
+        assert len(known) == 3
+
+
 def test_forget_takes_content_that_is_stored_meanwhile(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

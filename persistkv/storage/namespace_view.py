@@ -8,6 +8,7 @@ changes in order. Any task may await ``holders``.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -172,7 +173,8 @@ class NamespaceView:
         self._recent = _RecentTables()
         self._collisions: dict[bytes, None] = {}
         self._repair_work = _RepairWork()
-        self._failure_logged_at: float | None = None
+        # monotonic time of the last warning of each kind
+        self._failures_logged_at: dict[str, float] = {}
         self._file: _IndexFile | None = None
         """Where the index is saved; None: nowhere."""
         try:
@@ -230,19 +232,17 @@ class NamespaceView:
         return self.call(partial(_commit, self.backend, self.namespace, batch))
 
     def log_failure(self, error: StoreError) -> None:
-        """Log a failure as a warning that new blocks are dropped, at most once per minute: a full
-        store fails often."""
+        """Log a failure as a warning that new blocks are dropped, at most once per minute and kind:
+        a full store fails often, and must not hide a failed one."""
+        kind = "the store failed"
+        if isinstance(error, StoreFullError):
+            kind = "the store is full"
+        elif isinstance(error, QuotaExceededError):
+            kind = "a tenant is at its quota"
         now = time.monotonic()
-        if (
-            self._failure_logged_at is None
-            or now - self._failure_logged_at >= _FAILURE_LOG_S
-        ):
-            self._failure_logged_at = now
-            kind = "the store failed"
-            if isinstance(error, StoreFullError):
-                kind = "the store is full"
-            elif isinstance(error, QuotaExceededError):
-                kind = "a tenant is at its quota"
+        logged_at = self._failures_logged_at.get(kind, -math.inf)
+        if now - logged_at >= _FAILURE_LOG_S:
+            self._failures_logged_at[kind] = now
             # str: the error references rows
             logger.warning("%s (%s): new blocks are dropped", kind, str(error))
 

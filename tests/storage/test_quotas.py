@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from persistkv.base import Retention
+from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
 from persistkv.storage.blocking import BlockingStore
 from persistkv.tenants import DEFAULT_TENANT, tenant_key
 from tests.storage.stores import end
@@ -73,6 +74,21 @@ def test_blocks_of_tenant_whose_pins_fill_its_quota_are_dropped_and_counted(
     persisted = dict(store.take_report().persisted)
     assert persisted["r-anna-10"] is False
     assert persisted["r-anna-0"] is persisted["r-berta-20"] is True
+
+
+def test_quota_failure_does_not_hide_failure_of_the_store_in_the_same_minute(
+    store: BlockingStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        store.catalogue.log_failure(QuotaExceededError("anna", 2, 1))
+        store.catalogue.log_failure(StoreError("no answer"))
+        store.catalogue.log_failure(StoreFullError("no space"))
+    kinds = [record.getMessage().partition(" (")[0] for record in caplog.records]
+    assert kinds == [
+        "a tenant is at its quota",
+        "the store failed",
+        "the store is full",
+    ]
 
 
 def test_quota_evicts_oldest_requests_of_its_tenant_while_engine_runs(

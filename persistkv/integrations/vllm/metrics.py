@@ -33,6 +33,7 @@ COUNTERS: Mapping[str, str] = {
     "stores_refused": "Store jobs that were refused because the queue was full or the store "
     "not open",
     "dropped_chunks": "Chunks that were taken and lost to a failed commit",
+    "quota_chunks": "Part of dropped_chunks that did not fit the quota of their tenant",
     "written_bytes": "Bytes written to the store, after the codec",
     "verification_failures": "Frames that did not verify and were not used",
     "evicted_chunks": "Chunks that left the store to make room",
@@ -159,6 +160,7 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
     if stats.host is not None:
         counters = stats.host.counters
         found["dropped_chunks"] = counters.dropped_blocks
+        found["quota_chunks"] = counters.quota_blocks
         found["store_bytes"] = counters.stored_raw_bytes
         found["written_bytes"] = counters.stored_bytes
         found["verification_failures"] = counters.verification_failures

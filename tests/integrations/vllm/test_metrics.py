@@ -63,6 +63,13 @@ def test_totals_store_bytes_are_those_written_before_codec():
     assert (found["store_bytes"], found["written_bytes"]) == (88, 60)
 
 
+def test_totals_quota_chunks_are_part_of_dropped_ones():
+    counters = StoreCounters(dropped_blocks=5, quota_blocks=3)
+    host = msgspec.structs.replace(host_stats(), counters=counters)
+    found = totals(Observed(), StoreStats("open", ClientCounters(), host))
+    assert (found["dropped_chunks"], found["quota_chunks"]) == (5, 3)
+
+
 def test_metrics_reader_first_growth_contains_every_counter():
     reader, observed = MetricsReader("lmdb"), Observed()
     stats = StoreStats("opening", ClientCounters(), None)

@@ -27,7 +27,7 @@ TAG_BYTES = 16
 """Bytes by which the keys of a named tenant are longer than the engine's."""
 K = TypeVar("K", bytes, OffloadKey)
 _SHOWN = 40  # characters of an invalid name in errors
-_KNOWN_TAGS = 4096
+_KNOWN_DIGESTS = 4096
 
 
 def check_tenant(field: str, value: object) -> str:
@@ -92,7 +92,7 @@ def tenant_key(tenant: str, key: K) -> K:
     """
     if tenant == DEFAULT_TENANT:
         return key
-    tag = _tag(tenant)
+    tag = tenant_digest(tenant)
     return key[:-GROUP_INDEX_BYTES] + tag + key[-GROUP_INDEX_BYTES:]  # type: ignore[return-value]
 
 
@@ -121,7 +121,10 @@ def engine_key(key: bytes, key_bytes: int) -> OffloadKey:
     return OffloadKey(key[: key_bytes - GROUP_INDEX_BYTES] + key[-GROUP_INDEX_BYTES:])
 
 
-@lru_cache(_KNOWN_TAGS)
-def _tag(tenant: str) -> bytes:
-    # of fixed length: a name may be longer than the rest of the key
-    return blake2b(tenant.encode(), digest_size=TAG_BYTES).digest()
+@lru_cache(_KNOWN_DIGESTS)
+def tenant_digest(tenant: str, secret: bytes = b"") -> bytes:
+    """Return a digest of a tenant's name: 16 bytes in place of a name of any length.
+
+    :param secret: up to 64 bytes; whoever does not know it cannot test guesses of the name.
+    """
+    return blake2b(tenant.encode(), digest_size=TAG_BYTES, key=secret).digest()

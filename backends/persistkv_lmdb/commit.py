@@ -39,7 +39,7 @@ from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted, TableRows
 from persistkv.storage.catalog.catalogue import tenants_of
-from persistkv.storage.catalog.quotas import Quotas, tenant_digest
+from persistkv.storage.catalog.quotas import Quotas
 from persistkv.storage.catalog.rows import (
     GENERATION_BYTES,
     LINKS,
@@ -584,7 +584,7 @@ class BatchCommit:
 
     def _has_evictable(self, rows: TableRows, tenant: str) -> bool:
         """Return whether a tenant has packs that may be evicted for the batch."""
-        for key, _ in rows.starting_with(TENANT_ORDER, tenant_digest(tenant)):
+        for key, _ in rows.starting_with(TENANT_ORDER, rows.tenant_digest(tenant)):
             name = bytes(key[-NAME_BYTES:])
             if name not in self._keep:
                 return True
@@ -682,7 +682,7 @@ class BatchCommit:
             commit.touch(self._batch.touches)
             quotas = commit.quotas
             quotas.expect({tenant: num_bytes})
-            digest = tenant_digest(tenant)
+            digest = transaction.tenant_digest(tenant)
             fits = partial(_fits_quota, quotas, digest)
             result = commit.evict_of(digest, fits, at_most)
             commit.finish()

@@ -50,6 +50,7 @@ from persistkv.storage.catalog.rows import (
 )
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES
+from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -235,9 +236,12 @@ class EvictionOrder:
         use."""
         return self._clock.time
 
-    def add_pack(self, name: bytes, depth: int, pins: int, tenant: bytes) -> None:
-        """List a new pack as used now; parameters as in ``Use``."""
-        use = Use(self.moment, self.time, depth, pins, 0, tenant)
+    def add_pack(self, name: bytes, depth: int, pins: int, tenant: str) -> None:
+        """List a new pack of a tenant as used now; other parameters as in ``Use``."""
+        digest = b""
+        if tenant != DEFAULT_TENANT:
+            digest = self._rows.tenant_digest(tenant)
+        use = Use(self.moment, self.time, depth, pins, 0, digest)
         self.put(name, use)
 
     def touch(self, name: bytes, named: int = 0) -> bool:

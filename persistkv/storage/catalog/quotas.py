@@ -14,13 +14,11 @@ import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
 from persistkv.storage.catalog.rows import (
     MAX_COUNT,
     META,
     PACKS,
-    TENANT_BYTES,
     TENANTS,
     TableRows,
     pack_table,
@@ -33,13 +31,6 @@ logger = logging.getLogger(__name__)
 
 _TOTALS = struct.Struct("<QQQ")
 _ABOVE = b"above"
-
-
-def tenant_digest(tenant: str) -> bytes:
-    """Return the key of a tenant's rows: a digest of its name; empty for the default tenant."""
-    if tenant == DEFAULT_TENANT:
-        return b""
-    return blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest()
 
 
 @dataclass
@@ -87,7 +78,7 @@ class TenantTotals:
 class Quotas:
     """Totals and quotas of tenants within one write transaction.
 
-    A *digest* is that of a tenant's name (``tenant_digest``), never an empty one.
+    A *digest* is that of a tenant's name (``TableRows.tenant_digest``).
     """
 
     def __init__(self, rows: TableRows) -> None:
@@ -100,7 +91,7 @@ class Quotas:
 
     def of(self, tenant: str) -> TenantTotals:
         """Return the totals of a tenant, which the caller may change and ``finish`` writes."""
-        digest = tenant_digest(tenant)
+        digest = self._rows.tenant_digest(tenant)
         if digest not in self._found:
             self._found[digest] = self._read(digest, tenant)
         return self._found[digest]
@@ -111,7 +102,7 @@ class Quotas:
             return
         self.of(table.tenant).count(table, sign)
         if sign > 0:
-            digest = tenant_digest(table.tenant)
+            digest = self._rows.tenant_digest(table.tenant)
             self.added[digest] = self.added.get(digest, 0) + table.payload_length
 
     def expect(self, sizes: Mapping[str, int]) -> None:
@@ -119,7 +110,8 @@ class Quotas:
         count for ``is_above``, so that what the tenant has is evicted before content of others."""
         self._expected.clear()
         for tenant, num_bytes in sizes.items():
-            self._expected[tenant_digest(tenant)] = num_bytes
+            digest = self._rows.tenant_digest(tenant)
+            self._expected[digest] = num_bytes
 
     def is_above(self, digest: bytes) -> bool:
         """Return whether a tenant is above its quota, or will be with what is expected."""

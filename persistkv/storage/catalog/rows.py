@@ -19,6 +19,7 @@ from persistkv.storage.format.keys import STORE
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.identity import Identity
+from persistkv.tenants import TAG_BYTES, tenant_digest
 
 if TYPE_CHECKING:
     import lmdb
@@ -184,6 +185,12 @@ class TableRows:
         found = self.first(table, prefix)
         return found is not None and found.startswith(prefix)
 
+    def tenant_digest(self, tenant: str) -> bytes:
+        """Return the digest that stands for a tenant's name in keys of rows."""
+        # engines that share a store may have several data keys of it, and must agree
+        secret = self._seal.names_secret if self._of_tenants else b""
+        return tenant_digest(tenant, secret)
+
     def cursor(self, table: str) -> lmdb.Cursor[memoryview]:
         """Return a cursor over a table, before its first row."""
         return self.txn.cursor(self._databases[table])
@@ -232,7 +239,6 @@ PINNED, ORDERED, LOW, RESTORED = 1, 2, 4, 8
 NAMED_LOW, NAMED = 1, 2
 PACK, MANIFEST = 0, 1
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
-TENANT_BYTES = 16  # of the digest of a tenant's name
 ORDER_KEY = struct.Struct(">?QIB32s")
 """Key in the table ``ORDER``: False for low priority, moment, UNKNOWN_DEPTH minus the depth,
 ``PACK`` or ``MANIFEST``, and the key of the row in ``USES`` or ``CHAINS``.
@@ -280,7 +286,7 @@ class Use(NamedTuple):
             return None
         if len(row) == _USE.size:
             return cls(*_USE.unpack(row))
-        if len(row) != _USE.size + TENANT_BYTES:
+        if len(row) != _USE.size + TAG_BYTES:
             return None
         numbers = _USE.unpack_from(row)
         return cls._make((*numbers, bytes(row[_USE.size :])))

@@ -11,7 +11,7 @@ from typing import Protocol
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
 from persistkv.storage.catalog.order import EvictionOrder
-from persistkv.storage.catalog.quotas import Quotas, tenant_digest
+from persistkv.storage.catalog.quotas import Quotas
 from persistkv.storage.catalog.rows import (
     ADDED,
     GENERATION_BYTES,
@@ -358,7 +358,7 @@ class CatalogTransaction:
         rewritten."""
         name = self._namespace + pack.pack_id
         if holds_pack(self._rows, name):
-            self._touch_held(name, tenant_digest(pack.tenant))
+            self._touch_held(name, pack.tenant)
             return
         self._delete_pack(name)
         self.grew = True
@@ -366,21 +366,18 @@ class CatalogTransaction:
             self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
         table = pack.table
-        tenant = b""
-        if table.tenant != DEFAULT_TENANT:
-            tenant = tenant_digest(table.tenant)
-            # before the row is there: totals that are damaged are counted from the rows
-            self.quotas.count(table, 1)
+        # before the row is there: totals that are damaged are counted from the rows
+        self.quotas.count(table, 1)
         added_at = SEQUENCE.pack(self._state.sequence)
         self._rows.put(PACKS, name, added_at + table.encode(), table.tenant)
         # in a shared store, a manifest may arrive before its packs
         pins, named = self._named_by(name)
-        self._order.add_pack(name, table.depth, pins, tenant)
+        self._order.add_pack(name, table.depth, pins, table.tenant)
         if named:
             self._order.touch(name, named)
         self._state.count(table, 1)
 
-    def _touch_held(self, name: bytes, tenant: bytes) -> None:
+    def _touch_held(self, name: bytes, tenant: str) -> None:
         """Touch a pack that is held. One whose use is damaged is listed again: without a use, it
         could not be evicted."""
         is_listed = self._order.touch(name)
@@ -434,7 +431,7 @@ class CatalogTransaction:
             self._order.remove_pack(name)
             return
         table = pack_table(name, row)
-        if table is not None and table.tenant != DEFAULT_TENANT:
+        if table is not None:
             # before the row is gone, as in ``_add``
             self.quotas.count(table, -1)
         self._rows.delete(PACKS, name)

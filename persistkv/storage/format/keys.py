@@ -18,6 +18,7 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,7 @@ STORE = ""
 """``DataKey.tenant`` of the key that seals the store's own records."""
 _STORE_KEY = b"persistkv store key 1"
 _WRAPPED = b"persistkv data key 1"
+_NAMES = b"persistkv names 1"
 _ZERO_NONCE = bytes(12)
 _MAGIC = b"PKVKEYS1"
 
@@ -118,6 +120,11 @@ class Keyring:
             raise CorruptPackError("keys", "there is none for the store")
         self.store = store
         """Key that seals new records."""
+
+    @cached_property
+    def names_secret(self) -> bytes:
+        """Secret of the digests that stand for names of tenants."""
+        return derive(self.store.secret, b"", _NAMES)
 
     def of(self, tenant: str) -> DataKey | None:
         """Return the key that seals new packs of a tenant; None: none is known."""

@@ -119,6 +119,11 @@ class Seal(ABC):
         :raises StoreError: the keys of the store are not known yet.
         """
 
+    @property
+    @abstractmethod
+    def names_secret(self) -> bytes:
+        """Secret of the digests that stand for names of tenants; empty: no key."""
+
     @abstractmethod
     def lacking(self, tenants: Iterable[str]) -> list[str]:
         """Return those of these tenants for whom the store has to make a data key before
@@ -223,6 +228,7 @@ class PlainSeal(Seal):
 
     encrypts = False
     keyring_id = ""
+    names_secret = b""
 
     def lacking(self, tenants: Iterable[str]) -> list[str]:
         return []
@@ -403,6 +409,10 @@ class KeySeal(Seal):
     @property
     def keyring_id(self) -> str:
         return self._keyring().id
+
+    @property
+    def names_secret(self) -> bytes:
+        return self._keyring().names_secret
 
     def lacking(self, tenants: Iterable[str]) -> list[str]:
         return self._keyring().lacking(tenants)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from persistkv.errors import QuotaExceededError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
-from persistkv.storage.catalog.quotas import tenant_digest
 from persistkv.storage.catalog.transaction import bytes_by_tenant
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
@@ -26,6 +25,7 @@ from persistkv.storage.shared.options import SharedOptions
 from persistkv.storage.shared.packs import PackBlobs
 from persistkv.storage.shared.replica import Replica, ReplicaFolder
 from persistkv.storage.stats import MergeState
+from persistkv.tenants import tenant_digest
 
 logger = logging.getLogger(__name__)
 

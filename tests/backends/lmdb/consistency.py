@@ -11,7 +11,6 @@ from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.quotas import (
     TenantTotals,
     read_tenants,
-    tenant_digest,
 )
 from persistkv.storage.catalog.rows import (
     LOG,
@@ -128,7 +127,7 @@ def _tenant_faults(transaction: TableRows) -> Iterator[str]:
         name = bytes(key)
         use = Use.decode(transaction.get(USES, name))
         if use is not None and not use.pinned:
-            listed.add(tenant_digest(table.tenant) + use.order_key(name))
+            listed.add(transaction.tenant_digest(table.tenant) + use.order_key(name))
     for tenant in {*recorded, *counted}:
         if recorded.get(tenant) != counted.get(tenant):
             yield f"{recorded.get(tenant)}; counted: {counted.get(tenant)}"
@@ -138,7 +137,7 @@ def _tenant_faults(transaction: TableRows) -> Iterator[str]:
     above: set[bytes] = set()
     for totals in recorded.values():
         if totals.is_above():
-            above.add(tenant_digest(totals.tenant))
+            above.add(transaction.tenant_digest(totals.tenant))
     for key, _ in transaction.starting_with(META, b"above"):
         above.symmetric_difference_update({bytes(key[len(b"above") :])})
     for digest in above:

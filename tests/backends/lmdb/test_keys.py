@@ -9,6 +9,8 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from hashlib import blake2b
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -81,6 +83,30 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     files = [directory / "data.mdb", directory / "keys"]
     files += (directory / "segments").glob("*.seg")
     return {str(file): file.read_bytes() for file in files if file.is_file()}
+
+
+@pytest.mark.parametrize("key", [True, False])
+def test_guess_of_tenants_name_is_confirmed_by_no_file_with_key(
+    tmp_path: Path, place: str, key: bool
+) -> None:
+    """Without a key, the digest of the name is the key of the tenant's rows."""
+    guess = blake2b(b"anna", digest_size=16).digest()
+    url = with_key(place) if key else place
+    with closing(open_backend(url)) as backend:
+        namespace = backend.open_namespace(sample_identity()).id
+        for seed in range(3):
+            pack = sample_pack(namespace, seed, seal=backend.seal, tenant="anna")
+            backend.commit(namespace, CommitBatch([pack]))
+        backend.set_policy(replace(backend.policy(), quotas={"anna": 1 << 30}))
+    # opened again: the digest stays the same
+    with closing(open_backend(url)) as backend:
+        (totals,) = backend.tenants()
+        assert (totals.tenant, totals.packs, totals.quota) == ("anna", 3, 1 << 30)
+        backend.set_policy(replace(backend.policy(), quotas={"anna": 4096}))
+        assert [totals.packs for totals in backend.tenants()] == [0]
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    found = [path.name for path in files if guess in path.read_bytes()]
+    assert found == ([] if key else ["data.mdb"])
 
 
 @pytest.mark.parametrize("placement", ["extents", "inline"])

@@ -12,7 +12,7 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, QuotaExceededError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch, CommitResult
-from persistkv.storage.catalog.quotas import TenantTotals, tenant_digest, write_quotas
+from persistkv.storage.catalog.quotas import TenantTotals, write_quotas
 from persistkv.storage.catalog.rows import TENANTS
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
@@ -321,7 +321,7 @@ def test_damaged_row_of_tenant_is_counted_anew_without_its_quota(
         store(backend, namespace, "anna", seed)
         store(backend, namespace, "berta", 10 + seed)
     with backend.rows(write=True) as rows:
-        rows.put(TENANTS, tenant_digest("anna"), b"damaged")
+        rows.put(TENANTS, rows.tenant_digest("anna"), b"damaged")
     assert store(backend, namespace, "anna", 2) == []
     assert "quota" in caplog.text
     assert used(backend, "anna") == 3 * PACK

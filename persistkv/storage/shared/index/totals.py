@@ -23,11 +23,11 @@ import msgspec
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
-from persistkv.storage.catalog.quotas import tenant_digest
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.index.merge import Limits
 from persistkv.storage.shared.replica import Bound, Replica
+from persistkv.tenants import tenant_digest
 
 logger = logging.getLogger(__name__)
 

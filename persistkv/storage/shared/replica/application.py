@@ -10,7 +10,7 @@ from hashlib import blake2b
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.order import TimedOrder
-from persistkv.storage.catalog.quotas import Quotas, TenantTotals, tenant_digest
+from persistkv.storage.catalog.quotas import Quotas, TenantTotals
 from persistkv.storage.catalog.rows import (
     LINKS,
     MANIFEST_KEYS,
@@ -63,6 +63,7 @@ from persistkv.storage.shared.replica.rows import (
     write_later_time,
     write_version,
 )
+from persistkv.tenants import DEFAULT_TENANT, tenant_digest
 
 logger = logging.getLogger(__name__)
 
@@ -399,7 +400,9 @@ class _Additions:
         blob = BlobRow(counted, b"")
         self._blobs.append((entry.name, blob.encode()))
         self._order.set_time(entry.time)
-        tenant = tenant_digest(head.tenant)
+        tenant = b""
+        if head.tenant != DEFAULT_TENANT:
+            tenant = tenant_digest(head.tenant)
         use = Use(self._order.moment, entry.time, head.depth, 0, 0, tenant)
         self._uses.append((key, use.encode()))
         place = use.order_key(key)

@@ -47,7 +47,6 @@ from persistkv.storage.catalog.rows import (
     PACKS,
     SEALED_TABLES,
     STATES,
-    TENANT_BYTES,
     TENANT_ORDER,
     NamespaceState,
     TableRows,
@@ -79,6 +78,7 @@ from persistkv.storage.shared.replica.rows import (
     read_versions,
     shown_name,
 )
+from persistkv.tenants import TAG_BYTES
 
 _SEALED_TABLES = SEALED_TABLES | {BLOBS}
 _KIND_ROW = b"kind"
@@ -332,7 +332,7 @@ class Replica:
         with self.rows() as rows:
             totals = Quotas(rows).at(tenant)
             keys = rows.starting_with(TENANT_ORDER, tenant)
-            moments = _moments(key[TENANT_BYTES:] for key, _ in keys)
+            moments = _moments(key[TAG_BYTES:] for key, _ in keys)
         if totals is None:
             return []
         return _steps(moments, points, totals.stored_bytes, totals.packs)

@@ -34,13 +34,13 @@ from persistkv_lmdb.layout import (
     SEGMENTS,
     SIZES,
     SPACE_ROW,
+    WRITER,
 )
 from persistkv_lmdb.segments import PLACE, Extent, SegmentFiles
 
 _EXTENT = struct.Struct("<III")
 _SEGMENT = struct.Struct(">I")
 _SIZE = struct.Struct(">III")
-_WRITER = struct.Struct(">I")
 _PAGES = struct.Struct("<I")
 _SPACE = struct.Struct("<QQQ")
 
@@ -79,7 +79,7 @@ def read_extents(rows: TableRows, name: bytes) -> list[Extent] | None:
 
 def read_reserved(rows: TableRows, writer: int) -> list[Extent]:
     """Return the extents that a writer has reserved, in the order in which it uses them."""
-    row = rows.get(RESERVED, _WRITER.pack(writer))
+    row = rows.get(RESERVED, WRITER.pack(writer))
     if row is None:
         return []
     return decode_extents(row)
@@ -231,7 +231,7 @@ class Allocator:
         """Return the numbers of the writers that have reserved extents."""
         writers: list[int] = []
         for key, _ in self._rows.starting_with(RESERVED, b""):
-            (writer,) = _unpack(_WRITER, key)
+            (writer,) = _unpack(WRITER, key)
             writers.append(writer)
         return writers
 
@@ -240,7 +240,7 @@ class Allocator:
         # in place of its former reservation
         self.reserved -= pages_of(read_reserved(self._rows, writer))
         self.reserved += pages_of(extents)
-        key = _WRITER.pack(writer)
+        key = WRITER.pack(writer)
         if extents:
             self._rows.put(RESERVED, key, encode_extents(extents))
         else:

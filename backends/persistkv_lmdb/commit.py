@@ -550,7 +550,9 @@ class BatchCommit:
     ) -> tuple[CatalogTransaction, Room]:
         """Return the catalogue of a write transaction, and the part of the capacity that it may use
         (``Room``)."""
-        self._environment.database.keys.refuse(tenants_of(self._batch), self._forgotten)
+        tenants = tenants_of(self._batch)
+        self._environment.database.keys.refuse(tenants, self._forgotten)
+        self._environment.refuse_forgotten(transaction, tenants)
         room = Room(self._environment, transaction, as_it_is=as_it_is)
         opened = self._environment.opened
         commit = CatalogTransaction(

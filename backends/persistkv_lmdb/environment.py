@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -43,10 +43,11 @@ from persistkv.errors import (
     StoreBusyError,
     StoreError,
     StoreFullError,
+    TenantForgottenError,
 )
 from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.order import read_clock, write_clock
-from persistkv.storage.catalog.rows import STATES, TableRows
+from persistkv.storage.catalog.rows import META, STATES, TableRows
 from persistkv.storage.policy import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import (
@@ -57,7 +58,7 @@ from persistkv_lmdb.allocator import (
 from persistkv_lmdb.database import LOCK_FILE_BYTES, Database
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.keys import KeyFile
-from persistkv_lmdb.layout import read_keyring
+from persistkv_lmdb.layout import read_keyring, read_refusals
 from persistkv_lmdb.opening import Guard
 from persistkv_lmdb.recovery import RecoveryFiles
 from persistkv_lmdb.segments import SegmentFiles
@@ -223,17 +224,33 @@ class Environment:
         return self.writer
 
     def release_reserved(self, transaction: TableRows, *, own: bool = False) -> None:
-        """Release the reservations of dead processes in a write transaction; ``own``: also that of
-        this process."""
+        """Release the reservations of dead processes in a write transaction, and end their refusals
+        of tenants; ``own``: also release the reservation of this process."""
         allocator = self.payloads(transaction).allocator
         for writer in allocator.writers():
-            is_own = writer == self.writer
-            if (is_own and own) or (not is_own and self._is_dead(writer)):
+            is_released = own if writer == self.writer else self._is_dead(writer)
+            if is_released:
                 allocator.release(writer)
+        # a process that gets the number of a dead one must not seem to forget
+        for key, writer in read_refusals(transaction).items():
+            if self._is_dead(writer):
+                transaction.delete(META, key)
+
+    def refuse_forgotten(self, transaction: TableRows, tenants: Iterable[str]) -> None:
+        """Raise a TenantForgottenError if a living process forgets any of these tenants."""
+        refused: list[str] = []
+        for tenant in tenants:
+            writers = read_refusals(transaction, tenant).values()
+            if not all(map(self._is_dead, writers)):
+                refused.append(tenant)
+        if refused:
+            raise TenantForgottenError(refused)
 
     def _is_dead(self, writer: int) -> bool:
         """Return whether no process has a writer's number any more."""
-        return self._guard is not None and not self._guard.is_claimed(writer)
+        if writer == self.writer or self._guard is None:
+            return False
+        return not self._guard.is_claimed(writer)
 
     def payloads(self, transaction: TableRows) -> ExtentPayloads:
         """Return the payload storage of the running write transaction, the same object on each
@@ -369,11 +386,13 @@ class Environment:
     @contextmanager
     def _suspect_on_error(self) -> Iterator[None]:
         """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other
-        than busy, full, above a quota or replaced.
+        than busy, full, replaced, above a quota or of a forgotten tenant.
         """
         try:
             yield
-        except (StoreBusyError, StoreFullError, QuotaExceededError, ReplacedError):
+        except (StoreBusyError, StoreFullError, ReplacedError):
+            raise
+        except (QuotaExceededError, TenantForgottenError):
             raise
         except StoreError:  # LMDB reports a damaged page with many different errors
             self.suspect()

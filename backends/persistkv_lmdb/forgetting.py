@@ -1,28 +1,33 @@
-"""Forgetting of a tenant.
+"""Forgetting of a tenant, in short transactions, while engines use the store.
 
-1. Its packs and requests are deleted in short transactions, while engines use the store.
-2. Its data keys are destroyed in a write transaction that finds no row of it any more, so no other
-   process commits in between: a row that no key opens would spoil the totals. They seal all rows,
-   tables and payloads of the tenant, so what is left of these in free pages and extents, in damaged
-   stores and in copies can never be read.
-3. Entries of the log with fingerprints of the tenant's keys are deleted in the same transaction:
-   readers that have not seen them yet read the whole catalogue.
-4. In a store without a key, the space of deleted packs is returned to the file system instead.
-5. Saved indexes, which have fingerprints of the keys of all tenants, are deleted: they are caches.
+1. First, the store refuses new content of the tenant: each commit checks this in its transaction.
+   The refusal ends with the command, also if that is killed.
+2. Its requests and packs are deleted.
+3. Entries of the log with fingerprints of the tenant's keys are deleted: readers that have not seen
+   them yet read the whole catalogue.
+4. Its data keys are destroyed, when no row of it is left: one that no key opens would spoil the
+   totals. They seal all rows, tables and payloads of the tenant, so what is left of these in free
+   pages and extents, in damaged stores and in copies can never be read.
+5. In a store without a key, the space of deleted packs is returned to the file system instead.
+6. Saved indexes, which have fingerprints of the keys of all tenants, are deleted: they are caches.
+
+A command that was killed is repeated: the keys, which the rows that are left name, are destroyed
+last.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
-from persistkv.errors import StoreError
-from persistkv.storage.catalog import CatalogTransaction, TableRows
+from persistkv.storage.catalog import CatalogTransaction, Payloads, TableRows
 from persistkv.storage.catalog.rows import (
     LOG,
     MANIFEST_KEYS,
     MANIFESTS,
+    META,
     PACKS,
     SEQUENCE,
     decoded,
@@ -35,12 +40,17 @@ from persistkv.storage.format.pack import ID_BYTES, table_head
 from persistkv_lmdb.commit import release_free
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.files import INDEX_PREFIX
-from persistkv_lmdb.layout import read_erasures, write_erasures
-from persistkv_lmdb.room import Room
+from persistkv_lmdb.layout import (
+    read_erasures,
+    refuse_tenant,
+    write_erasures,
+)
 
-_ROUNDS = 20  # of deletions, while engines store content of the tenant
-_AT_ONCE = 32  # packs or requests that one transaction deletes: other engines wait
+# of deletions in one transaction: other engines wait
+_DELETIONS_S = 0.003
 _ROWS_AT_ONCE = 4_096  # per read transaction
+# pause between transactions: other threads and processes get the lock
+_TURN_S = 0.001
 
 
 class Forgetting:
@@ -58,24 +68,22 @@ class Forgetting:
     def run(self) -> Forgotten:
         """Delete the content, then destroy the keys.
 
-        :raises StoreError: engines store content of the tenant all the time; or a transaction
-            failed.
+        :raises StoreError: a transaction failed; what was deleted before stays deleted.
         """
-        key_ids = None
-        for _ in range(_ROUNDS):
-            self._delete_all()
-            key_ids = self._destroy()
-            if key_ids is not None:
-                break
-        if key_ids is None:
-            raise StoreError(
-                f"{self._environment.path}: engines store content of the tenant all the time: end "
-                f"its requests, and repeat the command"
-            )
-        for file in self._environment.path.glob(f"{INDEX_PREFIX}*"):
+        environment = self._environment
+        with self._refused():
+            for table in (MANIFESTS, MANIFEST_KEYS, PACKS):
+                self._delete_all(table)
+            # also entries of these deletions
+            if self._has_key or self._packs:
+                self._delete_all(LOG)
+            # for the writer lock
+            with environment.transaction(write=True):
+                key_ids = self._keys.destroy(self._tenant)
+        for file in environment.path.glob(f"{INDEX_PREFIX}*"):
             file.unlink(missing_ok=True)
         if not self._has_key:
-            release_free(self._environment)
+            release_free(environment)
         return Forgotten(
             self._tenant,
             time.time(),
@@ -85,42 +93,66 @@ class Forgetting:
             self._stored_bytes,
         )
 
-    # Content
-
-    def _delete_all(self) -> None:
-        """Delete the requests of the tenant, then the packs that these name."""
-        for table in (MANIFESTS, MANIFEST_KEYS, PACKS):
-            names = list(self._names(table))
-            for start in range(0, len(names), _AT_ONCE):
-                self._delete(table, names[start : start + _AT_ONCE])
-
-    def _delete(self, table: str, names: Sequence[bytes]) -> None:
-        """Delete packs or requests in one transaction."""
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Refuse new content of the tenant within the ``with`` statement, in all processes."""
         environment = self._environment
         with environment.transaction(write=True) as rows:
             environment.release_reserved(rows)
-            room = Room(environment, rows)
-            ended: list[bytes] = []
-            for name in names:
-                namespace = name[:ID_BYTES]
-                change = CatalogTransaction(
-                    rows, room.payloads, namespace, opened=environment.opened
-                )
-                if table == PACKS:
-                    change.discard(name[ID_BYTES:])
-                else:
-                    change.drop_manifest(name)
-                change.finish()
-                self._count(change)
-                ended += change.ended
-            if table == PACKS:
-                self._erase(rows, names)
-        environment.forget_namespaces(ended)
+            refusal = refuse_tenant(rows, self._tenant, environment.claim_writer())
+        try:
+            yield
+        finally:
+            with environment.transaction(write=True) as rows:
+                rows.delete(META, refusal)
 
-    def _count(self, change: CatalogTransaction) -> None:
+    # Content
+
+    def _delete_all(self, table: str) -> None:
+        """Delete the rows of a table that belong to the tenant, and what belongs to them."""
+        names = list(self._names(table))
+        while names:
+            num_deleted = self._delete_some(table, names)
+            names = names[num_deleted:]
+            time.sleep(_TURN_S)
+
+    def _delete_some(self, table: str, names: Sequence[bytes]) -> int:
+        """Delete the first of these rows in one short transaction; return their number."""
+        environment = self._environment
+        deleted: list[bytes] = []
+        ended: list[bytes] = []
+        with environment.transaction(write=True) as rows:
+            payloads = environment.payloads(rows)
+            deadline = time.monotonic() + _DELETIONS_S
+            for name in names:
+                ended += self._delete(rows, payloads, table, name)
+                deleted.append(name)
+                if time.monotonic() > deadline:
+                    break
+            if table == PACKS:
+                self._erase(rows, deleted)
+        environment.forget_namespaces(ended)
+        return len(deleted)
+
+    def _delete(
+        self, rows: TableRows, payloads: Payloads, table: str, name: bytes
+    ) -> list[bytes]:
+        """Delete a row; return the namespaces that end with it."""
+        if table == LOG:
+            rows.delete(LOG, name)
+            return []
+        namespace = name[:ID_BYTES]
+        opened = self._environment.opened
+        change = CatalogTransaction(rows, payloads, namespace, opened=opened)
+        if table == PACKS:
+            change.discard(name[ID_BYTES:])
+        else:
+            change.drop_manifest(name)
+        change.finish()
         self._packs += len(change.removed)
         self._requests += len(change.dropped)
         self._stored_bytes += sum(table.payload_length for table in change.evicted)
+        return change.ended
 
     def _erase(self, rows: TableRows, names: Sequence[bytes]) -> None:
         """Record that a rebuild must not find these packs."""
@@ -129,26 +161,6 @@ class Forgetting:
         number = read_erasures(rows) + 1
         self._environment.recovery.erase(set(names), number)
         write_erasures(rows, number)
-
-    # Keys
-
-    def _destroy(self) -> list[bytes] | None:
-        """Destroy the data keys of the tenant; None: content of it was stored meanwhile."""
-        with self._environment.transaction(write=True) as rows:
-            for table in (PACKS, MANIFESTS, MANIFEST_KEYS):
-                own = (key for key, row in self._rows(rows, table, b"") if row)
-                if next(own, None) is not None:
-                    return None
-            for key in self._log_entries(rows):
-                rows.delete(LOG, key)
-            return self._keys.destroy(self._tenant)
-
-    def _log_entries(self, rows: TableRows) -> list[bytes]:
-        """Return the keys of the log's entries that may have fingerprints of the tenant's keys."""
-        if not self._has_key and not self._packs:
-            return []
-        entries = self._rows(rows, LOG, b"")
-        return [key for key, is_own in entries if is_own]
 
     # Rows
 

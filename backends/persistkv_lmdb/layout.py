@@ -13,6 +13,7 @@ segment, is not valid.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -69,10 +70,13 @@ INLINE = "inline"  # placement of payloads in LMDB, as values
 PLACEMENTS = (INLINE, "extents")
 _ERASURES_ROW = b"erasures"
 _KEYRING_ROW = b"keyring"
+_REFUSED = b"refused"
 # numbers of pages of the segment files: with disk space, of these free, and reserved
 SPACE_ROW = b"space"
 
 
+_REFUSAL_BYTES = 8  # random: a tenant may be forgotten twice at once
+WRITER = struct.Struct(">I")  # number of a writer
 _FIELDS = struct.Struct("<IIIIQ")
 _END = struct.Struct("<Q8s")
 _TRAILER_MAGIC = b"PKVXTNT1"
@@ -214,6 +218,26 @@ def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
     number: float
     (number,) = shape.unpack(row)
     return number
+
+
+def refuse_tenant(rows: TableRows, tenant: str, writer: int) -> bytes:
+    """Record that a writer forgets a tenant; return the key in ``META`` of the record. While it is
+    there and the writer lives, no content of the tenant is stored."""
+    name = rows.tenant_digest(tenant) + os.urandom(_REFUSAL_BYTES)
+    key = _REFUSED + name
+    rows.put(META, key, WRITER.pack(writer))
+    return key
+
+
+def read_refusals(rows: TableRows, tenant: str | None = None) -> dict[bytes, int]:
+    """Return the writers that forget a tenant, by the key of the record; None: any tenant."""
+    prefix = _REFUSED
+    if tenant is not None:
+        prefix += rows.tenant_digest(tenant)
+    refusals: dict[bytes, int] = {}
+    for key, row in rows.starting_with(META, prefix):
+        refusals[bytes(key)] = int.from_bytes(row, "big")
+    return refusals
 
 
 class Trailer(NamedTuple):

@@ -6,8 +6,9 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.keys import StoreKey, decode_keys
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.records import StoreOptions
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import (
@@ -34,6 +36,7 @@ from persistkv.testing.samples import (
     sample_manifest,
     sample_pack,
 )
+from persistkv_lmdb.files import WriterLock
 from tests.storage.stores import end
 
 NAMESPACE = sample_identity().digest
@@ -503,10 +506,13 @@ def test_reader_during_destruction_of_key_learns_of_all_deletions(
         assert len(known) == 3
 
 
-def test_forget_takes_content_that_is_stored_meanwhile(
-    url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_key", [True, False])
+def test_content_of_tenant_is_refused_until_forget_ends(
+    url: str, monkeypatch: pytest.MonkeyPatch, has_key: bool
 ) -> None:
     """The engine commits after the deletion, and before the key is destroyed."""
+    if not has_key:
+        url = url.partition("&")[0]
     with (
         closing(open_backend(url)) as engine,
         closing(open_backend(url)) as operator,
@@ -515,17 +521,105 @@ def test_forget_takes_content_that_is_stored_meanwhile(
         store_one(engine, "berta", 2)
         environment = operator.environment  # type: ignore[attr-defined]
         after_deletion = environment.forget_namespaces
-        calls = itertools.count(1)
+        num_refused = 0
 
-        def store_another(ended: list[bytes]) -> None:
+        def store_others(ended: list[bytes]) -> None:
+            nonlocal num_refused
             after_deletion(ended)
-            # after the requests, then after the packs
-            if next(calls) == 2:
+            num_refused += 1
+            with pytest.raises(TenantForgottenError) as caught:
                 store_one(engine, "anna", 3)
+            assert caught.value.tenants == {"anna"}
+            store_one(engine, "berta", 3 + num_refused)
+            # another operator, and a tenant whose name is not in the keys
+            operator.forget("carla")
 
-        monkeypatch.setattr(environment, "forget_namespaces", store_another)
+        monkeypatch.setattr(environment, "forget_namespaces", store_others)
         done = operator.forget("anna")
-        assert (done.packs, done.requests, len(done.key_ids)) == (2, 2, 1)
+        assert num_refused
+        monkeypatch.undo()
+        assert (done.packs, done.requests, len(done.key_ids)) == (1, 1, has_key)
         assert content_of(engine, "anna") == (set(), [])
-        assert len(content_of(engine, "berta")[0]) == 1
+        assert len(content_of(engine, "berta")[0]) == 1 + num_refused
+        if has_key:
+            # what was accepted before is dropped once
+            with pytest.raises(TenantForgottenError):
+                store_one(engine, "anna", 3)
+        store_one(engine, "anna", 3)
+        assert len(content_of(engine, "anna")[0]) == 1
         recount(engine)
+
+
+def forget_until_killed(url: str, ready: Connection) -> None:
+    with closing(open_backend(url)) as backend:
+        environment = backend.environment  # type: ignore[attr-defined]
+
+        def wait(ended: list[bytes]) -> None:
+            ready.send("deleting")
+            time.sleep(600)
+
+        environment.forget_namespaces = wait
+        backend.forget("anna")
+
+
+def test_killed_forget_refuses_content_no_longer(url: str) -> None:
+    fill(url, 2)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=forget_until_killed, args=(url, theirs))
+    process.start()
+    ours.recv()
+    with closing(open_backend(url)) as backend:
+        with pytest.raises(TenantForgottenError):
+            store_one(backend, "anna", 50)
+        process.kill()
+        process.join()
+        store_one(backend, "anna", 50)
+        assert len(content_of(backend, "anna")[0]) == 3
+        done = backend.forget("anna")
+        assert len(done.key_ids) == 1
+        assert content_of(backend, "anna") == (set(), [])
+        recount(backend)
+        with backend.rows() as rows:  # type: ignore[attr-defined]
+            assert not rows.has_prefix("meta", b"refused")
+
+
+@pytest.mark.parametrize("url", ["extents"], indirect=True)
+def test_forget_holds_lock_for_milliseconds_whatever_others_store(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_backend(url)) as backend:
+        namespace = backend.open_namespace(sample_identity()).id
+        number = itertools.count()
+
+        def packs(tenant: str, count: int) -> list[NewPack]:
+            return [
+                sample_pack(
+                    namespace,
+                    next(number),
+                    seal=backend.seal,
+                    blocks=1,
+                    block_bytes=512,
+                    tenant=tenant,
+                )
+                for _ in range(count)
+            ]
+
+        backend.commit(namespace, CommitBatch(packs("anna", 100)))
+        for _ in range(15):
+            backend.commit(namespace, CommitBatch(packs("berta", 1000)))
+        held_s: list[float] = []
+        hold = WriterLock.held
+
+        @contextmanager
+        def timed(lock: WriterLock, *given: Any, **named: Any) -> Iterator[None]:
+            with hold(lock, *given, **named):
+                # of this thread: other processes do not count
+                begin = time.thread_time()
+                yield
+                held_s.append(time.thread_time() - begin)
+
+        monkeypatch.setattr(WriterLock, "held", timed)
+        assert backend.forget("anna").packs == 100
+        assert len(held_s) >= 4
+        assert max(held_s) < 0.01

@@ -521,26 +521,27 @@ def test_content_of_tenant_is_refused_until_forget_ends(
         store_one(engine, "berta", 2)
         environment = operator.environment  # type: ignore[attr-defined]
         after_deletion = environment.forget_namespaces
-        num_refused = 0
+        calls: list[str] = []
 
         def store_others(ended: list[bytes]) -> None:
-            nonlocal num_refused
             after_deletion(ended)
-            num_refused += 1
+            # once: these commits call it, too
+            if calls:
+                return
+            calls.append("deleting")
             with pytest.raises(TenantForgottenError) as caught:
                 store_one(engine, "anna", 3)
             assert caught.value.tenants == {"anna"}
-            store_one(engine, "berta", 3 + num_refused)
+            store_one(engine, "berta", 3)
             # another operator, and a tenant whose name is not in the keys
             operator.forget("carla")
 
         monkeypatch.setattr(environment, "forget_namespaces", store_others)
         done = operator.forget("anna")
-        assert num_refused
-        monkeypatch.undo()
+        assert calls
         assert (done.packs, done.requests, len(done.key_ids)) == (1, 1, has_key)
         assert content_of(engine, "anna") == (set(), [])
-        assert len(content_of(engine, "berta")[0]) == 1 + num_refused
+        assert len(content_of(engine, "berta")[0]) == 2
         if has_key:
             # what was accepted before is dropped once
             with pytest.raises(TenantForgottenError):
@@ -584,11 +585,10 @@ def test_killed_forget_refuses_content_no_longer(url: str) -> None:
             assert not rows.has_prefix("meta", b"refused")
 
 
-@pytest.mark.parametrize("url", ["extents"], indirect=True)
 def test_forget_holds_lock_for_milliseconds_whatever_others_store(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    plain_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(open_backend(url)) as backend:
+    with closing(open_backend(plain_url)) as backend:
         namespace = backend.open_namespace(sample_identity()).id
         number = itertools.count()
 
@@ -606,7 +606,7 @@ def test_forget_holds_lock_for_milliseconds_whatever_others_store(
             ]
 
         backend.commit(namespace, CommitBatch(packs("anna", 100)))
-        for _ in range(15):
+        for _ in range(5):
             backend.commit(namespace, CommitBatch(packs("berta", 1000)))
         held_s: list[float] = []
         hold = WriterLock.held

@@ -268,7 +268,7 @@ def _changes_since(
         elif kind == REMOVED:
             removed.setdefault(pack_id, fingerprints)
         else:
-            # damaged; or its key was destroyed, and it will be deleted in a moment
+            # damaged, or sealed with a key that was destroyed
             return None
     tables: list[PackTable] = []
     for name in added:

@@ -28,7 +28,7 @@ REPOSITORY_PATH = re.compile(
     r"`((?:tests|benchmarks|backends|tools|docs|examples|\.ci)/[\w./-]*|persistkv/[\w./-]*(?:/|\.py))`"
 )
 # after "persistkv" in inputs of digests and derived keys
-NO_COMMAND = {"identity", "store", "data", "pack", "record"}
+NO_COMMAND = {"identity", "store", "data", "pack", "record", "names"}
 
 
 @pytest.fixture(params=PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

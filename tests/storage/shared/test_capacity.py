@@ -358,8 +358,7 @@ def test_capacity_holds_from_a_minute_after_an_event(
     writers.write(60)
     assert writers.write(30) <= 1.05
     event(town, writers)
-    # without totals, a part of the namespaces learns only after two minutes what the others hold
-    writers.write(120 if event is delete_the_totals else 60)
+    writers.write(60)
     assert writers.write(60) <= 1.05
 
 

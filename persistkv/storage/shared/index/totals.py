@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # between two totals of an engine in use, and of an idle one
 TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0
+_IN_USE_S = 2 * TOTALS_S  # age of the totals of a namespace in use, at most
 _ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
 _POINTS = 64
 _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
@@ -113,9 +114,6 @@ class TotalsBoard:
         self._clock = medium.clock
         self._published: dict[bytes, PublishedTotals] = {}
         """As they were read last, by namespace: also of those that this handle uses."""
-        self._junk: dict[bytes, float] = {}
-        """Totals that cannot be read → the time of their blob: they are read again only if they are
-        replaced."""
         self._own: dict[bytes, Totals] = {}  # as they were published last
         self._read_at = -math.inf  # monotonic time of the next list
         self._seen_at = 0.0  # the medium's time of the last list
@@ -156,7 +154,6 @@ class TotalsBoard:
     def _read(self, own: bytes, totals: Totals) -> None:
         """Read the totals of all namespaces except one, whose totals are known."""
         found: dict[bytes, PublishedTotals] = {}
-        junk: dict[bytes, float] = {}
         changed: list[_Place] = []
         for place in self._list():
             namespace = place.namespace
@@ -166,20 +163,25 @@ class TotalsBoard:
                 found[namespace] = PublishedTotals(written, totals)
             elif known is not None and known.written == written:
                 found[namespace] = known
-            elif self._junk.get(namespace) == written:
-                junk[namespace] = written
             else:
                 changed.append(place)
         read = self._medium.maintenance.each(self._fetch, changed)
         for place, new in read:
-            written = place.info.time
-            if new is None:
-                junk[place.namespace] = written
-            else:
-                found[place.namespace] = PublishedTotals(written, new)
-        self._published = found
-        self._junk = junk
+            found[place.namespace] = PublishedTotals(place.info.time, new)
         self._seen_at = self._medium.time.now()
+        self._published = self._recent() | found
+
+    def _recent(self) -> dict[bytes, PublishedTotals]:
+        """Return the totals that engines have written lately, as they were read last. If they are
+        missing now, an operator has deleted them, and their engines write them again within a
+        minute; or the namespace has become empty, and counts for a minute more.
+        """
+        recent: dict[bytes, PublishedTotals] = {}
+        for namespace, published in self._published.items():
+            # or its time is that of another clock
+            if abs(self._seen_at - published.written) <= _IN_USE_S:
+                recent[namespace] = published
+        return recent
 
     def _list(self) -> Iterator[_Place]:
         """Iterate over the totals in the store."""
@@ -191,13 +193,14 @@ class TotalsBoard:
                 namespace = bytes.fromhex(digits)
                 yield _Place(namespace, info)
 
-    def _fetch(self, place: _Place) -> Totals | None:
-        """Return the totals of a namespace; None: they are junk, or were deleted."""
+    def _fetch(self, place: _Place) -> Totals:
+        """Return the totals of a namespace; those of an empty one if they are junk, or were
+        deleted."""
         try:
             body = self._medium.sealed(place.info.name, place.namespace)
             return _DECODER.decode(body)
         except (ValueError, CorruptPackError, BlobMissingError, msgspec.DecodeError):
-            return None
+            return _NOTHING
 
     def limits(self, policy: Policy, namespace: bytes) -> Limits:
         """Return the limits of a namespace until the next exchange.
@@ -248,7 +251,8 @@ class TotalsBoard:
         found = 0
         for name, published in self._published.items():
             age_s = self._seen_at - published.written
-            if name != namespace and age_s <= 2 * TOTALS_S:
+            is_other = name != namespace and published.totals.num_bytes > 0
+            if is_other and age_s <= _IN_USE_S:
                 found += 1
         return found
 

@@ -12,15 +12,15 @@ in another one, and never deleted.
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
@@ -47,6 +47,15 @@ _KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
 _INDEX = re.compile(r"([0-9a-f]{8})-([0-9a-f]{12})-[0-9a-f]{32}")
 
+# types of fields: a value out of range makes the object unreadable
+_Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+_Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Name = Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+_Version = Annotated[int, Meta(ge=1, le=MAX_VERSION)]
+_Time = Annotated[float, Meta(ge=0, le=LATEST_TIME)]
+_Offset = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
+_Length = Annotated[int, Meta(ge=0, le=MAX_OBJECT_BYTES)]
+
 
 class NewerFormatError(CorruptPackError):
     """The object was written by a newer release, in a format that this release does not read."""
@@ -57,18 +66,23 @@ class NewerFormatError(CorruptPackError):
         )
 
 
-class PackEntry(
+class ArrayStruct(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 ):
+    """Content of a blob, or a part of it: an array of its fields. One with more fields does not
+    decode."""
+
+
+class PackEntry(ArrayStruct, frozen=True):
     """A pack that was added."""
 
-    pack_id: bytes
-    nonce: bytes
+    pack_id: _Id
+    nonce: _Nonce
     """Drawn when the pack was uploaded. Pack id and nonce are the name of its blob, which is never
     used again."""
     body: bytes
     """The encoded table."""
-    time: float
+    time: _Time
     """Of its last use, on the medium's clock: seconds since the epoch."""
 
     @property
@@ -76,62 +90,56 @@ class PackEntry(
         return self.pack_id + self.nonce
 
 
-class ManifestEntry(
-    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
-):
+class ManifestEntry(ArrayStruct, frozen=True):
     """A request that was written. The newest version of a request counts."""
 
-    digest: bytes
+    digest: _Id
     """Of the request's id, 16 bytes."""
-    version: int
-    time: float
+    version: _Version
+    time: _Time
     head: bytes
     """The encoded ``RequestManifest``."""
     packs: bytes
     """Concatenated ids of the packs that hold the request, from the beginning of the context on."""
-    keys: bytes
+    keys: _Nonce
     """Random part of the name of the blob with the request's keys."""
-    offset: int
-    length: int
+    offset: _Offset
+    length: _Length
     """Place of the keys, a sealed record, in that blob."""
 
 
-class Dropped(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Dropped(ArrayStruct, frozen=True):
     """A request that was deleted: all its versions up to this one."""
 
-    digest: bytes
-    version: int
-    time: float
+    digest: _Id
+    version: _Version
+    time: _Time
 
 
-class Pin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Pin(ArrayStruct, frozen=True):
     """A request that was pinned or unpinned. Versions are those of the request's manifest."""
 
-    digest: bytes
-    version: int
+    digest: _Id
+    version: _Version
     pinned: bool
 
 
-class UseEntry(
-    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
-):
+class UseEntry(ArrayStruct, frozen=True):
     """Packs that were used at one time."""
 
-    time: float
+    time: _Time
     packs: bytes
     """Concatenated pack ids."""
 
 
-class Tombstone(
-    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
-):
+class Tombstone(ArrayStruct, frozen=True):
     """End of a pack for good: its name is never used again."""
 
-    name: bytes
-    time: float
+    name: _Name
+    time: _Time
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Delta(ArrayStruct, frozen=True):
     """Content of every index object. A new field needs a new ``FORMAT_VERSION``."""
 
     packs: Sequence[PackEntry] = ()
@@ -185,15 +193,15 @@ def _clamped(entries: Iterable[Timed], latest: float) -> list[Timed]:
     return found
 
 
-class Latest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Latest(ArrayStruct, frozen=True):
     """Content of ``latest``. Each merge overwrites it. It affects how soon readers find new
     objects, and which engine merges, but no content depends on it."""
 
     writer: bytes
     """Random name of the handle that merged last."""
-    time: float
+    time: _Time
     """On the medium's clock."""
-    recent: Sequence[tuple[str, int]]
+    recent: Sequence[tuple[str, _Length]]
     """Names and sizes in bytes of index objects that were written recently, newest last."""
 
 
@@ -261,7 +269,7 @@ def decode_delta(body: bytes) -> Delta:
         delta = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError("index object", str(error)) from None
-    _check(delta)
+    _check_ids(delta)
     return delta
 
 
@@ -272,14 +280,9 @@ def encode_latest(latest: Latest) -> bytes:
 def decode_latest(body: bytes) -> Latest:
     """:raises CorruptPackError: it is malformed, or its time or a size is out of range."""
     try:
-        latest = _LATEST_DECODER.decode(body)
+        return _LATEST_DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError("latest", str(error)) from None
-    _check_time(latest.time)
-    for name, size in latest.recent:
-        if not 0 <= size <= MAX_OBJECT_BYTES:
-            raise CorruptPackError("latest", f"{size} bytes of {name}")
-    return latest
 
 
 def split_ids(joined: bytes) -> list[bytes]:
@@ -288,62 +291,13 @@ def split_ids(joined: bytes) -> list[bytes]:
     return [joined[start : start + ID_BYTES] for start in starts]
 
 
-def _check(delta: Delta) -> None:
-    """Raise a CorruptPackError if a length, version or time is out of range."""
-    for entry in delta.packs:
-        _check_length("pack id", entry.pack_id, ID_BYTES)
-        _check_length("nonce", entry.nonce, NONCE_BYTES)
-        _check_time(entry.time)
-    for use in delta.uses:
-        _check_ids("use", use.packs)
-        _check_time(use.time)
-    for tombstone in delta.removed:
-        _check_length("name", tombstone.name, NAME_BYTES)
-        _check_time(tombstone.time)
-    for manifest in delta.manifests:
-        _check_manifest(manifest)
-    for dropped in delta.dropped:
-        _check_length("digest", dropped.digest, ID_BYTES)
-        _check_version(dropped.version)
-        _check_time(dropped.time)
-    for pin in delta.pins:
-        _check_length("digest", pin.digest, ID_BYTES)
-        _check_version(pin.version)
-
-
-def _check_manifest(manifest: ManifestEntry) -> None:
-    _check_length("digest", manifest.digest, ID_BYTES)
-    _check_version(manifest.version)
-    _check_time(manifest.time)
-    _check_ids("manifest", manifest.packs)
-    _check_length("keys", manifest.keys, NONCE_BYTES)
-    if (
-        not 0 <= manifest.offset <= MAX_VERSION
-        or not 0 <= manifest.length <= MAX_OBJECT_BYTES
-    ):
-        raise CorruptPackError(
-            "manifest", f"keys of {manifest.length} bytes at {manifest.offset}"
-        )
-
-
-def _check_ids(field: str, joined: bytes) -> None:
-    if len(joined) % ID_BYTES:
-        raise CorruptPackError(field, f"{len(joined)} bytes of pack ids")
-
-
-def _check_version(version: int) -> None:
-    if not 0 < version <= MAX_VERSION:
-        raise CorruptPackError("version", str(version))
-
-
-def _check_length(field: str, value: bytes, length: int) -> None:
-    if len(value) != length:
-        raise CorruptPackError(field, f"{len(value)} bytes instead of {length}")
-
-
-def _check_time(time: float) -> None:
-    if not (math.isfinite(time) and 0 <= time <= LATEST_TIME):
-        raise CorruptPackError("time", str(time))
+def _check_ids(delta: Delta) -> None:
+    """Raise a CorruptPackError if a field is no concatenation of pack ids."""
+    joined = [use.packs for use in delta.uses]
+    joined += [manifest.packs for manifest in delta.manifests]
+    for ids in joined:
+        if len(ids) % ID_BYTES:
+            raise CorruptPackError("pack ids", f"{len(ids)} bytes")
 
 
 _ENCODER = msgspec.msgpack.Encoder()

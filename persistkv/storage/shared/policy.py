@@ -21,6 +21,7 @@ from persistkv.storage.shared.format import (
     NO_NAMESPACE,
     NONCE_BYTES,
     PLAIN_NAME,
+    ArrayStruct,
     StoreNames,
 )
 from persistkv.storage.shared.keys import KEYRINGS
@@ -32,9 +33,7 @@ _RETRY_S = 5.0  # until a medium that has not answered is tried again
 _CREATION_S = 120.0  # two minutes: a policy that was read and is a minute old, twice
 
 
-class StoredPolicy(
-    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
-):
+class StoredPolicy(ArrayStruct, frozen=True):
     """Content of the blob ``policy``, which marks a store."""
 
     store: bytes

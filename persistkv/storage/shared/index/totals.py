@@ -25,6 +25,7 @@ from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import ArrayStruct
 from persistkv.storage.shared.index.merge import Limits
 from persistkv.storage.shared.replica import Bound, Replica
 from persistkv.tenants import tenant_digest
@@ -47,7 +48,7 @@ _DIGITS = re.compile("[0-9a-f]{32}")  # id of a namespace in the name of its tot
 _PER_MINUTE = 1000
 
 
-class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Totals(ArrayStruct, frozen=True):
     """Bytes of one namespace, or of one tenant in it, by their last use."""
 
     num_bytes: int

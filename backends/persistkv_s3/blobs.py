@@ -29,6 +29,7 @@ from persistkv.storage.blobs import (
 )
 from persistkv.storage.checks import CallsCheck, Check, Level
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.shared import Clock
 from persistkv_s3.client import transport as client
 from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.client.bucket import Breaker, Bucket
@@ -76,10 +77,10 @@ class S3Blobs(Blobs):
         place: BucketPlace,
         options: S3Options,
         transport: client.Transport | None = None,
-        clock: client.TransportClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         transport = BotoClient(place, options) if transport is None else transport
-        clock = client.TransportClock() if clock is None else clock
+        clock = Clock() if clock is None else clock
         self.connections = options.connections
         self._place = place
         self._breaker = Breaker(str(place), options.slow_s, clock)

@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.shared import Clock
 from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,
@@ -47,7 +48,6 @@ from persistkv_s3.client.transport import (
     Sink,
     ThrottledError,
     Transport,
-    TransportClock,
 )
 
 R = TypeVar("R")
@@ -71,7 +71,7 @@ class Breaker:
     """Circuit breaker, see the top of this file. Thread-safe. ``name`` is the server's name in the
     log."""
 
-    def __init__(self, name: str, slow_s: float, clock: TransportClock) -> None:
+    def __init__(self, name: str, slow_s: float, clock: Clock) -> None:
         self._name = name
         self._slow_s = slow_s
         self._clock = clock
@@ -156,7 +156,7 @@ class Bucket:
         transport: Transport,
         breaker: Breaker,
         deadline_s: float,
-        clock: TransportClock,
+        clock: Clock,
     ) -> None:
         self.breaker = breaker
         self._clock = clock

@@ -6,14 +6,13 @@ breaker. ``blobs`` translates the errors into those of ``storage.blobs``.
 
 from __future__ import annotations
 
-import random
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from persistkv.errors import StoreUnavailableError
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.shared import Clock
 
 # 1 MiB: maximum of one write to a socket, so that a stalled upload is detected
 _PIECE_BYTES = 1 << 20
@@ -93,25 +92,12 @@ class BreakerOpenError(S3Error):
     healthy = True
 
 
-class TransportClock:
-    """Time and randomness of one handle. A simulation replaces it."""
-
-    random: random.Random = random.SystemRandom()
-    """Source of nonces and jitter."""
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-
 class Deadline:
     """Time by which an operation must end: ``seconds`` after its start."""
 
-    def __init__(self, seconds: float, clock: TransportClock | None = None) -> None:
+    def __init__(self, seconds: float, clock: Clock | None = None) -> None:
         self.seconds = seconds
-        self._now = time.monotonic if clock is None else clock.monotonic
+        self._now = (clock or Clock()).monotonic
         self._at = self._now() + seconds
 
     @property

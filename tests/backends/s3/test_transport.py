@@ -9,6 +9,7 @@ from threading import Event
 
 import pytest
 
+from persistkv.storage.shared import Clock
 from persistkv_s3.client.bucket import Breaker, Bucket
 from persistkv_s3.client.transport import (
     MOST_DELETED,
@@ -28,7 +29,6 @@ from persistkv_s3.client.transport import (
     Sink,
     ThrottledError,
     Transport,
-    TransportClock,
 )
 
 DATA = bytes(range(256)) * 4
@@ -95,14 +95,12 @@ class Scripted(Transport):
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Record each pause, in seconds, instead of sleeping."""
     slept: list[float] = []
-    monkeypatch.setattr("persistkv_s3.client.transport.time.sleep", slept.append)
+    monkeypatch.setattr("persistkv.storage.shared.clock.time.sleep", slept.append)
     return slept
 
 
 def make_bucket(client: Transport, deadline_s: float = 10.0) -> Bucket:
-    return Bucket(
-        client, Breaker("test", 10.0, TransportClock()), deadline_s, TransportClock()
-    )
+    return Bucket(client, Breaker("test", 10.0, Clock()), deadline_s, Clock())
 
 
 def test_body_reads_pieces_at_send_time_and_rewinds() -> None:
@@ -269,7 +267,7 @@ class NoJitter(Random):
         return 1.0
 
 
-class BreakerClock(TransportClock):
+class BreakerClock(Clock):
     random = NoJitter()
 
     def __init__(self) -> None:
@@ -338,9 +336,9 @@ def test_bucket_slow_large_transfers_keep_breaker_closed(verb: str) -> None:
     """Each transfer takes five times the limit for a small request."""
     bucket = Bucket(
         Scripted(after=lambda: Event().wait(0.05)),
-        Breaker("test", 0.01, TransportClock()),
+        Breaker("test", 0.01, Clock()),
         10.0,
-        TransportClock(),
+        Clock(),
     )
     for _ in range(5):
         if verb == "put":

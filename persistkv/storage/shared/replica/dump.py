@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -38,94 +39,75 @@ from persistkv.storage.shared.replica.rows import (
     read_versions,
 )
 
-# encoded in an index object, at most
-_PACK_BYTES = 64  # of a pack, besides its table
-_TOMBSTONE_BYTES = 48
-_REQUEST_BYTES = 160  # of a request, besides its head and its packs
-_USE_BYTES = 32
+Entry = PackEntry | Tombstone | ManifestEntry | Dropped | Pin | UseEntry
+T = TypeVar("T", bound=Entry)
+
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 def dump_deltas(rows: TableRows, namespace: bytes, part_bytes: int) -> Iterator[Delta]:
     """Iterate over the whole content, in deltas of at most ``part_bytes`` each; at least one. A
-    delta with a single pack, or with a request of up to 8 MiB, may be larger.
+    delta with a single pack or request may be larger.
     """
-    part = _Part()
-    for entry in _pack_entries(rows, namespace):
-        length = len(entry.body) + _PACK_BYTES
-        if part.num_bytes and part.num_bytes + length > part_bytes:
-            yield part.delta()
-            part = _Part()
-        part.packs.append(entry)
-        part.num_bytes += length
+    part: list[Entry] = []
+    num_bytes = 0
+    for entry in _entries(rows, namespace):
+        length = len(_ENCODER.encode(entry))
+        if part and num_bytes + length > part_bytes:
+            yield _delta(part)
+            part = []
+            num_bytes = 0
+        part.append(entry)
+        num_bytes += length
+    yield _delta(part)
 
-    most = part_bytes * 2 // 3  # the rest is room for a request
+
+def _delta(entries: Sequence[Entry]) -> Delta:
+    return Delta(
+        packs=_of(PackEntry, entries),
+        uses=_of(UseEntry, entries),
+        removed=_of(Tombstone, entries),
+        manifests=_of(ManifestEntry, entries),
+        dropped=_of(Dropped, entries),
+        pins=_of(Pin, entries),
+    )
+
+
+def _of(kind: type[T], entries: Sequence[Entry]) -> list[T]:
+    return [entry for entry in entries if isinstance(entry, kind)]
+
+
+def _entries(rows: TableRows, namespace: bytes) -> Iterator[Entry]:
+    """Iterate over the whole content."""
+    yield from _pack_entries(rows, namespace)
     for name, row in rows.range(TOMBSTONES, b""):
-        if part.num_bytes > most:
-            yield part.delta()
-            part = _Part()
-        part.removed.append(Tombstone(bytes(name), TIME.unpack(row)[0]))
-        part.num_bytes += _TOMBSTONE_BYTES
-
+        (time,) = TIME.unpack(row)
+        yield Tombstone(bytes(name), time)
     for digest, version in read_versions(rows):
-        if part.num_bytes > most:
-            yield part.delta()
-            part = _Part()
-        part.add_request(digest, version, _manifest_entry(rows, namespace, digest))
-
+        yield from _request_entries(rows, namespace, digest, version)
     for pack_id, row in rows.range(EARLY, b""):
-        if part.num_bytes > most:
-            yield part.delta()
-            part = _Part()
-        part.uses.append(UseEntry(TIME.unpack(row)[0], bytes(pack_id)))
-        part.num_bytes += _USE_BYTES
-    yield part.delta()
+        (time,) = TIME.unpack(row)
+        yield UseEntry(time, bytes(pack_id))
 
 
-class _Part:
-    """A part that is being collected."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        """Encoded, at most."""
-        self.packs: list[PackEntry] = []
-        self.uses: list[UseEntry] = []
-        self.removed: list[Tombstone] = []
-        self._manifests: list[ManifestEntry] = []
-        self._dropped: list[Dropped] = []
-        self._pins: list[Pin] = []
-
-    def add_request(
-        self, digest: bytes, version: Version, entry: ManifestEntry | None
-    ) -> None:
-        """Add a request: its newest version, deletion and pin.
-
-        :param entry: its content; None: there is none.
-        """
-        self.num_bytes += _REQUEST_BYTES
-        if version.dropped:
-            self._dropped.append(Dropped(digest, version.dropped, version.time))
-        if version.pin > version.dropped:
-            self._pins.append(Pin(digest, version.pin, version.pinned))
-        if version.is_alive and entry is not None:
-            entry = msgspec.structs.replace(entry, version=version.written)
-            self._manifests.append(entry)
-            self.num_bytes += len(entry.head) + len(entry.packs)
-
-    def delta(self) -> Delta:
-        return Delta(
-            self.packs,
-            self.uses,
-            self.removed,
-            self._manifests,
-            self._dropped,
-            self._pins,
-        )
+def _request_entries(
+    rows: TableRows, namespace: bytes, digest: bytes, version: Version
+) -> Iterator[Entry]:
+    """Iterate over what describes a request: its deletion, pin and newest version."""
+    if version.dropped:
+        yield Dropped(digest, version.dropped, version.time)
+    if version.pin > version.dropped:
+        yield Pin(digest, version.pin, version.pinned)
+    if version.is_alive:
+        entry = _manifest_entry(rows, namespace, digest, version.written)
+        if entry is not None:
+            yield entry
 
 
 def _manifest_entry(
-    rows: TableRows, namespace: bytes, digest: bytes
+    rows: TableRows, namespace: bytes, digest: bytes, version: int
 ) -> ManifestEntry | None:
-    """Return the content of a request, without its version; None: it is not held."""
+    """Return the content of a request; None: it is not held."""
     row = namespace + digest
     head = rows.get(MANIFESTS, row)
     place = rows.get(MANIFEST_KEYS, row)
@@ -135,7 +117,7 @@ def _manifest_entry(
     nonce, offset, length, _ = KEYS.unpack(place)
     packs = b"".join(chain.packs)
     return ManifestEntry(
-        digest, 0, chain.time, bytes(head), packs, nonce, offset, length
+        digest, version, chain.time, bytes(head), packs, nonce, offset, length
     )
 
 

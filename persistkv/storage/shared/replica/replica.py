@@ -512,7 +512,7 @@ class Replica:
 
     def dump(self, part_bytes: int) -> Iterator[Delta]:
         """Iterate over the whole content, in deltas of at most ``part_bytes`` each; at least one. A
-        delta with a single pack, or with a request of up to 8 MiB, may be larger.
+        delta with a single pack or request may be larger.
         """
         with self.rows() as rows:
             yield from dump_deltas(rows, self.namespace, part_bytes)

@@ -73,16 +73,11 @@ _MOST_CARRIED = 10_000
 class Limits(NamedTuple):
     """Limits that a merge enforces."""
 
-    capacity: int | None
-    """Bytes that this namespace may take; None: no bound."""
-    ttl_s: float | None
-    horizon: float = -math.inf
-    """Content that was last used before this time is evicted: the store as a whole exceeds its
-    capacity."""
+    ttl_s: float | None = None
+    whole: Bound | None = None
+    """What this namespace may keep; None: the store has no capacity."""
     tenants: Mapping[bytes, Bound] = MappingProxyType({})
     """What this namespace may keep of each tenant with a quota, by the digest of its name."""
-    share: int = 0
-    """Bytes of the store's free space that are part of ``capacity``."""
 
 
 class OwnCommit(NamedTuple):
@@ -136,9 +131,9 @@ class Merger:
     def is_over(self, limits: Limits) -> bool:
         """Return whether the content that is known here exceeds the capacity or a quota by more
         than what engines commit between two merges in the background."""
-        capacity = limits.capacity
+        whole = limits.whole
         used = self._replica.disk_bytes()
-        if capacity is not None and used > _with_excess(capacity):
+        if whole is not None and used > _with_excess(whole.num_bytes):
             return True
         return any(self.is_tenant_over(limits, tenant) for tenant in limits.tenants)
 
@@ -380,17 +375,11 @@ class Merger:
 
         :param at_most: packs and requests that expire, and that are evicted.
         """
-        replica = self._replica
-        excess = 0
-        if limits.capacity is not None:
-            used = replica.disk_bytes()
-            excess = max(0, used - limits.capacity)
-        return replica.plan_eviction(
+        return self._replica.plan_eviction(
             now=self._expiry_time(),
             ttl_s=limits.ttl_s,
+            whole=limits.whole,
             tenants=limits.tenants,
-            excess=excess,
-            horizon=limits.horizon,
             at_most=at_most,
         )
 

@@ -211,20 +211,20 @@ class TotalsBoard:
         others will evict is not free before their totals show it: meanwhile, each namespace of a
         store that exceeds its capacity gives up an equal part, whatever its age.
         """
-        mine = self._own.get(namespace)
-        others = self._present_others(namespace)
+        mine = self._own.get(namespace, _NOTHING)
+        others: list[Totals] = []
+        # before the first exchange, its own content does not count
+        if namespace in self._own:
+            others = self._present_others(namespace)
         tenants = _tenant_bounds(mine, others, policy)
-        capacity = policy.capacity
-        if capacity is None or mine is None or not others:
-            return Limits(capacity, policy.ttl_s, tenants=tenants)
-        horizons = _tenant_horizons([mine, *others], policy)
-        mine = mine.without(horizons)
-        others = [totals.without(horizons) for totals in others]
-        sharing = 1 + self._others_in_use(namespace)
-        bound = _bound(mine, others, capacity, sharing)
-        return Limits(
-            bound.num_bytes, policy.ttl_s, bound.horizon, tenants, bound.share
-        )
+        whole: Bound | None = None
+        if policy.capacity is not None:
+            horizons = _tenant_horizons([mine, *others], policy)
+            mine = mine.without(horizons)
+            others = [totals.without(horizons) for totals in others]
+            sharing = 1 + self._others_in_use(namespace)
+            whole = _bound(mine, others, policy.capacity, sharing)
+        return Limits(policy.ttl_s, whole, tenants)
 
     def _present_others(self, namespace: bytes) -> list[Totals]:
         """Return the totals of all namespaces but one, as they probably are now.
@@ -235,9 +235,9 @@ class TotalsBoard:
         now = self._medium.time.now()
         others: list[Totals] = []
         for name, published in self._published.items():
-            if name == namespace:
-                continue
             totals = published.totals
+            if name == namespace or not totals.num_bytes:
+                continue
             age_s = now - published.written
             is_in_use = 0 < age_s <= TOTALS_S
             if is_in_use:
@@ -299,7 +299,7 @@ class NamespaceLimits:
         self._replica = replica
         self._clock = medium.clock
         self._policy = policy  # at the last refresh
-        self.now = Limits(None, None)
+        self.now = Limits()
         """The present limits."""
         self.due_at = math.inf
         """Monotonic time of the next ``refresh``, unless the namespace grows much before."""
@@ -345,8 +345,10 @@ class NamespaceLimits:
     def _has_used_share(self, growth: int) -> bool:
         """Return whether half of the share of the free space is used."""
         pause_s = self._clock.monotonic() - self._refreshed_at
-        has_room = self.now.share > 0 and self.now.horizon == -math.inf
-        return has_room and pause_s >= _LEAST_TOTALS_S and growth > self.now.share // 2
+        whole = self.now.whole
+        if whole is None or not whole.share or whole.horizon > -math.inf:
+            return False
+        return pause_s >= _LEAST_TOTALS_S and growth > whole.share // 2
 
     def _note_size(self) -> None:
         """Remember the bytes of the namespace and of its tenants."""
@@ -391,24 +393,19 @@ def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
 
 
 def _tenant_bounds(
-    mine: Totals | None, others: Sequence[Totals], policy: Policy
+    mine: Totals, others: Sequence[Totals], policy: Policy
 ) -> dict[bytes, Bound]:
-    """Return what a namespace may keep of each tenant with a quota, by the digest of its name.
-
-    :param mine: totals of the namespace; None: they are not known yet.
-    """
+    """Return what a namespace may keep of each tenant with a quota, by the digest of its name."""
     bounds: dict[bytes, Bound] = {}
     for tenant, quota in policy.quotas.items():
         digest = tenant_digest(tenant)
-        own = _NOTHING if mine is None else mine.tenants.get(digest, _NOTHING)
+        own = mine.tenants.get(digest, _NOTHING)
         # only namespaces with content of the tenant share its quota
         shares: list[Totals] = []
         for totals in others:
             if digest in totals.tenants:
                 shares.append(totals.tenants[digest])
-        bounds[digest] = Bound(quota, quota)
-        if shares:
-            bounds[digest] = _bound(own, shares, quota, 1 + len(shares))
+        bounds[digest] = _bound(own, shares, quota, 1 + len(shares))
     return bounds
 
 
@@ -431,12 +428,14 @@ def _tenant_horizons(
 
 
 def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> Bound:
-    """Return what a namespace may keep.
+    """Return what a namespace may keep: without others, all.
 
     :param mine: its totals; ``others``: those of the namespaces with which it shares the limit, in
         bytes.
     :param sharing: number of namespaces that share the free space.
     """
+    if not others:
+        return Bound(limit, limit)
     everything = [mine, *others]
     horizon = _horizon(everything, limit, free=limit // _FREE_SHARE)
     used = sum(totals.num_bytes for totals in everything)

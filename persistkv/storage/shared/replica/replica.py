@@ -48,8 +48,10 @@ from persistkv.storage.catalog.rows import (
     SEALED_TABLES,
     STATES,
     TENANT_ORDER,
+    Chain,
     NamespaceState,
     TableRows,
+    Use,
     manifest_row,
     pack_table,
     read_state,
@@ -406,9 +408,8 @@ class Replica:
         *,
         now: float,
         ttl_s: float | None,
+        whole: Bound | None,
         tenants: Mapping[bytes, Bound],
-        excess: int,
-        horizon: float,
         at_most: int,
     ) -> Removals:
         """Return expired content, and content to evict; change nothing.
@@ -416,10 +417,9 @@ class Replica:
         :param now: present time on the medium's clock; 0: nothing expires.
         :param ttl_s: content expires this many seconds after its last use; None: requests by their
             own ttl only.
+        :param whole: bound of all content; None: there is none.
         :param tenants: bounds of tenants with a quota, by the digests of their names. What exceeds
             them is evicted before other content.
-        :param excess: bytes to free, least recently used content first.
-        :param horizon: also evict everything that was last used before this time.
         :param at_most: maximum number of packs and requests that expire, and of those that are
             evicted, of each tenant and altogether.
         """
@@ -432,8 +432,9 @@ class Replica:
             for tenant, bound in sorted(tenants.items()):
                 own_goal = _TenantGoal(order, transaction.quotas, tenant, bound)
                 transaction.evict_of(tenant, own_goal.is_met, at_most)
-            goal = _Goal(rows, order, transaction.removed, excess, horizon)
-            transaction.evict(goal.is_met, at_most)
+            if whole is not None:
+                goal = _Goal(rows, order, transaction.removed, whole)
+                transaction.evict(goal.is_met, at_most)
             return _removals(rows, transaction)
 
     # Changes
@@ -544,24 +545,19 @@ class Replica:
 
 
 class _Goal:
-    """Goal of an eviction: bytes to free, and a time before which nothing was last used.
+    """Goal of an eviction: the bound of all content.
 
     :param removed: names of the packs that the transaction has removed; it grows.
     """
 
     def __init__(
-        self,
-        rows: TableRows,
-        order: TimedOrder,
-        removed: Sequence[bytes],
-        excess: int,
-        horizon: float,
+        self, rows: TableRows, order: TimedOrder, removed: Sequence[bytes], bound: Bound
     ) -> None:
         self._rows = rows
         self._order = order
         self._removed = removed
-        self._excess = excess
-        self._horizon = horizon
+        self._bound = bound
+        self._excess = read_bytes(rows) - bound.num_bytes
         self._counted = 0
 
     def is_met(self) -> bool:
@@ -575,11 +571,7 @@ class _Goal:
         self._counted = len(self._removed)
         if self._excess > 0:
             return False
-        first = next(self._order.oldest(), None)
-        if first is None:
-            return True
-        _, use = first
-        return use.time >= self._horizon
+        return _is_kept(self._order.oldest(), self._bound)
 
 
 class _TenantGoal:
@@ -600,11 +592,15 @@ class _TenantGoal:
             return True
         if totals.stored_bytes > self._bound.num_bytes:
             return False
-        first = next(self._order.oldest_of(self._tenant), None)
-        if first is None:
-            return True
-        _, use = first
-        return use.time >= self._bound.horizon
+        return _is_kept(self._order.oldest_of(self._tenant), self._bound)
+
+
+def _is_kept(order: Iterator[tuple[bytes, Use | Chain]], bound: Bound) -> bool:
+    """Return whether the first one in an eviction order was last used after the horizon of a
+    bound."""
+    for _, use in order:
+        return use.time >= bound.horizon
+    return True
 
 
 def _moments(keys: Iterable[Buffer]) -> list[int]:

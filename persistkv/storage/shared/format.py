@@ -41,8 +41,8 @@ _MAX_MILLISECONDS = (1 << 48) - 1  # 12 digits in names
 _HEADER = struct.Struct("<8sI")
 _MAGIC = b"PKVINDEX"
 PLAIN_NAME = "plain"  # in names, instead of the id of a keyring
-_HEX = re.compile(r"[0-9a-f]{32}")
-_KEY = re.compile(r"[0-9a-f]{16}")
+_HEX = re.compile(r"([0-9a-f]{32})")
+_KEY = re.compile(r"([0-9a-f]{16})")
 _KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
 _INDEX = re.compile(r"([0-9a-f]{8})-([0-9a-f]{12})-[0-9a-f]{32}")
@@ -320,6 +320,14 @@ class IndexName(NamedTuple):
         return self.level >= BASE_LEVEL
 
 
+def _parse_bytes(pattern: re.Pattern[str], prefix: str, blob: str) -> bytes | None:
+    """Return the bytes in the name of a blob below a prefix; None: it is another name."""
+    found = pattern.fullmatch(blob.removeprefix(prefix))
+    if found is None or not blob.startswith(prefix):
+        return None
+    return bytes.fromhex("".join(found.groups()))
+
+
 @lru_cache(maxsize=4096)  # ``latest`` names the same objects many times
 def _parse_index(name: str) -> IndexName | None:
     found = _INDEX.fullmatch(name)
@@ -353,11 +361,7 @@ class Names:
 
     def pack_name(self, blob: str) -> bytes | None:
         """Return pack id and nonce in the name of a pack's blob; None: it is no such name."""
-        found = _PACK.fullmatch(blob.removeprefix(self.packs))
-        if found is None:
-            return None
-        pack_id, nonce = found.groups()
-        return bytes.fromhex(pack_id + nonce)
+        return _parse_bytes(_PACK, self.packs, blob)
 
     def keys_blob(self, nonce: bytes) -> str:
         return f"{self.keys}{nonce.hex()}"
@@ -365,8 +369,7 @@ class Names:
     def keys_nonce(self, blob: str) -> bytes | None:
         """Return the nonce in the name of a blob with the keys of requests; None: it is no such
         name."""
-        found = _HEX.fullmatch(blob.removeprefix(self.keys))
-        return None if found is None else bytes.fromhex(found[0])
+        return _parse_bytes(_HEX, self.keys, blob)
 
     def new_commit(self, random: Random) -> str:
         return f"{self.inbox}{random.randbytes(NONCE_BYTES).hex()}"
@@ -387,10 +390,7 @@ class Names:
         return 0 if found is None else found.level
 
     def is_commit(self, blob: str) -> bool:
-        if not blob.startswith(self.inbox):
-            return False
-        nonce = blob[len(self.inbox) :]
-        return _HEX.fullmatch(nonce) is not None
+        return _parse_bytes(_HEX, self.inbox, blob) is not None
 
     def is_object(self, blob: str) -> bool:
         """Return whether a name is that of a commit or of an object in ``index/``."""
@@ -420,8 +420,14 @@ class StoreNames:
 
     def parse_identity(self, blob: str) -> bytes | None:
         """Return the namespace id in the name of an identity; None: it is no such name."""
-        found = _HEX.fullmatch(blob.removeprefix(self.identities))
-        return None if found is None else bytes.fromhex(found[0])
+        return _parse_bytes(_HEX, self.identities, blob)
+
+    def totals_of(self, namespace: bytes) -> str:
+        return f"{self.totals}{namespace.hex()}"
+
+    def parse_totals(self, blob: str) -> bytes | None:
+        """Return the namespace id in the name of totals; None: it is no such name."""
+        return _parse_bytes(_HEX, self.totals, blob)
 
     def tenant(self, key_id: bytes) -> str:
         """Return the name of the data key of a tenant."""
@@ -429,8 +435,7 @@ class StoreNames:
 
     def parse_tenant(self, blob: str) -> bytes | None:
         """Return the id of the data key in the name of its blob; None: it is no such name."""
-        found = _KEY.fullmatch(blob.removeprefix(self.tenants))
-        return None if found is None else bytes.fromhex(found[0])
+        return _parse_bytes(_KEY, self.tenants, blob)
 
     def note(self, namespace: bytes, name: str) -> str:
         return f"{self._notes}{namespace.hex()}/{name.lower()}"

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from persistkv.errors import CorruptPackError, StoreError
-from persistkv.storage.blobs import BlobInfo, BlobMissingError
+from persistkv.storage.blobs import BlobMissingError
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import ArrayStruct
@@ -43,7 +42,6 @@ _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
 _GROWTH_SHARE = 64
 # else, when the namespace has used half of its share: between two totals
 _LEAST_TOTALS_S = 5.0
-_DIGITS = re.compile("[0-9a-f]{32}")  # id of a namespace in the name of its totals
 # names in a list of S3: of more totals, a part of the minutes reads the list
 _PER_MINUTE = 1000
 
@@ -135,7 +133,7 @@ class TotalsBoard:
     def _publish(self, replica: Replica, policy: Policy) -> Totals:
         """Write the totals of a namespace, and return them; if it has become empty, delete them."""
         namespace = replica.namespace
-        name = self._medium.names.totals + namespace.hex()
+        name = self._medium.names.totals_of(namespace)
         tenants = _tenant_totals(replica, policy)
         totals = Totals(replica.disk_bytes(), replica.ages(_POINTS), tenants)
         if totals.num_bytes:
@@ -155,20 +153,18 @@ class TotalsBoard:
     def _read(self, own: bytes, totals: Totals) -> None:
         """Read the totals of all namespaces except one, whose totals are known."""
         found: dict[bytes, PublishedTotals] = {}
-        changed: list[_Place] = []
-        for place in self._list():
-            namespace = place.namespace
-            written = place.info.time
+        changed: dict[bytes, float] = {}
+        for namespace, written in self._list():
             known = self._published.get(namespace)
             if namespace == own:
                 found[namespace] = PublishedTotals(written, totals)
             elif known is not None and known.written == written:
                 found[namespace] = known
             else:
-                changed.append(place)
-        read = self._medium.maintenance.each(self._fetch, changed)
-        for place, new in read:
-            found[place.namespace] = PublishedTotals(place.info.time, new)
+                changed[namespace] = written
+        read = self._medium.maintenance.each(self._fetch, list(changed))
+        for namespace, new in read:
+            found[namespace] = PublishedTotals(changed[namespace], new)
         self._seen_at = self._medium.time.now()
         self._published = self._recent() | found
 
@@ -184,21 +180,21 @@ class TotalsBoard:
                 recent[namespace] = published
         return recent
 
-    def _list(self) -> Iterator[_Place]:
-        """Iterate over the totals in the store."""
-        prefix = self._medium.names.totals
-        for info in self._medium.listed(prefix):
-            digits = info.name.removeprefix(prefix)
+    def _list(self) -> Iterator[tuple[bytes, float]]:
+        """Iterate over the namespaces with totals in the store, and the times of their blobs."""
+        names = self._medium.names
+        for info in self._medium.listed(names.totals):
+            namespace = names.parse_totals(info.name)
             # else it is of another program
-            if _DIGITS.fullmatch(digits) is not None:
-                namespace = bytes.fromhex(digits)
-                yield _Place(namespace, info)
+            if namespace is not None:
+                yield namespace, info.time
 
-    def _fetch(self, place: _Place) -> Totals:
+    def _fetch(self, namespace: bytes) -> Totals:
         """Return the totals of a namespace; those of an empty one if they are junk, or were
         deleted."""
         try:
-            body = self._medium.sealed(place.info.name, place.namespace)
+            name = self._medium.names.totals_of(namespace)
+            body = self._medium.sealed(name, namespace)
             return _DECODER.decode(body)
         except (ValueError, CorruptPackError, BlobMissingError, msgspec.DecodeError):
             return _NOTHING
@@ -276,13 +272,6 @@ class TotalsBoard:
             if is_abandoned and (exceeds_quota or totals.used_until(horizon)):
                 return name
         return None
-
-
-class _Place(NamedTuple):
-    """Blob of the totals of a namespace."""
-
-    namespace: bytes
-    info: BlobInfo
 
 
 class NamespaceLimits:
@@ -401,10 +390,7 @@ def _tenant_bounds(
         digest = tenant_digest(tenant)
         own = mine.tenants.get(digest, _NOTHING)
         # only namespaces with content of the tenant share its quota
-        shares: list[Totals] = []
-        for totals in others:
-            if digest in totals.tenants:
-                shares.append(totals.tenants[digest])
+        shares = _shares(digest, others)
         bounds[digest] = _bound(own, shares, quota, 1 + len(shares))
     return bounds
 
@@ -417,14 +403,16 @@ def _tenant_horizons(
     horizons: dict[bytes, float] = {}
     for tenant, quota in policy.quotas.items():
         digest = tenant_digest(tenant)
-        shares: list[Totals] = []
-        for totals in all_totals:
-            if digest in totals.tenants:
-                shares.append(totals.tenants[digest])
+        shares = _shares(digest, all_totals)
         horizon = _horizon(shares, quota, free=0)
         if horizon > -math.inf:
             horizons[digest] = horizon
     return horizons
+
+
+def _shares(tenant: bytes, all_totals: Sequence[Totals]) -> list[Totals]:
+    """Return the totals of a tenant in the namespaces with content of it."""
+    return [one.tenants[tenant] for one in all_totals if tenant in one.tenants]
 
 
 def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> Bound:

@@ -43,8 +43,8 @@ from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.shared import SharedBackend, SharedOptions
+from persistkv.storage.shared import calls as calls_module
 from persistkv.storage.shared.format import Delta, Names, decode_delta
-from persistkv.storage.shared.index import reader as reader_module
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.shared.replica import folder as folder_module
 
@@ -210,7 +210,7 @@ class Fleet:
         self._patches = ExitStack()
         self._patch(folder_module, "Replica", self._open_replica)
         decode = lru_cache(maxsize=DECODED)(decode_delta)
-        self._patch(reader_module, "decode_delta", decode)
+        self._patch(calls_module, "decode_delta", decode)
         self.dead: list[Engine] = []
         self.alive = [self._start()]
         # It merges when the others start. If a thousand start before anyone merges, hundreds of

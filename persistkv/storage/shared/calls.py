@@ -15,7 +15,9 @@ from persistkv.storage.shared.clock import Clock, ServerTime
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,
     MAX_SMALL_BYTES,
+    Delta,
     StoreNames,
+    decode_delta,
     open_object,
     seal_object,
 )
@@ -165,6 +167,13 @@ class Medium:
             ``NewerFormatError``: it was written by a newer release.
         """
         return open_object(name, self.whole(name, limit), self.seal, namespace)
+
+    def delta(self, info: BlobInfo, namespace: bytes) -> Delta:
+        """Return the content of an index object; errors are those of ``sealed``."""
+        if info.size > MAX_OBJECT_BYTES:
+            raise CorruptPackError("index object", f"it has {info.size} bytes")
+        body = self.sealed(info.name, namespace, info.size)
+        return decode_delta(body)
 
     def listed(self, prefix: str, *, stable: bool = False) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.

@@ -22,11 +22,9 @@ from persistkv.storage.blobs import BlobInfo, BlobMissingError, RefusedError
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import (
     BASE_LEVEL,
-    MAX_OBJECT_BYTES,
     Delta,
     Latest,
     Names,
-    decode_delta,
     decode_latest,
 )
 from persistkv.storage.shared.replica import Replica
@@ -224,13 +222,8 @@ class IndexReader:
     def fetch(self, info: BlobInfo) -> Delta | None:
         """Return the content of an object; None if it is missing, or cannot be read, which is
         reported. Any thread may call this."""
-        if info.size > MAX_OBJECT_BYTES:
-            self._report(info.name, f"it has {info.size} bytes")
-            return None
-        namespace = self._replica.namespace
         try:
-            body = self._medium.sealed(info.name, namespace, info.size)
-            return decode_delta(body)
+            return self._medium.delta(info, self._replica.namespace)
         except BlobMissingError:
             return None
         except (RefusedError, CorruptPackError) as error:

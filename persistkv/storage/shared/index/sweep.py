@@ -22,11 +22,9 @@ from persistkv.storage.blobs import BlobInfo, BlobMissingError
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.clock import AGREEING_S
 from persistkv.storage.shared.format import (
-    MAX_OBJECT_BYTES,
     Delta,
     Names,
     NewerFormatError,
-    decode_delta,
 )
 from persistkv.storage.shared.replica import Replica
 
@@ -196,12 +194,8 @@ class Sweeper:
     def _fetch(self, info: BlobInfo) -> Delta | str | None:
         """Return the content of an object; None if it is missing; the reason if it cannot be
         read."""
-        if info.size > MAX_OBJECT_BYTES:
-            return f"{info.name} has {info.size} bytes"
-        namespace = self._replica.namespace
         try:
-            body = self._medium.sealed(info.name, namespace, info.size)
-            return decode_delta(body)
+            return self._medium.delta(info, self._replica.namespace)
         except BlobMissingError:
             return None
         except NewerFormatError as error:

@@ -33,5 +33,6 @@ class BufferPool:
     def give_back(self, buffer: mmap.mmap) -> None:
         """Return a buffer that nothing uses any more."""
         with self._lock:
-            if sum(map(len, self._free)) + len(buffer) <= _KEPT_BYTES:
+            kept_bytes = sum(map(len, self._free))
+            if kept_bytes + len(buffer) <= _KEPT_BYTES:
                 self._free.append(buffer)

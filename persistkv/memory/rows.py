@@ -175,7 +175,8 @@ class StagedBlocks:
         return np.concatenate(parts)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        return [part.data.cast("B") for part in self._parts(start, stop)]
+        parts = self._parts(start, stop)
+        return [part.data.cast("B") for part in parts]
 
     def _parts(self, start: int, stop: int) -> list[ByteArray]:
         """Return the blocks ``start`` to ``stop`` - 1 as views, one of each run that holds some."""

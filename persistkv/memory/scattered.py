@@ -39,8 +39,9 @@ class ScatteredBlocks(BlockMemory):
 
     def __init__(self, block_bytes: Sequence[int]) -> None:
         largest = max(block_bytes, default=1)
-        groups = [GroupLayout(((0, size),)) for size in block_bytes]
-        self.layout = RowLayout(round_up(largest, PAGE_BYTES), tuple(groups))
+        row_stride = round_up(largest, PAGE_BYTES)
+        groups = tuple(GroupLayout(((0, size),)) for size in block_bytes)
+        self.layout = RowLayout(row_stride, groups)
         self._places: dict[int, Regions | _Run] = {}
         self._next = 0
 
@@ -94,7 +95,8 @@ class ScatteredBlocks(BlockMemory):
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         size = self.layout.groups[group].block_bytes
-        blocks = np.empty((len(block_ids), size), np.uint8)
+        shape = (len(block_ids), size)
+        blocks = np.empty(shape, np.uint8)
         pieces = self.pieces(group, block_ids)
         copy_in(pieces, blocks.data.cast("B"))
         return blocks
@@ -105,4 +107,6 @@ class ScatteredBlocks(BlockMemory):
 
     def _regions(self, number: int) -> Regions:
         place = self._places[number]
-        return [place.part(number, 1)] if isinstance(place, _Run) else place
+        if isinstance(place, _Run):
+            return [place.part(number, 1)]
+        return place

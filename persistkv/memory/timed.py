@@ -77,7 +77,8 @@ class BlocksToStore(TimedBlocks):
     def _copy(self, number: int) -> None:
         if self._callers is None:
             raise OSError(errno.ECANCELED, "the deadline of the call has passed")
-        copy_in(self._callers[number], super().part(number, 1))
+        target = super().part(number, 1)
+        copy_in(self._callers[number], target)
         self._is_copied[number] = True
 
 
@@ -87,5 +88,6 @@ class BlocksToLoad(TimedBlocks):
     def verified(self, number: int) -> None:
         with self._lock:
             if self._callers is not None:
-                copy_out(self.part(number, 1), self._callers[number])
+                block = self.part(number, 1)
+                copy_out(block, self._callers[number])
                 self._is_copied[number] = True

@@ -75,10 +75,6 @@ class WrappedKey(
     sealed: bytes
     """The secret, sealed with the store key under keyring and id."""
 
-    @property
-    def _name(self) -> bytes:
-        return msgspec.msgpack.encode((self.keyring, self.id))
-
 
 class TenantKey(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
@@ -140,7 +136,8 @@ class Keyring:
 
     def extended(self, keys: Iterable[DataKey]) -> Keyring:
         """Return a keyring with more data keys."""
-        return Keyring(self.id, [*self.keys.values(), *keys])
+        every = [*self.keys.values(), *keys]
+        return Keyring(self.id, every)
 
     def without(self, key_ids: Collection[bytes]) -> Keyring:
         """Return a keyring without these data keys."""
@@ -169,9 +166,9 @@ class StoreKey:
     def wrap(self, keyring: str, key: DataKey) -> WrappedKey:
         """Return a data key of a store as it keeps it."""
         salt = os.urandom(SALT_BYTES)
-        wrapped = WrappedKey(keyring, key.id, self.id, salt, b"")
-        sealed = seal_record(self._wrapping(salt), wrapped._name, key.secret)
-        return msgspec.structs.replace(wrapped, sealed=sealed)
+        name = _wrapped_name(keyring, key.id)
+        sealed = seal_record(self._wrapping_key(salt), name, key.secret)
+        return WrappedKey(keyring, key.id, self.id, salt, sealed)
 
     def unwrap(self, wrapped: WrappedKey) -> DataKey:
         """Return a data key of a store.
@@ -183,8 +180,9 @@ class StoreKey:
             raise WrongKeyError(
                 "key", f"{wrapped.store_key} unwraps it, and {self.id} was given"
             )
-        key = self._wrapping(wrapped.salt)
-        secret = open_record(key, wrapped._name, wrapped.sealed)
+        name = _wrapped_name(wrapped.keyring, wrapped.id)
+        wrapping_key = self._wrapping_key(wrapped.salt)
+        secret = open_record(wrapping_key, name, wrapped.sealed)
         return DataKey(wrapped.id, STORE, secret)
 
     def new_keyring(self) -> Keyring:
@@ -203,8 +201,13 @@ class StoreKey:
             raise CorruptPackError("keys", f"they belong to {len(keyrings)} keyrings")
         return Keyring(keyrings.pop(), map(self.unwrap, entries))
 
-    def _wrapping(self, salt: bytes) -> bytes:
+    def _wrapping_key(self, salt: bytes) -> bytes:
         return derive(self._secret, salt, _WRAPPED)
+
+
+def _wrapped_name(keyring: str, key_id: bytes) -> bytes:
+    """Return the name under which the user's key seals the data key of a store."""
+    return msgspec.msgpack.encode((keyring, key_id))
 
 
 def encode_keys(keys: StoredKeys) -> bytes:

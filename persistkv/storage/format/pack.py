@@ -38,9 +38,8 @@ ID_BYTES = 16
 FRAME_BYTES = 1 << 20
 UNKNOWN_DEPTH = 0xFFFFFFFF
 
-PLAIN_KEY = bytes(
-    KEY_ID_BYTES
-)  # in place of a key's id: the pack is sealed without one
+# in place of a key's id: the pack is sealed without one
+PLAIN_KEY = bytes(KEY_ID_BYTES)
 NO_SALT = bytes(SALT_BYTES)
 
 _HEADER = struct.Struct("<HHIIHHQQ16s16s8s16s")
@@ -137,7 +136,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         if length > 0 and not any(len(keys.data) % length for keys in many):
             joined = b"".join([keys.data for keys in many])
             return _cut(joined, length)
-        return list(chain.from_iterable(keys.unpack() for keys in many))
+        unpacked = map(PackedKeys.unpack, many)
+        return list(chain.from_iterable(unpacked))
 
     @property
     def fingerprints(self) -> bytes:
@@ -220,9 +220,11 @@ def pack_id(
 ) -> bytes:
     """Return a pack's id: 16 bytes, the digest of namespace, ordered keys, text form of the codec
     and tenant."""
+    tenant_digest = b""
     # packs of two tenants differ, even if their keys do not
-    own = blake2b(_stored_tenant(tenant)).digest() if tenant != DEFAULT_TENANT else b""
-    digest = blake2b(namespace, digest_size=ID_BYTES, key=own)
+    if tenant != DEFAULT_TENANT:
+        tenant_digest = blake2b(tenant.encode()).digest()
+    digest = blake2b(namespace, digest_size=ID_BYTES, key=tenant_digest)
     # the codec is part of the name: packs of two codecs have different bytes
     digest.update(codec.encode() + b"\0")
     # the lengths, so that no byte can move from one key to the next
@@ -403,7 +405,8 @@ class PackTable(msgspec.Struct, frozen=True):
             self.salt,
         )
         keys = self.keys.lengths + self.keys.data
-        return with_trailer(header + codec + tenant + self.packed_frames + keys)
+        table = header + codec + tenant + self.packed_frames + keys
+        return with_trailer(table)
 
     @classmethod
     def parse(cls, data: Buffer) -> PackTable:
@@ -456,13 +459,15 @@ class PackTable(msgspec.Struct, frozen=True):
         if keys_at > len(table):
             counts = f"{frame_count} frames and {block_count} blocks"
             raise CorruptPackError("counts", f"{counts} do not fit {len(table)} bytes")
-        keys = PackedKeys(table[keys_at:], key_length, table[lengths_at:keys_at])
+        lengths = table[lengths_at:keys_at]
+        keys = PackedKeys(table[keys_at:], key_length, lengths)
         if key_length and len(keys.data) != key_length * block_count:
             raise CorruptPackError(
                 "keys",
                 f"{len(keys.data)} bytes are not {block_count} keys of {key_length}",
             )
         packed_frames = table[frames_at:lengths_at]
+        tenant = _tenant_of(table[tenant_at:frames_at])
         try:
             codec = table[_HEADER.size : tenant_at].decode()
         except UnicodeDecodeError:
@@ -477,7 +482,7 @@ class PackTable(msgspec.Struct, frozen=True):
             keys,
             data_key,
             salt,
-            _tenant_of(table[tenant_at:frames_at]),
+            tenant,
         )
 
 

@@ -188,9 +188,10 @@ class PackCopy(NewPack):
     """
 
     def __init__(self, table: PackTable, payload: Buffer, seal: Seal) -> None:
+        namespace = table.namespace
         super().__init__(
-            table.namespace,
-            seal.new_pack_id(table.namespace, table.keys, table.codec, table.tenant),
+            namespace,
+            seal.new_pack_id(namespace, table.keys, table.codec, table.tenant),
             table.keys,
             table.raw_length,
             table.frame_count,
@@ -217,12 +218,13 @@ class PackCopy(NewPack):
         for placed in self._copied.placed_frames():
             frame = placed.frame
             end = frame.offset + frame.stored_length
-            opened = [self._payload[frame.offset : end]]
-            pieces, tag = frame_seal.seal(placed, opened)
+            opened = self._payload[frame.offset : end]
+            pieces, tag = frame_seal.seal(placed, [opened])
             frames.append(frame._replace(tag=tag))
             yield from pieces
-            if align(end) > end:
-                yield bytes(align(end) - end)
+            padding = align(end) - end
+            if padding:
+                yield bytes(padding)
         self._table = msgspec.structs.replace(
             self._copied,
             pack_id=self.pack_id,
@@ -407,7 +409,8 @@ class PackWriter(NewPack):
                 if start_frame is None:
                     yield store()
                     continue
-                self._started.append(start_frame(store))
+                encoding = start_frame(store)
+                self._started.append(encoding)
                 # bounds the memory of encoded frames
                 if len(self._started) > MOST_STARTED:
                     wait_for_frame = self._started.popleft()
@@ -449,8 +452,9 @@ class PackWriter(NewPack):
         else:
             pieces = [encoded]
             frame = frame._replace(stored_length=len(encoded))
-        pieces, tag = frame_seal.seal(PlacedFrame(number, frame, keys), pieces)
-        return _StoredFrame(frame._replace(tag=tag), pieces)
+        placed = PlacedFrame(number, frame, keys)
+        sealed, tag = frame_seal.seal(placed, pieces)
+        return _StoredFrame(frame._replace(tag=tag), sealed)
 
     def _encoded(self, segment: Segment, start: int, stop: int) -> Buffer | None:
         """Return the encoded blocks; None if the codec does not make them shorter: they are then
@@ -458,8 +462,9 @@ class PackWriter(NewPack):
         if self.codec.identity:
             return None
         blocks = segment.source.gather(start, stop)
-        encoded = self.codec.encode(blocks.data.cast("B"))
-        is_shorter = len(encoded) < (stop - start) * segment.block_bytes
+        raw = blocks.data.cast("B")
+        encoded = self.codec.encode(raw)
+        is_shorter = len(encoded) < len(raw)
         return encoded if is_shorter else None
 
 

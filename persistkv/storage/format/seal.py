@@ -126,7 +126,7 @@ class Seal(ABC):
 
     @abstractmethod
     def lacking(self, tenants: Iterable[str]) -> list[str]:
-        """Return those of these tenants for whom the store has to make a data key before
+        """Return those of these tenants for which the store has to make a data key before
         ``new_pack``."""
 
     @abstractmethod
@@ -208,8 +208,9 @@ class _PlainFrames(FrameSeal):
 
     def open(self, placed: PlacedFrame, pieces: Sequence[memoryview]) -> None:
         frame = placed.frame
-        is_whole = sum(map(len, pieces)) == frame.stored_length
-        if not is_whole or self._checksum(placed.keys, pieces) != frame.tag:
+        if sum(map(len, pieces)) != frame.stored_length:
+            raise _wrong_frame(frame)
+        if self._checksum(placed.keys, pieces) != frame.tag:
             raise _wrong_frame(frame)
 
     def _checksum(self, keys: Iterable[bytes], pieces: Iterable[Buffer]) -> bytes:
@@ -343,7 +344,8 @@ class _KeyFrames(FrameSeal):
     ) -> tuple[Sequence[Buffer], bytes]:
         # not over ``pieces``: they are rows, which the engine may be loading from
         stored = self._buffers.take(placed.frame.stored_length)
-        encryptor = gcm(self._key, _NONCE.pack(placed.number)).encryptor()
+        nonce = _NONCE.pack(placed.number)
+        encryptor = gcm(self._key, nonce).encryptor()
         encryptor.authenticate_additional_data(self._associated(placed))
         start = 0
         # blocks are not contiguous: gathering them first would be another copy
@@ -358,7 +360,8 @@ class _KeyFrames(FrameSeal):
         frame = placed.frame
         if sum(map(len, pieces)) != frame.stored_length:
             raise _wrong_frame(frame)
-        decryptor = gcm(self._key, _NONCE.pack(placed.number), frame.tag).decryptor()
+        nonce = _NONCE.pack(placed.number)
+        decryptor = gcm(self._key, nonce, frame.tag).decryptor()
         decryptor.authenticate_additional_data(self._associated(placed))
         # in place: the caller does not use the memory before this call has returned
         for piece in pieces:
@@ -428,8 +431,9 @@ class KeySeal(Seal):
         return True
 
     def new_pack(self, namespace: bytes, tenant: str = DEFAULT_TENANT) -> FrameSeal:
+        key = self._key_of(tenant)
         salt = os.urandom(SALT_BYTES)
-        return _KeyFrames(self._key_of(tenant), salt, namespace, self._buffers)
+        return _KeyFrames(key, salt, namespace, self._buffers)
 
     def of_pack(self, table: PackTable) -> FrameSeal:
         key = self._key(table.data_key)
@@ -439,7 +443,8 @@ class KeySeal(Seal):
         key = self._key_of(tenant)
         # a record may be written again under its name, with another body
         salt = os.urandom(SALT_BYTES)
-        sealed = seal_record(derive(key.secret, salt, _RECORD_PURPOSE), name, body)
+        record_key = derive(key.secret, salt, _RECORD_PURPOSE)
+        sealed = seal_record(record_key, name, body)
         return _RECORD.pack(key.id, salt) + sealed
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
@@ -447,14 +452,15 @@ class KeySeal(Seal):
         if len(record) < RECORD_BYTES:
             raise CorruptPackError("record", "it was not sealed with a key")
         key_id, salt = _RECORD.unpack_from(record)
-        key = derive(self._key(key_id).secret, salt, _RECORD_PURPOSE)
-        return open_record(key, name, memoryview(record)[_RECORD.size :])
+        key = self._key(key_id)
+        record_key = derive(key.secret, salt, _RECORD_PURPOSE)
+        sealed = memoryview(record)[_RECORD.size :]
+        return open_record(record_key, name, sealed)
 
     def signature(self, content: bytes) -> bytes:
         key = self._keyring().store
         salt = os.urandom(SALT_BYTES)
-        mac = hmac.digest(derive(key.secret, salt, _RECEIPT_PURPOSE), content, "sha256")
-        return _RECORD.pack(key.id, salt) + mac
+        return _RECORD.pack(key.id, salt) + _mac(key, salt, content)
 
     def is_signature(self, content: bytes, signature: bytes) -> bool:
         if len(signature) < _RECORD.size:
@@ -464,9 +470,7 @@ class KeySeal(Seal):
             key = self._key(key_id)
         except CorruptPackError:
             return False
-        expected = hmac.digest(
-            derive(key.secret, salt, _RECEIPT_PURPOSE), content, "sha256"
-        )
+        expected = _mac(key, salt, content)
         return hmac.compare_digest(expected, signature[_RECORD.size :])
 
     def encode_table(self, table: PackTable) -> bytes:
@@ -512,6 +516,12 @@ class KeySeal(Seal):
         if key is None:
             raise CorruptPackError("key", f"there is no key {key_id.hex()}")
         return key
+
+
+def _mac(key: DataKey, salt: bytes, content: bytes) -> bytes:
+    """Return the HMAC-SHA256 of a document in its signature."""
+    mac_key = derive(key.secret, salt, _RECEIPT_PURPOSE)
+    return hmac.digest(mac_key, content, "sha256")
 
 
 def _record_checksum(name: bytes, body: Buffer) -> bytes:

@@ -15,8 +15,8 @@ _GLANCE_S = 5.0  # seconds between two requests for totals without a waiting cal
 class Answers:
     """The last answer to each kind of question.
 
-    A caller waits for the answer to ``ask``, one caller at a time. Nobody waits for the other
-    answers: they are read after they have arrived.
+    A caller waits for the answer to ``ask``, one caller at a time. No caller waits for the
+    other answers: they are read after they have arrived.
     """
 
     def __init__(self) -> None:

@@ -107,7 +107,8 @@ class _OpenFailures:
 
     def take(self) -> PersistKVError | None:
         """Return ``last`` and forget it."""
-        error, self.last = self.last, None
+        error = self.last
+        self.last = None
         return error
 
     def may_retry(self, attempt: int) -> bool:
@@ -230,10 +231,9 @@ class StoreClient:
         self._check_process()
         if self.state is State.CLOSED:
             raise HostError("the client is closed, or its open failed: create another")
+        may_continue = not required or self.host.restartable
         try:
-            error = self._try_to_open(
-                timeout_s, may_continue=not required or self.host.restartable
-            )
+            error = self._try_to_open(timeout_s, may_continue=may_continue)
             may_pass = isinstance(error, _TEMPORARY) and self.supervisor.may_restart
             if error is not None and (required or not may_pass):
                 raise error
@@ -343,9 +343,8 @@ class StoreClient:
             return
         depth_bytes = b"" if depths is None else _joined(depths)
         packed = PackedKeys.of(keys)
-        message = protocol.StoreJob(
-            job_id, packed, _joined(block_ids), request, depth_bytes, tenant
-        )
+        rows = _joined(block_ids)
+        message = protocol.StoreJob(job_id, packed, rows, request, depth_bytes, tenant)
         self._expect_reply()
         self._in_flight.add_store(job_id, keys, num_bytes)
         self.supervisor.connection.send(message)
@@ -372,7 +371,8 @@ class StoreClient:
             self._refuse(job_id, keys)
             return
         packed = PackedKeys.of(keys)
-        message = protocol.LoadJob(job_id, packed, _joined(block_ids), deadline)
+        rows = _joined(block_ids)
+        message = protocol.LoadJob(job_id, packed, rows, deadline)
         if not self._in_flight.num_loads:
             # a host that owes only stores may have been silent for longer than a load may wait
             self.supervisor.watchdog.restart_timer()
@@ -394,16 +394,15 @@ class StoreClient:
         self._expect_reply()
         now = time.monotonic()
         self._answers.begin_probe(now)
-        self.supervisor.connection.send(
-            protocol.Probe(PackedKeys.of(keys), now, now + timeout_s)
-        )
+        message = protocol.Probe(PackedKeys.of(keys), now, now + timeout_s)
+        self.supervisor.connection.send(message)
         return True
 
     @_exclusive
     def take_probed(self) -> protocol.Probed | None:
         """Return the result of ``probe`` once; None: it has not arrived."""
-        answers = self._answers
-        probed, answers.probed = answers.probed, None
+        probed = self._answers.probed
+        self._answers.probed = None
         return probed
 
     @_exclusive
@@ -435,7 +434,8 @@ class StoreClient:
         by the engine."""
         self._others_load = True
         if self.wants_all and keys and self.state is State.OPEN:
-            self.supervisor.connection.send(protocol.Loaded(PackedKeys.of(keys)))
+            packed = PackedKeys.of(keys)
+            self.supervisor.connection.send(protocol.Loaded(packed))
 
     @_exclusive
     def report_saved(self, saved: protocol.Saved) -> None:
@@ -494,7 +494,7 @@ class StoreClient:
 
     def _look(self) -> bool:
         """Process messages and supervise the host; return whether the store is open."""
-        # one that is not open is looked at in each step: lookups miss meanwhile
+        # one that is not open is checked in each step: lookups miss meanwhile
         delay = self.host.idle_look_s if self.state is State.OPEN else 0.0
         self._next_look = time.monotonic() + delay
         if self.supervisor.is_running and self._receive():
@@ -519,7 +519,8 @@ class StoreClient:
         connection = self.supervisor.connection
         if connection.outbox_bytes <= CONGESTED_BYTES:
             touched = self._stored_keys.take_touched()
-            connection.send(protocol.Touch(PackedKeys.of(touched)))
+            packed = PackedKeys.of(touched)
+            connection.send(protocol.Touch(packed))
 
     @_exclusive
     def take_events(self) -> StoreReport:
@@ -555,13 +556,14 @@ class StoreClient:
     def take_recent(self) -> list[StoredContext] | None:
         """Return the answer to ``ask_recent`` once. None: none has arrived; none will if the host
         ended meanwhile."""
-        answers = self._answers
-        recent, answers.recent = answers.recent, None
+        recent = self._answers.recent
+        self._answers.recent = None
         return recent
 
     def _receive(self) -> bool:
         """Handle the messages that have arrived; return whether there were any."""
-        supervisor, messages = self.supervisor, list[Any]()
+        supervisor = self.supervisor
+        messages: list[Any] = []
         try:
             if supervisor.uses_rows or supervisor.send_hello():
                 messages = supervisor.connection.receive()
@@ -570,8 +572,9 @@ class StoreClient:
             for message in messages:
                 if protocol.table_of(message) is not None and not supervisor.is_running:
                     discard([message])  # an earlier one of them had the host killed
-                else:
-                    self._HANDLERS[type(message)](self, message)
+                    continue
+                handle = self._HANDLERS[type(message)]
+                handle(self, message)
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
@@ -617,7 +620,8 @@ class StoreClient:
         """Do nothing: the host has released the rows, and its connection ends."""
 
     def _map(self, table: protocol.Table) -> None:
-        fd, table.fd = table.fd, -1
+        fd = table.fd
+        table.fd = -1
         self.table.map(fd, table.slots)
         self.supervisor.connection.send(protocol.Mapped())
 
@@ -660,8 +664,10 @@ class StoreClient:
         """
         if self.state is State.OPEN and self._answers.may_glance():
             self.supervisor.connection.send(protocol.AskStats(GLANCE_TOKEN))
-        totals, queued_bytes = self._answers.totals, self._in_flight.queued_bytes
-        return StoreStats(self.state.value, self.counters, totals, queued_bytes)
+        state = self.state.value
+        totals = self._answers.totals
+        queued_bytes = self._in_flight.queued_bytes
+        return StoreStats(state, self.counters, totals, queued_bytes)
 
     @_exclusive
     def _ask(
@@ -699,7 +705,8 @@ class StoreClient:
         if self.state is State.OPEN:
             self.flush(timeout_s)
         self.table.clear()
-        exited = self.supervisor.close(max(1.0, deadline - time.monotonic()))
+        left_s = max(1.0, deadline - time.monotonic())
+        exited = self.supervisor.close(left_s)
         if not self.supervisor.uses_rows:
             self.counters.lost_jobs += self._in_flight.fail_all()
         return exited

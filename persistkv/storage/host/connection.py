@@ -22,8 +22,9 @@ from persistkv.errors import HostError
 from persistkv.storage.host.protocol import Table, ToEngine, ToStore, table_of
 
 _LENGTH = struct.Struct("<I")
+_FD_BYTES = 4
 # four descriptors; more than one waits only if the host is fast
-_FD_SPACE = socket.CMSG_SPACE(16)
+_FD_SPACE = socket.CMSG_SPACE(4 * _FD_BYTES)
 # 256 KiB: the answers to many jobs, or some thousand keys of events
 _RECEIVE_BYTES = 256 << 10
 MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length is certainly malformed
@@ -32,8 +33,10 @@ CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, not counting the socket's own b
 
 def discard(messages: Iterable[Any]) -> None:
     """Close the file descriptors that messages carry, because the messages are not delivered."""
-    for table in filter(None, map(table_of, messages)):
-        table.discard()
+    for message in messages:
+        table = table_of(message)
+        if table is not None:
+            table.discard()
 
 
 class Connection:
@@ -96,7 +99,8 @@ class SocketConnection(Connection):
             return
         body = self._encoder.encode(message)
         data = _LENGTH.pack(len(body)) + body
-        self._outbox.append((memoryview(data), table_of(message)))
+        table = table_of(message)
+        self._outbox.append((memoryview(data), table))
         self.outbox_bytes += len(data)
 
     def push(self) -> None:
@@ -154,7 +158,9 @@ class SocketConnection(Connection):
             )
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._fds.extend(array("i", data[: len(data) // 4 * 4]))
+                    num_fds = len(data) // _FD_BYTES
+                    fds = array("i", data[: num_fds * _FD_BYTES])
+                    self._fds.extend(fds)
         except BlockingIOError:
             return False
         except OSError:
@@ -165,6 +171,7 @@ class SocketConnection(Connection):
         return size > 0
 
     def _decoded(self) -> list[Any]:
+        """Remove the whole messages from the inbox, and return them decoded."""
         messages: list[Any] = []
         start = 0
         with memoryview(self._inbox) as view:
@@ -173,30 +180,35 @@ class SocketConnection(Connection):
                 if length > MAX_MESSAGE_BYTES:
                     self.ended = True
                     raise HostError(f"a message of {length} bytes was announced")
-                end = start + _LENGTH.size + length
+                body_at = start + _LENGTH.size
+                end = body_at + length
                 if end > len(view):
                     break
-                try:
-                    messages.append(
-                        self._decoder.decode(view[start + _LENGTH.size : end])
-                    )
-                    if (table := table_of(messages[-1])) is not None:
-                        table.fd = self._fds.popleft()
-                except IndexError:
-                    self.ended = True
-                    raise HostError(
-                        "a lookup table came without its descriptor"
-                    ) from None
-                except (
-                    msgspec.DecodeError,
-                    UnicodeDecodeError,
-                    RecursionError,
-                ) as error:
-                    self.ended = True
-                    raise HostError(f"a message does not read: {error}") from None
+                # released, also if an error keeps it: else the inbox could not shrink
+                with view[body_at:end] as body:
+                    message = self._decode(body)
+                messages.append(message)
                 start = end
         del self._inbox[:start]
         return messages
+
+    def _decode(self, body: memoryview) -> Any:
+        """Return the message with this body, and with its descriptor if it has one.
+
+        :raises HostError: it is malformed; the connection has ended.
+        """
+        try:
+            message = self._decoder.decode(body)
+            table = table_of(message)
+            if table is not None:
+                table.fd = self._fds.popleft()
+        except IndexError:
+            self.ended = True
+            raise HostError("a lookup table came without its descriptor") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.ended = True
+            raise HostError(f"a message does not read: {error}") from None
+        return message
 
     def close(self) -> None:
         if self._socket.fileno() < 0:

@@ -129,27 +129,30 @@ class InFlight:
         stored_bytes = job.num_bytes * num_stored // max(1, len(job.keys))
         num_bytes = answer.num_bytes + stored_bytes
         seconds = max(0.0, answer.ended_at - job.begin)
-        self._outcomes.append(
-            JobOutcome(answer.job_id, failed, False, num_bytes, seconds, answer.is_late)
+        outcome = JobOutcome(
+            answer.job_id, failed, False, num_bytes, seconds, answer.is_late
         )
+        self._outcomes.append(outcome)
 
     def take_outcomes(self) -> list[JobOutcome]:
         """Return the outcomes since the last call."""
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes = self._outcomes
+        self._outcomes = []
         return outcomes
 
     # Ends of requests
 
     def fits_end(self, end: RequestEnd) -> bool:
         """Return whether the queue has room for the end of a request."""
-        return not self._end_bytes or (
-            self._end_bytes + end.num_bytes <= _MOST_ENDING_BYTES
-        )
+        end_bytes = self._end_bytes
+        return not end_bytes or end_bytes + end.num_bytes <= _MOST_ENDING_BYTES
 
     def add_end(self, end: RequestEnd) -> None:
         """Add the end of a request that is sent to the host."""
         num_bytes = end.num_bytes
-        self._ends[end.request] = self._ends.get(end.request, 0) + num_bytes
+        # of an earlier end with this id
+        sent_bytes = self._ends.get(end.request, 0)
+        self._ends[end.request] = sent_bytes + num_bytes
         self._end_bytes += num_bytes
 
     def answer_end(self, request: str, whole: bool) -> None:
@@ -163,7 +166,8 @@ class InFlight:
 
     def take_persisted(self) -> dict[str, bool]:
         """Return the results of request ends since the last call."""
-        persisted, self._persisted = self._persisted, {}
+        persisted = self._persisted
+        self._persisted = {}
         return persisted
 
     # The end of the host
@@ -175,12 +179,13 @@ class InFlight:
         for job_id, job in self._jobs.items():
             seconds = now - job.begin
             failed = list(job.keys)
-            self._outcomes.append(
-                JobOutcome(job_id, failed, True, 0, seconds, job.is_load)
-            )
+            outcome = JobOutcome(job_id, failed, True, 0, seconds, job.is_load)
+            self._outcomes.append(outcome)
         self._persisted.update(dict.fromkeys(self._ends, False))
         num_jobs = len(self._jobs)
         self._jobs.clear()
         self._ends.clear()
-        self.queued_bytes = self._end_bytes = self.num_loads = 0
+        self.queued_bytes = 0
+        self._end_bytes = 0
+        self.num_loads = 0
         return num_jobs

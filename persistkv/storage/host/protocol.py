@@ -321,7 +321,8 @@ class Recent(_Message):
     @classmethod
     def of(cls, contexts: Sequence[StoredContext]) -> Recent:
         packed = tuple(PackedKeys.of(context.keys) for context in contexts)
-        return cls(packed, tuple(context.tenant for context in contexts))
+        tenants = tuple(context.tenant for context in contexts)
+        return cls(packed, tenants)
 
     def unpack(self) -> list[StoredContext]:
         """Return the contexts; raise ValueError or CorruptPackError if they are malformed."""

@@ -15,7 +15,7 @@ _MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
 class StoredKeys:
     """Which keys are stored, which of them were used, and which have changed.
 
-    ``forget`` begins anew when the host ends: another host reads the store again.
+    ``forget`` clears it when the host ends: another host reads the store again.
     """
 
     def __init__(self, *, reports_events: bool) -> None:
@@ -37,9 +37,11 @@ class StoredKeys:
     def touch(self, keys: Collection[bytes]) -> None:
         """Record the use of those keys that are stored; of none if more than 65,536 keys would wait
         for ``take_touched``."""
-        if len(self._touched) + len(keys) <= _MOST_TOUCHED:
-            keys = list(keys)
-            self._touched.update(compress(keys, self.table.held(keys)))
+        if len(self._touched) + len(keys) > _MOST_TOUCHED:
+            return
+        keys = list(keys)
+        are_held = self.table.held(keys)
+        self._touched.update(compress(keys, are_held))
 
     def take_touched(self) -> list[bytes]:
         """Return some used keys, at most 2,048, and forget their use."""
@@ -61,7 +63,8 @@ class StoredKeys:
 
     def take_events(self) -> StoreReport:
         """Return the keys that were stored or removed since the last call."""
-        events, self._events = self._events, StoreReport()
+        events = self._events
+        self._events = StoreReport()
         return events
 
     # The end of the host

@@ -147,12 +147,14 @@ class ProcessHost(Host):
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        environment = dict(os.environ)
+        environment["OMP_NUM_THREADS"] = "1"
+        environment["OPENBLAS_NUM_THREADS"] = "1"
         with theirs:
             inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
+            arguments = (self._region_bytes, *inherited)
             path = [os.path.abspath(entry) for entry in sys.path]
-            program = _PROGRAM.format(
-                start_s=_START_S, path=path, arguments=(self._region_bytes, *inherited)
-            )
+            program = _PROGRAM.format(start_s=_START_S, path=path, arguments=arguments)
             try:
                 self._spawner = subprocess.Popen(
                     [sys.executable, "-I", "-c", program, "persistkv-host"],
@@ -161,11 +163,7 @@ class ProcessHost(Host):
                     pass_fds=inherited,
                     # ``killpg`` of the engine's group does not reach the host
                     process_group=0,
-                    env={
-                        **os.environ,
-                        "OMP_NUM_THREADS": "1",
-                        "OPENBLAS_NUM_THREADS": "1",
-                    },
+                    env=environment,
                 )
             except OSError:
                 ours.close()
@@ -177,19 +175,22 @@ class ProcessHost(Host):
         """Receive the host's pidfd; return False if it has not arrived. If the host has closed its
         socket, return True, too: then the connection reports the end.
         """
-        if self._socket is not None:
-            try:
-                pid, pidfds, _, _ = socket.recv_fds(
-                    self._socket, 4, 1, socket.MSG_CMSG_CLOEXEC
-                )
-            except BlockingIOError:
-                return False
-            except OSError:
-                pid, pidfds = b"", []
-            self._socket = None
-            if pidfds:
-                self.pid, self._pidfd = int.from_bytes(pid, "little"), pidfds[0]
-                self._reap_spawner()
+        if self._socket is None:
+            return True
+        pidfds: list[int] = []
+        try:
+            data, pidfds, _, _ = socket.recv_fds(
+                self._socket, 4, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self._socket = None
+        if pidfds:
+            self.pid = int.from_bytes(data, "little")
+            self._pidfd = pidfds[0]
+            self._reap_spawner()
         return True
 
     def kill(self) -> None:
@@ -214,7 +215,8 @@ class ProcessHost(Host):
 
     def cpu_wait_s(self) -> float:
         try:
-            nanoseconds = Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]
+            statistics = Path(f"/proc/{self.pid}/schedstat").read_text()
+            nanoseconds = statistics.split()[1]
         except (OSError, IndexError):
             # the process has ended, or the kernel does not count
             return 0.0
@@ -222,19 +224,22 @@ class ProcessHost(Host):
 
     def release(self) -> None:
         self._forget()
-        pidfd, self._engine_pidfd = self._engine_pidfd, -1
-        os.close(pidfd)
+        os.close(self._engine_pidfd)
+        self._engine_pidfd = -1
 
     def _forget(self) -> None:
         """Close the pidfd of the last host process."""
         self._reap_spawner()
-        self._socket, pidfd, self._pidfd = None, self._pidfd, None
+        self._socket = None
+        pidfd = self._pidfd
+        self._pidfd = None
         if pidfd is not None:
             os.close(pidfd)
 
     def _reap_spawner(self) -> None:
         """End the helper process that forks the host if it has not exited."""
-        spawner, self._spawner = self._spawner, None
+        spawner = self._spawner
+        self._spawner = None
         if spawner is not None:
             spawner.kill()  # has no effect once it has started the host process
             spawner.wait()
@@ -504,11 +509,8 @@ class Supervisor:
 
     def maybe_restart(self) -> bool:
         """Restart a dead host if its backoff is over; return whether a start was attempted."""
-        if (
-            self.state is not State.DOWN
-            or not self.may_restart
-            or time.monotonic() < self._start_at
-        ):
+        is_down = self.state is State.DOWN
+        if not is_down or not self.may_restart or time.monotonic() < self._start_at:
             return False
         try:
             self.start()
@@ -547,19 +549,21 @@ class Supervisor:
         while self._awaits_release() and time.monotonic() < deadline:
             time.sleep(_NAP_S)
         self.connection.close()
-        exited = killed = self.host.wait(max(0.0, deadline - time.monotonic()))
-        if self.uses_rows and not exited:
+        left_s = max(0.0, deadline - time.monotonic())
+        exited_in_time = self.host.wait(left_s)
+        has_exited = exited_in_time
+        if self.uses_rows and not exited_in_time:
             self.host.kill()
-            killed = self.host.wait(KILL_S)
-        self._end(killed)
-        return exited
+            has_exited = self.host.wait(KILL_S)
+        self._end(has_exited)
+        return exited_in_time
 
     def _awaits_release(self) -> bool:
+        """Receive messages; return whether the host may still use rows, and send ``Ended``."""
         with suppress(HostError):
-            self.uses_rows &= not any(
-                isinstance(message, protocol.Ended)
-                for message in self.connection.receive()
-            )
+            messages = self.connection.receive()
+            if any(isinstance(message, protocol.Ended) for message in messages):
+                self.uses_rows = False
         return self.uses_rows and not self.connection.ended
 
     def _end(self, exited: bool) -> None:

@@ -72,7 +72,8 @@ class Channel:
         self._has_arrived.clear()
         if self._error is not None:
             raise self._error
-        arrived, self._arrived = self._arrived, []
+        arrived = self._arrived
+        self._arrived = []
         # jobs that it sent before its death are accepted work
         if self._engine_died:
             arrived += self._connection.receive_rest()

@@ -73,11 +73,13 @@ def main(
 
 class _HostProcess(Lifecycle):
     def __init__(self, rows: memoryview) -> None:
-        self._address, self._num_bytes = libc.address_of(rows), len(rows)
+        self._address = libc.address_of(rows)
+        self._num_bytes = len(rows)
         self._released = threading.Event()
-        threading.Thread(
+        thread = threading.Thread(
             target=self._ready_rows, name="persistkv-rows", daemon=True
-        ).start()
+        )
+        thread.start()
 
     def connected(self, channel: Channel) -> None:
         # the root logger: drivers log under their own names
@@ -105,11 +107,13 @@ class _HostProcess(Lifecycle):
         """
         collapse(self._address, self._num_bytes, threads=1)
         for begin in range(0, self._num_bytes, _STEP_BYTES):
+            if self._released.is_set():
+                return
+            address = self._address + begin
             size = min(_STEP_BYTES, self._num_bytes - begin)
             # this also makes pages of /dev/shm writable
-            if self._released.is_set() or libc.madvise(
-                self._address + begin, size, libc.MADV_POPULATE_READ
-            ):
+            failed = libc.madvise(address, size, libc.MADV_POPULATE_READ)
+            if failed:
                 # on an older kernel, pages are entered at the first use of each row
                 return
 
@@ -129,12 +133,11 @@ def _reset() -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     for limit in _RAISED_LIMITS:
-        hard = resource.getrlimit(limit)[1]
-        resource.setrlimit(limit, (hard, hard))
-    # the rows are large
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-    )
+        _, most = resource.getrlimit(limit)
+        resource.setrlimit(limit, (most, most))
+    # no core dumps: the rows are large
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
     try:
         # the kernel omits CPUs that are not allowed
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
@@ -153,7 +156,8 @@ def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
     """
     own = []
     for fd in region_fds:
-        own.append(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        reopened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        own.append(reopened)
         os.close(fd)
     try:
         address = map_aligned(own, region_bytes)

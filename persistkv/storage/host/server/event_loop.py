@@ -99,7 +99,9 @@ class _Server:
         """Return for how many seconds the oldest call has been running."""
         if self._store is not None:
             return self._store.catalogue.threads.longest_s()
-        return 0.0 if self._opener is None else self._opener.longest_s()
+        if self._opener is not None:
+            return self._opener.longest_s()
+        return 0.0
 
     # Opening
 
@@ -111,7 +113,8 @@ class _Server:
         self._channel.send(protocol.OpenFailed.of(error))
 
     async def _open(self, hello: protocol.Hello, tasks: asyncio.TaskGroup) -> None:
-        self._opener = opener = StoreThreads(1)
+        opener = StoreThreads(1)
+        self._opener = opener
         try:
             store = await opener.write(partial(self._open_store, hello))
         except (PersistKVError, ValueError) as error:
@@ -147,10 +150,9 @@ class _Server:
             return
         self._has_begun_end = True
         self._channel.stop_receiving()
-        is_remote = (
-            self._store is not None
-            and self._store.catalogue.backend.capabilities.remote
-        )
+        is_remote = False
+        if self._store is not None:
+            is_remote = self._store.catalogue.backend.capabilities.remote
         self._lifecycle.ending(remote=is_remote)
 
     def _close(self, *, is_sound: bool) -> None:
@@ -164,7 +166,9 @@ class _Server:
             if self._opener is not None:
                 self._opener.close()
             # not before: its thread may have been opening the store
-            store, self._store, self._session = self._store, None, None
+            store = self._store
+            self._store = None
+            self._session = None
             if store is not None:
                 close_store(store, is_sound=is_sound)
         finally:
@@ -204,10 +208,9 @@ def serve(
     :param rows_buffer: the primary tier's rows, writable; not used after the return.
     :param engine_pidfd: see ``Channel``.
     """
+    lifecycle = lifecycle or Lifecycle()
     try:
-        asyncio.run(
-            _serve(connection, rows_buffer, engine_pidfd, lifecycle or Lifecycle())
-        )
+        asyncio.run(_serve(connection, rows_buffer, engine_pidfd, lifecycle))
     except BaseException as error:
         del rows_buffer
         _release_frames(error)

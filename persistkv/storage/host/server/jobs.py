@@ -159,7 +159,8 @@ class Jobs:
 
     def _begin_load(self, message: protocol.LoadJob) -> None:
         self.num_loads += 1
-        self._tasks.create_task(self._load(_Job(message, self.counts)))
+        job = _Job(message, self.counts)
+        self._tasks.create_task(self._load(job))
 
     async def run(self) -> None:
         """Pass the queued work to the store, in order, until the engine ends."""
@@ -208,7 +209,8 @@ class Jobs:
             self._answer(job, accepted.lost)
 
     async def _finish_store(self, job: _Job, accepted: StoredJob) -> None:
-        self._answer(job, await self._store.finish(accepted))
+        lost = await self._store.finish(accepted)
+        self._answer(job, lost)
 
     def _end_request(self, end: RequestEnd) -> None:
         try:

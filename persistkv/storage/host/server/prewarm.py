@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import nlargest
 from itertools import islice
 from typing import NamedTuple
 
 from persistkv.base import OffloadKey, StoredContext
 from persistkv.storage.backend import Backend
-from persistkv.storage.format.manifest import ManifestKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.records import Choice
 
 _MANIFESTS_PER_CALL = 64
@@ -34,28 +34,20 @@ def recent_contexts(
     """
     contexts: list[StoredContext] = []
     taken: set[bytes] = set()
-    requests = iter(_by_last_use(backend, namespace, max_blocks, choice or Choice()))
-
-    while len(taken) < max_blocks:
-        batch = list(islice(requests, _MANIFESTS_PER_CALL))
-        if not batch:
+    uses = _uses(backend, namespace, choice or Choice())
+    # each request with new keys has at least one
+    latest = nlargest(max_blocks, uses)
+    for request, keys in _with_keys(backend, namespace, latest):
+        new_keys = (key for key in keys if key not in taken and holds(key))
+        room = max_blocks - len(taken)
+        promoted = list(map(OffloadKey, islice(new_keys, room)))
+        if promoted:
+            taken.update(promoted)
+            contexts.append(StoredContext(request.tenant, promoted))
+        # before the keys of the next requests are read
+        if len(taken) == max_blocks:
             break
-        ids = [request.id for request in batch]
-        of_batch = backend.manifest_keys(namespace, ids)
-        for request, groups in zip(batch, of_batch, strict=True):
-            left = max_blocks - len(taken)
-            all_keys = _keys_in_order(groups or ())
-            new_keys = (key for key in all_keys if key not in taken and holds(key))
-            keys = list(map(OffloadKey, islice(new_keys, left)))
-            if keys:
-                taken.update(keys)
-                contexts.append(StoredContext(request.tenant, keys))
     return contexts
-
-
-def _keys_in_order(groups: ManifestKeys | tuple[()]) -> Iterator[bytes]:
-    for group in groups:
-        yield from group.unpack()
 
 
 class _UsedRequest(NamedTuple):
@@ -66,21 +58,29 @@ class _UsedRequest(NamedTuple):
     tenant: str
 
 
-def _by_last_use(
-    backend: Backend, namespace: bytes, most: int, choice: Choice
-) -> Iterable[_UsedRequest]:
-    """Return the ``most`` most recently used requests that ``choice`` includes, latest first."""
-    return nlargest(most, _uses(backend, namespace, choice))
-
-
 def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedRequest]:
     """Yield each request that ``choice`` includes, with its last use."""
     heads = filter(choice.includes, backend.catalogue(namespace).manifests())
     # in batches, because a store can have millions of requests
     while batch := list(islice(heads, _MANIFESTS_PER_CALL)):
-        uses = backend.catalogue(namespace).uses([head.id for head in batch])
+        ids = [head.id for head in batch]
+        uses = backend.catalogue(namespace).uses(ids)
         for head, use in zip(batch, uses, strict=True):
             last_used = head.created
             if use is not None:
                 last_used = max(last_used, use.last_used)
             yield _UsedRequest(last_used, head.id, head.tenant)
+
+
+def _with_keys(
+    backend: Backend, namespace: bytes, requests: Sequence[_UsedRequest]
+) -> Iterator[tuple[_UsedRequest, list[bytes]]]:
+    """Yield requests with their keys in token order, one KV cache group after the other; without
+    those whose keys are damaged or no longer held."""
+    for start in range(0, len(requests), _MANIFESTS_PER_CALL):
+        batch = requests[start : start + _MANIFESTS_PER_CALL]
+        ids = [request.id for request in batch]
+        keys_of_each = backend.manifest_keys(namespace, ids)
+        for request, groups in zip(batch, keys_of_each, strict=True):
+            if groups is not None:
+                yield request, PackedKeys.unpack_all(groups)

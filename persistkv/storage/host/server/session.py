@@ -165,8 +165,9 @@ class Session:
 
     async def _read_totals(self) -> BackendStats | None:
         """Return the store's totals; None: the medium failed."""
+        catalogue = self.store.catalogue
         try:
-            return await self.store.catalogue.call(self.store.catalogue.backend.stats)
+            return await catalogue.call(catalogue.backend.stats)
         except StoreError as error:
             # str: the exception references rows. Commits and lookups log the failure.
             logger.debug("totals cannot be read: %s", str(error))
@@ -231,7 +232,8 @@ class Session:
 
 
 def _fill_level(totals: BackendStats) -> str:
-    used = f"{totals.disk_bytes / _GIB:.1f}"
+    used_gib = totals.disk_bytes / _GIB
     if totals.capacity is None:
-        return f"{used} GiB"
-    return f"{used} of {totals.capacity / _GIB:.1f} GiB"
+        return f"{used_gib:.1f} GiB"
+    capacity_gib = totals.capacity / _GIB
+    return f"{used_gib:.1f} of {capacity_gib:.1f} GiB"

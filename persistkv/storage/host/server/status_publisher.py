@@ -44,7 +44,8 @@ class StatusPublisher:
 
         :param interval_s: ``EngineStatus.interval_s``.
         """
-        store, jobs = self._store, self._jobs
+        store = self._store
+        jobs = self._jobs
         status = EngineStatus(
             engine=self._engine,
             host=socket.gethostname(),

@@ -1,7 +1,7 @@
 """Interface of stores, which the LMDB driver and the shared store implement.
 
-What a kind of store lacks is plain data: fields of ``Capabilities``, None, or an empty result. No
-caller asks for the type of a backend.
+A feature that a kind of store lacks is plain data: fields of ``Capabilities``, None, or an empty
+result. No caller asks for the type of a backend.
 
 Methods raise vendor exceptions as ``StoreError``s; after ``close``, they raise a ``StoreError``.
 The caller owns returned objects. Any thread may call ``read``, ``read_frames``, ``scan`` and
@@ -335,8 +335,8 @@ class Backend(ABC):
 
     @abstractmethod
     def catalogue(self, namespace: bytes) -> Catalogue:
-        """Return queries of a namespace's packs and requests, as they are now. Ask for them anew
-        after a pause: a store that is deleted or replaced ends those of a shared one.
+        """Return queries of a namespace's packs and requests, as they are now. Ask for them
+        again after a pause: a store that is deleted or replaced ends those of a shared one.
 
         :raises StoreError: the medium failed. Drivers may raise it, too, for a namespace that is
             neither held nor opened.
@@ -519,7 +519,7 @@ class Backend(ABC):
 
     @classmethod
     def check_medium(cls, url: StoreUrl) -> Iterator[Check]:
-        """Yield what is wrong with the medium of a shared store, which need not exist; nothing for
+        """Yield the defects of the medium of a shared store, which need not exist; nothing for
         a local store.
 
         :raises ConfigurationError: an option of the URL is invalid.

@@ -24,8 +24,7 @@ _NO_ANSWER = (
 _SLOW = "loads take long: look for throttling, or use a medium that is nearer"
 _WRONG_CLOCK = (
     "set the wrong clock (NTP): nothing expires while the clocks differ by more than an hour, "
-    "and S3 refuses requests "
-    "of a machine whose clock is wrong by 15 minutes"
+    "and S3 refuses requests of a machine whose clock is wrong by 15 minutes"
 )
 
 
@@ -134,18 +133,12 @@ class CallsCheck:
         check = "medium's clock"
         seconds = abs(self._ahead_s)
         if seconds <= _SKEW_S:
-            return Check(
-                check,
-                Level.OK,
-                f"at most {max(seconds, _ROUNDING_S):.0f} s from this machine's",
-            )
+            most_s = max(seconds, _ROUNDING_S)
+            found = f"at most {most_s:.0f} s from this machine's"
+            return Check(check, Level.OK, found)
         relation = "ahead of" if self._ahead_s > 0 else "behind"
-        return Check(
-            check,
-            Level.WARNING,
-            f"{seconds:.0f} s {relation} this machine's",
-            _WRONG_CLOCK,
-        )
+        found = f"{seconds:.0f} s {relation} this machine's"
+        return Check(check, Level.WARNING, found, _WRONG_CLOCK)
 
     def _read(self) -> str:
         found = bytearray(_PROBE_BYTES)

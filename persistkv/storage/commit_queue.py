@@ -107,16 +107,17 @@ class CommitQueue:
         """
         shares = MemoryShares.of(options.staging_bytes)
         interval_s = parse_durability(options.durability)
+        is_delayed = interval_s is not None
         self._make_writer = make_writer
-        self._copies_all = interval_s is not None or remote
-        # A remote driver holds at most ``CommitBatch.memory`` bytes at once. Its transactions only
-        # have to end soon.
-        self._max_bytes = shares.transaction * (_REMOTE_FACTOR if remote else 1)
+        self._copies_all = is_delayed or remote
+        self._max_bytes = shares.transaction
+        if remote:
+            # Such a driver holds at most ``CommitBatch.memory`` bytes at once. Its transactions
+            # only have to end soon.
+            self._max_bytes *= _REMOTE_FACTOR
         self._least_room = min(DIRECT_BYTES, shares.staged)
-        waits_s = options.max_age_s if interval_s is None else interval_s
-        self.staging = Staging(
-            shares.staged, waits_s, gather_all=interval_s is not None
-        )
+        max_age_s = options.max_age_s if interval_s is None else interval_s
+        self.staging = Staging(shares.staged, max_age_s, gather_all=is_delayed)
         self.ends = RequestEnds(shares.ends, interval_s)
         self._direct: list[PackWriter] = []
         self._writes: dict[PackWriter, asyncio.Future[bool]] = {}
@@ -174,7 +175,9 @@ class CommitQueue:
         self._direct = [writer for writer in direct if writer.tenant not in tenants]
         taken = [writer for writer in direct if writer.tenant in tenants]
         for pack in self.staging.of_tenants(tenants):
-            taken.append(self._make_writer(self.staging.take(pack), pack.tenant))
+            segments = self.staging.take(pack)
+            writer = self._make_writer(segments, pack.tenant)
+            taken.append(writer)
         return taken
 
     def end(self, writer: PackWriter, *, is_durable: bool) -> None:
@@ -256,12 +259,15 @@ class CommitQueue:
         """
         ends = self.ends.take()
         self._freed.set()
-        staged = dict.fromkeys(self.staging.due(everything=everything))
+        due = self.staging.due(everything=everything)
+        staged = dict.fromkeys(due)
         # a manifest names only durable packs, so the staged blocks of its context are written too
         for end in ends:
-            staged.update(dict.fromkeys(self.staging.of_context(end)))
+            of_context = self.staging.of_context(end)
+            staged.update(dict.fromkeys(of_context))
         writers = self.take_direct()
         for pack in staged:
             segments = self.staging.take(pack)
-            writers.append(self._make_writer(segments, pack.tenant))
+            writer = self._make_writer(segments, pack.tenant)
+            writers.append(writer)
         return divide(writers, ends, self._max_bytes)

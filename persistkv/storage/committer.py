@@ -65,7 +65,8 @@ class Committer:
         self._memory = MemoryShares.of(options.staging_bytes).transaction
         self._touch_s = max(_TOUCH_S, parse_durability(options.durability) or 0.0)
         self._refresh_s = options.refresh_s
-        self._committed_at = self._refreshed_at = time.monotonic()
+        self._committed_at = time.monotonic()
+        self._refreshed_at = self._committed_at
         self._flushes: list[asyncio.Future[None]] = []
         self._has_work = asyncio.Event()
         self.turn = asyncio.Lock()
@@ -139,11 +140,8 @@ class Committer:
             await catalogue.repair()
         if self._sources.needs_update:
             await self._sources.update()
-        if (
-            self._flushes
-            or self._queue.seconds_to_due() == 0.0
-            or not self._seconds_to_upkeep()
-        ):
+        is_due = self._queue.seconds_to_due() == 0.0 or not self._seconds_to_upkeep()
+        if self._flushes or is_due:
             await self._commit()
         if not self._seconds_to_refresh():
             self._refreshed_at = time.monotonic()
@@ -160,7 +158,8 @@ class Committer:
         a pack that does not fit is dropped alone; at first only by tenant, if one is above its
         quota. The first transaction that succeeds also commits the uses.
         """
-        flushes, self._flushes = self._flushes, []
+        flushes = self._flushes
+        self._flushes = []
         waiting = self._queue.take(everything=bool(flushes))
         is_due = self._queue.has_uses or not self._seconds_to_upkeep()
         if waiting[0].is_empty and not is_due:
@@ -181,7 +180,7 @@ class Committer:
     def _after_failure(
         self, failed: Transaction, error: StoreError, waiting: deque[Transaction]
     ) -> deque[Transaction]:
-        """Return the transactions to try next; drop what is not tried again."""
+        """Return the transactions to try next; drop content that is not tried again."""
         if isinstance(error, TenantForgottenError):
             return self._without(error.tenants, [failed, *waiting])
         refused = error.tenant if isinstance(error, QuotaExceededError) else None

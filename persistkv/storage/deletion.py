@@ -138,21 +138,20 @@ class Deleter:
             of_frame = pack.keys[start : start + frame.block_count]
             start += frame.block_count
             kept = [place for place, key in enumerate(of_frame) if key not in keys]
+            if not kept:
+                continue
             # consecutive blocks stay in one frame
-            for first, stop in runs(kept) if kept else ():
-                blocks = await self._read(of_frame[first:stop], frame.block_bytes)
+            for first, stop in runs(kept):
+                run_keys = of_frame[first:stop]
+                blocks = await self._read(run_keys, frame.block_bytes)
+                source = StagedBlocks([blocks])
                 depth = frame.depth
                 if depth != UNKNOWN_DEPTH:
                     depth += first
-                segments.append(
-                    Segment(
-                        frame.group,
-                        frame.block_bytes,
-                        of_frame[first:stop],
-                        StagedBlocks([blocks]),
-                        depth,
-                    )
+                segment = Segment(
+                    frame.group, frame.block_bytes, run_keys, source, depth
                 )
+                segments.append(segment)
         return segments
 
     async def _read(self, keys: Sequence[bytes], block_bytes: int) -> ByteArray:

@@ -1,8 +1,8 @@
-"""What the forgetting of a tenant has destroyed, and the receipt that says so.
+"""Result of the forgetting of a tenant, and its receipt.
 
 A receipt is JSON. Its signature is an HMAC with a key that is derived from the data key of the
-store: whoever can open the store can verify it, and nobody else can write one. A store without a
-key signs nothing: its receipt is a note, not evidence.
+store: only a process that can open the store can write or verify one. A store without a key signs
+nothing: its receipt is a note, not evidence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from persistkv.storage.format.seal import Seal
 
 RECEIPT_VERSION = 1
 _KEYED_OUT_OF_REACH = (
-    "whoever has both the user's key and a copy of the wrapped data keys from before can read "
+    "a holder of both the user's key and a copy of the wrapped data keys from before can read "
     "copies of the content: backups, snapshots, and states of the medium that it keeps itself",
     "the memory of running engines: they drop the data key within a minute, and their KV blocks "
     "when they need the room",
@@ -33,7 +33,7 @@ _PLAIN_OUT_OF_REACH = (
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What ``Backend.forget`` has destroyed."""
+    """Content and keys that ``Backend.forget`` has destroyed."""
 
     tenant: str
     time: float
@@ -59,7 +59,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     stored_bytes: int
     out_of_reach: tuple[str, ...]
-    """What the command cannot destroy, in sentences."""
+    """Copies that the command cannot destroy, in sentences."""
     signature: str = ""
     """Hexadecimal; empty: the store has no key."""
 
@@ -112,7 +112,7 @@ def parse_receipt(data: bytes) -> Receipt:
 
 
 def is_genuine(receipt: Receipt, seal: Seal) -> bool:
-    """Return whether a store with this seal has signed a receipt, and nobody has changed it."""
+    """Return whether a store with this seal has signed a receipt, and it is unchanged."""
     try:
         signature = bytes.fromhex(receipt.signature)
     except ValueError:

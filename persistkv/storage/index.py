@@ -69,7 +69,8 @@ _SAVED_FROM = 1 << 16
 _HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"PKVINDX1"
 _BITS = 64  # bits of a fingerprint
-_ENTRY = np.dtype([("fingerprint", "<u8"), ("pack", "<u4")])
+_PACK_NUMBER = np.dtype("<u4")
+_ENTRY = np.dtype([("fingerprint", "<u8"), ("pack", _PACK_NUMBER)])
 
 Fps = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -79,12 +80,14 @@ _fingerprint = xxhash.xxh3_64_intdigest  # of a whole key, in 40 ns
 
 
 def _stored_fingerprints(keys: Sequence[bytes]) -> Fps:
-    return _stored(np.fromiter(map(_fingerprint, keys), np.uint64, len(keys)))
+    fingerprints = np.fromiter(map(_fingerprint, keys), np.uint64, len(keys))
+    return _stored(fingerprints)
 
 
 def _unpack_fingerprints(packed: bytes) -> Fps:
     """Return ``PackedKeys.fingerprints`` as a table stores them; a partial last one is ignored."""
-    return _stored(np.frombuffer(packed, "<u8", len(packed) // 8))
+    fingerprints = np.frombuffer(packed, "<u8", len(packed) // 8)
+    return _stored(fingerprints)
 
 
 def _stored(fingerprints: Fps) -> Fps:
@@ -607,16 +610,17 @@ class Index:
             if not number:
                 continue
             wanted = _unpack_fingerprints(fingerprints)
-            at = [table.find(wanted, number) for table in self._tables]
-            if not len(wanted) or len(at[0]) != len(wanted):
+            found = [table.find(wanted, number) for table in self._tables]
+            if not len(wanted) or len(found[0]) != len(wanted):
                 searched.append(number)
                 continue
-            for table, slots in zip(self._tables, at, strict=True):
+            for table, slots in zip(self._tables, found, strict=True):
                 table.remove(slots)
         if searched:
             numbers = np.array(searched, np.uint32)
             for table in self._tables:
-                table.remove(np.flatnonzero(np.isin(table.packs, numbers)))
+                is_removed = np.isin(table.packs, numbers)
+                table.remove(np.flatnonzero(is_removed))
 
     @property
     def _tables(self) -> list[_FingerprintTable]:
@@ -655,15 +659,18 @@ class Index:
             self.remove_adopted()
         if len(self) < _SAVED_FROM:
             return
-        num_bytes = len(self) * _ENTRY.itemsize + len(self._packs) * (ID_BYTES + 4)
+        pack_bytes = len(self._packs) * (ID_BYTES + _PACK_NUMBER.itemsize)
+        num_bytes = len(self) * _ENTRY.itemsize + pack_bytes
         try:
             space = os.statvfs(path.parent)
+            free_bytes = space.f_bavail * space.f_frsize
             # the file saves time, but the space may be needed for blocks
-            if num_bytes > space.f_bavail * space.f_frsize // 2:
+            if num_bytes > free_bytes // 2:
                 raise StoreError(
                     f"it takes {num_bytes} bytes, more than half of the free space"
                 )
-            replace_file(path, [seal.sealed(name, b"".join(self._pieces(cursor)))])
+            content = b"".join(self._pieces(cursor))
+            replace_file(path, [seal.sealed(name, content)])
         except (OSError, StoreError, MemoryError, OverflowError) as error:
             logger.info("the index is not saved in %s: %s", path, error)
 
@@ -673,11 +680,12 @@ class Index:
         header = _HEADER.pack(_MAGIC, _BITS, len(cursor), len(numbers), len(self))
         yield header
         yield cursor
-        yield numbers.astype("<u4").tobytes()
+        yield numbers.astype(_PACK_NUMBER).tobytes()
         yield from self._packs.ids()
         table = self._table
         for start in range(0, table.slots, _AT_ONCE):
-            at = start + np.flatnonzero(table.packs[start : start + _AT_ONCE])
+            packs = table.packs[start : start + _AT_ONCE]
+            at = start + np.flatnonzero(packs)
             entries = np.empty(len(at), _ENTRY)
             entries["fingerprint"] = table.fingerprints[at]
             entries["pack"] = table.packs[at]
@@ -700,18 +708,21 @@ class Index:
         if (magic, bits) != (_MAGIC, _BITS):
             return None
         numbers_at = _HEADER.size + cursor_bytes
-        ids_at = numbers_at + 4 * packs
+        ids_at = numbers_at + _PACK_NUMBER.itemsize * packs
         entries_at = ids_at + ID_BYTES * packs
-        numbers = np.frombuffer(data[numbers_at:ids_at], "<u4").tolist()
+        numbers = np.frombuffer(data[numbers_at:ids_at], _PACK_NUMBER).tolist()
         ids = PackedKeys(data[ids_at:entries_at], ID_BYTES).unpack()
         for pack_id, number in zip(ids, numbers, strict=True):
             self._packs.put(pack_id, number)
+
         table = _FingerprintTable(self._size_for(entries))
         table.prefault(0, table.slots)
         saved = np.frombuffer(data, _ENTRY, offset=entries_at)
         for start in range(0, entries, _AT_ONCE):
             some = saved[start : start + _AT_ONCE]
-            table.insert(some["fingerprint"].copy(), some["pack"].copy())
+            fingerprints = some["fingerprint"].copy()
+            pack_numbers = some["pack"].copy()
+            table.insert(fingerprints, pack_numbers)
         self._replace(table)
         self._last = max(numbers, default=0)
         return data[_HEADER.size : numbers_at]
@@ -724,8 +735,9 @@ class Index:
         return self._new is not None or bool(self._unmapped)
 
     def _begin_replacement(self, more: int) -> None:
-        if self._new is None or self._new.room(_FILL) < self._table.live + more:
-            self._new = _FingerprintTable(self._size_for(self._table.live + more))
+        keys = self._table.live + more
+        if self._new is None or self._new.room(_FILL) < keys:
+            self._new = _FingerprintTable(self._size_for(keys))
             self._prefaulted = 0
             self._copied = 0
 

@@ -97,8 +97,10 @@ class Scratch:
             nonlocal rest
             taken = align(num_bytes)
             if taken > len(rest):
-                return memoryview(huge_memory(max(taken, PAGE_BYTES)))[:num_bytes]
-            piece, rest = rest[:num_bytes], rest[taken:]
+                own = huge_memory(max(taken, PAGE_BYTES))
+                return memoryview(own)[:num_bytes]
+            piece = rest[:num_bytes]
+            rest = rest[taken:]
             return piece
 
         try:
@@ -157,11 +159,11 @@ class FrameRead:
 
     @property
     def wanted(self) -> list[bytes]:
-        return [
-            key
-            for key, row in zip(self.keys, self.rows, strict=True)
-            if row != _UNWANTED
-        ]
+        wanted: list[bytes] = []
+        for key, row in zip(self.keys, self.rows, strict=True):
+            if row != _UNWANTED:
+                wanted.append(key)
+        return wanted
 
 
 def plan_reads(
@@ -209,7 +211,8 @@ def plan_reads(
             for run in runs:
                 streamed += _cut(run, part_bytes)
         gathered += reads
-    return [*streamed, *_parts(gathered, part_bytes, scratch_bytes)], list(missing)
+    parts = [*streamed, *_parts(gathered, part_bytes, scratch_bytes)]
+    return parts, list(missing)
 
 
 def _streamed_runs(
@@ -249,10 +252,13 @@ def _runs(reads: Iterable[FrameRead], most_gap_bytes: int) -> Iterator[list[Fram
 
 
 def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
+    """Cut a run into parts, at the frames that begin another ``part_bytes`` of it."""
     first = run[0].frame.offset
-    for _, part in groupby(
-        run, key=lambda read: (read.frame.offset - first) // part_bytes
-    ):
+
+    def number_of_part(read: FrameRead) -> int:
+        return (read.frame.offset - first) // part_bytes
+
+    for _, part in groupby(run, key=number_of_part):
         yield list(part)
 
 
@@ -270,17 +276,21 @@ def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
 def _parts(
     reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int
 ) -> Iterator[list[FrameRead]]:
+    """Divide frames into parts; see ``plan_reads``."""
     part: list[FrameRead] = []
-    size = indirect = 0
+    size = 0
+    indirect = 0  # bytes that are not read straight into rows
     for read in reads:
         length = align(read.frame.stored_length)
         scratch = 0 if read.direct else length
-        full = size + length > part_bytes or indirect + scratch > scratch_bytes
-        if part and (
-            full or (size >= scratch_bytes and part[-1].pack is not read.pack)
-        ):
+        is_full = size + length > part_bytes or indirect + scratch > scratch_bytes
+        if part and not is_full:
+            is_full = size >= scratch_bytes and part[-1].pack is not read.pack
+        if part and is_full:
             yield part
-            part, size, indirect = [], 0, 0
+            part = []
+            size = 0
+            indirect = 0
         part.append(read)
         size += length
         indirect += scratch
@@ -367,12 +377,14 @@ class PartRead:
 
     def _gather(self, take: Take) -> None:
         """Read all frames with one call, and verify them afterwards."""
-        raw, padding = self._take_raw(take), take(PAGE_BYTES)
+        raw = self._take_raw(take)
+        padding = take(PAGE_BYTES)
         spans: list[ReadSpan] = []
         buffers: list[list[list[memoryview]]] = []
         for run in _runs(self._part, 0):
-            buffers.append([self._buffers(read, take) for read in run])
-            spans.append(_span(run, buffers[-1], padding))
+            of_run = [self._buffers(read, take) for read in run]
+            buffers.append(of_run)
+            spans.append(_span(run, of_run, padding))
         number = 0
         answers = self._backend.read(self._namespace, spans)
         for is_filled, of_run in zip(answers, buffers, strict=True):
@@ -492,31 +504,38 @@ def _span(
 
     :param buffers_of: for each frame, the memory to read it into.
     """
-    offset = run[0].frame.offset
+    start = run[0].frame.offset
+    end = start
     buffers: list[memoryview] = []
     for read, of_frame in zip(run, buffers_of, strict=True):
-        if read.frame.offset != offset:
-            buffers.append(padding[: read.frame.offset - offset])
+        gap = read.frame.offset - end
+        if gap:
+            buffers.append(padding[:gap])
         buffers += of_frame
-        offset = read.frame.offset + sum(map(len, of_frame))
-    return ReadSpan(run[0].pack.pack_id, run[0].frame.offset, buffers)
+        end = read.frame.offset + sum(map(len, of_frame))
+    return ReadSpan(run[0].pack.pack_id, start, buffers)
 
 
 def _decode(
     read: FrameRead, stored: memoryview, rows: BlockMemory, raw: memoryview
 ) -> None:
-    frame, codec = read.frame, read.pack.table.codec
+    """Put the blocks of a frame into their rows.
+
+    :param raw: temporary memory for the decoded frame.
+    """
+    frame = read.frame
+    codec = read.pack.table.codec
     places = rows.pieces(frame.group, read.rows) if read.whole else []
     if len(places) == 1:
         decode_frame(codec, frame, stored, places[0])
         return
-    out = raw[: frame.raw_length] if frame.encoded else stored
     if frame.encoded:
-        decode_frame(codec, frame, stored, out)
+        decoded = raw[: frame.raw_length]
+        decode_frame(codec, frame, stored, decoded)
+    else:
+        decoded = stored
+    all_bytes = np.frombuffer(decoded, dtype=np.uint8)
+    blocks = all_bytes.reshape(frame.block_count, frame.block_bytes)
     wanted = [position for position, row in enumerate(read.rows) if row != _UNWANTED]
-    blocks = np.frombuffer(out, dtype=np.uint8).reshape(
-        frame.block_count, frame.block_bytes
-    )
-    rows.scatter(
-        frame.group, [read.rows[position] for position in wanted], blocks[wanted]
-    )
+    wanted_rows = [read.rows[position] for position in wanted]
+    rows.scatter(frame.group, wanted_rows, blocks[wanted])

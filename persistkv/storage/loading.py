@@ -80,7 +80,8 @@ class Loader:
         deadline: float | None = None,
     ) -> ReadOutcome:
         """See ``Store.read``."""
-        outcome = await self._read(_Wanted(keys, block_ids, self._rows, deadline))
+        wanted = _Wanted(keys, block_ids, self._rows, deadline)
+        outcome = await self._read(wanted)
         self._counters.missed_blocks += len(outcome.failed)
         self._counters.loaded_blocks += len(keys) - len(outcome.failed)
         self._counters.loaded_bytes += outcome.raw_bytes
@@ -94,8 +95,10 @@ class Loader:
         num_rows = max(1, _PROBE_BYTES // layout.row_stride)
         keys = keys[:num_rows]
         num_bytes = len(keys) * layout.row_stride
-        rows = Rows(memoryview(huge_memory(num_bytes))[:num_bytes], layout)
-        outcome = await self._read(_Wanted(keys, range(len(keys)), rows, deadline))
+        memory = memoryview(huge_memory(num_bytes))[:num_bytes]
+        rows = Rows(memory, layout)
+        wanted = _Wanted(keys, range(len(keys)), rows, deadline)
+        outcome = await self._read(wanted)
         self._suspect_packs(outcome)
         return outcome
 
@@ -141,11 +144,9 @@ class Loader:
 
     async def _find(self, wanted: _Wanted) -> tuple[list[_Part], list[bytes]]:
         """Return the parts to read, and the keys that no namespace holds."""
-        size = part_bytes(
-            len(wanted.keys) * wanted.rows.layout.row_stride,
-            self._catalogue.threads.readers,
-            remote=self._remote,
-        )
+        num_bytes = len(wanted.keys) * wanted.rows.layout.row_stride
+        num_threads = self._catalogue.threads.readers
+        size = part_bytes(num_bytes, num_threads, remote=self._remote)
         row_of = dict(zip(wanted.keys, wanted.block_ids, strict=True))
         found: list[_Part] = []
         missing = list(wanted.keys)

@@ -212,7 +212,8 @@ class NamespaceView:
             and not self._repair_work.suspects
             and not self._repair_work.index_lacks
         )
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None and is_whole and saves:
             file.save(self.index, self.cursor)
         self.index.close()
@@ -252,9 +253,8 @@ class NamespaceView:
         :raises StoreError: the index is unchanged, or memory or descriptors are short and it lacks
             packs until the next refresh, which reads the whole catalogue.
         """
-        changes = await self.call(
-            partial(_changes, self.backend, self.namespace, self.cursor)
-        )
+        read = partial(_changes, self.backend, self.namespace, self.cursor)
+        changes = await self.call(read)
         with self._changing_index():
             self._learn(changes)
 
@@ -293,9 +293,8 @@ class NamespaceView:
             self._repair_work.suspects.pop(table.pack_id, None)
             if self._collisions or self._announced is not None:
                 keys = table.keys.unpack()
-                self._set_collisions(
-                    [key for key in keys if key in self._collisions], collided=False
-                )
+                found = [key for key in keys if key in self._collisions]
+                self._set_collisions(found, collided=False)
                 self._announce(table, keys)
         self.index.add(tables)
 
@@ -304,7 +303,8 @@ class NamespaceView:
         if self._announced is None or self.index.number_of(table.pack_id):
             return
         self._announced[table.pack_id] = table.keys
-        self.report.add(stored=self.index.absent(keys))
+        new_keys = self.index.absent(keys)
+        self.report.add(stored=new_keys)
 
     def _announce_gone(self) -> None:
         """Report the packs as removed that were reported as stored and that the reloaded index
@@ -315,8 +315,9 @@ class NamespaceView:
             pack_id for pack_id in self._announced if not self.index.number_of(pack_id)
         ]
         for pack_id in gone:
-            keys = self._announced.pop(pack_id)
-            self.report.add(removed=self.index.absent(keys.unpack()))
+            keys = self._announced.pop(pack_id).unpack()
+            absent = self.index.absent(keys)
+            self.report.add(removed=absent)
 
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
         """Remove packs from the index, and record their keys in ``report``, or that keys are lost.
@@ -344,8 +345,9 @@ class NamespaceView:
         for keys in removed:
             if keys is None:
                 self.report.lost = True
-            else:
-                self.report.add(removed=self.index.absent(keys.unpack()))
+                continue
+            absent = self.index.absent(keys.unpack())
+            self.report.add(removed=absent)
         for pack_id in fingerprints:
             self._announced.pop(pack_id, None)
 
@@ -380,7 +382,8 @@ class NamespaceView:
             else:
                 unsure.append(place)
         if unsure:
-            others = await self._find_others([keys[place] for place in unsure])
+            unsure_keys = [keys[place] for place in unsure]
+            others = await self._find_others(unsure_keys)
             for place, pack in zip(unsure, others, strict=True):
                 found[place] = pack
         return found
@@ -420,14 +423,16 @@ class NamespaceView:
                 unread.append(pack_id)
             else:
                 found[pack_id] = recent
-        if unread:
-            for table in await self._read_tables(unread):
-                pack = HeldPack(table, numbers[table.pack_id])
-                self._recent.add(pack)
-                found[table.pack_id] = pack
-            for pack_id in unread:
-                if pack_id not in found:
-                    self._repair_work.unread[pack_id] = numbers[pack_id]
+        if not unread:
+            return found
+        for table in await self._read_tables(unread):
+            number = numbers[table.pack_id]
+            pack = HeldPack(table, number)
+            self._recent.add(pack)
+            found[table.pack_id] = pack
+        for pack_id in unread:
+            if pack_id not in found:
+                self._repair_work.unread[pack_id] = numbers[pack_id]
         return found
 
     async def _read_tables(self, pack_ids: Sequence[bytes]) -> Sequence[PackTable]:
@@ -475,24 +480,23 @@ class NamespaceView:
         """Refresh, and remove from the index the packs whose tables are damaged or no longer held,
         unless they were added since the failed lookup or the medium fails.
         """
-        packs, self._repair_work.unread = self._repair_work.unread, {}
+        packs = self._repair_work.unread
+        self._repair_work.unread = {}
         await self.refresh_or_log()
-        left = [
-            pack_id
-            for pack_id, number in packs.items()
-            if number and self.index.number_of(pack_id) == number
-        ]
+        unchanged: list[bytes] = []
+        for pack_id, number in packs.items():
+            if number and self.index.number_of(pack_id) == number:
+                unchanged.append(pack_id)
+        if not unchanged:
+            return
+        read = partial(self.backend.tables, self.namespace, unchanged)
+        # if the medium fails, a later lookup finds them again
         with suppress(StoreError):
-            if not left:
-                return
-            there = {
-                table.pack_id
-                for table in await self.call(
-                    partial(self.backend.tables, self.namespace, left)
-                )
-            }
+            tables = await self.call(read)
+            readable = {table.pack_id for table in tables}
+            damaged = [pack_id for pack_id in unchanged if pack_id not in readable]
             self._repair_work.index_lacks = True
-            self._forget({pack_id: b"" for pack_id in left if pack_id not in there})
+            self._forget(dict.fromkeys(damaged, b""))
 
     def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
         if keys:
@@ -541,7 +545,8 @@ class NamespaceView:
     def _add_written(self, table: PackTable) -> None:
         """Add and count a pack that this store wrote."""
         self._add([table])
-        self._recent.add(HeldPack(table, self.index.number_of(table.pack_id)))
+        number = self.index.number_of(table.pack_id)
+        self._recent.add(HeldPack(table, number))
         self._counters.stored_blocks += len(table.keys)
         self._counters.stored_raw_bytes += table.raw_length
         self._counters.stored_bytes += table.payload_length
@@ -605,7 +610,8 @@ class NamespaceView:
         last refresh: it may have replaced them. If the store fails, the packs stay suspects.
         """
         try:
-            if (batch := await self._shorten(bad)) is None:
+            batch = await self._shorten(bad)
+            if batch is None:
                 return False
             result = await self.commit(replace(batch, bad=bad, seen=self.cursor))
         except StoreError as error:
@@ -717,8 +723,8 @@ def make_manifest(
     for group_keys in end.group_keys:
         prefix = takewhile(pack_of.__contains__, group_keys)
         kept.append(list(prefix))
-    counts = [len(prefix) for prefix in kept]
-    whole = counts == list(map(len, end.group_keys))
+    counts = tuple(map(len, kept))
+    whole = counts == tuple(map(len, end.group_keys))
     if not any(counts):
         return None, whole
     tokens = end.tokens
@@ -732,7 +738,7 @@ def make_manifest(
         id=end.manifest_id,
         created=time.time() if created is None else created,
         tokens=tokens,
-        group_blocks=tuple(counts),
+        group_blocks=counts,
         raw_bytes=raw_bytes,
         ordered=end.ordered,
         labels=end.labels,
@@ -743,7 +749,10 @@ def make_manifest(
         tenant=end.tenant,
     )
     by_depth = chain.from_iterable(zip_longest(*kept))
-    packs = dict.fromkeys(pack_of[key] for key in by_depth if key is not None)
+    packs: dict[bytes, None] = {}
+    for key in by_depth:
+        if key is not None:
+            packs[pack_of[key]] = None
     return ManifestWrite(manifest, keys, list(packs)), whole
 
 
@@ -797,20 +806,22 @@ def shortened(
     shorter: list[ManifestWrite] = []
     pins: list[tuple[str, bool]] = []
     for manifest, keys, pinned in requests:
+        most_blocks = max([1, *manifest.group_blocks])
         end = RequestEnd(
             request=manifest.id,
             manifest_id=manifest.id,
             group_keys=tuple(group.unpack() for group in keys),
             tokens=manifest.tokens,
-            block_size=manifest.tokens // max([1, *manifest.group_blocks]),
+            block_size=manifest.tokens // most_blocks,
             ordered=manifest.ordered,
             labels=manifest.labels,
             retention=Retention(ttl_s=manifest.ttl_s, priority=manifest.priority),
             tenant=manifest.tenant,
         )
         write, _ = make_manifest(end, pack_of, block_bytes, manifest.created)
-        if write is not None:
-            shorter.append(write)
-            if pinned:
-                pins.append((manifest.id, True))
+        if write is None:
+            continue
+        shorter.append(write)
+        if pinned:
+            pins.append((manifest.id, True))
     return CommitBatch(manifests=shorter, pins=pins, seen=seen)

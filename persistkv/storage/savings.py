@@ -44,7 +44,7 @@ MEASURED_TOKENS = 64
 _DAY_S = 86_400
 _FINAL_DAYS = 2
 _FOLDED = "all"
-_READ_ATTEMPTS = 3  # of a sum beside folds, each of which takes moments, once a day
+_READ_ATTEMPTS = 3  # of a sum during folds, each of which takes moments, once a day
 _NAME = re.compile(
     r"s(?P<day>\d{5})(?P<namespace>[0-9a-f]{8})(?P<source>[0-9a-f]{16}|all)"
 )
@@ -184,10 +184,9 @@ class SavingsRecorder:
         if not is_changed or not self._backend.capabilities.writable:
             return
         day = today()
+        content = msgspec.msgpack.encode(self._total)
         try:
-            self._backend.put_note(
-                STORE, self._name, msgspec.msgpack.encode(self._total)
-            )
+            self._backend.put_note(STORE, self._name, content)
             self._num_written = num_added
             if day != self._folded_day:
                 fold(self._backend, day - _FINAL_DAYS)
@@ -286,8 +285,9 @@ def _counted_names(backend: Backend) -> list[str]:
             continue
         if found["source"] == _FOLDED:
             counted.append(name)
-        else:
-            sources.append((name, name.removesuffix(found["source"]) + _FOLDED))
+            continue
+        sum_name = name.removesuffix(found["source"]) + _FOLDED
+        sources.append((name, sum_name))
     folded = set(counted)
     counted += [name for name, sum_name in sources if sum_name not in folded]
     return counted

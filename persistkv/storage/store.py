@@ -29,7 +29,12 @@ from pathlib import Path
 
 from persistkv.base import GROUP_INDEX_BYTES, get_offload_group_idx
 from persistkv.config import parse_durability
-from persistkv.errors import IdentityMismatchError, StoreError, printable
+from persistkv.errors import (
+    FieldDifference,
+    IdentityMismatchError,
+    StoreError,
+    printable,
+)
 from persistkv.memory.budget import MAX_IO_THREADS, MemoryShares
 from persistkv.memory.rows import BlockMemory
 from persistkv.storage.backend import Backend
@@ -214,9 +219,10 @@ class Store:
         suffixes = [key[-GROUP_INDEX_BYTES:] for key in keys]
         group_of = {suffix: get_offload_group_idx(suffix) for suffix in set(suffixes)}
         groups = [group_of[suffix] for suffix in suffixes]
-        if max(groups, default=0) >= len(self.rows.layout.groups):
+        num_groups = len(self.rows.layout.groups)
+        if max(groups, default=0) >= num_groups:
             raise ValueError(
-                f"key of group {max(groups)}; there are {len(self.rows.layout.groups)} groups"
+                f"key of group {max(groups)}; there are {num_groups} groups"
             )
         blocks = Blocks(keys, groups, block_ids, depths)
         if self._is_writable:
@@ -291,7 +297,8 @@ class Store:
             holders = await self.catalogue.holders(keys)
         except StoreError as error:
             self.catalogue.log_failure(error)
-            return set(keys).difference(self.index.absent(keys))  # probably held
+            # their fingerprints are held, so the keys probably are
+            return set(keys).difference(self.index.absent(keys))
         held: set[bytes] = set()
         used: dict[bytes, None] = {}
         for key, pack in zip(keys, holders, strict=True):
@@ -335,9 +342,10 @@ class Store:
             tenant's name is not valid; nothing was accepted.
         """
         check_tenant("tenant", end.tenant)
-        if len(end.group_keys) != len(self.rows.layout.groups):
+        num_groups = len(self.rows.layout.groups)
+        if len(end.group_keys) != num_groups:
             raise ValueError(
-                f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}"
+                f"keys of {len(end.group_keys)} groups; there are {num_groups}"
             )
         self.sources.ended(end.request)
         if self._is_writable:
@@ -388,9 +396,10 @@ class Store:
         :raises ValueError: a row does not exist, a key occurs twice, or there is not one row for
             each key; no row is written.
         """
-        if not len(set(keys)) == len(keys) == len(block_ids):
+        num_distinct = len(set(keys))
+        if not num_distinct == len(keys) == len(block_ids):
             raise ValueError(
-                f"{len(keys)} keys, {len(set(keys))} of them distinct, for {len(block_ids)} rows"
+                f"{len(keys)} keys, {num_distinct} of them distinct, for {len(block_ids)} rows"
             )
         self.rows.check(block_ids)
         outcome = await self._loader.read(keys, block_ids, deadline)
@@ -425,7 +434,8 @@ class Store:
     def take_report(self) -> StoreReport:
         """Return and clear ``report``. Keys that the store held when it was opened are not
         included."""
-        report, self.catalogue.report = self.catalogue.report, StoreReport()
+        report = self.catalogue.report
+        self.catalogue.report = StoreReport()
         return report
 
     def close(self, *, is_sound: bool = True) -> None:
@@ -440,32 +450,44 @@ class Store:
 
 def start_threads(backend: Backend, options: StoreOptions) -> StoreThreads:
     """Start threads for a store; the caller closes them."""
-    is_remote = backend.capabilities.remote  # they mostly wait
-    return StoreThreads(MAX_IO_THREADS if is_remote else options.io_threads)
+    num_readers = options.io_threads
+    if backend.capabilities.remote:
+        # they mostly wait
+        num_readers = MAX_IO_THREADS
+    return StoreThreads(num_readers)
 
 
 def _notice(
     backend: Backend, identity: Identity, options: StoreOptions, url: str
 ) -> str:
+    """Return the notice of a new store object (``Store.notice``).
+
+    :raises IdentityMismatchError: as ``Store`` does.
+    """
     if backend.holds(identity.digest):
         return ""
     compared = _COMPARED_REMOTELY if backend.capabilities.remote else None
-    others = [
-        namespace.identity for namespace in islice(backend.namespaces(), compared)
-    ]
+    namespaces = islice(backend.namespaces(), compared)
+    others = [namespace.identity for namespace in namespaces]
     if not others or identity in others:
         return ""
     nearest = identity.nearest(others)
     differences = identity.diff(nearest)
     if options.strict_identity:
         raise IdentityMismatchError(url, differences)
-    fields = [printable(difference.field) for difference in differences]
-    fields.sort(key=lambda field: field.startswith("config"))  # weights and dtype first
-    shown = ", ".join(fields[:_NOTICED_FIELDS])
-    if len(fields) > _NOTICED_FIELDS:
-        shown += f" and {len(fields) - _NOTICED_FIELDS} more"
     name = printable(Path(nearest.model_name).name) or nearest.digest.hex()[:8]
     return (
         f"{url} holds nothing for this model yet, only for another model ({name}: other "
-        f"{shown}); see persistkv why"
+        f"{_summary(differences)}); see persistkv why"
     )
+
+
+def _summary(differences: Iterable[FieldDifference]) -> str:
+    """Return the names of the fields that differ, the first ones of many."""
+    fields = [printable(difference.field) for difference in differences]
+    # weights and dtype first
+    fields.sort(key=lambda field: field.startswith("config"))
+    shown = ", ".join(fields[:_NOTICED_FIELDS])
+    if len(fields) > _NOTICED_FIELDS:
+        shown += f" and {len(fields) - _NOTICED_FIELDS} more"
+    return shown

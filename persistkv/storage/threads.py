@@ -33,7 +33,7 @@ class AbandonableCall(Protocol[T_co]):
     def __call__(self) -> T_co: ...
 
     def abandon(self) -> T_co | None:
-        """Return the result of what has been done so far. From then on, the call does not access
+        """Return the result of the work that is done so far. From then on, the call does not access
         the caller's buffers, and its own result is ignored. None: it must be waited for.
 
         Called from another thread while the call is running, or when it has just ended.
@@ -61,7 +61,8 @@ class StoreThreads:
     async def write(self, call: Callable[[], T]) -> T:
         """Run a call after all earlier ones of this method; return its result, or raise its
         exception."""
-        (result,) = await _all_ended(self._submit(self._writer, [call]))
+        futures = self._submit(self._writer, [call])
+        (result,) = await _all_ended(futures)
         return result
 
     async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -94,7 +95,8 @@ class StoreThreads:
         try:
             await _ends(futures)
             while futures:
-                results.append(_result_or_none(futures.pop(0)))
+                result = _result_or_none(futures.pop(0))
+                results.append(result)
         finally:
             timer.cancel()
             running.clear()
@@ -119,8 +121,11 @@ class StoreThreads:
 
     def longest_s(self) -> float:
         """Return for how many seconds the oldest call has been running; 0 if there is none."""
+        # a copy: other threads begin and end calls
         begun_at = self._begun_at.copy().values()
-        return time.monotonic() - min(begun_at) if begun_at else 0.0
+        if not begun_at:
+            return 0.0
+        return time.monotonic() - min(begun_at)
 
     def close(self) -> None:
         """Wait for the submitted calls, then end the threads. Idempotent."""

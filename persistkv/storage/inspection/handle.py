@@ -162,8 +162,8 @@ class StoreHandle:
         return make_receipt(forgotten, place, backend.seal)
 
     def is_genuine(self, receipt: bytes) -> bool:
-        """Return whether this store has signed a receipt, a JSON document, and nobody has changed
-        it. False without a key.
+        """Return whether this store has signed a receipt, a JSON document, and it is unchanged.
+        False without a key.
 
         :raises ConfigurationError: it is no receipt.
         """

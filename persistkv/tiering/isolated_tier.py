@@ -122,11 +122,12 @@ class IsolatedTier:
     def submit(self, job: JobMetadata) -> bool:
         """Submit a load or store job to the tier. Return False if the tier raised: the job has
         failed."""
-        submit, call = self.tier.submit_store, "submit_store"
-        if job.is_promotion:
-            submit, call = self.tier.submit_load, "submit_load"
+        call = "submit_load" if job.is_promotion else "submit_store"
         with self._isolation.guard(call, "the job failed") as guarded:
-            submit(job)
+            if job.is_promotion:
+                self.tier.submit_load(job)
+            else:
+                self.tier.submit_store(job)
         return not guarded.raised
 
     def finished_jobs(self) -> list[JobResult]:

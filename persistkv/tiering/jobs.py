@@ -50,7 +50,8 @@ class JobsInFlight:
         context: ReqContext,
     ) -> TierJob:
         """Add a job that stores readable rows."""
-        data = JobMetadata(next(self._job_ids), keys, rows.block_ids, False, context)
+        job_id = next(self._job_ids)
+        data = JobMetadata(job_id, keys, rows.block_ids, False, context)
         return self._add(TierJob(tier, data))
 
     def add_promotion(
@@ -67,13 +68,15 @@ class JobsInFlight:
         :param limit_s: seconds after which the load is abandoned; may be infinite.
         :param decision: why the request loads the blocks; None: it was not decided.
         """
-        data = JobMetadata(next(self._job_ids), keys, rows.block_ids, True, context)
-        data = replace(data, decision=decision)
+        job_id = next(self._job_ids)
+        data = JobMetadata(
+            job_id, keys, rows.block_ids, True, context, decision=decision
+        )
         job = TierJob(tier, data)
         if math.isfinite(limit_s):
-            now = time.monotonic()
-            job.data = replace(data, deadline=now + limit_s)
-            job.give_up_at = now + limit_s + _ANSWER_S + _ANSWER_SHARE * limit_s
+            deadline = time.monotonic() + limit_s
+            job.data = replace(data, deadline=deadline)
+            job.give_up_at = deadline + _ANSWER_S + _ANSWER_SHARE * limit_s
         return self._add(job)
 
     def _add(self, job: TierJob) -> TierJob:

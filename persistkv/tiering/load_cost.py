@@ -36,7 +36,7 @@ _CHANGE = 2.0
 # loads of one size would seem slow after each of its own, and fast again after one of another size.
 _OWN_SHARE = 0.25
 # The first load of a size shows its usual time, within the bounds that other sizes set, and 30 %.
-# What is beyond them is a slowdown of the store.
+# An excess is a slowdown of the store.
 _TOLERANCE = 1.3
 # A load is chosen from 0.96 of the computing time on, and until 1.0 if the last one was: noise
 # within these bounds does not alternate, and the wrong choice costs less than 5 %.
@@ -209,7 +209,7 @@ class LoadTimes:
         if usual is None or seconds >= _STALL * usual_s * self._slowdown:
             self.stall()
             return
-        # the computing time was hardly longer than the load: loads that save more go on
+        # the computing time was hardly longer than the load: loads that save more continue
         least_s = _LONGER * seconds
         usual.add(num_bytes, max(usual_s, least_s / self._slowdown))
         self._slowdown = max(self._slowdown, least_s / self._usual_s(num_bytes))
@@ -221,18 +221,18 @@ class LoadTimes:
     def _set_usual(self, num_bytes: int, seconds: float) -> None:
         """Set the usual time of loads of about this size, of which nothing is known."""
         least_s, most_s = self._bounds(num_bytes)
-        seconds = min(max(seconds, least_s), most_s)
-        self._by_class[num_bytes.bit_length()] = _Usual(num_bytes, seconds)
-        self._sizes = [self._by_class[name] for name in sorted(self._by_class)]
+        bounded_s = min(max(seconds, least_s), most_s)
+        self._by_class[num_bytes.bit_length()] = _Usual(num_bytes, bounded_s)
+        ascending = sorted(self._by_class)
+        self._sizes = [self._by_class[name] for name in ascending]
 
     def _bounds(self, num_bytes: int) -> tuple[float, float]:
         """Return the shortest and the longest usual time of loads of a size, by those of the next
         smaller and the next larger size that are known: a larger load takes no less, and at most
         in proportion to its bytes."""
-        least_s, most_s = 0.0, math.inf
-        place = bisect_left(
-            self._sizes, float(num_bytes), key=lambda usual: usual.num_bytes
-        )
+        least_s = 0.0
+        most_s = math.inf
+        place = self._place_of(num_bytes)
         if place < len(self._sizes):
             larger = self._sizes[place]
             least_s = larger.seconds * num_bytes / larger.num_bytes
@@ -255,21 +255,35 @@ class LoadTimes:
             expected_s *= usual.certain_share
         return expected_s
 
+    def _place_of(self, num_bytes: int) -> int:
+        """Return the place in ``_sizes`` of the first size that is not smaller."""
+        return bisect_left(
+            self._sizes, float(num_bytes), key=lambda usual: usual.num_bytes
+        )
+
     def _usual_s(self, num_bytes: int) -> float:
+        """Return the usual time of loads of a size, on a line through those of its neighbours."""
         sizes = self._sizes
         if not sizes:
             return 0.0
-        place = bisect_left(sizes, float(num_bytes), key=lambda usual: usual.num_bytes)
+        place = self._place_of(num_bytes)
         if place == len(sizes):
-            last = sizes[-1]
-            beyond = max(0.0, num_bytes - 2 * last.num_bytes)
-            near_bytes = num_bytes - last.num_bytes - beyond
-            slope = self._slope(len(sizes) - 1, last.least_s)
-            return last.seconds + slope * (near_bytes + beyond / _TRIAL_SPEEDUP)
+            return self._beyond_s(num_bytes)
+        # the smallest size has no neighbour before it: the line of the next two
         upper = max(place, 1) if len(sizes) > 1 else 0
         slope = self._slope(upper, sizes[upper].seconds)
         at = sizes[place]
-        return max(at.seconds - slope * (at.num_bytes - num_bytes), 1e-6)
+        less_s = slope * (at.num_bytes - num_bytes)
+        return max(at.seconds - less_s, 1e-6)
+
+    def _beyond_s(self, num_bytes: int) -> float:
+        """Return the usual time of loads that are larger than all known ones: on the line of the
+        last two, and faster beyond twice the largest known size."""
+        last = self._sizes[-1]
+        far_bytes = max(0.0, num_bytes - 2 * last.num_bytes)
+        near_bytes = num_bytes - last.num_bytes - far_bytes
+        slope = self._slope(len(self._sizes) - 1, last.least_s)
+        return last.seconds + slope * (near_bytes + far_bytes / _TRIAL_SPEEDUP)
 
     def _slope(self, place: int, seconds: float) -> float:
         """Return the seconds per byte between the size at ``place``, which takes ``seconds``, and
@@ -293,12 +307,17 @@ class PrefillSpeed:
     def __init__(self, tokens_per_s: float | None = None) -> None:
         """:param tokens_per_s: a fixed speed at all depths; None: as observed."""
         self._is_fixed = tokens_per_s is not None
-        self._seconds = (
-            1 / tokens_per_s if tokens_per_s else 0.0
-        )  # of a token at depth 0
+        self._seconds = 0.0  # of a token at depth 0
         self._growth = 0.0  # of a token's seconds, per token before it
-        self._weight = 1.0 if self._is_fixed else 0.0
-        self._depth = self._depth_squared = self._rate = self._rate_depth = 0.0
+        self._weight = 0.0
+        if tokens_per_s is not None:
+            self._seconds = 1 / tokens_per_s
+            self._weight = 1.0
+        # weighted means over the samples
+        self._depth = 0.0
+        self._depth_squared = 0.0
+        self._rate = 0.0
+        self._rate_depth = 0.0
 
     def observe(self, start: int, stop: int, seconds: float) -> None:
         """Add a computation of the tokens from ``start`` to ``stop - 1``, which took ``seconds``
@@ -306,10 +325,10 @@ class PrefillSpeed:
         num_tokens = stop - start
         if self._is_fixed or num_tokens <= 0 or seconds <= 0:
             return
-        depth, rate = (start + stop) / 2, seconds / num_tokens
-        old, weight = _MEMORY * self._weight, float(num_tokens)
-        share = weight / (old + weight)
-        self._weight = old + weight
+        depth = (start + stop) / 2
+        rate = seconds / num_tokens
+        self._weight = _MEMORY * self._weight + num_tokens
+        share = num_tokens / self._weight
         self._depth += share * (depth - self._depth)
         self._rate += share * (rate - self._rate)
         self._depth_squared += share * (depth * depth - self._depth_squared)

@@ -58,7 +58,8 @@ def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[Tier
         num_bytes = (stop - start) * block_bytes
         holders = [tier for tier, num_held in held.items() if num_held >= stop]
         expected_s = [tier.expected_load_s(num_bytes) or 0.0 for tier in holders]
-        fastest = holders[expected_s.index(min(expected_s))]
+        place = expected_s.index(min(expected_s))
+        fastest = holders[place]
         if runs and runs[-1].tier is fastest:
             start = runs.pop().start
         runs.append(TierRun(fastest, start, stop))

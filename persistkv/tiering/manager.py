@@ -198,7 +198,8 @@ class TieringOffloadingManager(OffloadingManager):
             _tell_slower_tiers(held, keys, runs)
         holders: dict[OffloadKey, IsolatedTier] = {}
         for run in runs:
-            holders.update(dict.fromkeys(keys[run.start : run.stop], run.tier))
+            keys_of_run = keys[run.start : run.stop]
+            holders.update(dict.fromkeys(keys_of_run, run.tier))
         return holders
 
     def _decide_load(
@@ -351,17 +352,19 @@ class TieringOffloadingManager(OffloadingManager):
             if key not in allocated:
                 # a store or another promotion has begun to write it since the lookup
                 del self._promotions.waiters[key]
-        if output.keys_to_store:
-            request = self._requests.get(context.req_id)
-            job = self._jobs.add_promotion(
-                promotion.tier,
-                output.keys_to_store,
-                cast(CPULoadStoreSpec, output.store_spec),
-                context,
-                self._load_limit_s(promotion.tier, context),
-                None if request is None else request.decision,
-            )
-            self._submit(job)
+        if not output.keys_to_store:
+            return True
+        request = self._requests.get(context.req_id)
+        decision = None if request is None else request.decision
+        job = self._jobs.add_promotion(
+            promotion.tier,
+            output.keys_to_store,
+            cast(CPULoadStoreSpec, output.store_spec),
+            context,
+            self._load_limit_s(promotion.tier, context),
+            decision,
+        )
+        self._submit(job)
         return True
 
     def _readable_blocks(self, context: ReqContext) -> list[OffloadKey]:
@@ -381,7 +384,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Make lookups of these blocks return False for the requests that wait for them."""
         for key in keys:
             for req_id in self._promotions.take_waiters(key):
-                if request := self._requests.get(req_id):
+                request = self._requests.get(req_id)
+                if request is not None:
                     request.missed.add(key)
 
     def _prewarm(self, prewarming: Prewarming) -> None:
@@ -426,8 +430,8 @@ class TieringOffloadingManager(OffloadingManager):
     def _report_restored(
         self, request: TieredRequest, keys: Sequence[OffloadKey]
     ) -> None:
-        """Tell the tiers which of their blocks the request loads. A block that arrives after the
-        request has begun to compute it is none of them."""
+        """Report to the tiers which of their blocks the request loads. A block that arrives after
+        the request has begun to compute it is none of them."""
         by_tier: dict[IsolatedTier, list[OffloadKey]] = {}
         for key in keys:
             by_tier.setdefault(request.held[key], []).append(key)
@@ -535,7 +539,8 @@ class TieringOffloadingManager(OffloadingManager):
             return
         for key in keys:
             for req_id in self._awaiting_write.pop(key, ()):
-                if request := self._requests.get(req_id):
+                request = self._requests.get(req_id)
+                if request is not None:
                     request.awaited_writes.discard(key)
                     self._end_if_done(request)
 
@@ -574,7 +579,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _submit_cascade(self, tier: IsolatedTier, cascade: Cascade) -> None:
         """Submit those blocks of a cascade that were not evicted while it waited."""
-        keys = [key for key in cascade.keys if self.primary_tier.is_ready(key)]
+        keys = list(filter(self.primary_tier.is_ready, cascade.keys))
         self.stats.dropped_cascades += len(cascade.keys) - len(keys)
         if keys:
             rows = self.primary_tier.prepare_read(keys, cascade.context)
@@ -741,7 +746,8 @@ class TieringOffloadingManager(OffloadingManager):
         if request.finished:
             request.finished = False
             request.missed.clear()
-            request.decision = request.load_reason = None
+            request.decision = None
+            request.load_reason = None
             if request.context.tenant != req_context.tenant:
                 self._forget_awaited_writes(request)
         request.context = req_context
@@ -854,7 +860,8 @@ class TieringOffloadingManager(OffloadingManager):
                     if not tier.drain(deadline - time.monotonic()):
                         break
                     self._poll()
-                tier.shutdown(max(0.0, deadline - time.monotonic()))
+                left_s = max(0.0, deadline - time.monotonic())
+                tier.shutdown(left_s)
         finally:
             self.primary_tier.shutdown()
 
@@ -864,7 +871,7 @@ def _tell_slower_tiers(
     keys: Sequence[OffloadKey],
     runs: Sequence[TierRun],
 ) -> None:
-    """Tell the tiers that hold blocks, but do not load them because a later tier is faster: their
+    """Call ``on_faster_tier`` of tiers whose blocks a later tier loads, because it is faster: their
     own loads would not show when they are fast again.
 
     :param held: as for ``assign_runs``, which has returned ``runs``.

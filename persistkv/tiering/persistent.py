@@ -320,10 +320,10 @@ class PersistentTier(SecondaryTierManager):
         if job_metadata.deadline is not None:
             deadline = min(deadline, job_metadata.deadline)
         self._loads[job_id] = _Load(job_metadata)
-        self._load_times.begin(job_id, self._num_bytes(job_metadata.keys))
-        self.client.submit_load(
-            job_id, job_metadata.keys, job_metadata.block_ids.tolist(), deadline
-        )
+        keys = job_metadata.keys
+        self._load_times.begin(job_id, self._num_bytes(keys))
+        rows = job_metadata.block_ids.tolist()
+        self.client.submit_load(job_id, keys, rows, deadline)
 
     # Whether to load
 
@@ -354,10 +354,12 @@ class PersistentTier(SecondaryTierManager):
         return self._probes.is_due
 
     def _probe(self, keys: Sequence[OffloadKey]) -> None:
-        if self._probes.begin():
-            most = 1 if self._probes.is_small else PROBED_KEYS
-            if not self.client.probe(keys[:most], PROBE_S):
-                self._probes.end()
+        if not self._probes.begin():
+            return
+        most = 1 if self._probes.is_small else PROBED_KEYS
+        is_sent = self.client.probe(keys[:most], PROBE_S)
+        if not is_sent:
+            self._probes.end()
 
     def on_load_abandoned(self, job_id: int) -> None:
         load = self._loads.get(job_id)
@@ -378,19 +380,19 @@ class PersistentTier(SecondaryTierManager):
         load = self._loads.pop(outcome.job_id, None)
         if load is None:
             return
-        is_late = outcome.is_late or load.is_abandoned
-        times = self._load_times
         if outcome.refused and not outcome.is_late:  # it was not sent
-            times.cancel(outcome.job_id)
+            self._load_times.cancel(outcome.job_id)
             return
-        times.end(
+        self._load_times.end(
             outcome.job_id,
             outcome.num_bytes,
             outcome.seconds,
             is_late=outcome.is_late,
         )
-        reason = Reason.DEADLINE if is_late else Reason.LOADED
-        if not is_late:
+        reason = Reason.LOADED
+        if outcome.is_late or load.is_abandoned:
+            reason = Reason.DEADLINE
+        else:
             self._probes.reset()
         job = load.job
         self._count_load(job.req_context, reason, job.decision, outcome.seconds)
@@ -405,11 +407,10 @@ class PersistentTier(SecondaryTierManager):
         self.load_counts[reason] += 1
         compute_s = None if decision is None else decision.compute_s
         known_s = load_s if math.isfinite(load_s) else None
-        self.client.report_load(
-            LoadReport(
-                req_context.req_id, reason.value, known_s, compute_s, time.time()
-            )
+        report = LoadReport(
+            req_context.req_id, reason.value, known_s, compute_s, time.time()
         )
+        self.client.report_load(report)
 
     def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
         """Report that another tier loads these blocks: this engine has not computed them (option
@@ -430,21 +431,21 @@ class PersistentTier(SecondaryTierManager):
     def get_finished_jobs(self) -> list[JobResult]:
         for outcome in self.client.poll():
             self._end_load(outcome)
-            self._finished.append(
-                JobResult(
-                    outcome.job_id,
-                    success=not outcome.refused,
-                    failed_keys=[OffloadKey(key) for key in outcome.failed],
-                    num_bytes=outcome.num_bytes,
-                    seconds=outcome.seconds,
-                    is_late=outcome.is_late,
-                )
+            result = JobResult(
+                outcome.job_id,
+                success=not outcome.refused,
+                failed_keys=list(map(OffloadKey, outcome.failed)),
+                num_bytes=outcome.num_bytes,
+                seconds=outcome.seconds,
+                is_late=outcome.is_late,
             )
+            self._finished.append(result)
         if self._probes.is_running:
             self._end_probe()
         for req_id, whole in self.client.take_persisted().items():
             self._remember(req_id, whole)
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def on_restored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -474,11 +475,10 @@ class PersistentTier(SecondaryTierManager):
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         """Record how long a prefill took without the waits before it, in an engine that measures
-        it. From that speed, tools tell the seconds that restored tokens have saved."""
+        it. From that speed, tools compute the seconds that restored tokens have saved."""
         if not self._detached:
-            self.client.report_saved(
-                Saved(prefill_tokens=num_tokens, prefill_s=seconds)
-            )
+            saved = Saved(prefill_tokens=num_tokens, prefill_s=seconds)
+            self.client.report_saved(saved)
 
     def has_pending_work(self) -> bool:
         return bool(self._finished) or self.client.has_pending_work
@@ -573,7 +573,8 @@ class PersistentTier(SecondaryTierManager):
         self._ended.pop(req_id, None)
         self._ended[req_id] = whole
         if len(self._ended) > REMEMBERED_ENDS:
-            del self._ended[next(iter(self._ended))]
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
 
     def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
         """Ask the store for keys of stored requests, to promote their blocks, most recently used
@@ -624,21 +625,22 @@ class PersistentTier(SecondaryTierManager):
         """Return the answer to the last ``ask_recent`` once: a context per stored request. An empty
         list: there is no such request, or the store cannot be read. None: no answer has arrived.
         """
-        if self._known is not None:
-            known, self._known = self._known, None
-            return known
-        return self.client.take_recent()
+        if self._known is None:
+            return self.client.take_recent()
+        known = self._known
+        self._known = None
+        return known
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         changes = self.client.take_events()
         medium = self.get_tier_type()
         events = []
         if changes.removed or changes.lost:
-            removed = [OffloadKey(key) for key in changes.removed]
-            events.append(OffloadingEvent(removed, medium, True, changes.lost))
+            keys = list(map(OffloadKey, changes.removed))
+            events.append(OffloadingEvent(keys, medium, True, changes.lost))
         if changes.stored:
-            stored = [OffloadKey(key) for key in changes.stored]
-            events.append(OffloadingEvent(stored, medium, False))
+            keys = list(map(OffloadKey, changes.stored))
+            events.append(OffloadingEvent(keys, medium, False))
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:

@@ -80,15 +80,19 @@ class Prewarming:
         recent = None
         if self._asked_at is not None:
             recent = self._tier.take_recent()
-        if recent is not None:
-            self._asked_at = None
-            self._answered = True
-            self._contexts.extend(recent)
-            self.ended = self.ended or not recent
-            num_blocks = sum(len(context.keys) for context in recent)
-            if num_blocks:
-                logger.info("promoting %d blocks of stored contexts", num_blocks)
-        elif not self.ended and time.monotonic() > self._gives_up:
+        if recent is None:
+            self._give_up_if_late()
+            return
+        self._asked_at = None
+        self._answered = True
+        self._contexts.extend(recent)
+        self.ended = self.ended or not recent
+        num_blocks = sum(len(context.keys) for context in recent)
+        if num_blocks:
+            logger.info("promoting %d blocks of stored contexts", num_blocks)
+
+    def _give_up_if_late(self) -> None:
+        if not self.ended and time.monotonic() > self._gives_up:
             self.ended = True
             logger.warning(
                 "the tier listed no recently used contexts within %.0f s: none are promoted",

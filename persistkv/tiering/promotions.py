@@ -54,7 +54,8 @@ class PromotionQueue:
         place = (tier, context.req_id)
         promotion = self.queued.get(place)
         if promotion is None:
-            promotion = self.queued[place] = Promotion(tier, context)
+            promotion = Promotion(tier, context)
+            self.queued[place] = promotion
         promotion.keys[key] = None
         self.waiters[key] = {context.req_id}
 
@@ -70,7 +71,8 @@ class PromotionQueue:
 
     def put_back(self, promotion: Promotion) -> None:
         """Queue a promotion again that had no rows."""
-        self.queued[promotion.tier, promotion.context.req_id] = promotion
+        place = (promotion.tier, promotion.context.req_id)
+        self.queued[place] = promotion
 
     def has_queued(self, req_id: str) -> bool:
         """Return whether a promotion of the request is queued."""

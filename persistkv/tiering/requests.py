@@ -34,7 +34,7 @@ class TieredRequest:
     decision: LoadDecision | None = None
     """Runs to load from the secondary tiers; None: not decided yet."""
     load_reason: Reason | None = None
-    """What became of the blocks that secondary tiers held for the request; None: they held none, or
+    """Use of the blocks that secondary tiers held for the request; None: they held none, or
     their load has not ended."""
     held: dict[OffloadKey, IsolatedTier] = field(default_factory=dict)
     """Promoted blocks that stay referenced until the request loads them, with the tier that they

@@ -97,7 +97,8 @@ class CPUCopyEngine(CopyEngine):
     def _copy(self, part: PageCopies) -> None:
         # shape (rows, GPU blocks in a row, bytes to copy)
         rows = self.memory.rows[part.tensor_idx]
-        rows = rows.view(len(rows), self.memory.block_size_factor, -1)
+        blocks_per_row = self.memory.block_size_factor
+        rows = rows.view(len(rows), blocks_per_row, -1)
         rows = rows[:, :, : part.page_bytes]
         # shape (GPU blocks, bytes to copy)
         pages = self.memory.pages[part.tensor_idx]

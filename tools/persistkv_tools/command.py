@@ -65,7 +65,7 @@ class Command(NamedTuple):
         :raises ConfigurationError: the positional arguments are wrong.
         :raises SystemExit: an option is wrong (2), or help was asked for (0).
         """
-        # intermixed: options may stand between the words
+        # intermixed: options may be between the words
         given = vars(self.parser(name).parse_intermixed_args(arguments))
         words = given.pop(_WORDS)
         self.function(**_assigned(name, self.positionals, words), **given)
@@ -287,7 +287,7 @@ def _needed(positional: Positional) -> str:
 
 
 def _expected_store(word: str) -> str:
-    """Return what is expected instead of a word that is no store, for an error."""
+    """Return the words that are expected instead of one that is no store, for an error."""
     if word == "-":
         return (
             "a store: a file:// directory is the form to pack and send, e.g. with tar"

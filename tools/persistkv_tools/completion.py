@@ -20,7 +20,7 @@ _persistkv() {{
 complete -o default -F _persistkv persistkv
 """
 """For bash; zsh runs it after ``autoload bashcompinit && bashcompinit``."""
-_MOST = 100  # a shell shows no more at once
+_MOST = 100  # more would fill the terminal
 
 
 def completions(
@@ -41,12 +41,15 @@ def completions(
         names = sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
         return [name for name in names if name.startswith(begin)]
     named = [name for name in sorted(named_stores()) if name.startswith(begin)]
-    if not any(
-        positional.metavar.startswith("REQUEST") for positional in command.positionals
-    ):
+    if not _takes_request(command):
         return named
     store = store_of(words[1:-1])
     return named if store is None else _requests(store, begin)
+
+
+def _takes_request(command: Command) -> bool:
+    names = [positional.metavar for positional in command.positionals]
+    return any(name.startswith("REQUEST") for name in names)
 
 
 def _requests(url: str, begin: str) -> list[str]:

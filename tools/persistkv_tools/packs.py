@@ -90,7 +90,10 @@ class Piece(NamedTuple):
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
     """Cut a pack into pieces of ``most_bytes``, or one larger frame. A pack without frames is one
     empty piece."""
-    first = block = start = size = 0
+    first = 0
+    block = 0
+    start = 0
+    size = 0
     frames: list[Frame] = []
     for frame in table.frames:
         if frames and size + frame.stored_length > most_bytes:
@@ -110,7 +113,7 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
     first piece of a pack, also check the pack's id.
 
     :param seal: of the store.
-    :raises OtherReleaseError: the frames cannot be decoded by this release.
+    :raises UnknownCodecError: the frames cannot be decoded by this release.
     """
     table = piece.table
     block = piece.first_block
@@ -140,15 +143,12 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
             if error.field == "codec":
                 raise UnknownCodecError(error.problem) from None
             yield _defect(table, problem, str(error), frame.group, frame.offset)
-        if bytes(found[end : begin + align(frame.stored_length)]).strip(b"\0"):
+        padded_end = begin + align(frame.stored_length)
+        padding = bytes(found[end:padded_end])
+        if padding.strip(b"\0"):
             offset = frame.offset + frame.stored_length
-            yield _defect(
-                table,
-                Problem.PADDING,
-                "non-zero bytes after a frame",
-                frame.group,
-                offset,
-            )
+            detail = "non-zero bytes after a frame"
+            yield _defect(table, Problem.PADDING, detail, frame.group, offset)
 
 
 def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | None:
@@ -180,21 +180,22 @@ def check_pack(
 
     :param keep: receives the whole payload, appended, with opened frames. Its bytes must not be
         used if there are defects.
-    :raises OtherReleaseError: the pack cannot be decoded by this release.
+    :raises UnknownCodecError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.
     """
     findings: list[Defect] = []
     for piece in pieces(table, BATCH_BYTES):
         # aligned, so that it can be read past the page cache; an mmap is never empty
-        buffer = memoryview(mmap.mmap(-1, piece.length or 1))[: piece.length]
+        memory = mmap.mmap(-1, max(piece.length, 1))
+        buffer = memoryview(memory)[: piece.length]
         span = ReadSpan(table.pack_id, piece.start, [buffer])
         if backend.read(table.namespace, [span]) == [True]:
             findings += check_piece(piece, buffer, backend.seal)
         else:
-            detail = (
-                f"bytes {piece.start:,} to {piece.start + piece.length:,} are missing"
-            )
-            findings.append(_defect(table, Problem.SHORT, detail, None, piece.start))
+            end = piece.start + piece.length
+            detail = f"bytes {piece.start:,} to {end:,} are missing"
+            defect = _defect(table, Problem.SHORT, detail, None, piece.start)
+            findings.append(defect)
         if keep is not None:
             keep += buffer
         took(piece.length)
@@ -208,12 +209,11 @@ def _defect(
     group: int | None = None,
     offset: int | None = None,
 ) -> Defect:
-    namespace, pack = table.namespace.hex(), table.pack_id.hex()
     return Defect(
         problem=problem,
         detail=detail,
-        namespace=namespace,
-        pack=pack,
+        namespace=table.namespace.hex(),
+        pack=table.pack_id.hex(),
         group=group,
         offset=offset,
     )

@@ -26,13 +26,12 @@ class _Bytes(ProgressColumn):
     """Column of a progress bar: bytes done, total and rate, formatted as in all commands."""
 
     def render(self, task: Task) -> Text:
-        total = (
-            "" if task.total is None else f" of {render.format_size(round(task.total))}"
-        )
-        rate = (
-            "" if task.speed is None else f", {render.format_size(round(task.speed))}/s"
-        )
-        return render.plain(f"{render.format_size(round(task.completed))}{total}{rate}")
+        text = render.format_size(round(task.completed))
+        if task.total is not None:
+            text += f" of {render.format_size(round(task.total))}"
+        if task.speed is not None:
+            text += f", {render.format_size(round(task.speed))}/s"
+        return render.plain(text)
 
 
 def byte_progress() -> Progress:
@@ -58,7 +57,8 @@ def counted(
 ) -> Callable[[int], None]:
     """Return a function that takes the bytes of each read, advances a bar, and sleeps as the
     throttle requires."""
-    shown, pace = progress or Progress(disable=True), throttle or Throttle()
+    shown = progress or Progress(disable=True)
+    pace = throttle or Throttle()
     task = shown.add_task(what, total=total)
 
     def took(num_bytes: int) -> None:
@@ -80,7 +80,8 @@ class Throttle:
     def __init__(self, bytes_per_s: int | None = None, *, share: float = 1.0) -> None:
         self._rate = bytes_per_s
         self._share = share
-        self._free_at = self._resumed = time.monotonic()
+        self._resumed = time.monotonic()
+        self._free_at = self._resumed
 
     @property
     def bounded(self) -> bool:
@@ -90,12 +91,13 @@ class Throttle:
     def took(self, num_bytes: int) -> None:
         """Account for bytes that were read or written, and sleep as the limits require."""
         now = time.monotonic()
+        busy_s = now - self._resumed
+        idle_s = busy_s / self._share - busy_s
         # bounded: a read that waited for a slow disk would pause for minutes
-        pause = min(_LONGEST_S, (now - self._resumed) * (1 / self._share - 1))
+        pause = min(_LONGEST_S, idle_s)
         if self._rate is not None:
-            self._free_at = (
-                max(self._free_at, now - _LONGEST_S) + num_bytes / self._rate
-            )
+            begin = max(self._free_at, now - _LONGEST_S)
+            self._free_at = begin + num_bytes / self._rate
             pause = max(pause, self._free_at - now)
         if pause > 0:
             time.sleep(pause)

@@ -194,9 +194,10 @@ def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
     """
     made: dict[str, str | Callable[[Any], str]] = {}
     for word in spec.split():
-        header, _, field = word.partition("=")
-        name = field or header
-        made[header.replace("_", " ")] = derived.get(name, name)
+        name, _, field = word.partition("=")
+        field = field or name
+        header = name.replace("_", " ")
+        made[header] = derived.get(field, field)
     return made
 
 
@@ -204,13 +205,17 @@ def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
     """Return the texts of a table: for each record, one for each column."""
     rows = []
     for record in records:
-        rows.append([_cell(record, column) for column in columns.values()])
+        row = [_cell(record, column) for column in columns.values()]
+        rows.append(row)
     return rows
 
 
 def pairs(columns: Columns, record: object) -> dict[str, str]:
     """Return the texts of one record by header."""
-    return dict(zip(columns, cells(columns, [record])[0], strict=True))
+    texts: dict[str, str] = {}
+    for header, column in columns.items():
+        texts[header] = _cell(record, column)
+    return texts
 
 
 def _cell(record: object, column: str | Callable[[Any], str]) -> str:
@@ -233,15 +238,20 @@ def _text(column: str, value: Any) -> str:
         return "yes" if value else ""
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, float) and column.endswith("_rate"):
+        return f"{value:.1%}"
     if isinstance(value, float):
-        return f"{value:.1%}" if column.endswith("_rate") else f"{value:.2f}"
+        return f"{value:.2f}"
     if isinstance(value, dict):
-        return _cut(format_labels(value))
-    return " ".join(value) if isinstance(value, list) else str(value)
+        return cut(format_labels(value))
+    if isinstance(value, list):
+        return " ".join(value)
+    return str(value)
 
 
-def _cut(text: str) -> str:
-    """Return a text for a cell of a table: a longer one would hide the other rows."""
+def cut(text: str) -> str:
+    """Return the start of a text that is too long for a cell of a table: it would hide the other
+    rows."""
     return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}…"
 
 
@@ -285,7 +295,8 @@ def show_table(
             del kept[header]
     if title is not None:
         say(title)
-    console().print(table(kept, cells(kept, records[:most]), left=left))
+    rows = cells(kept, records[:most])
+    console().print(table(kept, rows, left=left))
     if most is not None and len(records) > most:
         say(f"and {len(records) - most:,} more; --json lists all")
 
@@ -305,9 +316,9 @@ def table(
     on_the_left = left.split(",")
     for position, header in enumerate(headers):
         if position == 0 or header in on_the_left:
-            longest = max((len(row[position]) for row in rows), default=0)
+            lengths = [len(row[position]) for row in rows]
             # a short id that is broken over lines cannot be copied
-            is_short = longest <= _UNBROKEN
+            is_short = max(lengths, default=0) <= _UNBROKEN
             made.add_column(header, overflow="fold", no_wrap=is_short)
         else:
             # a number over two lines reads as two numbers
@@ -370,7 +381,8 @@ def raise_output_error(error: OSError) -> NoReturn:
     :raises OutputError: it could not be written for another reason.
     """
     # else the interpreter writes the rest of the buffer at its end, and fails again
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discarding = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(discarding, sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         raise SystemExit(PIPE_CLOSED) from None
     raise OutputError(error) from None

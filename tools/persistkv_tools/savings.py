@@ -52,7 +52,7 @@ def summary(rows: Sequence[SavedTotals]) -> str:
 
 
 class RecentSavings:
-    """Savings of a store that is looked at repeatedly; they are read once a minute."""
+    """Savings of a store that is shown repeatedly; they are read once a minute."""
 
     def __init__(self) -> None:
         self._rows: list[SavedTotals] = []

@@ -84,13 +84,17 @@ def bench(url: str, *, size: str, rounds: int, json: bool) -> None:
             raise StoreError(f"the plain file failed: {problem}") from error
     figures = [_figure(name, job_bytes, times) for name in ("store", "load")]
     if json:
-        sizes = {"job_bytes": job_bytes, "rounds": rounds}
-        render.print_json(
-            {"url": url, "scratch_url": scratch, **sizes, "figures": figures}
-        )
+        report = {
+            "url": url,
+            "scratch_url": scratch,
+            "job_bytes": job_bytes,
+            "rounds": rounds,
+            "figures": figures,
+        }
+        render.print_json(report)
         return
-    packs = f"packs of {render.format_size(job_bytes)}"
-    title = f"{packs}, medians of {render.count(rounds, 'round')}"
+    size = render.format_size(job_bytes)
+    title = f"packs of {size}, medians of {render.count(rounds, 'round')}"
     render.show_table(_COLUMNS, figures, title=title, left="verdict")
 
 
@@ -119,9 +123,11 @@ def verdict(ratio: float | None) -> str:
 
 def _figure(name: str, job_bytes: int, times: _Times) -> Figure:
     seconds = round(statistics.median(times[name]), 6)
-    limit = ratio = None
-    if times[f"plain {name}"]:
-        limit = round(statistics.median(times[f"plain {name}"]), 6)
+    limit = None
+    ratio = None
+    plain_times = times[f"plain {name}"]
+    if plain_times:
+        limit = round(statistics.median(plain_times), 6)
         ratio = round(limit / seconds, 3)
     speed = round(job_bytes / seconds)
     return Figure(name, seconds, speed, limit, ratio, verdict(ratio))
@@ -132,7 +138,7 @@ def _scratch(url: str) -> Iterator[str]:
     """Create a temporary store next to that of the URL; yield its URL. At the end, remove it, or
     erase it if it is remote."""
     parsed = StoreUrl.parse(url)
-    # beside the store: on the same disk, or in the same bucket
+    # next to the store: on the same disk, or in the same bucket
     suffix = f".bench-{secrets.token_hex(4)}"
     location = parsed.location.rstrip("/") + suffix
     path = Path(location)
@@ -161,8 +167,9 @@ def _measure(url: str, job_bytes: int, rounds: int, took: Took) -> _Times:
     source[:] = np.random.default_rng(0).bytes(job_bytes)
     rows = np.frombuffer(source, dtype=np.uint8).reshape(-1, _BLOCK_BYTES)
     times: _Times = defaultdict(list)
+    identity = Identity.of({"benchmark": job_bytes})
     with closing(open_backend(url)) as backend, _plain_medium(url) as plain:
-        namespace = backend.open_namespace(Identity.of({"benchmark": job_bytes})).id
+        namespace = backend.open_namespace(identity).id
         for number in range(rounds + 1):
             # new keys: a store does not write blocks again that it holds
             keys = [os.urandom(32) + bytes(4) for _ in rows]
@@ -175,12 +182,13 @@ def _measure(url: str, job_bytes: int, rounds: int, took: Took) -> _Times:
             if plain is not None:
                 steps["plain store"] = partial(plain.write, [source])
                 steps["plain load"] = partial(plain.read, [target])
-            # in turns: what else the disk does meanwhile meets all of them
+            # interleaved: other work of the disk slows all of them
             for name, step in steps.items():
                 begin = time.perf_counter()
                 step()
+                seconds = time.perf_counter() - begin
                 if number:  # the first round warms up
-                    times[name].append(time.perf_counter() - begin)
+                    times[name].append(seconds)
             took(job_bytes)
     return times
 
@@ -228,7 +236,8 @@ class _PlainFile(PlainMedium):
         self._end += num_bytes
 
     def read(self, buffers: Sequence[memoryview]) -> None:
-        os.preadv(self._file, buffers, self._end - sum(map(len, buffers)))
+        num_bytes = sum(map(len, buffers))
+        os.preadv(self._file, buffers, self._end - num_bytes)
         for buffer in buffers:  # a load computes checksums
             xxhash.xxh3_64_intdigest(buffer)
 

@@ -248,7 +248,7 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
 def _store(url: str) -> Iterator[Check]:
     try:
         parsed = StoreUrl.parse(url)
-        # before the opening: it says what is wrong with a medium that cannot be opened
+        # before the opening: it names the defects of a medium that cannot be opened
         yield from BACKENDS.get(parsed.scheme).check_medium(parsed)
         with closing(open_backend(url, read_only=True)) as backend:
             is_remote = backend.capabilities.remote

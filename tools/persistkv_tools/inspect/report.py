@@ -32,7 +32,7 @@ from persistkv_tools.inspect.stat import TENANTS, has_tenants
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
 from persistkv_tools.options import opened
 
-_PERIODS = 48  # columns of a chart that can be told apart
+_PERIODS = 48  # columns of a chart that can be distinguished
 _MOST = 10  # rows of a table
 _NODES = 60  # rows of the prefix tree: two screens
 _STYLE = """

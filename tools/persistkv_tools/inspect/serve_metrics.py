@@ -145,7 +145,8 @@ def _samples(metrics: Iterable[Metric]) -> list[dict[str, object]]:
     samples: list[dict[str, object]] = []
     for metric in metrics:
         for one in metric.samples:
-            samples.append({"name": one.name, "labels": one.labels, "value": one.value})
+            sample = {"name": one.name, "labels": one.labels, "value": one.value}
+            samples.append(sample)
     return samples
 
 
@@ -193,8 +194,9 @@ class StoreCollector:
         metrics: list[Metric] = []
 
         def add(name: str, text: str, value: float) -> None:
-            metrics.append(gauge := GaugeMetricFamily(name, text, labels=["store"]))
+            gauge = GaugeMetricFamily(name, text, labels=["store"])
             gauge.add_metric([self._store], value)
+            metrics.append(gauge)
 
         began = time.monotonic()
         with self._lock:
@@ -206,7 +208,8 @@ class StoreCollector:
             try:
                 if self._backend is None:
                     self._backend = open_backend(self._url, read_only=True)
-                stats, statuses = self._backend.stats(), read_statuses(self._backend)
+                stats = self._backend.stats()
+                statuses = read_statuses(self._backend)
                 tenants = self._backend.tenants()
                 saved = self._savings.by_namespace(self._backend)
             except StoreError as error:

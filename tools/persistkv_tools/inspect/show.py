@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby, repeat, takewhile, zip_longest
+from itertools import chain, groupby, takewhile, zip_longest
 from typing import TypeVar
 
 import msgspec
@@ -38,7 +38,7 @@ from persistkv_tools.options import opened
 
 _SHOWN_PACKS = 40
 _SHARERS = 5
-_KEY_DIGITS = 12  # enough to tell the keys of one store apart
+_KEY_DIGITS = 12  # enough to distinguish the keys of one store
 _NAMES = 2  # of the requests that end in a node
 _BRANCHES = 8  # of a node
 _NODE_DIGITS = 8
@@ -150,13 +150,12 @@ def show(
         return
     _print(context)
     if top is not None:
-        tree_of = (
-            f"{render.count(top.requests, 'request')} in namespace "
-            f"{context.request.namespace[:8]}"
+        requests = render.count(top.requests, "request")
+        space = context.request.namespace[:8]
+        title = (
+            f"prefix tree of {requests} in namespace {space} (keys of group {group})"
         )
-        render.console().print(
-            _rich_tree(top, f"prefix tree of {tree_of} (keys of group {group})", shorts)
-        )
+        render.console().print(_rich_tree(top, title, shorts))
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -218,10 +217,8 @@ def _print(context: ContextView) -> None:
     render.show_table(_PACKS, context.packs, left="codec", most=_SHOWN_PACKS)
     for group in context.groups:
         if group.keys:
-            title = (
-                f"group {group.group}: the first {len(group.keys)} of "
-                f"{render.count(group.blocks, 'key')}"
-            )
+            keys = render.count(group.blocks, "key")
+            title = f"group {group.group}: the first {len(group.keys)} of {keys}"
             render.show_table(_KEYS, group.keys, title=title)
 
 
@@ -322,14 +319,12 @@ def _places(
 
     def note(tables: Iterable[PackTable]) -> None:
         for table in tables:
-            keys = table.keys.unpack()
-            if not wanted.isdisjoint(keys):
-                frames = chain.from_iterable(
-                    repeat(frame, frame.block_count) for frame in table.frames
-                )
-                for key, frame in zip(keys, frames, strict=True):
-                    if key in wanted:
-                        places.setdefault(key, (table, frame))
+            # most packs hold nothing that is wanted: this test saves their frames
+            if wanted.isdisjoint(table.keys.unpack()):
+                continue
+            for placed in table.placed_frames():
+                for key in wanted.intersection(placed.keys):
+                    places.setdefault(key, (table, placed.frame))
 
     note(named)
     # a block that was deleted and stored again is in another pack
@@ -355,7 +350,7 @@ def _sharers(
             keys = group.unpack()
             # most requests share nothing: this test halves the time
             if not among.isdisjoint(keys):
-                for key in dict.fromkeys(key for key in keys if key in among):
+                for key in among.intersection(keys):
                     found.setdefault(key, []).append(other)
     return found
 
@@ -367,18 +362,19 @@ def _group_view(
     views = []
     for depth, key in enumerate(keys[:key_limit]):
         place = places.get(key)
-        pack = offset = None
+        pack = None
+        offset = None
         if place is not None:
             table, frame = place
             pack = table.pack_id.hex()
             offset = frame.offset
-        views.append(KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset))
+        digits = key.hex()[:_KEY_DIGITS]
+        views.append(KeyView(depth, digits, pack, offset))
+    num_missing = len(keys) - len(frames)
     raw_bytes = sum(frame.block_bytes for frame in frames)
     # frames hold several blocks: each counts with its mean size
     stored_bytes = sum(frame.stored_length // frame.block_count for frame in frames)
-    return GroupView(
-        number, len(keys), len(keys) - len(frames), raw_bytes, stored_bytes, views
-    )
+    return GroupView(number, len(keys), num_missing, raw_bytes, stored_bytes, views)
 
 
 def _pack_views(
@@ -390,22 +386,26 @@ def _pack_views(
     keys_in: dict[bytes, list[bytes]] = {}
     for key in chain.from_iterable(zip_longest(*chains)):
         if key in places:
-            keys_in.setdefault(places[key][0].pack_id, []).append(key)
+            table, _ = places[key]
+            keys_in.setdefault(table.pack_id, []).append(key)
     views = []
     for pack, keys in keys_in.items():
         table, _ = places[keys[0]]
-        others = sorted({name for key in keys for name in sharers.get(key, ())})
-        sizes = len(table.keys), table.raw_length, table.payload_length
-        views.append(
-            PackView(
-                pack.hex(),
-                len(keys),
-                *sizes,
-                table.codec,
-                len(others),
-                others[:_SHARERS],
-            )
+        names: set[str] = set()
+        for key in keys:
+            names.update(sharers.get(key, ()))
+        others = sorted(names)
+        view = PackView(
+            pack.hex(),
+            len(keys),
+            len(table.keys),
+            table.raw_length,
+            table.payload_length,
+            table.codec,
+            len(others),
+            others[:_SHARERS],
         )
+        views.append(view)
     return views
 
 
@@ -432,7 +432,8 @@ def prefix_tree(
         branches = _branches(below, depth, chosen)
         shown = []
         for branch in branches[: min(node_limit, _BRANCHES)]:
-            shown.append((_node(branch, depth, chosen), branch))
+            node = _node(branch, depth, chosen)
+            shown.append((node, branch))
         node_limit -= len(shown)
         parent.hidden = len(branches) - len(shown)
         parent.children = [node for node, _ in shown]
@@ -473,16 +474,18 @@ def _branches(
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
     """Return the longest run of keys, from ``depth``, that all of these sorted chains share,
     without its children."""
+    first_keys, _ = branch[0]
+    last_keys, _ = branch[-1]
     # what both begin with, so do the chains between them
-    ends = zip(branch[0][0], branch[-1][0], strict=False)
+    ends = zip(first_keys, last_keys, strict=False)
     end = sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], ends))
     names = [name for keys, name in branch if len(keys) == end]
     names.sort(key=lambda name: name != chosen)
-    first = branch[0][0][depth].hex()[:_NODE_DIGITS]
+    digits = first_keys[depth].hex()[:_NODE_DIGITS]
     return TreeNode(
         depth,
         end - depth,
-        first,
+        digits,
         len(branch),
         len(names),
         names[:_NAMES],

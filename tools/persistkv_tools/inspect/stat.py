@@ -35,6 +35,13 @@ def _quota(totals: TenantTotals) -> str:
     return "none" if totals.quota is None else render.format_size(totals.quota)
 
 
+def _disk(store: StoreTotals) -> str:
+    size = render.format_size(store.disk_bytes)
+    if store.fill is None:
+        return size
+    return f"{size} ({store.fill:.1%} of the capacity)"
+
+
 def _part_of_quota(totals: TenantTotals) -> str:
     if totals.quota is None:
         return "-"
@@ -43,15 +50,11 @@ def _part_of_quota(totals: TenantTotals) -> str:
 
 _TOTALS = render.columns(
     "requests packs blocks raw=raw_bytes stored=stored_bytes codec_ratio dedup_ratio=dedup "
-    "on_disk=disk"
-    " disk_ratio=more",
+    "on_disk=disk disk_ratio=more",
     dedup=lambda store: (
         f"{_number(store.dedup_ratio)} (blocks of all requests ÷ stored blocks)"
     ),
-    disk=lambda store: (
-        render.format_size(store.disk_bytes)
-        + ("" if store.fill is None else f" ({store.fill:.1%} of the capacity)")
-    ),
+    disk=_disk,
     more=lambda store: (
         f"{_number(store.disk_ratio)} (on disk ÷ stored; includes index and free space)"
     ),

@@ -28,7 +28,6 @@ from persistkv_tools.command import (
 )
 from persistkv_tools.options import opened, show_adoptions
 
-_LONGEST = 200
 _AGAINST_HELP = "Directory of a model, another store, or id of a namespace."
 _REQUEST_HELP = "Id of a request in its engine, or the beginning of the id."
 _DTYPES = ("dtype", "torch_dtype")
@@ -117,7 +116,7 @@ def why(
 def _print_all(comparisons: Sequence[ComparisonView], otherwise: str) -> None:
     """Print the comparisons.
 
-    :param otherwise: beginning of what is said if there are none.
+    :param otherwise: beginning of the text that is printed if there are none.
     """
     for comparison in comparisons:
         _print(comparison)
@@ -294,14 +293,15 @@ def _print(comparison: ComparisonView) -> None:
 
 
 def _value(value: object) -> str:
-    text = "(absent)" if value is None else str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return "(absent)" if value is None else render.cut(str(value))
 
 
 def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
-    views = [DifferenceView(*found) for found in ours.identity.diff(theirs.identity)]
+    differences = ours.identity.diff(theirs.identity)
+    views = [DifferenceView(*difference) for difference in differences]
+    num_compared = _count(theirs.identity)
     return ComparisonView(
-        ours.id.hex(), theirs.id.hex(), not views, _count(theirs.identity), [], views
+        ours.id.hex(), theirs.id.hex(), not views, num_compared, [], views
     )
 
 
@@ -323,8 +323,9 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
         raise FileError("read", path, error) from None
     except (ValueError, RecursionError) as error:
         raise FileError("read", path, ValueError(f"no JSON object ({error})")) from None
+    has_model_dtype = isinstance(stored.get("dtype"), dict)
     for name in _DTYPES:
-        if isinstance(stored.get("dtype"), dict) and isinstance(config.get(name), str):
+        if has_model_dtype and isinstance(config.get(name), str):
             ours["dtype"] = {"model": config[name]}
     ours["config"] = _common(config, stored.get("config", {}))
     known = Identity.of(ours)
@@ -348,9 +349,13 @@ def _count(identity: Identity) -> int:
 def _common(values: Mapping[str, Any], others: Any) -> dict[str, Any]:
     """Return the values whose names occur in ``others``, too; nested mappings are compared level by
     level."""
-    found = {}
+    found: dict[str, Any] = {}
+    if not isinstance(others, Mapping):
+        return found
     for name, value in values.items():
-        if isinstance(others, Mapping) and name in others:
-            both = isinstance(value, Mapping) and isinstance(others[name], Mapping)
-            found[name] = _common(value, others[name]) if both else value
+        if name not in others:
+            continue
+        found[name] = value
+        if isinstance(value, Mapping) and isinstance(others[name], Mapping):
+            found[name] = _common(value, others[name])
     return found

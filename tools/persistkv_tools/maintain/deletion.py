@@ -95,7 +95,7 @@ class Done(msgspec.Struct):
 
 
 class PruneRules(NamedTuple):
-    """What a prune deletes; see ``plan_prune``."""
+    """Rules for the content that a prune deletes; see ``plan_prune``."""
 
     selection: Selection | None = None
     requests: Sequence[FoundRequest] = ()
@@ -194,8 +194,8 @@ class _Usage:
         return names
 
     def plan(self, *, orphans: bool, shared_packs: bool) -> int:
-        """Set what is deleted; return the number of blocks that only chosen requests name, and that
-        stay in packs of others."""
+        """Choose the packs and requests to delete; return the number of blocks that only chosen
+        requests name, and that stay in packs of others."""
         of_chosen = self.used(self.chosen)
         of_others = self.used(self.manifests.keys() - self.chosen)
         # blocks that the user wants to go, in packs that stay
@@ -230,7 +230,10 @@ class _Usage:
                 of_chosen |= found
             else:
                 of_others |= found
-        return dict(Counter(pack_of[key] for key in of_chosen - of_others))
+        private: Counter[bytes] = Counter()
+        for key in of_chosen - of_others:
+            private[pack_of[key]] += 1
+        return private
 
     def used_since(self, backend: Backend) -> set[bytes]:
         """Return the ids of packs that are used by requests added after the plan was made."""
@@ -446,7 +449,6 @@ class Prune:
         self._count_requests(backend, usage)
 
     def _commit(self, backend: Backend, usage: _Usage, batch: CommitBatch) -> None:
-        # engines wait for each commit, so the pause leaves them as much time as it took
         begin = time.monotonic()
         try:
             result = backend.commit(usage.namespace.id, batch)
@@ -459,7 +461,9 @@ class Prune:
             return
         for table in result.evicted:
             self.done.goes.add(table)
-        time.sleep(min(time.monotonic() - begin, _MOST_PAUSE_S))
+        seconds = time.monotonic() - begin
+        # engines wait for each commit, so the pause leaves them as much time as it took
+        time.sleep(min(seconds, _MOST_PAUSE_S))
 
     def _count_requests(self, backend: Backend, usage: _Usage) -> None:
         self.done.requests += len(usage.going - usage.present(backend))
@@ -467,7 +471,8 @@ class Prune:
 
 def _some_at_once(items: list[T]) -> Iterator[list[T]]:
     for start in range(0, len(items), _AT_ONCE):
-        yield items[start : start + _AT_ONCE]
+        stop = start + _AT_ONCE
+        yield items[start:stop]
 
 
 def _halves(batch: CommitBatch) -> list[CommitBatch]:
@@ -479,14 +484,13 @@ def _halves(batch: CommitBatch) -> list[CommitBatch]:
         return []
     middle_pack = len(packs) // 2
     middle_name = len(names) // 2
-    return [
-        CommitBatch(
-            deletions=packs[:middle_pack], manifest_deletions=names[:middle_name]
-        ),
-        CommitBatch(
-            deletions=packs[middle_pack:], manifest_deletions=names[middle_name:]
-        ),
-    ]
+    first = CommitBatch(
+        deletions=packs[:middle_pack], manifest_deletions=names[:middle_name]
+    )
+    second = CommitBatch(
+        deletions=packs[middle_pack:], manifest_deletions=names[middle_name:]
+    )
+    return [first, second]
 
 
 def _age_order(view: RequestView) -> tuple[float, str]:

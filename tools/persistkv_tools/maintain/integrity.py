@@ -120,16 +120,10 @@ class VerifyState(Tally, kw_only=True):
         except OSError as error:
             raise FileError("read", path, error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FileError(
-                "read",
-                path,
-                ValueError(f"it is not a progress file of verify ({error})"),
-            ) from None
-        if (state.version, state.store, state.sample) != (
-            _STATE_VERSION,
-            fresh.store,
-            sample,
-        ):
+            reason = ValueError(f"it is not a progress file of verify ({error})")
+            raise FileError("read", path, reason) from None
+        found = (state.version, state.store, state.sample)
+        if found != (_STATE_VERSION, fresh.store, sample):
             expected = (
                 f"progress of {fresh.store} with --sample {sample:g}; it is of "
                 f"{state.store}, {state.sample:g}"
@@ -141,7 +135,8 @@ class VerifyState(Tally, kw_only=True):
         """Add the totals and findings of a finished portion, whose last pack is ``after``."""
         self.after = after
         for name in Tally.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(tally, name))
+            total = getattr(self, name) + getattr(tally, name)
+            setattr(self, name, total)
 
     def save(self, path: Path) -> None:
         """Write the state to a file, atomically; raise ConfigurationError if that fails."""
@@ -149,7 +144,8 @@ class VerifyState(Tally, kw_only=True):
 
     def draws(self, pack_id: bytes) -> bool:
         """Return whether the random sample includes the pack."""
-        return xxhash.xxh3_64_intdigest(pack_id, seed=self.salt) < self.sample * 2**64
+        number = xxhash.xxh3_64_intdigest(pack_id, seed=self.salt)
+        return number < self.sample * 2**64
 
 
 def read_catalogues(backend: Backend) -> list[NamespacePacks]:
@@ -165,10 +161,12 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] |
     for _ in range(_ATTEMPTS):
         before = backend.stats()
         tenants = backend.tenants()
-        heads = packs = 0
+        heads = 0
+        packs = 0
         has_changed = len(list(backend.namespaces())) != len(spaces)
         for space in spaces:
-            heads += sum(1 for _ in backend.catalogue(space.namespace).manifests())
+            manifests = backend.catalogue(space.namespace).manifests()
+            heads += sum(1 for _ in manifests)
             has_changed = space.refresh() or has_changed
             packs += len(space.tables)
         totals = attrgetter("packs", "requests", "stored_bytes")
@@ -199,25 +197,26 @@ def _unread_tenants(
     counted = {totals.tenant: totals for totals in recorded}
     for tenant in sorted({*counted, *read} - {DEFAULT_TENANT}):
         nothing = TenantTotals(tenant)
-        ours, theirs = counted.get(tenant, nothing), read.get(tenant, nothing)
+        ours = counted.get(tenant, nothing)
+        theirs = read.get(tenant, nothing)
         packs = ours.packs - theirs.packs
-        num_bytes = ours.stored_bytes - theirs.stored_bytes
-        if packs or num_bytes:
-            detail = (
-                f"the totals of the tenant {tenant} count {ours.packs} packs of "
-                f"{ours.stored_bytes} bytes, and {theirs.packs} of {theirs.stored_bytes} can be "
-                f"read"
-            )
-            yield Defect(
-                problem=Problem.TENANT_TOTALS, detail=detail, count=max(1, abs(packs))
-            )
+        if not packs and ours.stored_bytes == theirs.stored_bytes:
+            continue
+        detail = (
+            f"the totals of the tenant {tenant} count {ours.packs} packs of "
+            f"{ours.stored_bytes} bytes, and {theirs.packs} of {theirs.stored_bytes} can be "
+            f"read"
+        )
+        # at least one: the packs may differ although their numbers are equal
+        num_packs = max(1, abs(packs))
+        yield Defect(problem=Problem.TENANT_TOTALS, detail=detail, count=num_packs)
 
 
 def _unread(problem: Problem, what: str, rows: int) -> Iterator[Defect]:
     """Yield a finding if the totals count other rows than can be read; ``rows``: the excess."""
     if rows:
-        number = f"{abs(rows)} {'more' if rows > 0 else 'fewer'}"
-        detail = f"the totals count {number} {what} than can be read"
+        relation = "more" if rows > 0 else "fewer"
+        detail = f"the totals count {abs(rows)} {relation} {what} than can be read"
         yield Defect(problem=problem, detail=detail, count=abs(rows))
 
 
@@ -228,7 +227,7 @@ def packs_left(
     left = []
     for space in spaces:
         for pack_id in sorted(space.tables):
-            # what comes later in this order was not read by an interrupted run
+            # an interrupted run has not read the packs that come later in this order
             is_left = (space.namespace + pack_id).hex() > state.after
             if is_left and state.draws(pack_id):
                 left.append((space, pack_id))
@@ -347,36 +346,41 @@ class Verifier:
             self.begin()
 
     def close(self) -> None:
-        """Cancel reads that have not started, and wait for running reads of a local store. Those of
+        """Cancel reads that have not started, and wait for running reads of a local store. Reads of
         a remote store continue until their deadline at the latest; they write only to own memory.
         """
         if self._pool is not None:
-            self._pool.shutdown(
-                wait=not self._backend.capabilities.remote, cancel_futures=True
-            )
+            is_local = not self._backend.capabilities.remote
+            self._pool.shutdown(wait=is_local, cancel_futures=True)
 
     def _look(self, batch: _Batch) -> list[bool]:
         """Read a batch; return for each piece whether it is good. Pieces of an unknown codec are
         not."""
-        memory = self._memory(sum(piece.length for piece in batch))
-        spans = []
+        num_bytes = sum(piece.length for piece in batch)
+        memory = self._memory(num_bytes)
+        buffers: list[memoryview] = []
+        spans: list[ReadSpan] = []
         begin = 0
         for piece in batch:
-            buffer = memory[begin : begin + piece.length]
+            end = begin + piece.length
+            buffer = memory[begin:end]
+            buffers.append(buffer)
             spans.append(ReadSpan(piece.table.pack_id, piece.start, [buffer]))
-            begin += piece.length
+            begin = end
         filled = self._backend.read(batch[0].table.namespace, spans)
-        return [
-            is_filled and _is_good(piece, span.buffers[0], self._backend.seal)
-            for piece, span, is_filled in zip(batch, spans, filled, strict=True)
-        ]
+        are_good: list[bool] = []
+        for piece, buffer, is_filled in zip(batch, buffers, filled, strict=True):
+            is_good = is_filled and _is_good(piece, buffer, self._backend.seal)
+            are_good.append(is_good)
+        return are_good
 
     def _memory(self, size: int) -> memoryview:
         """Return aligned memory of at least ``size`` bytes. The next call in the same thread may
         return it again."""
         held: memoryview | None = getattr(self._local, "memory", None)
         if held is None or len(held) < size:
-            held = self._local.memory = memoryview(huge_memory(max(size, BATCH_BYTES)))
+            held = memoryview(huge_memory(max(size, BATCH_BYTES)))
+            self._local.memory = held
         return held
 
     def _count(
@@ -426,52 +430,57 @@ def check_manifests(
 ) -> tuple[int, list[Defect]]:
     """Return the number of requests, and a finding for each with unreadable keys or with blocks
     that are not held."""
-    checked, findings = 0, []
+    num_checked = 0
+    findings: list[Defect] = []
     for space in spaces:
-        names = [
-            manifest.id for manifest in backend.catalogue(space.namespace).manifests()
-        ]
-        checked += len(names)
+        names = _names(backend, space)
+        num_checked += len(names)
         suspects = _suspects(backend, space, names, took)
         # others may have written, evicted or replaced what looks wrong
         for _ in range(2):
             if not suspects:
                 break
             space.refresh()
-            there = {
-                manifest.id
-                for manifest in backend.catalogue(space.namespace).manifests()
-            }
-            suspects = _suspects(
-                backend, space, [name for name in suspects if name in there], took
-            )
-        findings += list(suspects.values())
-    return checked, findings
+            there = set(_names(backend, space))
+            left = [name for name in suspects if name in there]
+            suspects = _suspects(backend, space, left, took)
+        findings += suspects.values()
+    return num_checked, findings
+
+
+def _names(backend: Backend, space: NamespacePacks) -> list[str]:
+    """Return the ids of the requests of a namespace."""
+    manifests = backend.catalogue(space.namespace).manifests()
+    return [manifest.id for manifest in manifests]
 
 
 def _suspects(
     backend: Backend, space: NamespacePacks, names: list[str], took: Took
 ) -> dict[str, Defect]:
-    tables = space.tables.values() if names else ()
-    held = HeldKeys(table.keys for table in tables)
+    """Return a finding for each of these requests with unreadable keys or with blocks that are not
+    held, by its id."""
     found: dict[str, Defect] = {}
+    if not names:
+        return found
+    held = HeldKeys(table.keys for table in space.tables.values())
     waiting = keys_of(backend, space.namespace, names)
     while some := list(islice(waiting, _MANIFESTS_AT_ONCE)):
         counts = held.missing([keys or () for _, keys in some])
-        for (name, keys), missing in zip(some, counts, strict=True):
-            problem, detail = (
-                Problem.MISSING_BLOCKS,
-                f"no pack holds {missing} of its blocks",
-            )
+        for (name, keys), num_missing in zip(some, counts, strict=True):
             if keys is None:
-                problem, detail = Problem.MANIFEST_KEYS, "its keys cannot be read"
-            if keys is None or missing:
-                found[name] = Defect(
-                    problem=problem,
-                    detail=detail,
-                    namespace=space.namespace.hex(),
-                    request=name,
-                )
+                problem = Problem.MANIFEST_KEYS
+                detail = "its keys cannot be read"
+            elif num_missing:
+                problem = Problem.MISSING_BLOCKS
+                detail = f"no pack holds {num_missing} of its blocks"
+            else:
+                continue
+            found[name] = Defect(
+                problem=problem,
+                detail=detail,
+                namespace=space.namespace.hex(),
+                request=name,
+            )
         took(0)
     return found
 

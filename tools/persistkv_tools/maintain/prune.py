@@ -108,7 +108,7 @@ def prune(
         render.print_json(report)
     else:
         _print_outcome(pruning, outcome, keep_bytes)
-    # conditions that a schedule uses: what they leave is no reason for an alarm
+    # conditions that a schedule uses: the content that they leave is no reason for an alarm
     is_housekeeping = not request and (keeps or not _is_by_labels(selection))
     _exit(pruning, outcome, is_housekeeping=is_housekeeping)
 
@@ -135,7 +135,7 @@ def _is_by_labels(selection: Selection) -> bool:
 
 
 class _Outcome(NamedTuple):
-    """What the command deleted, and the store afterwards."""
+    """Deletions of the command, and the store afterwards."""
 
     done: Done | None = None
     """None: nothing was deleted, because it was only a plan or the user did not consent."""

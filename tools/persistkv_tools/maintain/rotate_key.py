@@ -14,11 +14,11 @@ from persistkv_tools import render
 from persistkv_tools.command import URL, Command
 from persistkv_tools.options import opened
 
-_OPTIONS = {
-    "key_file": ("--new-key-file", "PATH", "File with the new key."),
-    "key_env": ("--new-key-env", "NAME", "Environment variable with the new key."),
-    "key_command": ("--new-key-command", "COMMAND", "Command that prints the new key."),
-}
+_OPTIONS = (
+    ("--new-key-file", "PATH", "File with the new key."),
+    ("--new-key-env", "NAME", "Environment variable with the new key."),
+    ("--new-key-command", "COMMAND", "Command that prints the new key."),
+)
 
 
 def rotate_key(
@@ -70,7 +70,7 @@ def _key_options(url: str) -> dict[str, str]:
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    for flag, value, text in _OPTIONS.values():
+    for flag, value, text in _OPTIONS:
         parser.add_argument(flag, metavar=value, help=text)
 
 

@@ -86,10 +86,14 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
                 backend.set_policy(after)
             done = True
     if json:
-        policies = {"before": before, "after": after}
-        render.print_json(
-            {"url": url, **policies, "consequences": found, "changed": done}
-        )
+        report = {
+            "url": url,
+            "before": before,
+            "after": after,
+            "consequences": found,
+            "changed": done,
+        }
+        render.print_json(report)
     elif done:
         applied = is_local and after.ttl_s == before.ttl_s
         later = "; engines apply it with their next commit"
@@ -161,7 +165,8 @@ def _consequences(
     # only a local disk is this machine's to measure
     if after.capacity != before.capacity and location.is_dir():
         status = os.statvfs(location)
-        missing = max(0, grows - status.f_bavail * status.f_frsize)
+        free_bytes = status.f_bavail * status.f_frsize
+        missing = max(0, grows - free_bytes)
     expiring = 0
     if after.ttl_s not in (None, before.ttl_s):
         expiring = _expiring(backend, after)
@@ -215,7 +220,9 @@ def _print(
         "on disk": render.format_size(found.disk_bytes),
     }
     for tenant in sorted({*before.quotas, *after.quotas}):
-        quotas = [_size(before.quotas.get(tenant)), _size(after.quotas.get(tenant))]
+        old_quota = before.quotas.get(tenant)
+        new_quota = after.quotas.get(tenant)
+        quotas = [_size(old_quota), _size(new_quota)]
         rows[f"{_QUOTA}{tenant}"] = _change(quotas)
     render.show_pairs(rows)
     _say_evictions(found, is_local=is_local)
@@ -226,14 +233,12 @@ def _print(
             "than the new ttl"
         )
     if found.missing_disk_bytes:
-        render.say(
-            f"this capacity needs {render.format_size(found.missing_disk_bytes)} more than the "
-            f"disk has free"
-        )
+        size = render.format_size(found.missing_disk_bytes)
+        render.say(f"this capacity needs {size} more than the disk has free")
 
 
 def _say_evictions(found: Consequences, *, is_local: bool) -> None:
-    """Say what a new capacity and new quotas evict, and when."""
+    """Print the evictions for a new capacity and new quotas, and their time."""
     if found.evicted_bytes:
         size = render.format_size(found.evicted_bytes)
         when = "at once"

@@ -57,7 +57,8 @@ from persistkv_tools.packs import BATCH_BYTES, Defect, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _SAVE_S = 5.0
-_PORTION_BYTES, _BOUNDED_PORTION_BYTES = 1 << 30, 64 << 20  # 1 GiB, 64 MiB
+_PORTION_BYTES = 1 << 30  # 1 GiB
+_BOUNDED_PORTION_BYTES = 64 << 20  # 64 MiB
 # 1 MiB: small reads, so that reads of an engine need not wait long
 _BOUNDED_BATCH_BYTES = 1 << 20
 _SHARE_BESIDE_ENGINES = 0.05  # of the time
@@ -194,7 +195,7 @@ def verify(
 def _repair(
     store: StoreHandle, summary: Summary, *, yes: bool, json: bool
 ) -> tuple[Summary, StoreError | None]:
-    """Show the plan, ask, and delete bad packs. Return the summary with what was done, and the
+    """Show the plan, ask, and delete bad packs. Return the summary with the repairs, and the
     error that ended the repair, if there was one."""
     bad = [finding for finding in summary.findings if finding.pack]
     if not bad:
@@ -287,7 +288,7 @@ def check_store(
     resumed_bytes = state.stored_bytes
     now = time.time()
     engines = sum(status.is_live(now) for status in read_statuses(backend))
-    # a rate that the user names is what the user wants, whoever else reads
+    # a rate that the user names applies, also beside engines
     beside_engines = engines > 0 and bytes_per_s is None
     share = _SHARE_BESIDE_ENGINES if beside_engines else 1
     throttle = Throttle(bytes_per_s, share=share)
@@ -297,12 +298,19 @@ def check_store(
     for space, pack in packs_left(spaces, state):
         total += space.tables[pack].payload_length
     took = counted(progress, "verify", total, throttle)
-    threads, portion, batch = _THREADS, _PORTION_BYTES, BATCH_BYTES
-    # threads read ahead, which a limit of the pace could not hold back
+    threads = _THREADS
+    portion_bytes: float = _PORTION_BYTES
+    batch_bytes = BATCH_BYTES
     if throttle.bounded:
-        threads, portion, batch = 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES
-    saved_after = math.inf if resume is None else portion
-    verifier = Verifier(backend, spaces, state, took, threads, saved_after, batch)
+        # threads read ahead, which a limit of the pace could not hold back
+        threads = 0
+        portion_bytes = _BOUNDED_PORTION_BYTES
+        batch_bytes = _BOUNDED_BATCH_BYTES
+    if resume is None:
+        portion_bytes = math.inf
+    verifier = Verifier(
+        backend, spaces, state, took, threads, portion_bytes, batch_bytes
+    )
     with closing(verifier), _prompt_threads():
         # the threads read packs while this one counts rows and reads requests
         verifier.begin()
@@ -380,16 +388,14 @@ def _print_plan(plan: RepairPlan) -> None:
             "is deleted)"
         )
         render.show_table(_REQUESTS, plan.requests, title=title, most=_SHOWN)
-    packs = (
-        f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
-    )
-    shortened = sum(row.kept_blocks > 0 for row in plan.requests)
-    going = (
-        f"{render.format_size(plan.stored_bytes)}, and "
-        f"{render.count(len(plan.requests) - shortened, 'request')}"
-    )
+    num_shortened = sum(row.kept_blocks > 0 for row in plan.requests)
+    packs = render.count(len(plan.packs), "pack")
+    blocks = render.count(plan.blocks, "block")
+    size = render.format_size(plan.stored_bytes)
+    deleted = render.count(len(plan.requests) - num_shortened, "request")
+    shortened = render.count(num_shortened, "request")
     render.say(
-        f"to delete: {packs}, {going}; to shorten: {render.count(shortened, 'request')}"
+        f"to delete: {packs}, {blocks}, {size}, and {deleted}; to shorten: {shortened}"
     )
 
 
@@ -426,34 +432,26 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
         )
     _print_reads(summary, bytes_per_s)
     if summary.went_meanwhile:
-        render.say(
-            f"no problem: {render.count(summary.went_meanwhile, 'pack')} deleted or replaced "
-            f"while verify read"
-        )
+        packs = render.count(summary.went_meanwhile, "pack")
+        render.say(f"no problem: {packs} deleted or replaced while verify read")
     if summary.other_release_packs:
-        render.say(
-            f"not checked, of another release's codec: "
-            f"{render.count(summary.other_release_packs, 'pack')}"
-        )
+        packs = render.count(summary.other_release_packs, "pack")
+        render.say(f"not checked, of another release's codec: {packs}")
     if not summary.rows_counted:
         render.say(
             "unreadable catalogue rows could not be counted: other processes wrote continuously"
         )
     if summary.deleted_packs or summary.shortened_requests:
+        packs = render.count(summary.deleted_packs, "pack")
+        render.say(f"deleted {packs}; engines compute the lost blocks again")
         render.say(
-            f"deleted {render.count(summary.deleted_packs, 'pack')}; engines compute the lost "
-            f"blocks again"
+            f"requests: {summary.shortened_requests:,} shortened to the blocks before the bad "
+            f"packs, {summary.deleted_requests:,} deleted, because no block was left"
         )
-        shortened = f"{summary.shortened_requests:,} shortened to the blocks before the bad packs"
-        render.say(
-            f"requests: {shortened}, {summary.deleted_requests:,} deleted, because no block "
-            f"was left"
-        )
-    render.say(
-        "no problems found"
-        if not summary.problems
-        else f"found {render.count(summary.problems, 'problem')}"
-    )
+    if summary.problems:
+        render.say(f"found {render.count(summary.problems, 'problem')}")
+    else:
+        render.say("no problems found")
 
 
 def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:

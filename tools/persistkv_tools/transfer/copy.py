@@ -124,7 +124,7 @@ COMMAND = Command(copy, (_SOURCE, _TARGET, REQUESTS), _add_options)
 
 
 class CopyOutcome(NamedTuple):
-    """What was copied, and where it was written."""
+    """Copied content, and its target."""
 
     copied: Copied
     place: CopyTarget
@@ -164,7 +164,7 @@ def copy_content(
     if newest is not None:
         chosen.sort(key=lambda found: found.manifest.created)
         chosen = chosen[-newest:]
-    # only then packs without a request are copied, too: nobody has chosen them otherwise
+    # only then packs without a request are copied, too: no option chooses them otherwise
     everything = not names and newest is None and selection == _ALL
 
     spaces = chosen_namespaces(backend, namespace) if everything else []

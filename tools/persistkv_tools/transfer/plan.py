@@ -122,8 +122,8 @@ class CopyPlan:
         self.tables: dict[tuple[bytes, bytes], PackTable] = {}
         """Tables of all packs to copy, by namespace id and pack id."""
         self.known = Copied()
-        """What is known before the copy: content that the target holds, and requests without some
-        of their packs."""
+        """Outcome as known before the copy: content that the target holds, and requests without
+        some of their packs."""
         for source in sources:
             self._compare(source, target, everything=everything)
 
@@ -185,7 +185,7 @@ class CopyPlan:
         capacity = BACKENDS.get(parsed.scheme).new_policy(parsed).capacity
         if capacity is None:
             return CopyTarget(url, None)
-        # at least that of the source: the next copies bring what it will hold
+        # at least that of the source: the next copies bring its later content
         wanted = max(source_capacity or 0, capacity_for(self.store_bytes))
         place = url
         if capacity < wanted and "capacity" not in parsed.options:
@@ -222,7 +222,7 @@ class CopyPlan:
         """Add packs that no request names."""
         for pack in sorted(orphans):
             self.orphans.append((source, pack))
-            self.tables[source.namespace.id, pack] = source.packs.tables[pack]
+            self._add_table(source, pack)
 
     def _add(
         self,
@@ -239,14 +239,19 @@ class CopyPlan:
         to_copy = [pack for pack in packs if pack in lacking]
         self.missing.append(Missing(source, manifest, to_copy))
         for pack in to_copy:
-            self.tables[source.namespace.id, pack] = source.packs.tables[pack]
+            self._add_table(source, pack)
         return set(packs)
+
+    def _add_table(self, source: Source, pack: bytes) -> None:
+        place = (source.namespace.id, pack)
+        self.tables[place] = source.packs.tables[pack]
 
     def _newest_that_fit(self, free_bytes: int) -> int:
         """Return how many of the newest requests of all sources fit into this room together."""
         missing: dict[tuple[bytes, str], Missing] = {}
-        for one in self.missing:
-            missing[one.source.namespace.id, one.manifest.id] = one
+        for request in self.missing:
+            place = (request.source.namespace.id, request.manifest.id)
+            missing[place] = request
         # as --newest counts: requests that the target holds, too
         ordered = []
         for source in self.sources:
@@ -257,13 +262,13 @@ class CopyPlan:
         # a pack that several requests share takes room once
         counted: set[tuple[bytes, bytes]] = set()
         for number, ((_, request_id), namespace) in enumerate(ordered):
-            request = missing.get((namespace, request_id))
-            if request is None:  # the target holds it, or it cannot be copied
+            lacked = missing.get((namespace, request_id))
+            if lacked is None:  # the target holds it, or it cannot be copied
                 continue
-            of_request = {(namespace, pack) for pack in request.packs}
+            of_request = {(namespace, pack) for pack in lacked.packs}
             packs = of_request - counted
             tables = [self.tables[pack] for pack in packs]
-            free_bytes -= _store_bytes([request], tables)
+            free_bytes -= _store_bytes([lacked], tables)
             if free_bytes < 0:
                 return number
             counted |= packs

@@ -73,18 +73,18 @@ class TargetRoom(NamedTuple):
             on_disk -= free.catalogue_bytes + free.payload_bytes
         # A killed writer leaves files longer than their content, until the next commit.
         held_bytes = min(on_disk, content + _EMPTY_BYTES)
-        return cls(stats.capacity, max(held_bytes, stats.stored_bytes + _EMPTY_BYTES))
+        held_bytes = max(held_bytes, stats.stored_bytes + _EMPTY_BYTES)
+        return cls(stats.capacity, held_bytes)
 
     @property
     def free_bytes(self) -> int:
         """Bytes that can be added without an eviction: capacity less content and reserves for
         catalogue and commits."""
-        catalogue = max(
-            min(self.capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES),
-            self.capacity // _LEAST_CATALOGUE_SHARE,
-        )
-        with_pages = catalogue + min(_PAGES_BYTES, self.capacity // 4)
-        least = min(_LEAST_CATALOGUE_BYTES, self.capacity // 4 * 3) - _EMPTY_BYTES
-        commits = min(self.capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES)
+        capacity = self.capacity
+        small = min(capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES)
+        catalogue = max(small, capacity // _LEAST_CATALOGUE_SHARE)
+        with_pages = catalogue + min(_PAGES_BYTES, capacity // 4)
+        least = min(_LEAST_CATALOGUE_BYTES, capacity // 4 * 3) - _EMPTY_BYTES
+        commits = min(capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES)
         reserves = max(with_pages, least) + commits
-        return max(0, self.capacity - reserves - self.held_bytes)
+        return max(0, capacity - reserves - self.held_bytes)

@@ -45,7 +45,7 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, took: Took) -> Copied:
         writer = _NamespaceWriter(target, source, copied, took)
         writers.append(writer)
         _write_source(plan, source, writer)
-    # at the end of all: a later namespace may have evicted what an earlier one wrote
+    # at the end of all: a later namespace may have evicted packs of an earlier one
     for writer in writers:
         writer.check()
     return copied
@@ -103,7 +103,8 @@ class _NamespaceWriter:
         copy = PackCopy(table, payload, self._backend.seal)
         self._waiting.append(copy)
         # under the id that it gets in the target
-        self._packs.add(msgspec.structs.replace(table, pack_id=copy.pack_id))
+        copied = msgspec.structs.replace(table, pack_id=copy.pack_id)
+        self._packs.add(copied)
 
     def request(self, manifest: RequestManifest) -> None:
         """Commit a request with those of its packs that the target lacks, and with other waiting
@@ -153,10 +154,11 @@ class _NamespaceWriter:
             try:
                 result = self._backend.commit(self._namespace, batch)
             except QuotaExceededError as error:
-                self._refuse(error.tenant, batch)
-                packs = [pack for pack in packs if pack.tenant != error.tenant]
+                refused = error.tenant
+                self._refuse(refused, batch)
+                packs = [pack for pack in packs if pack.tenant != refused]
                 manifests = [
-                    one for one in manifests if one.manifest.tenant != error.tenant
+                    write for write in manifests if write.manifest.tenant != refused
                 ]
             else:
                 self._count(packs, manifests, result)
@@ -179,7 +181,7 @@ class _NamespaceWriter:
         manifests: list[ManifestWrite],
         result: CommitResult,
     ) -> None:
-        """Count what a commit has written."""
+        """Count the content that a commit has written."""
         self._copied.packs += len(packs)
         self._copied.evicted_packs += len(result.evicted)
         for pack in packs:

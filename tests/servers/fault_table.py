@@ -293,7 +293,7 @@ FAULTS = [
     through_proxy("Date a year back", f"date -{YEAR_S}", trips=False),
     # a missing bucket is a refusal; only the connections that are cut before may open the breaker
     Fault(
-        "bucket deleted, made anew",
+        "bucket deleted and created again",
         delete_bucket,
         create_bucket,
         trips=False,

@@ -81,7 +81,7 @@ _KEY_SHARE = 0.3  # of the histories whose store has a key
 _NEW_KEY = StoreKey(KEYS[1].encode())
 _KEY_VARIABLES = ("PERSISTKV_HISTORY_KEY", "PERSISTKV_HISTORY_NEW_KEY")
 CALM_S = 7 * MINUTE_S
-"""Seconds in which engines merge what is left, and read what others have merged: idle ones list
+"""Seconds in which engines merge the remaining commits, and read the merged ones: idle engines list
 after 5 minutes."""
 
 MIXES = (
@@ -226,7 +226,7 @@ class History:
         """Number of different packs; 0: all are different."""
         self.world.medium.on_delete = self._note_deletion
         self.views: dict[str, dict[bytes, View]] = {}
-        """What engines show after the calm minutes, by process."""
+        """Content of each engine after the calm minutes, by process."""
         self._directory = directory
         self._operator = Operator(self, random.Random(f"operator {seed}"))
         self._writers = draw.randrange(2, 6)
@@ -290,7 +290,7 @@ class History:
             self._run_calm()
 
     def _run_calm(self) -> None:
-        """Let the engines merge what is left, and compare them."""
+        """Let the engines merge the remaining commits, and compare them."""
         world = self.world
         world.run(self.time.calm.begin)
         world.note("CALM")
@@ -433,7 +433,7 @@ class History:
         return data
 
     def look(self, backend: SharedBackend, namespace: bytes) -> View:
-        """Return what a handle shows of a namespace."""
+        """Return the content of a namespace in the view of a handle."""
         packs = frozenset(tables(backend, namespace))
         return View(
             packs,
@@ -591,11 +591,11 @@ class History:
                 )
 
     def _settle(self, process: Process) -> None:
-        """Do what is due until the calm minutes end."""
+        """Do the due work until the calm minutes end."""
         backend = self.open(process)
         for identity in IDENTITIES:
             backend.open_namespace(identity)
-        # merges what engines publish when they are closed
+        # merges the commits that engines publish when they are closed
         while self.world.now < self.time.calm.end + 14 * MINUTE_S:
             process.sleep(min(max(backend.step(), 15.0), MINUTE_S))
         backend.close()
@@ -603,7 +603,7 @@ class History:
     # Checks
 
     def _check(self, when: str) -> dict[bytes, View]:
-        """Read everything with a new reader; return what it shows."""
+        """Read everything with a new reader; return its view."""
         model, world = self.model, self.world
         began = world.now
         expected = model.must_hold(began, ended_in(world))
@@ -735,7 +735,7 @@ class History:
         self._run_process("janitor", idle)
         shown = self._check("days later")
         if self._operator.junk or self._clock_jumps:
-            return  # what was written while the clock was ahead is young for months
+            return  # blobs of the time when the clock was ahead are young for months
         held = set().union(*(view.packs for view in shown.values()))
         blobs = self.world.medium.names("/packs/")
         extra = [

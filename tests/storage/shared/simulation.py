@@ -10,7 +10,7 @@
    at different times.
 4. A machine may be copied while a process runs on it, also in the middle of calls: a snapshot that
    is restored, or a clone. The copy runs the same program again with the recorded replies
-   (``Past``), which takes no simulated time, and goes on from there beside the original.
+   (``Past``), which takes no simulated time, and continues from there next to the original.
    ``Process.random`` is the random source of the operating system: the copy does not repeat it.
 """
 
@@ -237,10 +237,10 @@ class Wait(NamedTuple):
 class Past:
     """Replay of a process from its beginning to the moment at which its machine was copied.
 
-    The threads run in the recorded order, with the recorded replies. What a thread waited for at
-    that moment has no recorded end: the copy waits for it in its own life.
+    The threads run in the recorded order, with the recorded replies. A wait that had not ended at
+    that moment has no recorded reply: the copy itself waits for one.
 
-    :param waits: what has ended before.
+    :param waits: the waits that had ended.
     :param end: the moment, in simulated seconds.
     """
 
@@ -250,7 +250,7 @@ class Past:
         self.now = waits[0].time
         """Time in the replay, in simulated seconds."""
         self.reply: Wait | None = None
-        """What the thread that runs next has waited for; None: it had not ended."""
+        """The wait after which the next thread runs; None: it had not ended."""
 
     def next_turn(self, process: Process) -> _Turn | None:
         """Return the thread that ran next; None: the replay has ended."""
@@ -270,7 +270,7 @@ class _Turn:
         self.process = process
         self.number = len(process.started)
         self.lock: SimulatedLock | None = None
-        """What it waits for, if that is a lock."""
+        """The lock that it waits for; None: it waits for something else."""
         # number of waits so far: an event of an earlier wait does not wake it
         self.waits = 0
         self._lock = threading.Lock()
@@ -328,7 +328,7 @@ class World:
         self.latency_s = (0.005, 0.08)
         """Bounds of the time of a request without faults, half of it before its effect."""
         self.most_requests = 100_000
-        """A world with more requests fails: somebody repeats them without end."""
+        """A world with more requests fails: a process repeats them without end."""
         self.medium = Medium(lambda: START + self.now)
         self.requests: Counter[tuple[str, str]] = Counter()
         """Number of requests by process and kind."""
@@ -496,7 +496,7 @@ class SimulatedLock:
 
 
 class _Outcome(Generic[T]):
-    """Effect of one request, and what came of it."""
+    """Effect of one request, and its result."""
 
     def __init__(self, world: World, text: str, effect: Callable[[], T]) -> None:
         self._world = world
@@ -519,7 +519,7 @@ class _Outcome(Generic[T]):
             self._result += ahead_s  # type: ignore[assignment]
 
     def act_late(self) -> None:
-        """Let the request take effect when nobody waits for it any more."""
+        """Let the request take effect when no thread waits for it any more."""
         with suppress(BlobMissingError):
             self._effect()
         self._world.note(f"{self._text}: took effect LATE")
@@ -654,7 +654,7 @@ class Process(Clock):
         return self._past is not None
 
     def past(self) -> Past | None:
-        """Return what a copy that is made now must do again; None: it has not begun, or is not
+        """Return the replay of a copy that is made now; None: the process has not begun, or is not
         recorded."""
         return Past(list(self._waits), self.world.now) if self._waits else None
 
@@ -667,7 +667,7 @@ class Process(Clock):
             )
 
     def _replay(self, own: _Turn, what: str) -> Wait | None:
-        """Let the replay go on until the calling thread has its reply; return it, or None if the
+        """Continue the replay until the calling thread has its reply; return it, or None if the
         replay has ended.
 
         :raises Killed: the process was killed after the replay, before anything woke the thread.
@@ -733,7 +733,7 @@ class Process(Clock):
             until = self.now + max(seconds, 0.0)
             if self._replay(_own_turn(), "sleep") is not None:
                 return
-            # Long sleeps stand for hours without activity, which are over for the copy, too.
+            # Long sleeps represent hours without activity, which have passed for the copy, too.
             seconds = until - self.world.now
         self._sleep(seconds)
         self._record("sleep")
@@ -743,14 +743,14 @@ class Process(Clock):
 
     def _sleep_until(self, when: float) -> None:
         turn, world = _own_turn(), self.world
-        # most often nobody else runs meanwhile
+        # most often no other thread runs meanwhile
         if self.frozen_until <= when and world._skip_to(when):
             return
         world._resume_at(when, turn)
         world._wait(turn)
 
     def kill(self) -> None:
-        """End the process: its threads end at once, and what it sent may still take effect."""
+        """End the process: its threads end at once, and its requests may still take effect."""
         if not self.dead:
             self.dead = True
             for turn in self._turns:

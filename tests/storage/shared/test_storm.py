@@ -55,9 +55,9 @@ class Storm:
         self._calls_left: dict[Engine, int] = {}
         """Calls until an engine is killed."""
         self._until_merge = 0
-        """Calls until an engine merges what others have left the day before; 0: not planned."""
+        """Calls until an engine merges the commits of the day before; 0: not planned."""
         self.live: dict[bytes, int] = {}
-        """Acknowledged packs that nobody has tried to delete: id → number."""
+        """Acknowledged packs that no engine has tried to delete: id → number."""
         self.unknown: set[bytes] = set()
         """Packs that may be there or not: their commit or deletion has failed."""
         for _ in range(ENGINES):
@@ -134,15 +134,15 @@ class Storm:
             other.blobs.fail("put", error, times=1, only=_is_index_object)
 
     def _sweep_in_the_morning(self) -> None:
-        """Let an engine sweep; during one of its first calls, another one merges what is a day
-        old."""
+        """Let an engine sweep; during one of its first calls, another one merges commits that are a
+        day old."""
         self._until_merge = self._draw.randrange(1, _MORNING_CALLS)
         engine = self._draw.choice(self._town.engines)
         self._let(self._sweep, engine)
         self._until_merge = 0
 
     def _sleep_for_a_day(self) -> None:
-        """Suspend all machines: what is not named is old enough for a sweep afterwards."""
+        """Suspend all machines: unnamed packs are old enough for a sweep afterwards."""
         self._town.now += 25 * HOUR_S
 
     def _start(self) -> None:
@@ -170,7 +170,7 @@ class Storm:
             self._let_one_act(self._town.engines)
 
     def _let_one_act(self, engines: Sequence[Engine]) -> None:
-        """Let one of the engines do what is due, in the middle of another one's call."""
+        """Let one of the engines do its due work, in the middle of another one's call."""
         if not engines:
             return
         other = self._draw.choice(engines)
@@ -178,7 +178,7 @@ class Storm:
             self._let(self._step, other)
 
     def _waiting(self) -> list[Engine]:
-        """Return the engines with commits that nobody has merged."""
+        """Return the engines with commits that are not merged."""
         found: list[Engine] = []
         for engine in self._town.engines:
             namespace = engine.backend._opened.find(NAMESPACE)
@@ -187,7 +187,7 @@ class Storm:
         return found
 
     def _pass_time(self, seconds: float) -> None:
-        """Let time pass; engines do what is due."""
+        """Let time pass; engines do their due work."""
         end = self._town.now + seconds
         while True:
             due = min(self._town.engines, key=lambda engine: engine.due_at)
@@ -204,7 +204,7 @@ class Storm:
     # Checks
 
     def check(self) -> None:
-        """Compare what the engines and a new one hold with what was acknowledged."""
+        """Compare the content of the engines, and of a new one, with the acknowledged content."""
         for engine in self._town.engines:
             engine.blobs.clear_faults()
         self._town.run(400)  # idle engines list the index
@@ -218,8 +218,8 @@ class Storm:
             assert engine.held() == fresh, "an engine differs from a new one"
 
     def check_blobs(self) -> None:
-        """Let all packs become old and one engine sweep; compare what is on the medium with what is
-        held."""
+        """Let all packs become old and one engine sweep; compare the packs on the medium with the
+        held ones."""
         self._sleep_for_a_day()
         self._town.run(60)
         engine = self._town.engines[0]

@@ -227,6 +227,11 @@ class NamespaceView:
         with _translated():
             return await self.threads.write(call)
 
+    async def read_changes(self, cursor: bytes | None) -> Changes:
+        """Return ``Backend.changes`` after a position, with all tables in memory; see ``call``."""
+        read = partial(_changes, self.backend, self.namespace, cursor)
+        return await self.call(read)
+
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
         """Run ``Backend.commit`` as ``call`` does. When it has ended, no thread reads the blocks of
         its packs."""
@@ -253,8 +258,7 @@ class NamespaceView:
         :raises StoreError: the index is unchanged, or memory or descriptors are short and it lacks
             packs until the next refresh, which reads the whole catalogue.
         """
-        read = partial(_changes, self.backend, self.namespace, self.cursor)
-        changes = await self.call(read)
+        changes = await self.read_changes(self.cursor)
         with self._changing_index():
             self._learn(changes)
 
@@ -681,6 +685,7 @@ def _num_keys(table: PackTable) -> int:
 
 def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
     changes = backend.changes(namespace, cursor)
+    # read here, on the thread of the call
     return replace(changes, added=list(changes.added))
 
 

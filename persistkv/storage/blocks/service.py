@@ -8,8 +8,6 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,7 +16,7 @@ from persistkv.base import GROUP_INDEX_BYTES, Retention, get_offload_group_idx
 from persistkv.memory.regions import Regions
 from persistkv.memory.scattered import ScatteredBlocks
 from persistkv.memory.timed import TimedBlocks
-from persistkv.storage.backend import Backend, Changes, CommitBatch
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blocks.usage import (
     StoredBlock,
     Usage,
@@ -278,7 +276,7 @@ class BlockService:
         catalogue = self.store.catalogue
         ledger = self._ledger
         with self._call():
-            changes = await self._changes(ledger.cursor)
+            changes = await catalogue.read_changes(ledger.cursor)
             ledger.apply(changes)
             stats = await catalogue.call(catalogue.backend.stats)
         # without tenants that have no content any more
@@ -289,13 +287,8 @@ class BlockService:
     async def stored_blocks(self) -> list[StoredBlock]:
         """Return all durable blocks."""
         with self._call():
-            changes = await self._changes(None)
+            changes = await self.store.catalogue.read_changes(None)
         return list(stored_blocks(changes.added))
-
-    async def _changes(self, cursor: bytes | None) -> Changes:
-        catalogue = self.store.catalogue
-        read = partial(_read_changes, catalogue.backend, catalogue.namespace, cursor)
-        return await catalogue.call(read)
 
     async def take_events(self) -> StoreEvents:
         """Return the events since the last call."""
@@ -335,12 +328,6 @@ class BlockService:
         # these may block: no other task needs the loop any more
         self.store.catalogue.threads.close()
         self.store.close()
-
-
-def _read_changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
-    changes = backend.changes(namespace, cursor)
-    # read here, on the thread of the call
-    return replace(changes, added=list(changes.added))
 
 
 def _split(keys: Keys) -> list[tuple[bytes, int]]:

@@ -143,7 +143,8 @@ def _pin(
         chosen = _chosen(store, what, requests, label, namespace)
         pins: dict[bytes, list[tuple[str, bool]]] = {}
         for found in chosen:
-            pins.setdefault(found.namespace.id, []).append((found.manifest.id, pinned))
+            of_namespace = pins.setdefault(found.namespace.id, [])
+            of_namespace.append((found.manifest.id, pinned))
         for space, changes in pins.items():
             store.writable().commit(space, CommitBatch(pins=changes))
     if json:

@@ -218,18 +218,16 @@ def _description(
     width = shutil.get_terminal_size().columns - 2
     paragraphs = []
     for paragraph in (getdoc(function) or "").split("\n\n"):
-        paragraphs.append(textwrap.fill(" ".join(paragraph.split()), width))
+        words = " ".join(paragraph.split())
+        paragraphs.append(textwrap.fill(words, width))
     helps = []
     for positional in positionals:
         name = f"  {positional.metavar:<12}"
-        helps.append(
-            textwrap.fill(
-                positional.help,
-                width,
-                initial_indent=name,
-                subsequent_indent=" " * len(name),
-            )
+        indent = " " * len(name)
+        filled = textwrap.fill(
+            positional.help, width, initial_indent=name, subsequent_indent=indent
         )
+        helps.append(filled)
     return "\n\n".join([*paragraphs, "\n".join(helps)])
 
 
@@ -245,7 +243,8 @@ def _assigned(
             values[positional.name] = remaining
             remaining = []
         elif remaining:
-            values[positional.name] = _checked(positional, remaining.pop(0))
+            word = remaining.pop(0)
+            values[positional.name] = _checked(positional, word)
         elif positional.is_needed:
             raise MissingOptionError(command, _needed(positional))
         else:

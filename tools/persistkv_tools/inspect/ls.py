@@ -170,7 +170,7 @@ def _print(page: Page) -> None:
     columns = render.columns(
         words,
         by_group=_blocks_by_group,
-        copies=lambda request: f"{request.copies:,}" * (request.copies > 1),
+        copies=_copies,
         hits=lambda request: "-" if request.hits is None else f"{request.hits:,}",
         model=lambda request: models[request.namespace],
     )
@@ -181,6 +181,10 @@ def _print(page: Page) -> None:
         optional="by group,stored,expires,copies,hits,pinned,labels",
     )
     _print_counts(page, "" if has_models else "".join(set(models.values())))
+
+
+def _copies(request: RequestView) -> str:
+    return f"{request.copies:,}" if request.copies > 1 else ""
 
 
 def _blocks_by_group(request: RequestView) -> str:

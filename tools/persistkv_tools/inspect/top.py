@@ -60,9 +60,8 @@ class Snapshot(BackendStats):
 
 def engine_name(view: EngineView) -> str:
     """Return the name of an engine in tables: host and PID, with ``(gone)`` if it is not live."""
-    return f"{view.host}:{view.engine_pid or view.pid}" + (
-        "" if view.live else " (gone)"
-    )
+    name = f"{view.host}:{view.engine_pid or view.pid}"
+    return name if view.live else f"{name} (gone)"
 
 
 def _per_second(name: str) -> Callable[[EngineView], str]:
@@ -74,12 +73,11 @@ def _per_second(name: str) -> Callable[[EngineView], str]:
 
 _TRAFFIC = (
     "engine seen=updated hits=hit_rate stored/s=rates.stored_raw_bytes "
-    "loaded/s=rates.loaded_bytes queue"
-    " staged=staged_bytes"
+    "loaded/s=rates.loaded_bytes queue staged=staged_bytes"
 )
 _HEALTH = (
-    "blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped=counters.dropped_blocks"
-    " bad=counters.verification_failures breaker"
+    "blocks=indexed_blocks commits/s=commits evicted/s=evicted "
+    "dropped=counters.dropped_blocks bad=counters.verification_failures breaker"
 )
 _CELLS: dict[str, Callable[[EngineView], str]] = {
     "engine": engine_name,
@@ -219,9 +217,8 @@ class Watch:
         self._before = {status.engine: status for status in statuses}
         stats = self._backend.stats()
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
-        engines.sort(
-            key=lambda view: not view.live
-        )  # stable: those that ended come last
+        # those that have ended are last; the sort is stable
+        engines.sort(key=lambda view: not view.live)
         return Snapshot(
             **asdict(stats),
             url=self._url,
@@ -239,9 +236,9 @@ def hit_rate(counters: StoreCounters) -> float | None:
 
 
 def _rates(before: EngineStatus, after: EngineStatus) -> Rates:
-    names, seconds = Rates.__struct_fields__, after.time - before.time
-    moved = {
-        name: getattr(after.counters, name) - getattr(before.counters, name)
-        for name in names
-    }
-    return Rates(**{name: round(amount / seconds, 3) for name, amount in moved.items()})
+    seconds = after.time - before.time
+    rates: dict[str, float] = {}
+    for name in Rates.__struct_fields__:
+        amount = getattr(after.counters, name) - getattr(before.counters, name)
+        rates[name] = round(amount / seconds, 3)
+    return Rates(**rates)

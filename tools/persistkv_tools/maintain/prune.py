@@ -158,7 +158,8 @@ def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outc
 
 
 def _json_report(pruning: Prune, outcome: _Outcome) -> dict[str, object]:
-    disk_bytes = free_bytes = None
+    disk_bytes = None
+    free_bytes = None
     if outcome.stats is not None:
         disk_bytes = outcome.stats.disk_bytes
         free_bytes = _free_bytes(outcome.free)
@@ -218,13 +219,15 @@ def _print_sizes(
 ) -> None:
     # the oldest chosen requests are gone, and the packs still do not fit
     if keep_bytes is not None and stats.stored_bytes > keep_bytes:
-        left = f"packs still take {render.format_size(stats.stored_bytes)}, more than --keep-size"
+        size = render.format_size(stats.stored_bytes)
         render.say(
-            f"{left}: requests that were not chosen use them, or none does (see --orphans)"
+            f"packs still take {size}, more than --keep-size: requests that were not chosen "
+            "use them, or none does (see --orphans)"
         )
     line = f"on disk: {render.format_size(stats.disk_bytes)}"
-    if _free_bytes(free):
-        line += f", of which {render.format_size(_free_bytes(free))} is free for new content"
+    free_bytes = _free_bytes(free)
+    if free_bytes:
+        line += f", of which {render.format_size(free_bytes)} is free for new content"
     render.say(line)
 
 
@@ -273,4 +276,5 @@ def _print_outcome(pruning: Prune, outcome: _Outcome, keep_bytes: int | None) ->
 
 
 def _amount(amount: PrunedTotals) -> str:
-    return f"{render.count(amount.packs, 'pack')}, {render.format_size(amount.stored_bytes)}"
+    packs = render.count(amount.packs, "pack")
+    return f"{packs}, {render.format_size(amount.stored_bytes)}"

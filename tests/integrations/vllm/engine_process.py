@@ -27,6 +27,8 @@ class Server:
     ) -> None:
         from vllm import LLM
 
+        if engine.get("async_scheduling"):
+            schedule_asynchronously()
         options: dict[str, Any] = {
             "max_model_len": 2048,
             "dtype": "float32",
@@ -168,6 +170,20 @@ def _answers(outputs: list[Any]) -> dict[str, Any]:
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
     }
+
+
+def schedule_asynchronously() -> None:
+    """Have vLLM use the option ``async_scheduling``, which it turns off on CPUs: on GPUs, the next
+    step is scheduled while one is computed."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_keep(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_keep)
 
 
 def main(kind: type[Server] = Server) -> None:

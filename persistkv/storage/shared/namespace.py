@@ -126,17 +126,19 @@ class SharedNamespace:
         self.follower.use()
         # deletions must not wait for a merge, nor fail with it
         if batch.packs or batch.manifests:
-            self._make_room()
+            self._make_room(batch)
         self._check_quotas(batch)
         return self._inbox.commit(batch)
 
-    def _make_room(self) -> None:
+    def _make_room(self, batch: CommitBatch) -> None:
         """Evict before a commit if the content exceeds a limit by too much: merges in the
-        background do not keep up with the commits.
+        background do not keep up with the commits. What exceeds the quotas of other tenants is left
+        to them.
 
         :raises StoreError: the medium failed; nothing may be added.
         """
-        if not self.merger.is_over(self._limits.now):
+        tenants = {tenant_digest(pack.tenant) for pack in batch.packs}
+        if not self.merger.is_over(self._limits.now, tenants):
             return
         with self._lock:
             # a step that held the lock may have changed them
@@ -145,7 +147,7 @@ class SharedNamespace:
                 return
             # another engine may have evicted meanwhile
             self.follower.look()
-            if self.merger.is_over(limits):
+            if self.merger.is_over(limits, tenants):
                 self.merger.merge(limits)
 
     def _check_quotas(self, batch: CommitBatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 from persistkv.errors import QuotaExceededError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.shared import SharedOptions
+from persistkv.storage.shared.replica import Replica
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.samples import sample_manifest, sample_pack
 from tests.storage.shared.town import NAMES, NAMESPACE, Engine, Town, town_of
@@ -133,6 +136,29 @@ def test_store_above_capacity_evicts_from_tenant_above_quota_before_older_conten
     town.run(5 * MINUTE_S)
     assert len(first.held(names[0])) == 20
     assert used(town, "anna", namespaces=2) == 5 * SIZE
+
+
+def test_commit_and_step_read_few_of_many_quotas(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a transaction: 2,000 quotas took 65 ms of each commit."""
+    engine = town.engine(capacity=1 << 30)
+    set_quota(engine, **{f"tenant{number}": 1 << 30 for number in range(300)})
+    engine.store(make("tenant1", 1))
+    town.run(120)
+    transactions = 0
+    rows = Replica.rows
+
+    def counted(replica: Replica, **options: bool) -> AbstractContextManager[TableRows]:
+        nonlocal transactions
+        transactions += 1
+        return rows(replica, **options)
+
+    monkeypatch.setattr(Replica, "rows", counted)
+    for seed in range(2, 6):
+        engine.store(make(f"tenant{seed % 2}", seed))
+    town.run(3)
+    assert 4 < transactions < 300
 
 
 def test_pack_larger_than_quota_is_refused(town: Town) -> None:

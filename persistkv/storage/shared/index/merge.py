@@ -128,14 +128,18 @@ class Merger:
         merge_at = self.schedule.due_at(now, self._oldest_own())
         return now >= merge_at
 
-    def is_over(self, limits: Limits) -> bool:
-        """Return whether the content that is known here exceeds the capacity or a quota by more
-        than what engines commit between two merges in the background."""
+    def is_over(self, limits: Limits, tenants: Iterable[bytes]) -> bool:
+        """Return whether the content that is known here exceeds the capacity, or the quota of one
+        of these tenants, by more than what engines commit between two merges in the background.
+
+        :param tenants: digests of their names: each quota that is compared takes a transaction.
+        """
         whole = limits.whole
         used = self._replica.disk_bytes()
         if whole is not None and used > _with_excess(whole.num_bytes):
             return True
-        return any(self.is_tenant_over(limits, tenant) for tenant in limits.tenants)
+        with_quota = limits.tenants.keys() & set(tenants)
+        return any(self.is_tenant_over(limits, tenant) for tenant in with_quota)
 
     def is_tenant_over(self, limits: Limits, tenant: bytes) -> bool:
         """Return whether a tenant with a quota exceeds what it may take here, as ``is_over``."""

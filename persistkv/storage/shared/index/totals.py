@@ -324,10 +324,12 @@ class NamespaceLimits:
             growth = self._replica.disk_bytes() - self._known_bytes
             if growth > capacity // _GROWTH_SHARE or self._has_used_share(growth):
                 return True
-        for tenant, quota in self._policy.quotas.items():
-            now = self._replica.tenant_bytes(tenant_digest(tenant))
-            growth = now - self._known_tenants.get(tenant, 0)
-            if growth > quota // _GROWTH_SHARE:
+        quotas = self._policy.quotas
+        # one transaction, however many quotas there are
+        for totals in self._replica.tenants() if quotas else ():
+            quota = quotas.get(totals.tenant)
+            growth = totals.stored_bytes - self._known_tenants.get(totals.tenant, 0)
+            if quota is not None and growth > quota // _GROWTH_SHARE:
                 return True
         return False
 
@@ -372,12 +374,11 @@ _NOTHING = Totals(0, ())
 def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
     """Return the totals of the tenants in a namespace that have a quota."""
     found: dict[bytes, Totals] = {}
-    for tenant in policy.quotas:
-        digest = tenant_digest(tenant)
-        num_bytes = replica.tenant_bytes(digest)
-        if num_bytes:
+    for totals in replica.tenants() if policy.quotas else ():
+        if totals.tenant in policy.quotas and totals.stored_bytes:
+            digest = tenant_digest(totals.tenant)
             ages = replica.tenant_ages(digest, _POINTS)
-            found[digest] = Totals(num_bytes, ages)
+            found[digest] = Totals(totals.stored_bytes, ages)
     return found
 
 

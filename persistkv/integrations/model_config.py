@@ -33,8 +33,11 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, item in config.items():
         if name in _IRRELEVANT:
             continue
-        is_nested = name.endswith(_PART) and name != _QUANTIZATION
-        fields[name] = plain_config(item) if is_nested and item else plain(item)
+        is_part = name.endswith(_PART) and name != _QUANTIZATION
+        if is_part and item:
+            fields[name] = plain_config(item)
+        else:
+            fields[name] = plain(item)
     return fields
 
 
@@ -45,7 +48,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item) for item in value), key=json.dumps)
+        items = map(plain, value)
+        return sorted(items, key=json.dumps)
     # JSON has neither infinity nor NaN
     is_json = isinstance(value, _JSON_TYPES)
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,5 +1,5 @@
 """Whether an engine loads a prefix that a block store holds, or computes it: for adapters of
-engines that ask for the hits of a prompt, and do not tell their speed.
+engines that ask for the hits of a prompt, and do not report their speed.
 
 An option gives the speed. The times of loads are those that the adapter has observed. While loads
 are declined, one block is read now and then in the background, which shows when the store is fast
@@ -114,12 +114,12 @@ class PrefixLoads:
         with self._lock:
             load = self._running.pop(number)
             seconds = self._clock() - load.began
-            if load.is_late:
-                if loaded_bytes:
-                    self._times.observe(loaded_bytes, seconds)
-            else:
+            # one that hung has been counted: its bytes in the end are another sample
+            if not load.is_late:
                 is_late = not loaded_bytes and seconds >= self._stalled_s
                 self._times.end(number, loaded_bytes, seconds, is_late=is_late)
+            elif loaded_bytes:
+                self._times.observe(loaded_bytes, seconds)
             if loaded_bytes:
                 self._probes.reset()
 
@@ -131,7 +131,8 @@ class PrefixLoads:
             if load.is_late or now < load.late_at:
                 continue
             load.is_late = True
-            self._times.end(number, 0, now - load.began, is_late=True)
+            seconds = now - load.began
+            self._times.end(number, 0, seconds, is_late=True)
 
     def probe(self, store: BlockStore, key: bytes, num_bytes: int) -> None:
         """Read a block of a declined prefix in the background, if it is time for that. Ignored
@@ -150,9 +151,10 @@ class PrefixLoads:
     def _read(self, store: BlockStore, keys: Sequence[bytes], num_bytes: int) -> None:
         begin = self._clock()
         is_read = False
-        # the store was closed, or there is no memory; the prober's thread goes on
+        # the store was closed, or there is no memory; the prober's thread continues
         with suppress(PersistKVError, MemoryError):
-            (is_read,) = store.get(keys, [bytearray(num_bytes)], timeout_s=PROBE_S)
+            memory = bytearray(num_bytes)
+            (is_read,) = store.get(keys, [memory], timeout_s=PROBE_S)
         seconds = self._clock() - begin
         with self._lock:
             self._probes.end()

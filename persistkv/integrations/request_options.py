@@ -43,8 +43,10 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         :raises ConfigurationError: ``ttl`` is not a duration.
         """
-        name = f"kv_transfer_params.{REQUEST_PARAMETER}.ttl"
-        ttl_s = None if self.ttl is None else parse_duration(self.ttl, name=name)
+        ttl_s = None
+        if self.ttl is not None:
+            name = f"kv_transfer_params.{REQUEST_PARAMETER}.ttl"
+            ttl_s = parse_duration(self.ttl, name=name)
         return Retention(self.pin, ttl_s, self.priority)
 
     @classmethod

@@ -194,7 +194,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         tasks = self._load_tasks
         parts = parts_of_objects(GetPart, keys, objects, self._rules)
         task = tasks.begin(len(keys), len(parts))
-        self._loads.begin(task, [memory.get_size() for memory in objects])
+        sizes = [memory.get_size() for memory in objects]
+        self._loads.begin(task, sizes)
         for part in parts:
             self._start(tasks, task, part)
         return task
@@ -229,9 +230,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _report_unknown(self, model_name: str) -> None:
         """Log, once, that a model is not in the options."""
-        if model_name in self.options.models:
-            return
-        if model_name in self._unknown:
+        if model_name in self.options.models or model_name in self._unknown:
             return
         self._unknown.add(model_name)
         logger.error(

@@ -135,10 +135,10 @@ def _changes(store: BlockStore) -> _Changes:
 
 
 def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
-    """Return what a store holds as changes of an empty one. Later events begin after them."""
+    """Return the content of a store as changes of an empty one. Later events begin after them."""
     _changes(store)
     listed = _held(store, list_timeout_s)
-    # what others store meanwhile is in both, and what they remove must have been announced
+    # blocks that others store meanwhile are in both; a removed block must have been announced
     changes = _changes(store)
     stored = dict.fromkeys([*listed, *changes.stored])
     removed = [key for key in changes.removed if key in stored]
@@ -150,7 +150,8 @@ def _held(store: BlockStore, list_timeout_s: float) -> list[bytes]:
     blocks = store.stored_blocks(timeout_s=list_timeout_s)
     listed = [block.key for block in blocks]
     # the list may be ahead of the store's index
-    return list(itertools.compress(listed, store.contains(listed)))
+    are_held = store.contains(listed)
+    return list(itertools.compress(listed, are_held))
 
 
 def _in_parts(keys: Keys) -> Iterator[Keys]:

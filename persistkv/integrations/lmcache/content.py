@@ -1,4 +1,4 @@
-"""What the open stores of an adapter hold, as LMCache lists and counts it."""
+"""Content of the open stores of an adapter, as LMCache lists and counts it."""
 
 from __future__ import annotations
 

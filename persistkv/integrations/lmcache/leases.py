@@ -23,7 +23,8 @@ class Leases:
         self._lock = threading.Lock()
 
     def acquire(self, keys: Iterable[Hashable]) -> None:
-        """Lock keys, once more if they are locked. All locks of a key expire with the last one."""
+        """Lock keys; those that are locked get another lock. All locks of a key expire with the
+        last one."""
         expires_at = time.monotonic() + self._lease_s
         with self._lock:
             for key in keys:

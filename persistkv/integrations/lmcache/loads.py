@@ -96,7 +96,7 @@ def _found(parts: Collection[Part], results: Sequence[bool]) -> dict[int, _Found
     found: dict[int, _Found] = {}
     for part in parts:
         for number, position in enumerate(part.positions):
-            # LMCache may not tell the layout: then several stores may hold the key
+            # LMCache may not give the layout: then several stores may hold the key
             if results[position]:
                 found.setdefault(position, _Found(part, number))
     return found

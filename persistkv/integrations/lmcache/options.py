@@ -46,7 +46,7 @@ class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``default``, or ``required``: such objects are neither stored nor found."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     """Tokens per second that the engine computes: a lookup reports hits only if loading them is
-    expected to be faster. LMCache does not tell the speed. None: it reports all hits."""
+    expected to be faster. LMCache does not report the speed. None: it reports all hits."""
 
     def __post_init__(self) -> None:
         needed = {

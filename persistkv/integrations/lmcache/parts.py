@@ -50,15 +50,11 @@ class PutPart(Part):
     def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
         labels = {"lmcache_model": self.place.model_name}
         # a label is that of all contexts of the call
-        salt = self.salts.pop() if len(self.salts) == 1 else ""
-        if salt:
-            labels["cache_salt"] = salt
-        return store.submit_put(
-            queue,
-            self.keys,
-            self.memory,
-            labels=labels,
-        )
+        if len(self.salts) == 1:
+            (salt,) = self.salts
+            if salt:
+                labels["cache_salt"] = salt
+        return store.submit_put(queue, self.keys, self.memory, labels=labels)
 
 
 class FindPart(Part):

@@ -27,7 +27,7 @@ _RANK = "in keys"
 
 
 class Place(NamedTuple):
-    """What has a block store of its own."""
+    """Model and layout that have a block store of their own."""
 
     model_name: str
     layout: ObjectLayout
@@ -180,7 +180,8 @@ class LayoutStores:
         if identity.engine != _ENGINE or more.get("model") not in self._weights:
             return None
         shapes = tuple(tuple(shape) for shape in more.get("object_shapes", []))
-        layout = ObjectLayout(shapes, tuple(more.get("dtypes", [])), num_bytes)
+        dtypes = tuple(more.get("dtypes", []))
+        layout = ObjectLayout(shapes, dtypes, num_bytes)
         place = Place(more["model"], layout)
         # other weights, releases and engines have other identities
         return place if self._identity(place) == identity else None

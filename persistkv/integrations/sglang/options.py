@@ -43,7 +43,7 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time limit of each call that reads or writes. After it, pages are misses, or not stored."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     """Tokens per second that the engine computes: pages are hits only if loading them is expected
-    to be faster. SGLang does not tell the speed. None: all held pages are hits."""
+    to be faster. SGLang does not report the speed. None: all held pages are hits."""
     tenant: str = DEFAULT_TENANT
     """Name of the tenant whose pages these are, 1 to 128 characters: SGLang does not tell backends
     whose request a page belongs to. Pages of other tenants are misses."""

@@ -168,7 +168,8 @@ class PoolStore:
             return store.get(encoded, pages, timeout_s=timeout_s)
 
         begin = time.monotonic()
-        load = self._loads.begin_load(len(keys) * self._page_bytes)
+        wanted_bytes = len(keys) * self._page_bytes
+        load = self._loads.begin_load(wanted_bytes)
         num_pages = 0
         try:
             found = self._call(keys, get)
@@ -217,8 +218,10 @@ class PoolStore:
 
     def _encode(self, keys: PageKeys) -> list[bytes]:
         """Return the keys of the tenant's pages."""
+        suffix = b""
         tenant = self._options.tenant
-        suffix = b"" if tenant == DEFAULT_TENANT else _SEPARATOR + tenant.encode()
+        if tenant != DEFAULT_TENANT:
+            suffix = _SEPARATOR + tenant.encode()
         return [key.encode() + suffix for key in keys]
 
     def clear(self) -> None:

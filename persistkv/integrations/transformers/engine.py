@@ -163,7 +163,7 @@ class Engine:
         blocks = arguments.integer("device_blocks", blocks, 1)
         urls = _store_urls(store)
         num_bytes = parse_size(cpu_bytes, name="cpu_bytes")
-        # what a tier would refuse is refused before the model is loaded
+        # options that a tier would refuse are refused before the model is loaded
         parse_codec(arguments.text("codec", codec))
         for name, value in (
             ("strict_identity", strict_identity),

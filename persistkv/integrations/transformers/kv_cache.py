@@ -65,7 +65,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
         super().__init__()
-        self.dtype, self.device = buffer.dtype, buffer.device
+        self.dtype = buffer.dtype
+        self.device = buffer.device
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.is_initialized = True
@@ -97,7 +98,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         """Return the number of tokens that ``update`` will return, and the position of the first of
         them."""
         first = self._first_visible(self._length)
-        return self._length - first + query_length, first
+        num_visible = self._length - first
+        return num_visible + query_length, first
 
     def crop(self, max_length: int) -> None:
         """Keep the first ``max_length`` tokens; if it is negative, drop that many tokens from the
@@ -125,7 +127,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self._buffer[0, :, :, start:stop] = key_states
         self._buffer[1, :, :, start:stop] = value_states
         self.set_length(stop)
-        keys, values = self._buffer[:, :, :, self._first_visible(start) : stop]
+        first = self._first_visible(start)
+        keys, values = self._buffer[:, :, :, first:stop]
         return keys, values
 
 
@@ -144,12 +147,14 @@ class RequestCache(Cache):  # type: ignore[misc]
         for group, buffer in zip(geometry, self.buffers, strict=True):
             for layer_idx, layer in zip(group.layers, buffer, strict=True):
                 layers[layer_idx] = RequestLayer(layer, group.sliding_window)
-        super().__init__(layers=[layers[layer_idx] for layer_idx in sorted(layers)])
+        in_order = [layers[layer_idx] for layer_idx in sorted(layers)]
+        super().__init__(layers=in_order)
 
     def grow(self, capacity: int) -> None:
         """Move the KV to new buffers for ``capacity`` tokens, which must not be fewer than the
         present tokens."""
-        old, self.buffers = self.buffers, self._allocate(capacity)
+        old = self.buffers
+        self.buffers = self._allocate(capacity)
         for group, before, after in zip(self._geometry, old, self.buffers, strict=True):
             layers = [self.layers[layer_idx] for layer_idx in group.layers]
             # During a forward pass, the first layers have more tokens than the last ones.
@@ -219,8 +224,7 @@ class BlockPool:
         # only as many as needed: an idle block may serve the next request
         while len(self._free) < count:
             block_id, _ = self._idle.popitem(last=False)
-            del self._by_hash[self._hashes.pop(block_id)]
-            self._free.append(block_id)
+            self._unpublish(block_id)
         allocated = [self._free.pop() for _ in range(count)]
         for block_id in allocated:
             self._references[block_id] = 1
@@ -248,9 +252,14 @@ class BlockPool:
     def forget(self) -> None:
         """Free all published blocks without references, so that no later request can reuse them."""
         for block_id in self._idle:
-            del self._by_hash[self._hashes.pop(block_id)]
-            self._free.append(block_id)
+            self._unpublish(block_id)
         self._idle.clear()
+
+    def _unpublish(self, block_id: int) -> None:
+        """Free a published block without references."""
+        block_hash = self._hashes.pop(block_id)
+        del self._by_hash[block_hash]
+        self._free.append(block_id)
 
 
 class GroupPages:
@@ -306,10 +315,12 @@ class GroupPages:
         pages = np.array(block_ids, np.int64)
         for run in consecutive_runs(indices, pages):
             count = run.stop - run.start
-            page = block_ids[run.start]
             start = positions[run.start] * self.block_size
-            part = buffer[:, :, :, start : start + count * self.block_size]
-            paged = part.view(*part.shape[:3], -1, self.block_size, part.shape[4])
+            stop = start + count * self.block_size
+            part = buffer[:, :, :, start:stop]
+            layers, two, heads, _, head_dim = part.shape
+            paged = part.view(layers, two, heads, count, self.block_size, head_dim)
+            page = block_ids[run.start]
             yield paged, self.pages[page : page + count]
 
 

@@ -294,17 +294,20 @@ class PersistentCache(RequestCache):
     def _save_prefill(self, store: BlockingStore) -> None:
         """Record the prefills since the last call."""
         record = self._record
-        if record.prefill_tokens:
-            self._add_savings(
-                store, prefill_tokens=record.prefill_tokens, prefill_s=record.prefill_s
-            )
-        record.prefill_tokens, record.prefill_s = 0, 0.0
+        if not record.prefill_tokens:
+            return
+        self._add_savings(
+            store, prefill_tokens=record.prefill_tokens, prefill_s=record.prefill_s
+        )
+        record.prefill_tokens = 0
+        record.prefill_s = 0.0
 
     def _add_savings(self, store: BlockingStore, **counts: Any) -> None:
         """Add counts, which are fields of ``Savings``, to those of this thread."""
         source = _savings_source(os.getpid(), threading.get_ident())
-        part = Savings(self._identity.digest.hex(), self._identity.model_name, **counts)
-        store.add_savings(self._identity, source, part)
+        identity = self._identity
+        part = Savings(identity.digest.hex(), identity.model_name, **counts)
+        store.add_savings(identity, source, part)
 
     def _put_absent(
         self,
@@ -323,7 +326,8 @@ class PersistentCache(RequestCache):
             keys = []
             positions = []
             for row, (group, position) in enumerate(batch):
-                self._row(store, row, group).copy_(self._block(group, position))
+                block = self._block(group, position)
+                self._row(store, row, group).copy_(block)
                 keys.append(group_keys[group][position])
                 positions.append(position)
             store.put(request, keys, range(len(batch)), positions, self._tenant)
@@ -386,19 +390,22 @@ class PersistentCache(RequestCache):
             if failed:
                 return failed
             for row, (group, position) in enumerate(batch):
-                self._block(group, position).copy_(self._row(store, row, group))
+                block = self._block(group, position)
+                block.copy_(self._row(store, row, group))
         return []
 
     def _block(self, group: int, position: int) -> torch.Tensor:
         """Return a view of block number ``position`` in a buffer, shape (layers, 2, kv_heads,
         block_size, head_dim)."""
         start = position * self._block_size
-        return self.buffers[group][:, :, :, start : start + self._block_size]
+        stop = start + self._block_size
+        return self.buffers[group][:, :, :, start:stop]
 
     def _row(self, store: BlockingStore, row: int, group: int) -> torch.Tensor:
         """Return a view of a row of the transfer memory, in the shape of a block of ``group``."""
-        stored = torch.from_numpy(store.rows.array[row, : self._block_bytes[group]])
-        return stored.view(self.buffers[group].dtype).view(self._block(group, 0).shape)
+        block = self._block(group, 0)
+        stored = store.rows.array[row, : self._block_bytes[group]]
+        return torch.from_numpy(stored).view(block.dtype).view(block.shape)
 
     @contextmanager
     def _open_store(self, codec: str) -> Iterator[BlockingStore]:
@@ -408,7 +415,8 @@ class PersistentCache(RequestCache):
         num_bytes = max(1, _ROWS_BYTES // stride) * stride
         staging_bytes = max(StoreOptions().staging_bytes, BLOCKS_STAGED * stride)
         options = StoreOptions(codec=codec, staging_bytes=staging_bytes)
-        rows = Rows(memoryview(huge_memory(num_bytes))[:num_bytes], layout)
+        memory = memoryview(huge_memory(num_bytes))[:num_bytes]
+        rows = Rows(memory, layout)
         backend = open_backend(self._url)
         try:
             store = BlockingStore(backend, self._identity, rows, options, url=self._url)
@@ -524,6 +532,6 @@ def _savings_source(pid: int, thread: int) -> str:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until a device has computed what it was given."""
+    """Wait until a device has run all work that is queued on it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -58,14 +58,14 @@ class BlockHashChain:
         """Append tokens; return the hashes of the blocks that became full."""
         packed = np.asarray(token_ids, dtype="<u4").tobytes()
         data = self._tail + packed
-        full = len(data) - len(data) % self._block_bytes
+        full_bytes = len(data) - len(data) % self._block_bytes
         new = []
-        for start in range(0, full, self._block_bytes):
+        for start in range(0, full_bytes, self._block_bytes):
             block = data[start : start + self._block_bytes]
             digest = hashlib.sha256(self._parent + block)
             self._parent = digest.digest()
             new.append(self._parent)
-        self._tail = data[full:]
+        self._tail = data[full_bytes:]
         self.hashes += new
         return new
 
@@ -96,14 +96,14 @@ class Sampler:
         if not self._temperature:
             return int(logits.argmax())
         scaled = logits.float() / self._temperature
-        ordered, order = scaled.softmax(-1).sort(descending=True)
+        probabilities, token_ids = scaled.softmax(-1).sort(descending=True)
         # a token counts if the ones before it have less than top_p, so there is always one
-        before = ordered.cumsum(-1) - ordered
-        ordered[before >= self._top_p] = 0.0
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities[before >= self._top_p] = 0.0
         if self._top_k:
-            ordered[self._top_k :] = 0.0
-        place = torch.multinomial(ordered, 1, generator=self._generator)
-        return int(order[place])
+            probabilities[self._top_k :] = 0.0
+        place = torch.multinomial(probabilities, 1, generator=self._generator)
+        return int(token_ids[place])
 
 
 class Request:
@@ -159,12 +159,13 @@ class Request:
         begin = time.perf_counter()
         self._stats.prompt_tokens = len(prompt)
         self._announce(prompt, len(prompt))
-        restored = self._restore(len(prompt)) if load else 0
+        num_restored = self._restore(len(prompt)) if load else 0
         restored_s = time.perf_counter() - begin
         self._stats.lookup_s = restored_s - self._stats.load_s
-        cache = RequestCache(self._device.geometry, len(prompt) + max_new_tokens)
+        most_tokens = len(prompt) + max_new_tokens
+        cache = RequestCache(self._device.geometry, most_tokens)
         self._gather(cache)
-        self._prefill(prompt, restored, cache, sampler)
+        self._prefill(prompt, num_restored, cache, sampler)
         self._stats.ttft_s = time.perf_counter() - begin
         self._keep(cache, len(prompt))
         while True:
@@ -177,34 +178,37 @@ class Request:
             num_tokens = len(prompt) + len(self._tokens)
             self._announce([token], num_tokens)
             logits = self._forward([token], cache)
-            self._tokens.append(sampler.choose(logits))
+            next_token = sampler.choose(logits)
+            self._tokens.append(next_token)
             self._keep(cache, num_tokens)
 
     def _prefill(
         self,
         prompt: Sequence[int],
-        restored: int,
+        num_restored: int,
         cache: RequestCache,
         sampler: Sampler,
     ) -> None:
-        """Compute the prompt from token ``restored`` on, and choose the first token of the answer;
+        """Compute the prompt after its restored tokens, and choose the first token of the answer;
         measure the time that this took and the time that the restored tokens saved."""
         begin = time.perf_counter()
-        logits = self._forward(prompt[restored:], cache)
+        logits = self._forward(prompt[num_restored:], cache)
         self._logits = logits.to("cpu", copy=True)
-        self._stats.computed_tokens = len(prompt) - restored
-        self._tokens.append(sampler.choose(logits))
+        self._stats.computed_tokens = len(prompt) - num_restored
+        first_token = sampler.choose(logits)
+        self._tokens.append(first_token)
         self._stats.prefill_s = time.perf_counter() - begin
-        self._tiers.record_prefill(restored, len(prompt), self._stats.prefill_s)
+        self._tiers.record_prefill(num_restored, len(prompt), self._stats.prefill_s)
         # tokens that the device held would not have been computed either way
-        first_loaded = restored - self._stats.persistent_tokens
-        self._stats.saved_s = self._tiers.prefill_s(first_loaded, restored)
+        first_loaded = num_restored - self._stats.persistent_tokens
+        self._stats.saved_s = self._tiers.prefill_s(first_loaded, num_restored)
 
     def result(self, text: str | None) -> GenerateResult:
         """Return the result of the tokens computed so far, at least one; ``text`` is theirs."""
+        tokens = list(self._tokens)
         kept = tuple(self._chain.hashes[: self._num_kept])
         return GenerateResult(
-            self.req_id, list(self._tokens), text, self._logits, kept, self._stats
+            self.req_id, tokens, text, self._logits, kept, self._stats
         )
 
     def release(self) -> None:
@@ -233,17 +237,17 @@ class Request:
             table += [None] * (positions.start - len(table))
             table += self._allocate(group.pool, len(positions))
         progress = self._tiers.load(self.req_id, self.tables, matched)
-        loaded = progress.num_tokens if progress.success else 0
-        self._truncate(first + loaded // self._device.block_size)
+        num_loaded = progress.num_tokens if progress.success else 0
+        loaded_blocks = num_loaded // self._device.block_size
+        self._truncate(first + loaded_blocks)
         self._publish(first)
         self._stats.load_s = time.perf_counter() - begin
-        self._stats.persistent_tokens = self._tiers.scheduler.num_promoted_tokens(
-            self.req_id
-        )
-        self._stats.cpu_tokens = loaded - self._stats.persistent_tokens
+        num_promoted = self._tiers.scheduler.num_promoted_tokens(self.req_id)
+        self._stats.persistent_tokens = num_promoted
+        self._stats.cpu_tokens = num_loaded - num_promoted
         self._stats.bytes_loaded = progress.num_bytes
         self._stats.load_reason = self._tiers.load_reason(self.req_id)
-        return on_device + loaded
+        return on_device + num_loaded
 
     def _acquire_resident(self, limit: int) -> int:
         """Reference the device's blocks of the longest prefix up to ``limit`` tokens that every
@@ -259,7 +263,8 @@ class Request:
             needed = group.blocks.device_blocks(num_tokens)
             table += [None] * needed.start
             for position in needed:
-                table.append(group.pool.acquire(hashes[position]))
+                block_id = group.pool.acquire(hashes[position])
+                table.append(block_id)
         return num_tokens
 
     def _gather(self, cache: RequestCache) -> None:
@@ -341,7 +346,8 @@ class Request:
     def _truncate(self, num_blocks: int) -> None:
         """Release the request's device blocks, except the first ``num_blocks`` of each group."""
         for group, table in self._groups():
-            group.pool.release(_present(table[num_blocks:]))
+            released = _present(table[num_blocks:])
+            group.pool.release(released)
             del table[num_blocks:]
 
     @property

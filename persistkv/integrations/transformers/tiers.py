@@ -126,7 +126,8 @@ class Tiers:
         self.running[req_id] = num_blocks
         self._known[req_id] = None
         if len(self._known) > REMEMBERED_ENDS:
-            del self._known[next(iter(self._known))]
+            oldest = next(iter(self._known))
+            del self._known[oldest]
 
     def end(self, req_id: str) -> bool:
         """End a request; the next ``step`` tells the scheduler. May be called from any thread at
@@ -155,7 +156,8 @@ class Tiers:
             self._worker.wait_all()
         else:
             self._worker.wait(job.job_id for job in metadata.loads)
-        output = self.scheduler.update_connector_output(self._worker.get_finished())
+        finished = self._worker.get_finished()
+        output = self.scheduler.update_connector_output(finished)
         self.scheduler.take_events()
         for req_id in output.released:
             self._live.pop(req_id)()
@@ -214,11 +216,15 @@ class Tiers:
             expected_s = self._tiering.load_chooser.prefill.expected_s(start, stop)
             if expected_s is not None:
                 return expected_s
-        tokens, seconds = 0, 0.0
+        all_tokens = 0
+        all_s = 0.0
         for tier in self.persistent:
-            tokens += tier.client.prefill[0]
-            seconds += tier.client.prefill[1]
-        return (stop - start) * seconds / tokens if tokens else None
+            num_tokens, seconds = tier.client.prefill
+            all_tokens += num_tokens
+            all_s += seconds
+        if not all_tokens:
+            return None
+        return (stop - start) * all_s / all_tokens
 
     def load_reasons(self) -> dict[str, int]:
         """Return the number of requests by what became of the blocks that a store held for them."""
@@ -257,7 +263,9 @@ class Tiers:
         results = [tier.persisted(req_id) for tier in self.persistent]
         if not results or False in results:
             return False
-        return None if None in results else True
+        if None in results:
+            return None
+        return True
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all submitted blocks are durable or dropped in every store. Return False if

@@ -102,12 +102,11 @@ def _on_stack(kind: type, *attributes: str) -> Any:
     frame = inspect.currentframe()
     while frame is not None:
         values = list(frame.f_locals.values())
-        values += [
-            getattr(frame.f_locals.get("self"), name, None) for name in attributes
-        ]
-        found = next((value for value in values if isinstance(value, kind)), None)
-        if found is not None:
-            return found
+        owner = frame.f_locals.get("self")
+        values += [getattr(owner, name, None) for name in attributes]
+        for value in values:
+            if isinstance(value, kind):
+                return value
         frame = frame.f_back
     return None
 
@@ -292,21 +291,17 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
 
-        revision, cache_dir = (
-            getattr(model, "revision", None),
-            getattr(load, "download_dir", None),
-        )
         try:
             found = snapshot_download(
                 str(model.model),
-                revision=revision,
-                cache_dir=cache_dir,
+                revision=getattr(model, "revision", None),
+                cache_dir=getattr(load, "download_dir", None),
                 local_files_only=True,
             )
         except (OSError, ValueError) as error:
-            raise _unknown_weights(
-                f"no files on this machine ({str(error).partition(chr(10))[0]})"
-            ) from error
+            first_line, _, _ = str(error).partition("\n")
+            what = f"no files on this machine ({first_line})"
+            raise _unknown_weights(what) from error
         directory = Path(found)
     logger.info("fingerprinting the weights in %s", directory)
     return fingerprint_checkpoint(directory)

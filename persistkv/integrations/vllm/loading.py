@@ -76,13 +76,15 @@ class StepMeter:
             one that an earlier step has computed goes on.
         """
         now = self._clock()
-        computed, self._computed = self._computed, {}
-        step_s, self._step_s = self._step_s, None
+        computed = list(self._computed.values())
+        self._computed = {}
+        step_s = self._step_s
+        self._step_s = None
         if is_busy and self._ended_at is not None:
             self._step_s = now - self._ended_at
         self._ended_at = now
         if step_s is not None and computed:
-            self._observe(list(computed.values()), step_s)
+            self._observe(computed, step_s)
 
     def _observe(self, computed: Sequence[tuple[int, int]], step_s: float) -> None:
         num_tokens = sum(stop - start for start, stop in computed)
@@ -137,16 +139,20 @@ class WaitingChunks:
         return self._key_of(self._first + number)
 
     def _key_of(self, chunk: int) -> OffloadKey:
-        last_hash = (chunk + 1) * self.chunk_tokens // self._hash_tokens - 1
+        end = (chunk + 1) * self.chunk_tokens
+        last_hash = end // self._hash_tokens - 1
         block_hash = bytes(self._request.block_hashes[last_hash])
-        return tenant_key(self._tenant, make_offload_key(block_hash, self._group))
+        key = make_offload_key(block_hash, self._group)
+        return tenant_key(self._tenant, key)
 
     def num_held(self, tier: PersistentTier) -> int:
         """Return how many chunks without a gap a tier holds that holds the first one."""
-        # A store evicts the deepest chunks of a context first, so what it holds is a prefix.
-        return 1 + bisect_left(
-            self._following, True, key=lambda chunk: not tier.holds(self._key_of(chunk))
-        )
+
+        def is_missing(chunk: int) -> bool:
+            return not tier.holds(self._key_of(chunk))
+
+        # A store evicts the deepest chunks of a context first, so it holds a prefix.
+        return 1 + bisect_left(self._following, True, key=is_missing)
 
     def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
         """Return the keys of the chunks that a tier holds, which holds the first one: at most
@@ -225,12 +231,10 @@ class PrefixLoads:
         """Return the sizes of the chunks of all KV cache groups: the decision applies to all."""
         sizes = []
         for group in self._used_groups:
-            size = GroupSize(
-                self._group_tokens[group],
-                config.layout.groups[group].block_bytes,
-                config.windows[group] if config.windows else None,
-            )
-            sizes.append(size)
+            chunk_tokens = self._group_tokens[group]
+            chunk_bytes = config.layout.groups[group].block_bytes
+            window = config.windows[group] if config.windows else None
+            sizes.append(GroupSize(chunk_tokens, chunk_bytes, window))
         return sizes
 
 

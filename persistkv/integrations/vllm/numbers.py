@@ -118,7 +118,8 @@ def _vectors(
     tokens = group.tokens_per_block
     if not _is_plain(attention, tokens, device):
         return None
-    keys, values = attention.head_size, attention.head_size_v
+    keys = attention.head_size
+    values = attention.head_size_v
     heads = attention.num_kv_heads
     if getattr(attention, "num_head_slots", None):
         heads = attention.num_heads
@@ -147,9 +148,8 @@ def _vectors(
         token_stride = strides["N"]
     layers = (len(group.layer_names), strides["L"])
     cells = (workers, layers, (heads, strides["H"]), parts)
-    return VectorLayout(
-        0, cells, ((blocks, strides["B"]), (tokens, token_stride)), length
-    )
+    places = ((blocks, strides["B"]), (tokens, token_stride))
+    return VectorLayout(0, cells, places, length)
 
 
 def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:

@@ -127,13 +127,15 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._passed_over.append(JobResult(job_metadata.job_id, True, transfer_bytes=0))
+        result = JobResult(job_metadata.job_id, True, transfer_bytes=0)
+        self._passed_over.append(result)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         raise NotImplementedError("nothing was ever found here")
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        passed_over, self._passed_over = self._passed_over, []
+        passed_over = self._passed_over
+        self._passed_over = []
         return passed_over
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -160,9 +160,8 @@ def remove_leftovers(
     """
     if sees_all_processes is None:
         with suppress(OSError):
-            sees_all_processes = (
-                os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
-            )
+            own_namespace = os.stat("/proc/self/ns/pid").st_ino
+            sees_all_processes = own_namespace == _FIRST_PID_NAMESPACE
     candidates = _old_files(directory, any_age=bool(sees_all_processes))
     used = _used_files() if candidates else set()
     removed = []

@@ -68,7 +68,7 @@ class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GivenOptions(NamedTuple):
-    """What a request of vLLM asks of the tier."""
+    """Options of a request of vLLM, for the tier."""
 
     options: RequestOptions
     prefetches: list[Prefetch]
@@ -175,7 +175,7 @@ def _retained(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOpt
 
 
 class RequestLoads:
-    """What one unfinished request loads, and has loaded. Methods take the engine's keys.
+    """Loads of one unfinished request, and their results. Methods take the engine's keys.
 
     :param position: returns the tokens of the request up to the end of a key's chunk; None: not
         known.
@@ -203,7 +203,7 @@ class RequestLoads:
 
     def end(self, keys: Sequence[OffloadKey], failed: Set[OffloadKey]) -> None:
         """Record the result of a load: ``failed`` keys are misses from now on, so that the engine
-        computes them, and what follows them, instead of retrying for ever."""
+        computes them, and all chunks after them, instead of retrying for ever."""
         self._is_used.update(dict.fromkeys(failed, False))
         positions: dict[OffloadKey, int] = {}
         for key in keys:
@@ -251,7 +251,7 @@ class LiveRequest(RequestDescription):
         self.has_stored = False
         """Whether any chunk of the request was submitted to the store."""
         self.loads = RequestLoads(position)
-        """What the request loads."""
+        """Loads of the request."""
         self.epoch: int | None = None
         """See ``GuardedTier.begin_request``."""
         self.tenant_keys: TenantKeys | None = None

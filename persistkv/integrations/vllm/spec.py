@@ -95,10 +95,10 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         """Empty after ``shutdown``."""
         for direction in Direction:
             if mappings is None:
-                self._engines[direction] = CPUCopyEngine(memory, direction)
+                engine = CPUCopyEngine(memory, direction)
             else:
                 engine = _CanonicalCopyEngine(memory, direction, mappings)
-                self._engines[direction] = engine
+            self._engines[direction] = engine
         self._results: list[TransferResult] = []
         self._release = release
 
@@ -116,14 +116,15 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         engine = self._engines.get(direction)
         if engine is None:
             return False
-        result = engine.run(job_id, plan_copies(blocks, chunks, engine.memory))
-        self._results.append(
-            TransferResult(job_id, result.success, result.num_bytes, result.seconds)
-        )
+        copies = plan_copies(blocks, chunks, engine.memory)
+        ended = engine.run(job_id, copies)
+        result = TransferResult(job_id, ended.success, ended.num_bytes, ended.seconds)
+        self._results.append(result)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        results, self._results = self._results, []
+        results = self._results
+        self._results = []
         return results
 
     def wait(self, job_ids: set[int]) -> None:
@@ -161,8 +162,8 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         used = np.ones(len(part.blocks), bool)
         if stores:
             # of several workers with the same bytes, one writes them
-            for at, block in enumerate(part.blocks.tolist()):
-                used[at] = mapping.is_writer(block)
+            for place, block in enumerate(part.blocks.tolist()):
+                used[place] = mapping.is_writer(block)
         blocks = torch.from_numpy(part.blocks[used])
         chunk_numbers, places = np.divmod(part.sub_blocks[used], factor)
         chunks = torch.from_numpy(chunk_numbers)

@@ -203,18 +203,17 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if has_random_hashes(algorithm):
             logger.warning(
                 "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no "
-                "stored block will be "
-                "found after a restart. Set PYTHONHASHSEED=0, or use the algorithm sha256",
+                "stored block will be found after a restart. Set PYTHONHASHSEED=0, or use the "
+                "algorithm sha256",
                 algorithm,
             )
         shared = shared_layout(spec)
         if shared is None and offloading.parallel.world_size > 1:
             logger.info(
                 "the layout of KV depends on the parallel sizes: engines with other sizes do "
-                "not share this one's "
-                'contexts. If the model allows it, "canonical_layout": true in '
-                "kv_connector_extra_config of all "
-                "of them makes it independent"
+                "not share this one's contexts. If the model allows it, "
+                '"canonical_layout": true in kv_connector_extra_config of all of them makes it '
+                "independent"
             )
         facts = engine_facts()
         identity = engine_identity(
@@ -286,7 +285,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return not loads.are_declined
 
     def _decide_load(self, request: LiveRequest, chunks: WaitingChunks) -> None:
-        """Decide whether the request loads its chunks, and tell the store if it does not."""
+        """Decide whether the request loads its chunks; report to the store if it does not."""
         decision = self._prefix_loads.decide(self._tiers.all, self._tier, chunks)
         # decided once: vLLM asks for each chunk, and again in each step
         request.loads.decision = decision
@@ -515,17 +514,16 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             if not event.keys:  # vLLM has no event for lost ones
                 continue
             keys = [engine_key(key, self._key_bytes) for key in event.keys]
-            events.append(
-                OffloadingEvent(
-                    keys,
-                    Medium.STORAGE,
-                    event.removed,
-                    self.locality,
-                    self.tier_type,
-                    # otherwise vLLM forgets the blocks of a chunk, and a removal names the last
-                    removal_expected=not event.removed,
-                )
+            translated = OffloadingEvent(
+                keys,
+                Medium.STORAGE,
+                event.removed,
+                self.locality,
+                self.tier_type,
+                # otherwise vLLM forgets the blocks of a chunk, and a removal names the last
+                removal_expected=not event.removed,
             )
+            events.append(translated)
         return events
 
     @classmethod
@@ -589,7 +587,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._guard.shutdown()
         # an engine may build its tiers again on this spec
         self._tiers.remove_own()
-        fds, self._region_fds = self._region_fds, ()
+        fds = self._region_fds
+        self._region_fds = ()
         close_region(fds)
 
 
@@ -606,7 +605,8 @@ class EngineTiers:
     def put_own(self, tier: PersistentTier) -> None:
         """Add this adapter's tier, in the place of its earlier one."""
         if self._own is not None and self._own in self.all:
-            self.all[self.all.index(self._own)] = tier
+            place = self.all.index(self._own)
+            self.all[place] = tier
         else:
             self.all.append(tier)
         self._own = tier
@@ -625,9 +625,8 @@ def _options_of(context: ReqContext) -> GivenOptions:
 def _job(
     job: TransferJob, keys: list[OffloadKey], context: ours.ReqContext
 ) -> JobMetadata:
-    return JobMetadata(
-        job.job_id, keys, np.array(job.chunk_ids, np.int64), job.is_promotion, context
-    )
+    rows = np.array(job.chunk_ids, np.int64)
+    return JobMetadata(job.job_id, keys, rows, job.is_promotion, context)
 
 
 def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
@@ -715,6 +714,8 @@ def _context_keys(
     for group in offloading.groups:
         chunk_tokens = group.tokens_per_block * offloading.cache.blocks_per_chunk
         for end in range(chunk_tokens, len(token_ids) + 1, chunk_tokens):
-            block_hash = bytes(request.block_hashes[end // hash_tokens - 1])
-            keys.append(ours.make_offload_key(block_hash, group.group_id))
+            last_hash = end // hash_tokens - 1
+            block_hash = bytes(request.block_hashes[last_hash])
+            key = ours.make_offload_key(block_hash, group.group_id)
+            keys.append(key)
     return keys

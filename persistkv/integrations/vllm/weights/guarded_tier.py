@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.integrations.vllm.weights.watch import WeightsWatch
@@ -83,10 +83,9 @@ class GuardedTier:
         loads = sum(num_blocks for _, num_blocks in self._tickets.values())
         logger.error(
             "weights changed while the engine runs (%s): persistkv is detached. Lookups miss, "
-            "and nothing is stored. "
-            "In flight: %d blocks are not stored, %d are not served. To use the store again, "
-            "restart the engine or "
-            "name the new weights (docs/vllm.md, weights that change)",
+            "and nothing is stored. In flight: %d blocks are not stored, %d are not served. To use "
+            "the store again, restart the engine or name the new weights (docs/vllm.md, weights "
+            "that change)",
             reason,
             stores,
             loads,
@@ -116,7 +115,8 @@ class GuardedTier:
     def _use_opened(self) -> None:
         if self._opened is None:
             return
-        self.tier, self._opened = self._opened, None
+        self.tier = self._opened
+        self._opened = None
         if self._epoch == self.watch.epoch:  # else the weights have another name by now
             self._is_detached = False
             logger.warning(
@@ -158,8 +158,7 @@ class GuardedTier:
 
     def _give_up_held(self) -> None:
         """Fail the stores that wait for a comparison."""
-        held, self._held = self._held, deque()
-        for entry in held:
+        for entry in self._take_held():
             if isinstance(entry, JobMetadata):
                 self.dropped_blocks += len(entry.keys)
                 self._finished.append(JobResult(entry.job_id, False))
@@ -175,7 +174,9 @@ class GuardedTier:
         watch = self.watch
         fits = watch.epoch == 0 if weights is None else watch.name_weights(weights)
         watch.on_request()
-        return watch.epoch if fits and not self.is_detached else None
+        if not fits or self.is_detached:
+            return None
+        return watch.epoch
 
     def holds(self, key: OffloadKey, epoch: int | None) -> bool:
         """Return whether the store of the present weights holds a block.
@@ -203,7 +204,8 @@ class GuardedTier:
             self._finished.append(JobResult(job.job_id, False))
             return
         # asked now, so that the comparison and the load run at the same time
-        self._tickets[job.job_id] = self.watch.ask(), len(job.keys)
+        ticket = self.watch.ask()
+        self._tickets[job.job_id] = (ticket, len(job.keys))
         self.tier.submit_load(job)
 
     def on_restored(
@@ -222,7 +224,8 @@ class GuardedTier:
 
     def get_finished_jobs(self) -> list[JobResult]:
         self._advance()
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def _advance(self) -> None:
@@ -234,7 +237,8 @@ class GuardedTier:
         detached = self.is_detached
         if self._held and self.watch.is_sure:
             self._submit_held()
-        loaded, self._loaded = self._loaded, []
+        loaded = self._loaded
+        self._loaded = []
         for result in loaded:
             ticket, _ = self._tickets[result.job_id]
             if detached:
@@ -249,15 +253,21 @@ class GuardedTier:
         """Fail a load whose blocks may be KV of other weights."""
         _, num_blocks = self._tickets.pop(result.job_id)
         self.dropped_blocks += num_blocks
-        self._finished.append(JobResult(result.job_id, False, (), 0, result.seconds))
+        failed = JobResult(result.job_id, False, seconds=result.seconds)
+        self._finished.append(failed)
 
     def _submit_held(self) -> None:
-        held, self._held = self._held, deque()
-        for entry in held:
+        for entry in self._take_held():
             if isinstance(entry, JobMetadata):
                 self.tier.submit_store(entry)
             else:
                 self.tier.on_request_finished(entry)
+
+    def _take_held(self) -> Iterable[JobMetadata | ReqContext]:
+        """Remove and return the stores and ends of requests that wait."""
+        held = self._held
+        self._held = deque()
+        return held
 
     def has_pending_work(self) -> bool:
         if self._finished or self._held or self._loaded:

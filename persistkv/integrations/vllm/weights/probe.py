@@ -182,5 +182,6 @@ def _modules(worker: Any) -> list[Any]:
     runner = worker.model_runner
     modules = [getattr(runner, "model", None)]
     for name in ("drafter", "speculator"):
-        modules.append(getattr(getattr(runner, name, None), "model", None))
+        drafter = getattr(runner, name, None)
+        modules.append(getattr(drafter, "model", None))
     return [module for module in modules if hasattr(module, "named_parameters")]

@@ -123,7 +123,8 @@ def _rows(
         pinned = device.type == "cuda"
         for size in sizes:
             shape = (num_cpu_blocks, size)
-            rows.append(torch.zeros(shape, dtype=torch.int8, pin_memory=pinned))
+            private = torch.zeros(shape, dtype=torch.int8, pin_memory=pinned)
+            rows.append(private)
         return tuple(rows)
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)

@@ -405,10 +405,11 @@ def compute_sub_block_ptrs(
 def consecutive_runs(*sides: IntArray) -> list[slice]:
     """Return the longest runs, as slices in order, in which each number of every array is the
     previous one plus 1."""
-    is_break = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])
-    # a break at i lies between the numbers i and i + 1
-    breaks = np.flatnonzero(is_break) + 1
-    bounds = [0, *breaks.tolist(), len(sides[0])]
+    breaks_of_sides = [np.diff(ids) != 1 for ids in sides]
+    # a break at i is between the numbers i and i + 1
+    breaks = np.flatnonzero(np.logical_or.reduce(breaks_of_sides))
+    begins = breaks + 1
+    bounds = [0, *begins.tolist(), len(sides[0])]
     # no numbers: one empty run, which is left out
     return [slice(begin, end) for begin, end in pairwise(bounds) if begin < end]
 

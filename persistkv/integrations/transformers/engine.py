@@ -443,10 +443,12 @@ class Engine:
             )
 
     def _stop_tokens(self) -> frozenset[int]:
-        found = getattr(
-            getattr(self.model, "generation_config", None), "eos_token_id", None
-        )
-        return frozenset([found] if isinstance(found, int) else found or ())
+        """Return the tokens with which the model itself ends an answer."""
+        config = getattr(self.model, "generation_config", None)
+        found = getattr(config, "eos_token_id", None)
+        if isinstance(found, int):
+            return frozenset([found])
+        return frozenset(found or ())
 
     def _check_open(self) -> None:
         if not self._closing.alive:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -80,11 +80,12 @@ def load_model(
         directory = _checkpoint_directory(source)
     except (OSError, ValueError, KeyError) as error:
         raise _load_error(error, source, attn_implementation) from error
-    if loading["missing_keys"]:  # they would be random
+    missing = sorted(loading["missing_keys"])
+    if missing:  # they would be random
         name = _saved_model_class(saved or model.config)
-        missing = ", ".join(sorted(loading["missing_keys"])[:_SHOWN_KEYS])
+        shown = ", ".join(missing[:_SHOWN_KEYS])
         raise UnsupportedModelError(
-            f"{source} holds a {name} without {missing}: not a whole {type(model).__name__}"
+            f"{source} holds a {name} without {shown}: not a whole {type(model).__name__}"
         )
     if device is not None:
         model = model.to(device)
@@ -165,7 +166,8 @@ def _checkpoint_directory(source: str | Path) -> Path:
 def _saved_model_class(config: Any) -> str:
     """Return the name of the model class in a checkpoint's configuration, or else its model
     type."""
-    return str((config.architectures or [config.model_type])[0])
+    names = config.architectures or [config.model_type]
+    return str(names[0])
 
 
 def _encoder_decoder(name: str) -> str:
@@ -217,10 +219,9 @@ def _check_config(model: Any, config: Any) -> None:
     """Raise UnsupportedModelError if the configuration names a part that the engine does not
     support."""
     name = type(model).__name__
-    if any(
-        getattr(part, "is_encoder_decoder", False) for part in (config, model.config)
-    ):
-        raise UnsupportedModelError(_encoder_decoder(name))
+    for part in (config, model.config):
+        if getattr(part, "is_encoder_decoder", False):
+            raise UnsupportedModelError(_encoder_decoder(name))
     ModelForward(model)  # refuses models without a KV cache
     can_generate = getattr(model, "can_generate", None)
     # The causal class gives a headless Llama a random head, and BERT runs as one, too.
@@ -359,37 +360,60 @@ def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
     return list(cache.layers)
 
 
+class _Kind(NamedTuple):
+    """Properties that all layers of a KV cache group have in common."""
+
+    num_heads: int
+    head_dim: int
+    window: int | None
+    dtype: torch.dtype
+    device: torch.device
+
+
 def _grouped(name: str, layers: list[DynamicLayer]) -> KVGeometry:
-    kinds: dict[tuple[int, int, int | None, torch.dtype, torch.device], list[int]] = {}
+    """Return the KV cache groups of layers that have run one token.
+
+    :param name: of the model's class, for errors.
+    """
+    layers_of: dict[_Kind, list[int]] = {}
     for layer_idx, layer in enumerate(layers):
-        if layer.get_seq_length() != 1:
-            raise UnsupportedModelError(
-                f"{name}: layer {layer_idx} wrote its KV {layer.get_seq_length()} times for "
-                f"one token, not once"
-            )
-        keys, values = layer.keys, layer.values
-        is_alike = keys.shape == values.shape and keys.dtype == values.dtype
-        if not is_alike or keys.shape[:1] + keys.shape[2:3] != (1, 1):
-            raise UnsupportedModelError(
-                f"{name}: layer {layer_idx} has keys of {tuple(keys.shape)} and values of "
-                f"{tuple(values.shape)}; "
-                "(1, heads, 1, head size) is needed for both"
-            )
-        window = getattr(layer, "sliding_window", None)
-        if window is not None:
-            window = int(window)
-        _, num_heads, _, head_dim = keys.shape
-        kind = (num_heads, head_dim, window, keys.dtype, keys.device)
-        kinds.setdefault(kind, []).append(layer_idx)
-    groups = tuple(
-        KVGroupGeometry(tuple(members), *kind) for kind, members in kinds.items()
-    )
+        kind = _kind_of(f"{name}: layer {layer_idx}", layer)
+        layers_of.setdefault(kind, []).append(layer_idx)
+    groups = []
+    for kind, members in layers_of.items():
+        groups.append(KVGroupGeometry(tuple(members), *kind))
     places = sorted({f"{group.dtype} on {group.device}" for group in groups})
     if len(places) != 1:
         raise UnsupportedModelError(
             f"{name}: layers differ in the type or device of their KV: {', '.join(places)}"
         )
-    return groups
+    return tuple(groups)
+
+
+def _kind_of(where: str, layer: DynamicLayer) -> _Kind:
+    """Return the properties of a layer that has run one token.
+
+    :param where: model and layer, for errors.
+    :raises UnsupportedModelError: its KV is not one key and one value for each head.
+    """
+    num_tokens = layer.get_seq_length()
+    if num_tokens != 1:
+        raise UnsupportedModelError(
+            f"{where} wrote its KV {num_tokens} times for one token, not once"
+        )
+    keys = layer.keys
+    values = layer.values
+    is_alike = keys.shape == values.shape and keys.dtype == values.dtype
+    if not is_alike or keys.shape[:1] + keys.shape[2:3] != (1, 1):
+        raise UnsupportedModelError(
+            f"{where} has keys of {tuple(keys.shape)} and values of {tuple(values.shape)}; "
+            "(1, heads, 1, head size) is needed for both"
+        )
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:
+        window = int(window)
+    _, num_heads, _, head_dim = keys.shape
+    return _Kind(num_heads, head_dim, window, keys.dtype, keys.device)
 
 
 def model_identity(
@@ -439,11 +463,8 @@ def _group_identity(group: KVGroupGeometry) -> dict[str, Any]:
 
 def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
     for name, tensor in model.state_dict().items():
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.is_meta
-            or tensor.layout is not torch.strided
-        ):
+        is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if not is_strided or tensor.is_meta:
             raise UnsupportedModelError(
                 f"the bytes of {name!r} cannot be had, so the weights cannot be identified"
             )

@@ -73,7 +73,7 @@ class StepMeter:
         """End the schedule of a step.
 
         :param is_busy: whether the engine has not waited for requests since the schedule before:
-            one that an earlier step has computed goes on.
+            a request of an earlier step continues.
         """
         now = self._clock()
         computed = list(self._computed.values())

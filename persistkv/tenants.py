@@ -64,9 +64,12 @@ def request_tenant(
     :param given: the argument ``tenant`` of the request; None: not given.
     :param kv_transfer_params: parameters of the request, which may name a tenant as
         ``{"persistkv": {"tenant": NAME}}``; None: there are none.
-    :raises ConfigurationError: a name is invalid (``check_tenant``), or the two differ.
+    :raises ConfigurationError: a name is invalid (``check_tenant``), the two differ, or the
+        parameters are no mapping.
     """
-    parameters = kv_transfer_params or {}
+    parameters = {} if kv_transfer_params is None else kv_transfer_params
+    if not isinstance(parameters, Mapping):
+        raise ConfigurationError("kv_transfer_params", parameters, "a mapping")
     options = parameters.get(REQUEST_PARAMETER)
     named = options.get("tenant") if isinstance(options, Mapping) else None
     if named is not None:

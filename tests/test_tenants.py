@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from persistkv.base import get_offload_group_idx
 from persistkv.errors import ConfigurationError
-from persistkv.tenants import DEFAULT_TENANT, check_tenant, engine_key, tenant_key
+from persistkv.tenants import (
+    DEFAULT_TENANT,
+    check_tenant,
+    engine_key,
+    request_tenant,
+    tenant_key,
+)
 
 
 @pytest.mark.parametrize("name", ["a", "default", "Zoë & co.", "x" * 128, "a/b=c"])
@@ -50,3 +58,11 @@ def test_engine_key_of_other_length_is_returned_unchanged() -> None:
         "that of a tenant whose hashes have 16 bytes"
     )
     assert engine_key(b"another engine's", 36) == b"another engine's"
+
+
+@pytest.mark.parametrize("parameters", [["tenant"], "tenant", 7, []])
+def test_request_tenant_parameters_of_another_type_raise(parameters: Any) -> None:
+    with pytest.raises(ConfigurationError, match="kv_transfer_params"):
+        request_tenant(None, parameters)
+    with pytest.raises(ConfigurationError, match="kv_transfer_params"):
+        request_tenant("anna", parameters)

@@ -131,7 +131,10 @@ def _take_prefetch(
 ) -> tuple[object, Mapping[str, Any] | None]:
     """Return the option ``prefetch`` of a request, None if there is none, and the parameters
     without it."""
-    given = parameters.get(REQUEST_PARAMETER) if parameters else None
+    given = None
+    # clients pass any value by ``vllm_xargs``
+    if isinstance(parameters, Mapping):
+        given = parameters.get(REQUEST_PARAMETER)
     if not isinstance(given, Mapping) or "prefetch" not in given:
         return None, parameters
     others = dict(given)

@@ -117,6 +117,16 @@ def action(kind, payload, version="1"):
     )
 
 
+@pytest.mark.parametrize("parameters", [["store"], "store", 7, [{"tenant": "anna"}]])
+def test_request_options_parameters_of_another_type_refuse_request(parameters, caplog):
+    """Clients pass any value with ``vllm_xargs``; an error would end the engine."""
+    found = request_options("r1", parameters)
+    assert found.is_refused
+    assert not found.options.store
+    assert not found.options.load
+    assert "kv_transfer_params" in caplog.text
+
+
 def test_request_options_hints_override_parameters():
     parameters = {
         "persistkv": {

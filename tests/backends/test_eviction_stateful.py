@@ -4,27 +4,18 @@ deletions, totals."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, rule
 
-from persistkv.storage import open_backend
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.samples import sample_manifest, sample_pack
+from tests.backends.stateful import StoreMachine, both_placements, run_machine
 
 NUMBERS = st.integers(0, 11)
 DEPTHS = (0, 4, 8, UNKNOWN_DEPTH)
@@ -45,12 +36,10 @@ class Held:
     others."""
 
 
-class EvictionMachine(RuleBasedStateMachine):
-    """Driver and model. Packs are numbers. The model determines the eviction order, the driver the
-    number of packs."""
+class EvictionMachine(StoreMachine):
+    """Driver, with a store of 4 MiB, and model. Packs are numbers. The model determines the
+    eviction order, the driver the number of packs."""
 
-    open_store: Callable[[str], Backend]
-    """Open a store of 4 MiB in a directory."""
     evictions = 0
     kept: set[int]
 
@@ -273,36 +262,8 @@ class EvictionMachine(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-def inline(directory: str) -> Backend:
-    return open_backend(f"lmdb://{directory}/store?capacity=4MiB&placement=inline")
-
-
-def in_extents(directory: str) -> Backend:
-    return open_backend(f"lmdb://{directory}/store?capacity=4MiB&placement=extents")
-
-
-@pytest.mark.parametrize(
-    ("open_store", "examples"),
-    [
-        pytest.param(inline, 30, id="inline"),
-        pytest.param(in_extents, 30, id="extents"),
-        pytest.param(inline, 150, id="inline, long", marks=pytest.mark.slow),
-        pytest.param(in_extents, 150, id="extents, long", marks=pytest.mark.slow),
-    ],
-)
-def test_eviction_random_commits_match_model(
-    open_store: Callable[[str], Backend], examples: int
-) -> None:
-    machine = type(
-        "Machine", (EvictionMachine,), {"open_store": staticmethod(open_store)}
-    )
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    limits = settings(
-        max_examples=examples,
-        stateful_step_count=50,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=checks,
-    )
-    run_state_machine_as_test(machine, settings=limits)
-    assert machine.evictions > examples // 2  # type: ignore[attr-defined]
+@both_placements(examples=30)
+def test_eviction_random_commits_match_model(placement: str, examples: int) -> None:
+    options = f"capacity=4MiB&placement={placement}"
+    machine = run_machine(EvictionMachine, options, examples)
+    assert machine.evictions > examples // 2

@@ -8,19 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, rule
 
 from persistkv.errors import QuotaExceededError, StoreError
-from persistkv.storage import open_backend
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.order import EvictionOrder
 from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
@@ -29,12 +21,14 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_lmdb.commit import BatchCommit
+from tests.backends.stateful import StoreMachine, both_placements, run_machine
 
 PACKS = 24
 NUMBERS = st.integers(0, PACKS - 1)
 TENANTS = ("anna", "berta", "default")
 BLOCK = 16 << 10  # 16 KiB
 DEPTHS = (0, 4, UNKNOWN_DEPTH)
+ROOM = "capacity=64MiB"
 
 
 @dataclass
@@ -45,11 +39,10 @@ class Held:
     """Moment of its last use: a commit that stores or touches."""
 
 
-class QuotaMachine(RuleBasedStateMachine):
-    """Driver and model. Packs are numbers: the third of them belongs to each tenant."""
+class QuotaMachine(StoreMachine):
+    """Driver, with a store that has room for all packs, and model. Packs are numbers: the third of
+    them belongs to each tenant."""
 
-    open_store: Callable[[str], Backend]
-    """Open a store in a directory, with room for all packs."""
     evictions = 0
     refusals = 0
 
@@ -226,46 +219,12 @@ def size(number: int) -> int:
     return BLOCK * (1 + number // len(TENANTS) % 4)
 
 
-def inline(directory: str) -> Backend:
-    return open_backend(f"lmdb://{directory}/store?capacity=64MiB&placement=inline")
-
-
-def in_extents(directory: str) -> Backend:
-    return open_backend(f"lmdb://{directory}/store?capacity=64MiB&placement=extents")
-
-
-@pytest.mark.parametrize(
-    ("open_store", "examples"),
-    [
-        pytest.param(inline, 15, id="inline"),
-        pytest.param(in_extents, 15, id="extents"),
-        pytest.param(inline, 150, id="inline, long", marks=pytest.mark.slow),
-        pytest.param(in_extents, 150, id="extents, long", marks=pytest.mark.slow),
-    ],
-)
-def test_quotas_random_commits_match_model(
-    open_store: Callable[[str], Backend], examples: int
-) -> None:
-    machine = run_machine(open_store, examples)
+@both_placements(examples=15)
+def test_quotas_random_commits_match_model(placement: str, examples: int) -> None:
+    options = f"{ROOM}&placement={placement}"
+    machine = run_machine(QuotaMachine, options, examples)
     assert machine.evictions > examples
     assert machine.refusals > examples // 4
-
-
-def run_machine(
-    open_store: Callable[[str], Backend], examples: int, *, shrinks: bool = True
-) -> type[QuotaMachine]:
-    machine = type("Machine", (QuotaMachine,), {"open_store": staticmethod(open_store)})
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    limits = settings(
-        max_examples=examples,
-        stateful_step_count=50,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=checks,
-        phases=[Phase.generate, *([Phase.shrink] if shrinks else [])],
-    )
-    run_state_machine_as_test(machine, settings=limits)
-    return machine
 
 
 # Bugs that are planted one at a time: the model must find each of them.
@@ -318,4 +277,4 @@ def test_planted_bug_of_quotas_is_found(
 ) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, ExceptionGroup, StoreError)):
-        run_machine(inline, 30, shrinks=False)
+        run_machine(QuotaMachine, f"{ROOM}&placement=inline", 30, shrinks=False)

@@ -20,9 +20,6 @@ are tested in persistkv's repository.
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -52,6 +49,7 @@ from persistkv.testing.conformance.suite import (
     RawKind,
     RawStore,
     check_totals,
+    other_process,
     read_pack,
     sample_identity,
 )
@@ -646,7 +644,7 @@ class BackendConformance(BackendSuite):
         ours = range(30)
         theirs = range(1000, 1030)
         rig = self.open_rig(url)
-        with _other_process(self.driver, url, theirs) as returned:
+        with other_process(_commit_all, self.driver, url, theirs) as returned:
             for number in ours:
                 rig.commit_batch(_batch(rig.backend, number))
             assert [_receive(returned) for _ in theirs] == list(theirs)
@@ -661,7 +659,8 @@ class BackendConformance(BackendSuite):
     def test_commit_killed_process_keeps_acknowledged_batches(self, url: str) -> None:
         self.need_sharing()
         # more than it can commit before it is killed
-        with _other_process(self.driver, url, range(1_000_000)) as returned:
+        numbers = range(1_000_000)
+        with other_process(_commit_all, self.driver, url, numbers) as returned:
             acknowledged = [_receive(returned) for _ in range(12)]
         rig = self.open_rig(url)
         # two more than are held: the last one may have been interrupted
@@ -719,29 +718,8 @@ def _held(rig: NamespaceRig, batch: CommitBatch) -> list[bool]:
     return held
 
 
-@contextmanager
-def _other_process(
-    driver: type[Backend], url: str, numbers: range
-) -> Iterator[Connection]:
-    """Start a process that commits one batch per number and sends the number when the commit has
-    returned. Kill the process at the end of the ``with`` block.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (driver, url, numbers, theirs)
-    process = context.Process(target=_commit_all, args=arguments, daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-
-
 def _receive(connection: Connection) -> int:
-    """Return the next number from ``_other_process``; raise EOFError if it has ended."""
+    """Return the next number from ``_commit_all``; raise EOFError if it has ended."""
     assert connection.poll(_PATIENCE_S), "the other process hangs"
     number: int = connection.recv()
     return number
@@ -750,6 +728,7 @@ def _receive(connection: Connection) -> int:
 def _commit_all(
     driver: type[Backend], url: str, numbers: range, returned: Connection
 ) -> None:
+    """Commit one batch per number; send the number when the commit has returned."""
     backend = driver.open(StoreUrl.parse(url))
     namespace = backend.open_namespace(sample_identity()).id
     for number in numbers:

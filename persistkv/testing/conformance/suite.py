@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from multiprocessing.connection import Connection
 from typing import ClassVar
 
 import pytest
@@ -58,6 +62,40 @@ class RawStore(ABC):
         data = bytearray(self.get(kind, namespace, name))
         data[offset] ^= 0xFF
         self.put(kind, namespace, name, bytes(data))
+
+
+@contextmanager
+def other_process(
+    target: Callable[..., None], *arguments: object
+) -> Iterator[Connection]:
+    """Call ``target(*arguments, connection)`` in a new process, and yield the other end of its
+    connection. Kill the process at the end of the ``with`` block.
+
+    :param target: a function of a module; its arguments can be pickled.
+    """
+    # a fork of a process that has imported this package starts 20 times as fast as a new one
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["persistkv.testing.conformance"])
+    ours, theirs = context.Pipe()
+    call = (dict(os.environ), target, (*arguments, theirs))
+    process = context.Process(target=_call_with_environment, args=call, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _call_with_environment(
+    environment: dict[str, str],
+    target: Callable[..., None],
+    arguments: tuple[object, ...],
+) -> None:
+    os.environ.update(environment)
+    target(*arguments)
 
 
 class BackendSuite:

@@ -42,6 +42,7 @@ from persistkv_lmdb.allocator import (
     without,
 )
 from persistkv_lmdb.layout import DATABASES
+from tests import forked
 from tests.backends.lmdb.conftest import Opener, stdout_of
 from tests.backends.lmdb.consistency import find_faults
 
@@ -300,7 +301,7 @@ def reader(path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", READER, str(path)]
         running.append(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         )
         assert stdout_of(running[-1]).readline() == b"began\n"
         return running[-1]
@@ -504,9 +505,7 @@ def test_commit_after_killed_writer_truncates_grown_segments(
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     before = segment_bytes(path)
-    subprocess.run(
-        [sys.executable, "-c", GROW_AND_BE_KILLED, f"lmdb://{path}"], check=False
-    )
+    forked.run([sys.executable, "-c", GROW_AND_BE_KILLED, f"lmdb://{path}"])
     assert segment_bytes(path) >= before + (16 << 20)
     backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
     assert segment_bytes(path) == before

@@ -11,6 +11,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_lmdb import LmdbBackend
+from tests import forked
 from tests.backends.catalogue_rules import CatalogueRules
 from tests.backends.eviction_rules import EvictionRules
 from tests.backends.lmdb.consistency import find_faults
@@ -78,7 +79,7 @@ class RawLmdb(RawStore):
             namespace.hex(),
             name.hex(),
         ]
-        return subprocess.run(
+        return forked.run(
             command, input=data, stdout=subprocess.PIPE, check=True
         ).stdout
 

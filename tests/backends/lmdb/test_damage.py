@@ -24,6 +24,7 @@ from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import files, fsck, opening
 from persistkv_lmdb.fsck import CheckResult, Finding, inspect
+from tests import forked
 from tests.backends.lmdb.conftest import Opener, stdout_of
 
 KILLED_WRITER = """
@@ -64,7 +65,7 @@ def run_killed_writer(
         str(commits),
         where,
     ]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert forked.run(command).returncode == -signal.SIGKILL
 
 
 def quarantined_copies(path: Path) -> list[Path]:
@@ -187,7 +188,7 @@ time.sleep(600)
     parent = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     )
-    with subprocess.Popen(
+    with forked.Popen(
         [sys.executable, "-c", parent, inspecting], stdout=subprocess.PIPE
     ) as process:
         assert stdout_of(process).readline() == b"inspecting\n"
@@ -218,11 +219,10 @@ for read_only in (True, False):
     except CorruptStoreError as error:
         print("refused")
 """
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code, f"lmdb://{path}"],
         capture_output=True,
         text=True,
-        check=False,
     )
     assert done.stdout.split() == ["refused", "0"], done.stderr
     assert done.returncode == 0
@@ -282,9 +282,7 @@ sys.stdin.read()
 backend.close()
 """
     command = [sys.executable, "-c", holds, f"lmdb://{path}"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
+    with forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert stdout_of(other).readline() == b"open\n"
         run_killed_writer(path, filled)
         backend = open_store()
@@ -341,9 +339,7 @@ database.create_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
     for _ in range(2):
-        subprocess.run(
-            [sys.executable, "-c", killed_while_opening, f"lmdb://{path}"], check=False
-        )
+        forked.run([sys.executable, "-c", killed_while_opening, f"lmdb://{path}"])
     assert len(tables(open_store(), filled)) == 1
     assert not quarantined_copies(path)
 

@@ -7,7 +7,6 @@ import mmap
 import os
 import signal
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend, files
 from persistkv_lmdb.fsck import CheckResult, inspect
+from tests import forked
 from tests.backends.lmdb.conftest import IDENTITY, Opener
 
 KILLED_IN_COMMIT = """
@@ -45,7 +45,7 @@ backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
 
 def kill_writer_in_commit(path: Path) -> None:
     command = [sys.executable, "-c", KILLED_IN_COMMIT, f"lmdb://{path}"]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert forked.run(command).returncode == -signal.SIGKILL
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_open_or_close_after_killed_writer_syncs_its_pages(
     code = "import sys; from persistkv.storage import open_backend; open_backend(sys.argv[1])"
     assert (path / "writer.lock").read_bytes() == b"+"
     # in a second process
-    subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)
+    forked.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)
     assert (path / "writer.lock").read_bytes() == b"-"
     kill_writer_in_commit(path)
     synced.clear()

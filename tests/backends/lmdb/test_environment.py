@@ -21,6 +21,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend, database
+from tests import forked
 from tests.backends.lmdb.conftest import Opener
 
 
@@ -33,7 +34,7 @@ def read_all(backend: LmdbBackend, namespace: bytes, pack: PackWriter) -> bytes:
 
 
 def run(code: str, *arguments: object) -> list[str]:
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -467,7 +468,7 @@ txn = env.begin()
 txn.get(b"x")
 os.kill(os.getpid(), 9)
 """
-    subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    forked.run([sys.executable, "-c", code, str(path)])
     backend = open_store()
     assert backend.stats().packs == 0
     code = (

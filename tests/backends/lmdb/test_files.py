@@ -21,6 +21,7 @@ from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_pack
+from tests import forked
 from tests.backends.lmdb.conftest import Opener
 
 NOBODY = 65534
@@ -143,7 +144,7 @@ def test_command_fifo_in_status_directory_does_not_block(
         f"lmdb://{path}",
         *options,
     ]
-    with subprocess.Popen(
+    with forked.Popen(
         started, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         try:

@@ -30,7 +30,12 @@ from persistkv.storage.format.keys import StoreKey, decode_keys
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.records import StoreOptions
-from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
+from persistkv.testing.conformance.suite import (
+    other_process,
+    read_pack,
+    sample_identity,
+    tables,
+)
 from persistkv.testing.samples import (
     payload_of,
     sample_manifest,
@@ -322,24 +327,15 @@ def engine_of_two_tenants(url: str, numbers: range, done: Connection) -> None:
 @pytest.fixture
 def engine(url: str) -> Iterator[Connection]:
     """A process that stores content of both tenants until it is killed."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (url, range(1_000_000), theirs)
-    process = context.Process(target=engine_of_two_tenants, args=arguments, daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
+    with other_process(engine_of_two_tenants, url, range(1_000_000)) as engine:
+        yield engine
 
 
 def forget_in_process(url: str, done: Connection) -> None:
     with closing(open_backend(url)) as backend:
         done.recv()
-        done.send(backend.forget("anna").packs)
+        forgotten = backend.forget("anna").packs
+    done.send(forgotten)
 
 
 def test_two_operators_forget_while_engine_runs(
@@ -353,18 +349,13 @@ def test_two_operators_forget_while_engine_runs(
             for table in tables(backend, NAMESPACE).values()
             if table.tenant == "anna"
         }
-    context = multiprocessing.get_context("spawn")
-    operators = []
-    for _ in range(2):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=forget_in_process, args=(url, theirs))
-        process.start()
-        operators.append((process, ours))
-    for _, ours in operators:
-        ours.send("go")
-    forgotten = [ours.recv() for _, ours in operators]
-    for process, _ in operators:
-        process.join()
+    with (
+        other_process(forget_in_process, url) as first,
+        other_process(forget_in_process, url) as second,
+    ):
+        for operator in (first, second):
+            operator.send("go")
+        forgotten = [first.recv(), second.recv()]
     assert sum(forgotten) >= 11
     last = 0
     heard: list[Any] = []

@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -24,6 +23,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
+from tests import forked
 from tests.backends.lmdb.consistency import find_faults
 
 # 3 MiB: what a writer has reserved for its next commit, and metadata of the file system
@@ -305,7 +305,7 @@ def test_release_free_killed_while_it_punches_next_commit_punches_the_rest(
     )
     before = segments_on_disk(backend)
     command = [sys.executable, "-c", RELEASE, f"lmdb://{url.location}", str(punched)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert forked.run(command).returncode == -signal.SIGKILL
     assert segments_on_disk(backend) > before // 2
     backend.commit(namespace, CommitBatch(touches=[packs[1].pack_id]))
     assert segments_on_disk(backend) <= stored(packs[1::2]) + SLACK

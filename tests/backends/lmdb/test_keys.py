@@ -8,7 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from hashlib import blake2b
 from multiprocessing.connection import Connection
@@ -35,6 +35,7 @@ from persistkv.storage.format.seal import KeySeal
 from persistkv.storage.records import StoreOptions
 from persistkv.testing.conformance.suite import (
     check_totals,
+    other_process,
     read_pack,
     sample_identity,
     tables,
@@ -287,18 +288,8 @@ def commit_all(url: str, numbers: range, done: Connection) -> None:
 @pytest.fixture
 def writer(place: str) -> Iterator[Connection]:
     """A process that commits until it is killed; yields the numbers of its commits."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (with_key(place), range(1_000_000), theirs)
-    process = context.Process(target=commit_all, args=arguments, daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
+    with other_process(commit_all, with_key(place), range(1_000_000)) as writer:
+        yield writer
 
 
 def test_rotate_key_while_engine_runs_keeps_all_content(
@@ -595,17 +586,17 @@ def test_rotation_killed_at_any_time_leaves_store_to_one_key(
 
 
 def test_engines_that_create_a_store_at_once_have_one_keyring(place: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    writers = []
-    for first in range(0, 400, 100):
-        ours, theirs = context.Pipe()
-        arguments = (with_key(place), range(first, first + 5), theirs)
-        process = context.Process(target=commit_all, args=arguments)
-        process.start()
-        writers.append((process, ours))
-    for process, _ in writers:
-        process.join(60)
-        assert process.exitcode == 0
+    with ExitStack() as running:
+        writers = []
+        for first in range(0, 400, 100):
+            numbers = range(first, first + 5)
+            process = other_process(commit_all, with_key(place), numbers)
+            writers.append((running.enter_context(process), numbers))
+        for writer, numbers in writers:
+            assert [writer.recv() for _ in numbers] == list(numbers)
+            # it has closed the store
+            with pytest.raises(EOFError):
+                writer.recv()
     found = content(with_key(place))
     assert len(found) == 20
     assert None not in found.values()
@@ -637,22 +628,15 @@ def test_salts_of_killed_and_restarted_engines_never_repeat(
     tmp_path: Path, place: str
 ) -> None:
     """Engines that store the same content, are killed, and store it again."""
-    context = multiprocessing.get_context("spawn")
+    numbers = range(1_000_000)
     for _ in range(2):
-        processes = []
-        for _ in range(2):
-            ours, theirs = context.Pipe()
-            arguments = (with_key(place), range(1_000_000), theirs)
-            process = context.Process(target=commit_all, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            processes.append((process, ours))
-        for process, ours in processes:
-            for _ in range(10):
-                ours.recv()
-            process.kill()
-            process.join()
-            ours.close()
+        with (
+            other_process(commit_all, with_key(place), numbers) as first,
+            other_process(commit_all, with_key(place), numbers) as second,
+        ):
+            for writer in (first, second):
+                for number in range(10):
+                    assert writer.recv() == number
     with closing(open_backend(with_key(place))) as backend:
         name = sample_identity().digest
         found = tables(backend, name)
@@ -726,26 +710,21 @@ def commit_tenants(url: str, first: int, done: Connection) -> None:
         done.recv()
         for number in range(20):
             store_of_tenant(backend, f"tenant {number}", 100 * first + number)
-        done.send("done")
+    done.send("done")
 
 
 def test_processes_that_store_new_tenants_at_once_read_each_other(place: str) -> None:
     url = with_key(place)
     with closing(open_backend(url)) as reader:
         store_one(reader, 1)
-        context = multiprocessing.get_context("spawn")
-        processes = []
-        for number in (1, 2):
-            ours, theirs = context.Pipe()
-            arguments = (url, number, theirs)
-            process = context.Process(target=commit_tenants, args=arguments)
-            process.start()
-            processes.append((process, ours))
-        for _, ours in processes:
-            ours.send("go")
-        for process, ours in processes:
-            assert ours.recv() == "done"
-            process.join()
+        with (
+            other_process(commit_tenants, url, 1) as first,
+            other_process(commit_tenants, url, 2) as second,
+        ):
+            for writer in (first, second):
+                writer.send("go")
+            for writer in (first, second):
+                assert writer.recv() == "done"
         # a handle that was opened before these keys were made
         namespace = sample_identity().digest
         found = tables(reader, namespace)

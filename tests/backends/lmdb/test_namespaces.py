@@ -3,7 +3,6 @@ cost nothing."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
+from tests import forked
 from tests.backends.lmdb.conftest import Opener
 from tests.backends.lmdb.consistency import find_faults
 
@@ -125,7 +125,7 @@ backend.close()
 def delete_elsewhere(path: Path, namespace: bytes) -> None:
     """Delete all packs of a namespace in another process, which has not opened it, as ``persistkv
     prune`` does."""
-    subprocess.run(
+    forked.run(
         [sys.executable, "-c", OTHER, f"lmdb://{path}", namespace.hex()],
         check=True,
         timeout=120,

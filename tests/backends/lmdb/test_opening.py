@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from persistkv.errors import (
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_pack
+from tests import forked
 from tests.backends.lmdb.conftest import Opener
 
 AS_ORDINARY_USER = """
@@ -146,7 +146,7 @@ def open_as_ordinary_user(path: Path, *flags: str) -> str:
     """Open the store as an ordinary user and return the output. Root drops its privileges, as it
     passes every check."""
     command = [sys.executable, "-c", AS_ORDINARY_USER, f"lmdb://{path}", *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return forked.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["read-only"]])

@@ -50,6 +50,23 @@ def store(
     return ids(result)
 
 
+def store_each(
+    backend: Backend, namespace: bytes, tenant: str, count: int
+) -> list[PackWriter]:
+    """Store packs of 64 KiB, each in a commit of its own; return them."""
+    packs = [make(backend, namespace, tenant, seed) for seed in range(count)]
+    for pack in packs:
+        backend.commit(namespace, CommitBatch([pack]))
+    return packs
+
+
+def store_until_full(backend: Backend, namespace: bytes, tenant: str) -> None:
+    """Store packs of 64 KiB until the store evicts one."""
+    seed = 1000
+    while not store(backend, namespace, tenant, seed):
+        seed += 1
+
+
 def ids(result: CommitResult) -> list[bytes]:
     return [table.pack_id for table in result.evicted]
 
@@ -183,9 +200,7 @@ def test_commit_of_refused_tenant_evicts_nothing_of_others_in_full_store(
     batch = CommitBatch(packs, [manifest], pins=[("r", True)])
     backend.commit(namespace, batch)
     set_quota(backend, anna=2 * PACK)
-    seed = 100
-    while not store(backend, namespace, "berta", seed):
-        seed += 1
+    store_until_full(backend, namespace, "berta")
     before = set(tables(backend, namespace))
     for number in range(20):
         with pytest.raises(QuotaExceededError):
@@ -201,10 +216,8 @@ def test_full_store_tenant_at_quota_evicts_its_own_content_only(
     backend = open_store("?capacity=8MiB")
     namespace = backend.open_namespace(identity).id
     set_quota(backend, anna=10 * PACK)
-    seed = 1000
     # the oldest content of the store is that of others
-    while not store(backend, namespace, "berta", seed):
-        seed += 1
+    store_until_full(backend, namespace, "berta")
     for number in range(30):
         store(backend, namespace, "anna", number)
     assert used(backend, "anna") == 10 * PACK
@@ -220,9 +233,7 @@ def test_set_policy_lower_quota_evicts_at_once_and_others_keep_theirs(
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
-    packs = [make(backend, namespace, "anna", seed) for seed in range(100)]
-    for pack in packs:
-        backend.commit(namespace, CommitBatch([pack]))
+    packs = store_each(backend, namespace, "anna", 100)
     store(backend, namespace, "berta", 200)
     second = open_store()
     set_quota(second, anna=7 * PACK, berta=MIB)
@@ -245,8 +256,7 @@ def test_commit_of_others_works_off_quota_that_set_left(
     backend: LmdbBackend, namespace: bytes, grows: bool
 ) -> None:
     """A process that lowers a quota may die before it has evicted."""
-    for seed in range(100):
-        store(backend, namespace, "anna", seed)
+    store_each(backend, namespace, "anna", 100)
     with backend.rows(write=True) as rows:
         write_quotas(rows, {"anna": 10 * PACK})
     evicted: list[bytes] = []
@@ -266,15 +276,8 @@ def test_full_store_evicts_from_tenant_above_quota_before_older_content(
     """The tenant is above by more than one commit may evict for quotas."""
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
-    old = [make(backend, namespace, "berta", seed) for seed in range(30)]
-    for pack in old:
-        backend.commit(namespace, CommitBatch([pack]))
-    seed = 1000
-    while True:
-        evicted = store(backend, namespace, "anna", seed)
-        if evicted:
-            break
-        seed += 1
+    old = store_each(backend, namespace, "berta", 30)
+    store_until_full(backend, namespace, "anna")
     kept = set(tables(backend, namespace)) & {pack.pack_id for pack in old}
     with backend.rows(write=True) as rows:
         write_quotas(rows, {"anna": PACK})

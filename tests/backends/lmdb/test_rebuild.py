@@ -23,6 +23,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import read_extents
 from persistkv_lmdb.segments import Extent
+from tests import forked
 from tests.backends.lmdb.conftest import IDENTITY, Opener
 from tests.backends.lmdb.consistency import find_faults
 
@@ -550,7 +551,7 @@ def test_rebuild_killed_can_be_repeated(
 ) -> None:
     packs = add_samples(store, 400)
     lose_catalogue(store, path)
-    child = subprocess.Popen(
+    child = forked.Popen(
         [sys.executable, "-c", _REBUILD, f"lmdb://{path}"], stdout=subprocess.PIPE
     )
     assert child.stdout is not None

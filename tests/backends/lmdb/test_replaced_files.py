@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
+from tests import forked
 from tests.backends.lmdb.conftest import IDENTITY, Opener
 from tests.backends.lmdb.consistency import find_faults
 from tests.backends.lmdb.test_two_processes import OtherProcess, commit, other, start
@@ -55,7 +55,7 @@ def check_reopened(
 ) -> None:
     """Check what a new process finds at the path."""
     command = [sys.executable, "-m", "persistkv_tools", "verify", f"lmdb://{path}"]
-    verified = subprocess.run(command, capture_output=True, text=True)
+    verified = forked.run(command, capture_output=True, text=True)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     backend = open_store()
     check_holds(backend, namespace, seeds)
@@ -115,7 +115,7 @@ for seed in range(20, 60):
     backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=9, block_bytes=1 << 14)]))
 backend.close()
 """
-    subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)
+    forked.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)
     commit(backend, namespace, 1)
     found = tables(backend, namespace)
     for seed in range(20, 60):

@@ -29,6 +29,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend, files, opening
 from persistkv_lmdb.allocator import Allocator, read_reserved
 from persistkv_tools.packs import check_pack
+from tests import forked
 from tests.backends.lmdb.conftest import Opener, stdout_of
 from tests.backends.lmdb.consistency import find_faults
 
@@ -160,7 +161,7 @@ def start(path: Path, namespace: bytes) -> Iterator[Callable[..., OtherProcess]]
             f"lmdb://{path}{options}",
             namespace.hex(),
         ]
-        process = subprocess.Popen(
+        process = forked.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         started.append(process)
@@ -228,7 +229,7 @@ def test_commit_beside_busy_writer_gets_its_turn(
 ) -> None:
     commit(backend, namespace, 1)
     command = [sys.executable, "-c", HOLDER, str(path / files.WRITER_LOCK_FILE)]
-    with subprocess.Popen(
+    with forked.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     ) as holder:
         assert stdout_of(holder).readline() == b"held\n"
@@ -614,7 +615,7 @@ with backend.environment.transaction(write=True):
 os._exit(0)
 """
     command = [sys.executable, "-uc", code, f"lmdb://{path}"]
-    with subprocess.Popen(
+    with forked.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     ) as forking:
         said = {stdout_of(forking).readline().strip() for _ in range(2)}
@@ -646,7 +647,7 @@ def active_readers(path: Path) -> list[str]:
     """List the processes that hold a snapshot. A child process reads the list: LMDB opens a store
     once per process."""
     code = "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).readers())"
-    listed = subprocess.run(
+    listed = forked.run(
         [sys.executable, "-c", code, str(path)],
         capture_output=True,
         text=True,
@@ -678,7 +679,7 @@ def test_ls_blocked_output_pipe_holds_no_snapshot(
         "--limit",
         "0",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as listing:
+    with forked.Popen(command, stdout=subprocess.PIPE) as listing:
         ready, _, _ = select.select([stdout_of(listing)], [], [], PATIENCE_S)
         assert ready
         deadline = time.monotonic() + PATIENCE_S

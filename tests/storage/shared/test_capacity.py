@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,16 +22,9 @@ from tests.storage.shared.town import (
     Engine,
     Town,
     pack,
-    town_of,
 )
 
 HOUR_S = 3600.0
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
 
 
 def sizes(engine: Engine) -> int:

@@ -3,20 +3,11 @@ vanish."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from persistkv.storage.blobs import RefusedError
 from persistkv.storage.shared.format import Delta
-from tests.storage.shared.town import Engine, Town, pack, town_of
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
+from tests.storage.shared.town import Engine, Town, pack
 
 
 def store_each(town: Town, engine: Engine, seeds: range, pause_s: float = 5) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -62,15 +62,17 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSISTKV_OTHER_KEY", SECRET[::-1])
 
 
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
-
-
 def keyed(town: Town) -> Engine:
     """Return a new handle with our key, which sees each commit at once."""
     return town.engine(key_env=KEY, refresh_s=0.0)
+
+
+def readable(engine: Engine) -> list[PackTable]:
+    """Return the packs that an engine holds; it reads each of them."""
+    found = list(tables(engine.backend, NAMESPACE).values())
+    for table in found:
+        assert read_pack(engine.backend, NAMESPACE, table) is not None
+    return found
 
 
 def blob_of(town: Town, part: str) -> str:
@@ -245,9 +247,7 @@ def test_engines_that_create_a_store_at_once_read_each_other(town: Town) -> None
     for engine, seed in ((first, 1), (second, 2)):
         engine.store(engine.pack(seed))
     for engine in (first, second, keyed(town)):
-        for table in tables(engine.backend, NAMESPACE).values():
-            assert read_pack(engine.backend, NAMESPACE, table) is not None
-        assert len(tables(engine.backend, NAMESPACE)) == 2
+        assert len(readable(engine)) == 2
 
 
 def test_sweep_of_a_handle_that_lacks_a_data_key_spares_what_it_cannot_read(
@@ -279,10 +279,8 @@ def test_packs_of_tenants_are_read_by_all_and_keys_are_made_once(town: Town) -> 
         assert b"anna" not in town.data(name), name
     town.run(70)
     for engine in (first, second, keyed(town)):
-        found = tables(engine.backend, NAMESPACE).values()
+        found = readable(engine)
         assert len(found) == 6
-        for table in found:
-            assert read_pack(engine.backend, NAMESPACE, table) is not None
         of_tenant = {(table.tenant, table.data_key) for table in found}
         assert len(of_tenant) == 2
 
@@ -309,9 +307,7 @@ def test_engines_that_make_key_of_tenant_at_once_keep_all(town: Town) -> None:
     assert len({table.data_key for table in found}) == 2
     town.run(70)
     for engine in (first, second, keyed(town)):
-        for table in tables(engine.backend, NAMESPACE).values():
-            assert read_pack(engine.backend, NAMESPACE, table) is not None
-        assert len(tables(engine.backend, NAMESPACE)) == 2
+        assert len(readable(engine)) == 2
 
 
 def test_rotation_open_handles_make_and_read_keys_of_tenants(town: Town) -> None:
@@ -324,10 +320,7 @@ def test_rotation_open_handles_make_and_read_keys_of_tenants(town: Town) -> None
     third.store(third.pack(4, tenant="dora"))
     town.run(70)
     for engine in (first, second, third):
-        found = tables(engine.backend, NAMESPACE).values()
-        assert len(found) == 4
-        for table in found:
-            assert read_pack(engine.backend, NAMESPACE, table) is not None
+        assert len(readable(engine)) == 4
 
 
 def test_open_content_without_its_data_keys_raises_and_keeps_it(town: Town) -> None:
@@ -381,10 +374,7 @@ def test_rotation_other_key_opens_store_and_old_one_does_not(town: Town) -> None
         with pytest.raises(ConfigurationError, match=other.id):
             keyed(town)
     second = town.engine(refresh_s=0.0, key_env="PERSISTKV_OTHER_KEY")
-    found = tables(second.backend, NAMESPACE)
-    assert len(found) == 2
-    for table in found.values():
-        assert read_pack(second.backend, NAMESPACE, table) is not None
+    assert len(readable(second)) == 2
     assert set(town.names("")) >= before, "nothing was destroyed"
     # and back
     second.backend.rotate_key(StoreKey(SECRET.encode()))
@@ -411,9 +401,7 @@ def held_by_either_key(town: Town) -> list[set[bytes]]:
         options = SharedOptions(key_env=variable, cache=False, read_only=True)
         with suppress(ConfigurationError, StoreUnavailableError):
             engine = Engine(town, options, read_only=True)
-            for table in tables(engine.backend, NAMESPACE).values():
-                assert read_pack(engine.backend, NAMESPACE, table) is not None
-            found.append(engine.held())
+            found.append({table.pack_id for table in readable(engine)})
             engine.backend.close()
     return found
 
@@ -437,6 +425,40 @@ def test_rotation_by_second_operator_raises_and_changes_nothing(town: Town) -> N
     assert town.names("") == before
 
 
+class AtCall:
+    """Calls a function once: at one call of the medium of an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        number: int,
+        function: Callable[[], object],
+        *,
+        after: bool = False,
+    ) -> None:
+        """Call ``function`` before call ``number`` (from 0) of the medium, or after it."""
+        self._number = number
+        self._function = function
+        self._calls = 0
+        add = engine.blobs.after if after else engine.blobs.before
+        for method in METHODS:
+            add(method, self._count)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the medium had fewer calls."""
+        return self._calls <= self._number
+
+    def _count(self, subject: str) -> None:
+        self._calls += 1
+        if self._calls == self._number + 1:
+            self._function()
+
+
+def fail() -> None:
+    raise UnavailableError("no reply")
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_rotation_that_fails_at_any_call_keeps_content_and_is_repeated(
     tmp_path: Path, after: bool
@@ -446,17 +468,7 @@ def test_rotation_that_fails_at_any_call_keeps_content_and_is_repeated(
             first = keyed(town)
             pack = first.pack(1)
             first.store(pack)
-            calls = 0
-
-            def fail_once(subject: str, number: int = number) -> None:
-                nonlocal calls
-                calls += 1
-                if calls == number + 1:
-                    raise UnavailableError("no reply")
-
-            for method in METHODS:
-                add = first.blobs.after if after else first.blobs.before
-                add(method, fail_once)
+            AtCall(first, number, fail, after=after)
             has_failed = False
             try:
                 first.backend.rotate_key(OTHER)
@@ -489,31 +501,20 @@ def test_rotation_content_of_engine_that_opens_at_any_call_is_kept(
             first = keyed(town)
             first.store(first.pack(1))
             opened: list[Engine] = []
-            calls = 0
 
-            def open_once(
-                subject: str,
-                number: int = number,
-                town: Town = town,
-                opened: list[Engine] = opened,
-            ) -> None:
-                nonlocal calls
-                calls += 1
-                if calls == number + 1:
-                    with suppress(ConfigurationError):
-                        opened.append(keyed(town))
+            def open_another(town: Town = town, opened: list[Engine] = opened) -> None:
+                with suppress(ConfigurationError):
+                    opened.append(keyed(town))
 
-            for method in METHODS:
-                first.blobs.before(method, open_once)
+            opening = AtCall(first, number, open_another)
             first.backend.rotate_key(OTHER)
-            is_last = calls <= number
             first.blobs.clear_faults()
             for engine in opened:
                 engine.store(engine.pack(2))
             expected = 1 + len(opened)
             found = tables(other_keyed(town).backend, NAMESPACE)
             assert len(found) == expected
-        if is_last:
+        if opening.is_missed:
             break
     assert number > 5
 
@@ -557,19 +558,14 @@ def rotate_while_engine_creates(town: Town, number: int) -> bool:
     assert has_found_none.wait(60)
     first = keyed(town)
     first.store(first.pack(1))
-    calls = 0
 
-    def let_write(subject: str) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == number + 1:
-            may_write.set()
-            late.join(60)
+    def let_write() -> None:
+        may_write.set()
+        late.join(60)
 
-    for method in METHODS:
-        first.blobs.before(method, let_write)
+    writing = AtCall(first, number, let_write)
     first.backend.rotate_key(OTHER)
-    is_last = calls <= number
+    is_last = writing.is_missed
     first.blobs.clear_faults()
     may_write.set()
     late.join(60)
@@ -592,24 +588,13 @@ def test_rotation_while_engine_creates_store_with_other_key_keeps_both(
             first = keyed(town)
             first.store(first.pack(1))
             opened: list[Engine] = []
-            calls = 0
 
-            def create_once(
-                subject: str,
-                number: int = number,
-                town: Town = town,
-                opened: list[Engine] = opened,
-            ) -> None:
-                nonlocal calls
-                calls += 1
-                if calls == number + 1:
-                    opened.append(other_keyed(town))
+            def create(town: Town = town, opened: list[Engine] = opened) -> None:
+                opened.append(other_keyed(town))
 
-            for method in METHODS:
-                first.blobs.before(method, create_once)
+            creation = AtCall(first, number, create)
             with suppress(ConfigurationError):
                 first.backend.rotate_key(OTHER)
-            is_last = calls <= number
             first.blobs.clear_faults()
             for engine in opened:
                 engine.store(engine.pack(2))
@@ -618,7 +603,7 @@ def test_rotation_while_engine_creates_store_with_other_key_keeps_both(
                 assert [len(found) for found in held] == [1, 1], "two stores"
             else:
                 assert [len(found) for found in held] == [1 + len(opened)]
-        if is_last:
+        if creation.is_missed:
             break
     assert number > 5
 

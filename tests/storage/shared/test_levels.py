@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
 from persistkv.storage.format.codec import Buffer
-from tests.storage.shared.town import NAMES, Engine, Town, pack, town_of
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
+from tests.storage.shared.town import NAMES, Engine, Town, pack
 
 
 def store_each(town: Town, engine: Engine, seeds: range) -> None:

@@ -6,7 +6,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,17 +19,11 @@ from persistkv.storage.shared.format import NO_NAMESPACE, StoreNames, seal_objec
 from persistkv.storage.shared.index import totals as totals_module
 from persistkv.storage.shared.index.totals import Totals
 from persistkv.testing.conformance.suite import sample_identity
-from tests.storage.shared.town import NAMESPACE, START, Town, pack, town_of
+from tests.storage.shared.town import NAMESPACE, START, Town, pack
 
 NAMES = StoreNames()
 HOUR_S = 3600.0
 IDLE = 10_000
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
 
 
 def fill(town: Town, number: int) -> None:

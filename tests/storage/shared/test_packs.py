@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 
 import pytest
 
@@ -23,16 +21,10 @@ from persistkv.storage.records import StoreOptions
 from persistkv.storage.shared.packs import UploadBudget
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from tests.storage.shared.town import NAMESPACE, Engine, Town, pack, town_of
+from tests.storage.shared.town import NAMESPACE, Engine, Town, pack
 
 BLOCK = 4096
 LAYOUT = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),))
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
 
 
 def blob_of(town: Town, pack_id: bytes) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,16 +15,10 @@ from persistkv.storage.shared import SharedOptions
 from persistkv.storage.shared.replica import Replica
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.samples import sample_manifest, sample_pack
-from tests.storage.shared.town import NAMES, NAMESPACE, Engine, Town, town_of
+from tests.storage.shared.town import NAMES, NAMESPACE, Engine, Town
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
 SIZE = 16 << 10  # 16 KiB: payload of a pack
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
 
 
 def make(tenant: str, seed: int, namespace: bytes = NAMESPACE) -> PackWriter:

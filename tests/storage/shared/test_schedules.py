@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from tests.storage.shared.simulation import HOUR_S, Hang, Process, SimulatedBlobs, World
 from tests.storage.shared.town import NAMESPACE, Town
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    town = Town(tmp_path)
-    yield town
-    town.close()
 
 
 def test_commit_of_a_killed_engine_is_merged_by_a_running_one(town: Town) -> None:

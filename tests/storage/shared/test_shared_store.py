@@ -4,8 +4,6 @@ moves."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,17 +25,10 @@ from tests.storage.shared.town import (
     Engine,
     Town,
     pack,
-    town_of,
 )
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
 
 
 # Commits and merges

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
@@ -16,16 +13,10 @@ from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.faulty import FaultyBackend
-from tests.storage.shared.town import Engine, Town, pack, town_of
+from tests.storage.shared.town import Engine, Town, pack
 
 BLOCK = 256 << 10
 PATIENCE_S = 60
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
 
 
 def make_keys(count: int, first: int = 0) -> list[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,12 +36,6 @@ LONGEST_S = 14.0
 merge."""
 UNREAD_S = 820.0
 """Seconds until others see the commit of a dead engine that the merger cannot read."""
-
-
-@pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
-    with town_of(tmp_path) as town:
-        yield town
 
 
 def put_latest(town: Town, time: float, *recent: tuple[str, int]) -> None:

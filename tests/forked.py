@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -205,6 +206,7 @@ def _become(
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    time.tzset()
     sys.stdin = os.fdopen(0, closefd=False)
     is_unbuffered = kind == "-uc"
     output = os.fdopen(1, "wb", 0 if is_unbuffered else -1, closefd=False)

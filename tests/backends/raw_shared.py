@@ -55,7 +55,7 @@ class RawShared(RawStore):
 
     def _place(self, kind: RawKind, namespace: bytes, name: bytes) -> _Place:
         replica = self._replica(namespace)
-        names = Names(namespace)
+        names = Names(namespace, self.backend._medium.keys.keyring_id)
         if kind is RawKind.PAYLOAD:
             held = replica.blobs([name])[name]
             return _Place(names.pack(name + held.nonce), 0, held.table.payload_length)

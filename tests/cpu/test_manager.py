@@ -507,10 +507,11 @@ class ARCManagerMachine(ManagerMachine):
     policy = "arc"
 
 
+LIMITS = settings(max_examples=30, stateful_step_count=60, deadline=None)
 TestLRUManager = ManagerMachine.TestCase
+TestLRUManager.settings = LIMITS
 TestARCManager = ARCManagerMachine.TestCase
-for _case in (TestLRUManager, TestARCManager):
-    _case.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
+TestARCManager.settings = LIMITS
 
 
 # Methods of the primary tier for other tiers

@@ -20,10 +20,14 @@ from persistkv.testing.samples import sample_pack
 from tests.storage.conftest import IDENTITY
 from tests.storage.stores import inject_faults
 
-PACKS, BLOCKS = 17, 4096  # enough keys for a file
-
-
+PACKS, BLOCKS = 17, 256  # enough keys for a file
 KEY = "PERSISTKV_TEST_KEY"
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stores with a sixteenth of the keys write files."""
+    monkeypatch.setattr("persistkv.storage.index._SAVED_FROM", 1 << 12)
 
 
 @pytest.fixture(params=["", f"&key_env={KEY}"], ids=["plain", "key"])

@@ -13,6 +13,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.cli import main
+from tests import forked
 from tests.tools.contexts import Contexts
 from tests.tools.terminals import TESTED_CODE
 
@@ -55,12 +56,14 @@ def plug_ins(
 
 @pytest.fixture
 def start(tmp_path: Path) -> Run:
-    """Return a function that runs the command line in a new process."""
+    """Return a function that runs the command line in a process of its own: a new one if the
+    interpreter has options."""
 
     def run_cli(
         *arguments: str, python: tuple[str, ...] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *python, "-m", "persistkv_tools", *arguments]
+        run_program = subprocess.run if python else forked.run
         base = {
             "PATH": "/usr/bin:/bin",
             "HOME": str(tmp_path),
@@ -68,7 +71,7 @@ def start(tmp_path: Path) -> Run:
             "TZ": "UTC",
             **TESTED_CODE,
         }
-        return subprocess.run(
+        return run_program(
             command,
             capture_output=True,
             text=True,

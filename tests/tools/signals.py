@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests import forked
 from tests.host_processes import descendants, host_processes
 
 
@@ -83,6 +84,7 @@ def run_interrupted(script: str, *arguments: str, limit_s: float = 30.0) -> str:
     :raises subprocess.TimeoutExpired: the script did not end within ``limit_s``, and was killed.
     """
     command = [sys.executable, "-c", _WAITS + script + _END, *arguments]
-    return subprocess.run(
+    done = forked.run(
         command, capture_output=True, text=True, timeout=limit_s, check=True
-    ).stdout
+    )
+    return str(done.stdout)

@@ -8,11 +8,12 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
+
+from tests import forked
 
 TESTED_CODE = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 """Environment with which commands in other processes import the same code as this process."""
@@ -41,7 +42,7 @@ def on_terminal(
         **TESTED_CODE,
     }
     command = [sys.executable, "-m", "persistkv_tools", *arguments]
-    process = subprocess.Popen(
+    process = forked.Popen(
         command,
         stdin=slave,
         stdout=slave,

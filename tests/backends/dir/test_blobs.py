@@ -22,6 +22,7 @@ import pytest
 
 from persistkv.storage.blobs import BlobMissingError, RefusedError, UnavailableError
 from persistkv_dir import DirBlobs
+from tests import forked
 
 DAY_S = 24 * 3600
 
@@ -51,12 +52,11 @@ def hidden_files(root: Path) -> list[Path]:
 
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
-        check=False,
     )
 
 
@@ -400,7 +400,7 @@ for number in range(1_000_000):
 def test_writer_killed_at_any_time_keeps_acknowledged_blobs(tmp_path: Path) -> None:
     for attempt in range(3):
         root = tmp_path / str(attempt)
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, "-c", KILLED_WRITER, str(root)],
             stdout=subprocess.PIPE,
             text=True,

@@ -79,9 +79,8 @@ class RawLmdb(RawStore):
             namespace.hex(),
             name.hex(),
         ]
-        return forked.run(
-            command, input=data, stdout=subprocess.PIPE, check=True
-        ).stdout
+        done = forked.run(command, input=data, stdout=subprocess.PIPE, check=True)
+        return bytes(done.stdout)
 
 
 class LmdbConformance(BackendConformance, CatalogueRules, EvictionRules):

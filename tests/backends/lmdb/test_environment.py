@@ -40,7 +40,7 @@ def run(code: str, *arguments: object) -> list[str]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return str(done.stdout).split()
 
 
 def test_open_different_paths_to_one_store_share_environment(

@@ -46,6 +46,7 @@ from tests.storage.stores import end
 
 NAMESPACE = sample_identity().digest
 PLANTED = "planted-by-"
+BLOCK = 2048  # bytes
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def store_one(backend: Backend, tenant: str, seed: int) -> set[bytes]:
     """Store a pack and a request of a tenant; return plaintexts in them."""
     backend.open_namespace(sample_identity())
     pack = sample_pack(
-        NAMESPACE, seed, seal=backend.seal, blocks=4, block_bytes=8192, tenant=tenant
+        NAMESPACE, seed, seal=backend.seal, blocks=4, block_bytes=BLOCK, tenant=tenant
     )
     name = f"{PLANTED}{tenant}-{seed}"
     request = sample_manifest(
@@ -76,7 +77,7 @@ def store_one(backend: Backend, tenant: str, seed: int) -> set[bytes]:
     )
     backend.commit(NAMESPACE, CommitBatch([pack], [request]))
     payload = payload_of(pack)
-    planted = {payload[8192 * block : 8192 * block + 24] for block in range(4)}
+    planted = {payload[BLOCK * block : BLOCK * block + 24] for block in range(4)}
     return {*planted, *pack.keys.unpack(), name.encode()}
 
 

@@ -146,7 +146,8 @@ def open_as_ordinary_user(path: Path, *flags: str) -> str:
     """Open the store as an ordinary user and return the output. Root drops its privileges, as it
     passes every check."""
     command = [sys.executable, "-c", AS_ORDINARY_USER, f"lmdb://{path}", *flags]
-    return forked.run(command, capture_output=True, text=True, check=True).stdout
+    done = forked.run(command, capture_output=True, text=True, check=True)
+    return str(done.stdout)
 
 
 @pytest.mark.parametrize("flags", [[], ["read-only"]])

@@ -1,7 +1,7 @@
 """The S3 driver against the conformance suite and the rules of the catalogue.
 
-Slow on a simulated server, and the store is the same on each medium: the short run is that of
-``test_sqlite_example``.
+Slow on a simulated server, and the store is the same on each medium: the short runs are those of
+``test_sqlite_example``, and with a key of the store in a directory.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class TestS3Backend(BackendConformance, CatalogueRules, EvictionRules):
         return RawS3(raw_client, bucket, backend)
 
 
+@pytest.mark.slow
 class TestS3BackendWithKey(BackendConformance):
     """The conformance suite for a store with a key. The rules of the catalogue know packs by ids
     that follow from their keys, and those of a store with a key are random.

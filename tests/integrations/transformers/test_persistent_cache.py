@@ -151,7 +151,8 @@ def test_load_restores_only_contexts_of_its_tenant(
     own = persistkv.load(model, prompt, store, tenant="anna")
     assert len(own.restored_tokens) == 96
     assert generate(model, prompt, own) == expected
-    with persistkv.Engine.open(model, store, load_policy="always") as engine:
+    options: dict[str, Any] = {"load_policy": "always", "cpu_bytes": "8MiB"}
+    with persistkv.Engine.open(model, store, **options) as engine:
         for tenant, restored in (("berta", 0), (None, 0), ("anna", 96)):
             answer = engine.generate(prompt, 1, tenant=tenant)
             assert answer.stats.persistent_tokens == restored

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from persistkv import BlockStore
+from tests import forked
 from tests.storage.blocks.conftest import identity
 from tests.storage.blocks.writer_program import blocks_of, keys_of
 
@@ -23,7 +24,7 @@ def kill_a_writer(url: str, first: int, after_s: float) -> list[int]:
     """Start a writer and kill it ``after_s`` seconds after its first acknowledgement; return the
     puts that it acknowledged."""
     arguments = [url, str(first), str(BLOCK_BYTES), str(BLOCKS)]
-    with subprocess.Popen(
+    with forked.Popen(
         [sys.executable, "-m", "tests.storage.blocks.writer_program", *arguments],
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[3],

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -16,6 +15,7 @@ from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend
 from persistkv_tools.maintain.deletion import Prune, PruneRules
+from tests import forked
 from tests.tools.contexts import Contexts
 
 
@@ -304,8 +304,8 @@ def test_prune_on_terminal_deletes_only_after_yes(run, family, answer, left):
         "--request",
         "lone-1",
     ]
-    done = subprocess.run(
-        command, stdin=theirs, capture_output=True, text=True, timeout=120, check=False
+    done = forked.run(
+        command, stdin=theirs, capture_output=True, text=True, timeout=120
     )
     os.close(ours)
     os.close(theirs)

@@ -23,6 +23,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.testing import FaultyBackend
 from persistkv_tools.transfer.plan import StoreTooSmallError
+from tests import forked
 from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.terminals import TESTED_CODE
@@ -138,7 +139,7 @@ class TestOtherProcesses:
         goal = f"lmdb://{tmp_path}/goal?capacity=64MiB"
         arguments = ["copy", source, goal, "--rate", "1MiB"]
         command = [sys.executable, "-m", "persistkv_tools", *arguments]
-        process = subprocess.Popen(command, env={**os.environ, **TESTED_CODE})
+        process = forked.Popen(command)
         deadline = time.monotonic() + 60
         listed: set[str] = set()
         try:

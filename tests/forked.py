@@ -148,6 +148,8 @@ def _forker() -> Forker:
 def main() -> None:
     """Fork for each message on the socket; become the program in the forks."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    # the installed packages, not those in the directory of this process
+    del sys.path[0]
     for name in _IMPORTED:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the threads"
@@ -213,7 +215,7 @@ def _become(
     sys.stdout = io.TextIOWrapper(output, write_through=is_unbuffered)
     sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
     sys.stderr.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
-    sys.path[0] = ""
+    sys.path.insert(0, "")
     sys.argv[:] = ["-c", *arguments]
     if kind == "-m":
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -262,7 +262,7 @@ class EvictionMachine(StoreMachine):
             self.directory.cleanup()
 
 
-@both_placements(examples=30)
+@both_placements(examples=15)
 def test_eviction_random_commits_match_model(placement: str, examples: int) -> None:
     options = f"capacity=4MiB&placement={placement}"
     machine = run_machine(EvictionMachine, options, examples)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,7 +18,7 @@ def fuzz(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]
         f"sys.argv = ['fuzz', *{list(arguments)!r}]\nimport runpy; "
         f"runpy.run_module('tests.fuzz', run_name='__main__')"
     )
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
         capture_output=True,

@@ -33,6 +33,10 @@ ACCESS = {
 }
 
 
+PAGE_OF_MOTO = 100
+"""Names per page of a listing. A real server has 1,000."""
+
+
 @pytest.fixture(scope="session")
 def endpoint() -> Iterator[str]:
     """URL of the server."""
@@ -44,10 +48,12 @@ def endpoint() -> Iterator[str]:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    pages = {"MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE_OF_MOTO)}
+    with mock.patch.dict(os.environ, pages):
+        server.start()
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+        server.stop()
 
 
 @pytest.fixture

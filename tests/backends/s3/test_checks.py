@@ -20,6 +20,12 @@ from tests.backends.s3.faults import FaultProxy
 Examine = Callable[..., dict[str, Check]]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a call takes seconds, which is no property of the server."""
+    monkeypatch.setattr("persistkv.storage.checks._SLOW_S", 60.0)
+
+
 @pytest.fixture
 def examine(endpoint: str, bucket: str) -> Examine:
     """Return a function that checks the bucket, and returns the outcomes by check. Of several, it

@@ -24,7 +24,6 @@ from persistkv.storage.shared.format import (
 from persistkv.storage.shared.keys import StoreKeys
 from persistkv.storage.threads import ThreadPool
 
-_FIRST_BYTES = 16 << 10  # 16 KiB: of the buffer for a blob of unknown length
 _MOST_LISTS = 6  # in a row, while other engines delete blobs
 
 A = TypeVar("A")
@@ -137,25 +136,12 @@ class Medium:
         :raises BlobMissingError: there is no such blob.
         :raises CorruptPackError: it is larger.
         """
-        buffers: list[bytearray] = []
-
-        def grow() -> Iterator[memoryview]:
-            """Yield buffers of growing length: the limit is often much larger than the blob."""
-            left = limit + 1
-            length = _FIRST_BYTES
-            while left:
-                buffer = bytearray(min(left, length))
-                buffers.append(buffer)
-                left -= len(buffer)
-                length *= 2
-                yield memoryview(buffer)
-
-        length = self.blobs.read(name, 0, limit + 1, grow())
+        buffer = memoryview(bytearray(limit + 1))
+        length = self.blobs.read(name, 0, len(buffer), iter([buffer]))
         if length > limit:
             raise CorruptPackError(name, f"it has more than {limit} bytes")
-        whole = bytearray().join(buffers)
-        del whole[length:]
-        return whole
+        # a copy, because the limit is often much larger than the blob
+        return bytearray(buffer[:length])
 
     def sealed(
         self, name: str, namespace: bytes, limit: int = MAX_SMALL_BYTES

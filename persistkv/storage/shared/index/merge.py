@@ -117,16 +117,15 @@ class Merger:
 
     def due_at(self) -> float:
         """Return the monotonic time of the next merge, base or deletion."""
-        now = self._clock.monotonic()
-        merge_at = self.schedule.due_at(now, self._oldest_own())
-        deletion_at = self.deletions.due_at()
-        return min(merge_at, self._base_wanted_at, deletion_at)
+        return min(self._merge_at(), self._base_wanted_at, self.deletions.due_at())
 
     def is_merge_due(self) -> bool:
         """Return whether the next ``step`` merges."""
+        return self._clock.monotonic() >= self._merge_at()
+
+    def _merge_at(self) -> float:
         now = self._clock.monotonic()
-        merge_at = self.schedule.due_at(now, self._oldest_own())
-        return now >= merge_at
+        return self.schedule.due_at(now, self._oldest_own())
 
     def is_over(self, limits: Limits, tenants: Iterable[bytes]) -> bool:
         """Return whether the content that is known here exceeds the capacity, or the quota of one

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _TRIES = 4  # reads of the lists, if objects that they show are missing
 _RETRY_S = 60.0  # until an object that could not be read is tried again
 _FORGET_S = 600.0  # until the name of an object is forgotten that no list shows
+_FORGET_UNREADABLE_S = 3600.0  # lists of the inbox are up to 12 minutes apart
 # 32 MiB: of objects that are in memory at the same time. Their decoded content takes several times
 # as much, and the process keeps that memory
 _MOST_AT_ONCE_BYTES = 32 << 20
@@ -107,7 +108,6 @@ class IndexReader:
         """Return the commits in the inbox that are as old, and those with a time ahead of the
         medium's: its clock was wrong."""
         listed = self._medium.listed(self._names.inbox, stable=stable)
-        self._forget_unreadable(listed, is_inbox=True)
         self.note_shown(listed)
         now = self._medium.time.now()
         old: list[BlobInfo] = []
@@ -315,7 +315,7 @@ class IndexReader:
             self._replica.forget(old)
         for name in old:
             self._shown_at.pop(name, None)
-        self._forget_unreadable(infos, is_inbox=False)
+        self._forget_unreadable()
 
     def _not_shown_lately(self) -> list[str]:
         """Return the names that no list has shown for a while."""
@@ -329,11 +329,10 @@ class IndexReader:
                 old.append(name)
         return old
 
-    def _forget_unreadable(self, infos: Iterable[BlobInfo], *, is_inbox: bool) -> None:
-        """Forget objects that could not be read and that a list of the inbox, or of the index, does
-        not show."""
-        listed = {info.name for info in infos}
-        for name in list(self.unreadable):
-            is_meant = self._names.is_commit(name) == is_inbox
-            if is_meant and name not in listed:
+    def _forget_unreadable(self) -> None:
+        """Forget objects that could not be read and were not tried again for long: no list shows
+        them any more."""
+        now = self._clock.monotonic()
+        for name, retry_at in list(self.unreadable.items()):
+            if now - retry_at > _FORGET_UNREADABLE_S:
                 self.unreadable.pop(name, None)

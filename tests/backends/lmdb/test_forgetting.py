@@ -141,7 +141,7 @@ def copy_of(tmp_path: Path) -> Callable[[], str]:
 def test_forget_leaves_nothing_of_1000_plaintexts_to_find_or_decrypt(
     tmp_path: Path, url: str, copy_of: Callable[[], str]
 ) -> None:
-    """Whoever has all files from before, but the keys of afterwards, reads nothing."""
+    """All files from before open nothing with the keys of afterwards."""
     planted = fill(url, requests=112)
     assert len(planted["anna"]) >= 1000
     copy = copy_of()
@@ -233,7 +233,7 @@ def test_tenant_stores_again_under_another_key(url: str) -> None:
         (first,) = tables(engine, NAMESPACE).values()
         done = operator.forget("anna")
         assert done.key_ids == (first.data_key.hex(),)
-        # the first commit drops what was accepted before
+        # the first commit drops the content that was accepted before
         with pytest.raises(TenantForgottenError) as caught:
             store_one(engine, "anna", 2)
         assert caught.value.tenants == {"anna"}
@@ -535,7 +535,7 @@ def test_content_of_tenant_is_refused_until_forget_ends(
         assert content_of(engine, "anna") == (set(), [])
         assert len(content_of(engine, "berta")[0]) == 2
         if has_key:
-            # what was accepted before is dropped once
+            # content that was accepted before is dropped once
             with pytest.raises(TenantForgottenError):
                 store_one(engine, "anna", 3)
         store_one(engine, "anna", 3)

@@ -1,4 +1,4 @@
-"""What a history must keep: everything that was acknowledged, and what has ended it."""
+"""Content that a history must keep: all that was acknowledged, until its end is found."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Held(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What index objects that were ever written have ended."""
+    """Content that was ended by an index object, whether that still exists or not."""
 
     blobs: set[bytes]
     """Names (pack id and nonce) of blobs of packs, for which there is a tombstone."""
@@ -103,7 +103,7 @@ class Stored(NamedTuple):
 
 
 class Model:
-    """What was acknowledged, and what ended it.
+    """Acknowledged content, and the ends of its parts.
 
     :param ttl_s: see ``SharedOptions``.
     """
@@ -179,7 +179,7 @@ class Model:
 
 
 class View(NamedTuple):
-    """What a handle shows."""
+    """Content in the view of a handle."""
 
     packs: frozenset[bytes]
     requests: frozenset[str]
@@ -249,7 +249,7 @@ def _seals_of(blobs: Sequence[tuple[str, bytes]]) -> Sequence[Seal]:
 
 
 def ended_in(world: World, since: float = 0.0) -> Ended:
-    """Return what has ended.
+    """Return the content that has ended.
 
     :param since: only at this time or later, on the medium's clock.
     """

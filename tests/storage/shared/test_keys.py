@@ -1,4 +1,4 @@
-"""Stores with a key: what was written without the key is a miss."""
+"""Stores with a key: content that was written without the key is a miss."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_engines_that_create_a_store_at_once_read_each_other(town: Town) -> None
 def test_sweep_of_a_handle_that_lacks_a_data_key_spares_what_it_cannot_read(
     town: Town,
 ) -> None:
-    """After a rotation it cannot learn the key, and what is sealed with it is no junk."""
+    """After a rotation it cannot learn the key, and objects that are sealed with it are no junk."""
     first = keyed(town)
     wrapped = OURS.wrap(OURS.id, DataKey(bytes(8), STORE, bytes(range(32))))
     name = f"keyrings/{OURS.id}/{wrapped.id.hex()}"
@@ -479,7 +479,7 @@ def test_rotation_that_fails_at_any_call_keeps_content_and_is_repeated(
             assert held, f"after call {number}, no key opens the store"
             assert all(found == {pack.pack_id} for found in held)
 
-            # the same command once more, unless the last call of the first one took effect
+            # the same command again, unless the last call of the first one took effect
             with suppress(ConfigurationError):
                 keyed(town).backend.rotate_key(OTHER)
             with pytest.raises(ConfigurationError, match=OTHER.id):

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from persistkv.errors import StoreError
@@ -117,6 +117,23 @@ class S3Blobs(Blobs):
         """
         with self._calling():
             self._bucket.delete([self._key(name) for name in names])
+
+    def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
+        """See ``Blobs.erase``: also of a bucket whose versioning is suspended."""
+        left: list[str] = []
+        try:
+            self.delete(list(names))
+        except RefusedError as error:
+            left.append(f"objects that the bucket does not delete: {error}")
+        check_prefix(prefix)
+        keys = [self._key(name) for name in names]
+        with self._calling():
+            refusal = self._bucket.delete_versions(
+                f"{self._place.prefix}{prefix}", keys
+            )
+        if refusal:
+            left.append(f"old versions that the bucket does not delete: {refusal}")
+        return left
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         """See ``Blobs.list``. Objects whose keys are not names of blobs are skipped."""

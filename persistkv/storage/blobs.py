@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
@@ -113,6 +113,17 @@ class Blobs(ABC):
         :param prefix: empty, or ends with ``/``.
         :raises StoreError: the medium failed; the iteration ends.
         """
+
+    def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
+        """Delete blobs, missing ones too, with all older versions that the medium keeps of them.
+
+        :param prefix: as in ``list``; all names start with it.
+        :returns: what the medium does not let the caller delete, in sentences; empty: nothing is
+            left.
+        :raises StoreError: as in ``delete``.
+        """
+        self.delete(list(names))
+        return []
 
     @abstractmethod
     def close(self) -> None:

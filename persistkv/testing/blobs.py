@@ -6,7 +6,14 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from copy import copy
 
 from persistkv.errors import StoreError
@@ -263,6 +270,17 @@ class FaultyBlobs(Blobs):
             raise UnavailableError(str(error)) from None
         self.inner.delete(names)
         self._end("delete", subject)
+
+    def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
+        subject = " ".join(names)
+        try:
+            self._begin("delete", subject)
+        except _PostponedError as error:
+            self._postpone(lambda: self.inner.erase(prefix, names))
+            raise UnavailableError(str(error)) from None
+        left = self.inner.erase(prefix, names)
+        self._end("delete", subject)
+        return left
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         self._begin("list", prefix)

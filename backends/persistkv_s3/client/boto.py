@@ -40,12 +40,14 @@ from persistkv_s3.client.transport import (
     NoCredentialsError,
     ObjectInfo,
     ObjectMissingError,
+    ObjectVersion,
     RangeError,
     RequestRefusedError,
     S3Error,
     Sink,
     ThrottledError,
     Transport,
+    VersionPage,
 )
 from persistkv_s3.options import BucketPlace, S3Options
 
@@ -207,6 +209,35 @@ class BotoClient(Transport):
             return
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         with self._request("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
+            answer = self._client.delete_objects(**self._target, Delete=wanted)
+        self._check_deleted(answer.get("Errors", ()))
+
+    def versions(
+        self, prefix: str, after: ObjectVersion | None, deadline: Deadline
+    ) -> VersionPage:
+        more: dict[str, str] = {}
+        if after is not None:
+            more = {"KeyMarker": after.key, "VersionIdMarker": after.version}
+        with self._request("LIST versions of", prefix, deadline):
+            answer = self._client.list_object_versions(
+                **self._target, Prefix=prefix, **more
+            )
+        entries = [*answer.get("Versions", ()), *answer.get("DeleteMarkers", ())]
+        found = [ObjectVersion(entry["Key"], entry["VersionId"]) for entry in entries]
+        last = None
+        if answer.get("IsTruncated"):
+            last = ObjectVersion(answer["NextKeyMarker"], answer["NextVersionIdMarker"])
+        return VersionPage(found, last)
+
+    def delete_versions(
+        self, versions: Sequence[ObjectVersion], deadline: Deadline
+    ) -> None:
+        objects: list[dict[str, str]] = []
+        for version in versions:
+            objects.append({"Key": version.key, "VersionId": version.version})
+        wanted = {"Objects": objects, "Quiet": True}
+        what = f"versions of {versions[0].key} and {len(versions) - 1} more"
+        with self._request("DELETE", what, deadline):
             answer = self._client.delete_objects(**self._target, Delete=wanted)
         self._check_deleted(answer.get("Errors", ()))
 

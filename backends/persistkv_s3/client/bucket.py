@@ -27,7 +27,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -42,6 +49,7 @@ from persistkv_s3.client.transport import (
     LateError,
     ObjectInfo,
     ObjectReplacedError,
+    ObjectVersion,
     RangeError,
     RequestRefusedError,
     S3Error,
@@ -239,6 +247,31 @@ class Bucket:
                 refusal = self._delete_each(batch) or refusal
         if refusal is not None:
             raise refusal
+
+    def delete_versions(self, prefix: str, keys: Collection[str]) -> str:
+        """Delete all versions of objects, also of deleted ones; return why the server keeps some,
+        or may keep some; empty: none is left.
+
+        :param prefix: all keys start with it; the versions of all such objects are listed.
+        """
+        wanted = set(keys)
+        refusal = ""
+        after: ObjectVersion | None = None
+        while True:
+            try:
+                page = self._run(partial(self._transport.versions, prefix, after))
+            except RequestRefusedError as error:
+                return str(error)
+            own = [version for version in page.versions if version.key in wanted]
+            for start in range(0, len(own), MOST_DELETED):
+                batch = own[start : start + MOST_DELETED]
+                try:
+                    self._run(partial(self._transport.delete_versions, batch))
+                except RequestRefusedError as error:
+                    refusal = str(error)
+            if page.next is None:
+                return refusal
+            after = page.next
 
     def setting(self, name: str) -> Mapping[str, Any]:
         """Return a setting of the bucket; empty if it was never set."""

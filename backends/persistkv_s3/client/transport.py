@@ -272,6 +272,21 @@ class ListPage(NamedTuple):
     """Identifies the next page; None: this is the last one."""
 
 
+class ObjectVersion(NamedTuple):
+    """A version of an object, or a marker of its deletion."""
+
+    key: str
+    version: str
+
+
+class VersionPage(NamedTuple):
+    """One page of a listing of versions."""
+
+    versions: Sequence[ObjectVersion]
+    next: ObjectVersion | None
+    """Last one of this page; None: this is the last page."""
+
+
 class Transport(ABC):
     """Object store client that makes single attempts. Keys include the prefix of the store.
 
@@ -327,6 +342,23 @@ class Transport(ABC):
         :raises RefusedError: the server refuses the request, perhaps because it deletes several
             objects.
         """
+
+    def versions(
+        self, prefix: str, after: ObjectVersion | None, deadline: Deadline
+    ) -> VersionPage:
+        """Return a page of all versions of the objects whose keys start with ``prefix``, also of
+        deleted ones.
+
+        :param after: last one of the previous page; None: the first page.
+        :raises RequestRefusedError: there is no permission, or the server knows no versions.
+        """
+        raise RequestRefusedError("versions are not known")
+
+    def delete_versions(
+        self, versions: Sequence[ObjectVersion], deadline: Deadline
+    ) -> None:
+        """Delete at most ``MOST_DELETED`` versions for good; errors as in ``delete``."""
+        raise RequestRefusedError("versions are not known")
 
     def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
         """Return a setting of the bucket, as the answer of boto3's ``get_bucket_…``; empty if it

@@ -395,6 +395,16 @@ class BlobsConformance:
         blobs.delete([*missing, *held])
         assert not list(raw.names())
 
+    def test_erase_removes_named_blobs_and_ignores_missing_names(
+        self, blobs: Blobs, raw: RawBlobs
+    ) -> None:
+        for name in ("a/b", "a/c", "c"):
+            for content in (b"old", b"new"):
+                blobs.put(name, [content])
+        for _ in range(2):
+            assert list(blobs.erase("a/", ["a/b", "a/x"])) == []
+            assert sorted(raw.names()) == ["a/c", "c"]
+
     def test_put_after_delete_stores_blob(self, blobs: Blobs) -> None:
         for content in (b"one", b"two"):
             blobs.put("a/b/c", [content])

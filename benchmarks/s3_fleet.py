@@ -43,8 +43,9 @@ from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.shared import SharedBackend, SharedOptions
-from persistkv.storage.shared import calls as calls_module
+from persistkv.storage.shared.forgetting.records import ForgottenTenants
 from persistkv.storage.shared.format import Delta, Names, decode_delta
+from persistkv.storage.shared.index import objects as objects_module
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.shared.replica import folder as folder_module
 
@@ -210,7 +211,7 @@ class Fleet:
         self._patches = ExitStack()
         self._patch(folder_module, "Replica", self._open_replica)
         decode = lru_cache(maxsize=DECODED)(decode_delta)
-        self._patch(calls_module, "decode_delta", decode)
+        self._patch(objects_module, "decode_delta", decode)
         self.dead: list[Engine] = []
         self.alive = [self._start()]
         # It merges when the others start. If a thousand start before anyone merges, hundreds of
@@ -231,16 +232,18 @@ class Fleet:
         if self._common is not None:
             self._common.close()
 
-    def _open_replica(self, path: Path, namespace: bytes, seal: Seal) -> Replica:
+    def _open_replica(
+        self, path: Path, namespace: bytes, seal: Seal, forgotten: ForgottenTenants
+    ) -> Replica:
         """Return the replica of an engine.
 
         :param path: below the engine's directory.
         """
         engine = path.relative_to(self._directory).parts[0]
         if engine in self._watching:
-            return Replica(path, namespace, seal)
+            return Replica(path, namespace, seal, forgotten)
         if self._common is None:
-            self._common = Replica(path, namespace, seal)
+            self._common = Replica(path, namespace, seal, forgotten)
         return CommonReplica(self._common, self._applied)
 
     def _start(self) -> Engine:

@@ -44,6 +44,8 @@ class Forgotten:
     requests: int
     stored_bytes: int
     """Bytes of the packs' payloads, padding included."""
+    out_of_reach: tuple[str, ...] = ()
+    """What the medium has kept, in sentences."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +92,7 @@ def make_receipt(forgotten: Forgotten, store: str, seal: Seal) -> Receipt:
         packs=forgotten.packs,
         requests=forgotten.requests,
         stored_bytes=forgotten.stored_bytes,
-        out_of_reach=reach,
+        out_of_reach=(*forgotten.out_of_reach, *reach),
     )
     signature = seal.signature(receipt.signed)
     return msgspec.structs.replace(receipt, signature=signature.hex())

@@ -288,6 +288,8 @@ class TableHead(NamedTuple):
     """The smallest ``Frame.depth``; UNKNOWN_DEPTH if there is no frame."""
     tenant: str
     """``PackTable.tenant``."""
+    data_key: bytes
+    """``PackTable.data_key``."""
 
 
 def table_head(data: bytes) -> TableHead | None:
@@ -310,7 +312,8 @@ def table_head(data: bytes) -> TableHead | None:
         raw_length,
         namespace,
         name,
-        *_,  # key and salt
+        data_key,
+        _,  # salt
     ) = _HEADER.unpack_from(data)
     tenant_at = _HEADER.size + codec_length
     frames_at = tenant_at + tenant_length
@@ -323,7 +326,14 @@ def table_head(data: bytes) -> TableHead | None:
         return None
     depth = _smallest_depth(data[frames_at:frames_end])
     return TableHead(
-        namespace, name, block_count, raw_length, payload_length, depth, tenant
+        namespace,
+        name,
+        block_count,
+        raw_length,
+        payload_length,
+        depth,
+        tenant,
+        data_key,
     )
 
 

@@ -163,6 +163,21 @@ class Seal(ABC):
         """
 
     @abstractmethod
+    def key_of(self, tenant: str) -> bytes:
+        """Return the id of the data key that seals new records of a tenant; ``PLAIN_KEY`` without a
+        key.
+
+        :raises CorruptPackError: the tenant has no data key.
+        """
+
+    @abstractmethod
+    def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
+        """Return what ``sealed`` returns, for one data key of the store.
+
+        :raises CorruptPackError: there is no such key.
+        """
+
+    @abstractmethod
     def opened(self, name: bytes, record: Buffer) -> bytes:
         """Return the body of a sealed record.
 
@@ -257,6 +272,12 @@ class PlainSeal(Seal):
 
     def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
         return b"".join([body, _record_checksum(name, body)])
+
+    def key_of(self, tenant: str) -> bytes:
+        return PLAIN_KEY
+
+    def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
+        return self.sealed(name, body)
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
         content = memoryview(record)
@@ -440,12 +461,13 @@ class KeySeal(Seal):
         return _KeyFrames(key, table.salt, table.namespace, self._buffers)
 
     def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
-        key = self._key_of(tenant)
-        # a record may be written again under its name, with another body
-        salt = os.urandom(SALT_BYTES)
-        record_key = derive(key.secret, salt, _RECORD_PURPOSE)
-        sealed = seal_record(record_key, name, body)
-        return _RECORD.pack(key.id, salt) + sealed
+        return _sealed(self._key_of(tenant), name, body)
+
+    def key_of(self, tenant: str) -> bytes:
+        return self._key_of(tenant).id
+
+    def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
+        return _sealed(self._key(key_id), name, body)
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
         # such as one of a store without a key
@@ -522,6 +544,20 @@ def _mac(key: DataKey, salt: bytes, content: bytes) -> bytes:
     """Return the HMAC-SHA256 of a document in its signature."""
     mac_key = derive(key.secret, salt, _RECEIPT_PURPOSE)
     return hmac.digest(mac_key, content, "sha256")
+
+
+def record_key(record: Buffer) -> bytes:
+    """Return the id of the data key that a record of a store with a key names, unverified."""
+    return bytes(record[:KEY_ID_BYTES])
+
+
+def _sealed(key: DataKey, name: bytes, body: Buffer) -> bytes:
+    """Return a record that a data key seals."""
+    # a record may be written again under its name, with another body
+    salt = os.urandom(SALT_BYTES)
+    of_record = derive(key.secret, salt, _RECORD_PURPOSE)
+    sealed = seal_record(of_record, name, body)
+    return _RECORD.pack(key.id, salt) + sealed
 
 
 def _record_checksum(name: bytes, body: Buffer) -> bytes:

@@ -48,6 +48,7 @@ from persistkv.storage.catalog.catalogue import (
 from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.catalog.rows import EMPTY_CURSOR, NamespaceState
 from persistkv.storage.checks import Check
+from persistkv.storage.forgetting import Forgotten
 from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import Frame, PackTable
@@ -56,6 +57,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.clock import Clock
+from persistkv.storage.shared.forgetting.forget import Forgetting
 from persistkv.storage.shared.format import (
     MAX_SMALL_BYTES,
 )
@@ -66,6 +68,7 @@ from persistkv.storage.shared.options import SharedOptions, parse_shared
 from persistkv.storage.shared.policy import RecordedPolicy
 from persistkv.storage.shared.records import Identities, Statuses
 from persistkv.storage.stats import BackendStats, MergeState, Rebuilt
+from persistkv.tenants import check_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -457,6 +460,7 @@ class SharedBackend(Backend):
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_open(writes=True)
         check_batch(namespace, batch, self.seal)
+        self._medium.records.refuse(batch)
         lacking = self.seal.lacking(tenants_of(batch))
         if lacking:
             self._medium.keys.make(lacking)
@@ -466,7 +470,12 @@ class SharedBackend(Backend):
         if deletes or not self._options.refresh_s:
             # requests of other engines may name the deleted packs
             opened = self._refreshed(namespace)
-        result = opened.commit(batch)
+        try:
+            result = opened.commit(batch)
+        except CorruptPackError:
+            # the data key of a tenant may have been dropped while it sealed a pack
+            self._medium.records.refuse(batch)
+            raise
         self._wake.set()
         return result
 
@@ -527,6 +536,13 @@ class SharedBackend(Backend):
     def rotate_key(self, key: StoreKey) -> None:
         self._check_open(writes=True)
         self._medium.keys.rotate(key)
+
+    def forget(self, tenant: str) -> Forgotten:
+        check_tenant("tenant", tenant)
+        self._check_open(writes=True)
+        self._refresh_policy()
+        namespaces = [self._open(namespace.id) for namespace in self.namespaces()]
+        return Forgetting(self._medium, self._policy, namespaces, tenant).run()
 
     def merge_state(self, namespace: bytes) -> MergeState:
         return self._open(namespace).merge_state()

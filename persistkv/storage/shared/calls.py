@@ -12,12 +12,11 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.shared.clock import Clock, ServerTime
+from persistkv.storage.shared.forgetting.records import ForgetRecords
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,
     MAX_SMALL_BYTES,
-    Delta,
     StoreNames,
-    decode_delta,
     open_object,
     seal_object,
 )
@@ -86,6 +85,7 @@ class Medium:
         self.blobs = blobs
         self.clock = clock
         self.keys = StoreKeys(self, key)
+        self.records = ForgetRecords(self)
         self.time = ServerTime(clock)
         self.loads = Calls(blobs.connections, "persistkv-shared-load")
         self.uploads = Calls(blobs.connections, "persistkv-shared-upload")
@@ -153,13 +153,6 @@ class Medium:
             ``NewerFormatError``: it was written by a newer release.
         """
         return open_object(name, self.whole(name, limit), self.seal, namespace)
-
-    def delta(self, info: BlobInfo, namespace: bytes) -> Delta:
-        """Return the content of an index object; errors are those of ``sealed``."""
-        if info.size > MAX_OBJECT_BYTES:
-            raise CorruptPackError("index object", f"it has {info.size} bytes")
-        body = self.sealed(info.name, namespace, info.size)
-        return decode_delta(body)
 
     def listed(self, prefix: str, *, stable: bool = False) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.

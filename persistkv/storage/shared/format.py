@@ -24,7 +24,8 @@ from msgspec import Meta
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.format.keys import KEY_ID_BYTES
+from persistkv.storage.format.pack import ID_BYTES, PLAIN_KEY
 from persistkv.storage.format.seal import Seal
 
 FORMAT_VERSION = 1
@@ -51,6 +52,7 @@ _INDEX = re.compile(r"([0-9a-f]{8})-([0-9a-f]{12})-[0-9a-f]{32}")
 _Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Name = Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+_DataKey = Annotated[bytes, Meta(min_length=KEY_ID_BYTES, max_length=KEY_ID_BYTES)]
 _Version = Annotated[int, Meta(ge=1, le=MAX_VERSION)]
 _Time = Annotated[float, Meta(ge=0, le=LATEST_TIME)]
 _Offset = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
@@ -106,6 +108,8 @@ class ManifestEntry(ArrayStruct, frozen=True):
     offset: _Offset
     length: _Length
     """Place of the keys, a sealed record, in that blob."""
+    data_key: _DataKey = PLAIN_KEY
+    """Id of the data key of the request's tenant; ``PLAIN_KEY`` without a key."""
 
 
 class Dropped(ArrayStruct, frozen=True):
@@ -153,6 +157,9 @@ class Delta(ArrayStruct, frozen=True):
     parts: Sequence[str] = ()
     """Names of index objects that belong to the same base. Each is an object of its own. Readers
     must read it, unless they have read everything in ``includes``."""
+    sealed: Sequence[bytes] = ()
+    """In an object of a store with a key: ``packs`` and ``manifests``, which are empty then, in
+    records that the data keys of their tenants seal (``IndexObjects``)."""
 
     @property
     def is_empty(self) -> bool:
@@ -191,6 +198,13 @@ def _clamped(entries: Iterable[Timed], latest: float) -> list[Timed]:
         time = min(entry.time, latest)
         found.append(msgspec.structs.replace(entry, time=time))
     return found
+
+
+class TenantContent(ArrayStruct, frozen=True):
+    """What one data key seals in an object of the index."""
+
+    packs: Sequence[PackEntry] = ()
+    manifests: Sequence[ManifestEntry] = ()
 
 
 class Latest(ArrayStruct, frozen=True):
@@ -269,8 +283,22 @@ def decode_delta(body: bytes) -> Delta:
         delta = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError("index object", str(error)) from None
-    _check_ids(delta)
+    _check_ids(delta.uses, delta.manifests)
     return delta
+
+
+def encode_content(content: TenantContent) -> bytes:
+    return _ENCODER.encode(content)
+
+
+def decode_content(body: bytes) -> TenantContent:
+    """Decode the body of a record in ``Delta.sealed``; errors as in ``decode_delta``."""
+    try:
+        content = _CONTENT_DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptPackError("index object", str(error)) from None
+    _check_ids((), content.manifests)
+    return content
 
 
 def encode_latest(latest: Latest) -> bytes:
@@ -291,10 +319,10 @@ def split_ids(joined: bytes) -> list[bytes]:
     return [joined[start : start + ID_BYTES] for start in starts]
 
 
-def _check_ids(delta: Delta) -> None:
+def _check_ids(uses: Iterable[UseEntry], manifests: Iterable[ManifestEntry]) -> None:
     """Raise a CorruptPackError if a field is no concatenation of pack ids."""
-    joined = [use.packs for use in delta.uses]
-    joined += [manifest.packs for manifest in delta.manifests]
+    joined = [use.packs for use in uses]
+    joined += [manifest.packs for manifest in manifests]
     for ids in joined:
         if len(ids) % ID_BYTES:
             raise CorruptPackError("pack ids", f"{len(ids)} bytes")
@@ -302,6 +330,7 @@ def _check_ids(delta: Delta) -> None:
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Delta)
+_CONTENT_DECODER = msgspec.msgpack.Decoder(TenantContent)
 _LATEST_DECODER = msgspec.msgpack.Decoder(Latest)
 
 
@@ -412,6 +441,7 @@ class StoreNames:
         self.identities = f"{base}/identities/"
         self.totals = f"{base}/totals/"
         self.tenants = f"{base}/tenants/"
+        self.forgotten = f"{base}/forgotten/"
         self.statuses = f"{base}/status/"
         self._notes = f"{base}/notes/"
 
@@ -436,6 +466,10 @@ class StoreNames:
     def parse_tenant(self, blob: str) -> bytes | None:
         """Return the id of the data key in the name of its blob; None: it is no such name."""
         return _parse_bytes(_KEY, self.tenants, blob)
+
+    def new_record(self, random: Random) -> str:
+        """Return a name for a record of forgotten tenants."""
+        return f"{self.forgotten}{random.randbytes(NONCE_BYTES).hex()}"
 
     def note(self, namespace: bytes, name: str) -> str:
         return f"{self._notes}{namespace.hex()}/{name.lower()}"

@@ -34,10 +34,10 @@ from persistkv.storage.shared.format import (
     Pin,
     Tombstone,
     UseEntry,
-    encode_delta,
     union,
 )
 from persistkv.storage.shared.index.merge import Merger, OwnCommit
+from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.packs import PackBlobs, Upload
 from persistkv.storage.shared.replica import CommitPlan, KeysPlace, Replica
@@ -80,6 +80,7 @@ class Inbox:
         self._reader = reader
         self._merger = merger
         self._clock = medium.clock
+        self._objects = IndexObjects(medium, replica.namespace)
         self._touch_s = touch_s
         self._uses: dict[bytes, float] = {}
         """Unpublished uses, oldest first: pack id → time on the medium's clock."""
@@ -102,6 +103,8 @@ class Inbox:
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
         # the packs may be gone: it does not even name them
         self._check_age(start, start.medium)
+        # another thread may have dropped the data key meanwhile
+        self._medium.records.refuse(batch)
         first = min(start.medium, upload.first)
         start = start._replace(medium=first)
         delta = self._delta(batch, plan, upload, used)
@@ -153,11 +156,12 @@ class Inbox:
         digests = [self._digest(write) for write in batch.manifests]
         digests += [digest for digest, _ in plan.pins]
         versions = self._replica.versions(digests)
+        least_version = self._least_version()
         manifests: list[ManifestEntry] = []
         written = zip(batch.manifests, upload.places, strict=True)
         for write, place in written:
             digest = self._digest(write)
-            versions[digest] += 1
+            versions[digest] = max(versions[digest] + 1, least_version)
             version = versions[digest]
             manifest = _manifest_entry(write, place, digest, version, now)
             manifests.append(manifest)
@@ -169,6 +173,15 @@ class Inbox:
         content = Delta(packs, uses, manifests=manifests, pins=pins)
         removals = self._merger.tombstones(plan.removals)
         return union([content, removals], ())
+
+    def _least_version(self) -> int:
+        """Return the least version of a request. Where tenants were forgotten, it is the medium's
+        time in milliseconds: engines that have not learned it may know versions of the request
+        that this one cannot, and must not take the new one for an older version.
+        """
+        if not self._medium.records.forgotten.tenants:
+            return 1
+        return max(1, int(1000 * self._medium.time.now()))
 
     def _digest(self, write: ManifestWrite) -> bytes:
         row = manifest_row(self._replica.namespace, write.manifest.id)
@@ -183,16 +196,15 @@ class Inbox:
         uses = dict(self._uses)
         lost = dict(self._lost)
         delta = union([delta, _waiting(uses, lost)], ())
-        body = encode_delta(delta)
+        name = self._names.new_commit(self._clock.random)
+        body = self._objects.encode(name, delta)
         if len(body) > _MOST_BODY_BYTES:
             text = f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
             raise StoreError(text)
-        name = self._names.new_commit(self._clock.random)
         publishing = self._reader.publishing
         publishing.add(name)
         try:
-            namespace = self._replica.namespace
-            written = self._medium.put_sealed(name, body, namespace).time
+            written = self._objects.put(name, body).time
             self._check_age(start, written)
             latest = max(written, self._medium.time.time_of_use())
             delta = delta.clamped(latest + ROUNDING_S)
@@ -279,6 +291,7 @@ def _manifest_entry(
         keys=place.nonce,
         offset=place.offset,
         length=place.length,
+        data_key=place.data_key,
     )
 
 

@@ -13,6 +13,8 @@
    replaced.
 6. The data keys of tenants are blobs ``<keyring>/tenants/<data key>``, sealed records of the store:
    a handle reads one when it meets it. Rotations leave them as they are.
+7. A handle neither keeps nor reads a data key that a record names as destroyed
+   (``forgetting.records``): its blob may come back, by a request that is executed late.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -31,7 +33,7 @@ from persistkv.errors import (
     CorruptStoreError,
     StoreError,
 )
-from persistkv.storage.blobs import BlobMissingError, UnavailableError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError, UnavailableError
 from persistkv.storage.format.keys import (
     DataKey,
     Keyring,
@@ -126,6 +128,85 @@ class StoreKeys:
             for data_key in map(DataKey.new, self._known().lacking(wanted)):
                 self._put_tenant(data_key)
                 self._keyring = self._known().extended([data_key])
+
+    def holds(self, key_id: bytes) -> bool:
+        """Return whether a data key of a tenant is there: the handle has it, or finds it in the
+        store. False: it is destroyed, or somebody has deleted its blob; nothing can read what it
+        has sealed.
+
+        :raises CorruptPackError: its blob does not read, perhaps only at present.
+        :raises StoreError: the medium failed.
+        """
+        if key_id in self._known().keys:
+            return True
+        if key_id in self._medium.records.forgotten.keys:
+            return False
+        with self._lock:
+            self._search(key_id)
+            if key_id in self._known().keys:
+                return True
+        name = self._names.tenant(key_id)
+        if self._medium.exists(name):
+            raise CorruptPackError("key", f"{name} does not read")
+        if not self._medium.exists(self._names.policy):
+            raise UnavailableError("the store is gone, or not mounted at present")
+        return False
+
+    def drop(self, key_ids: Collection[bytes]) -> set[str]:
+        """Forget data keys; return the tenants of those that this handle had."""
+        with self._lock:
+            if self._keyring is None:
+                return set()
+            before = self._keyring
+            self._keyring = before.without(key_ids)
+        dropped = before.keys.keys() & set(key_ids)
+        return {before.keys[key_id].tenant for key_id in dropped}
+
+    def of_tenant(self, tenant: str) -> dict[bytes, BlobInfo]:
+        """Return the blobs of a tenant's data keys in the store by their ids, without those that a
+        record names as destroyed.
+
+        :raises StoreError: the medium failed.
+        """
+        if self._key is None:
+            return {}
+        with self._lock:
+            infos = self._listed()
+            unknown = infos.keys() - self._known().keys.keys()
+            self._add(self._names.tenant(key_id) for key_id in sorted(unknown))
+            known = self._known()
+        own = {key.id for key in known.of_tenants() if key.tenant == tenant}
+        return {key_id: info for key_id, info in infos.items() if key_id in own}
+
+    def destroyed(self) -> set[bytes]:
+        """Return the ids of the data keys that records name as destroyed, and whose blobs are in
+        the store all the same.
+
+        :raises StoreError: the medium failed.
+        """
+        if self._key is None:
+            return set()
+        return self._listed().keys() & self._medium.records.forgotten.keys
+
+    def destroy(self, key_ids: Collection[bytes]) -> Sequence[str]:
+        """Delete data keys of tenants for good; return what the medium keeps of them
+        (``Blobs.erase``).
+
+        :raises StoreError: the medium failed; some may be deleted.
+        """
+        names = [self._names.tenant(key_id) for key_id in sorted(key_ids)]
+        if not names:
+            return []
+        return self._medium.blobs.erase(self._names.tenants, names)
+
+    def _listed(self) -> dict[bytes, BlobInfo]:
+        """Return the blobs of all data keys of tenants by the ids of the keys."""
+        found: dict[bytes, BlobInfo] = {}
+        for info in self._medium.listed(self._names.tenants, stable=True):
+            key_id = self._names.parse_tenant(info.name)
+            if key_id is not None:
+                found[key_id] = info
+        return found
 
     def are_complete(self) -> bool:
         """Return whether this handle knows all data keys of the store's records. After a rotation,
@@ -237,7 +318,9 @@ class StoreKeys:
         """Add the data keys of tenants in blobs; those that are missing or damaged are unknown."""
         # not in the threads for loads and the index, which may wait for this call
         found = self._medium.uploads.all(self._tenant_key, names)
-        self._keyring = self._known().extended(key for key in found if key is not None)
+        destroyed = self._medium.records.forgotten.keys
+        keys = [key for key in found if key is not None and key.id not in destroyed]
+        self._keyring = self._known().extended(keys)
 
     def _tenant_key(self, name: str) -> DataKey | None:
         key_id = self._names.parse_tenant(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from persistkv.errors import QuotaExceededError, StoreError
@@ -13,6 +13,7 @@ from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog.transaction import bytes_by_tenant
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.forgetting.erasing import Erased, Eraser
 from persistkv.storage.shared.format import Names
 from persistkv.storage.shared.inbox import Inbox
 from persistkv.storage.shared.index.follower import Follower
@@ -23,7 +24,7 @@ from persistkv.storage.shared.index.sweep import Sweeper
 from persistkv.storage.shared.index.totals import NamespaceLimits, TotalsBoard
 from persistkv.storage.shared.options import SharedOptions
 from persistkv.storage.shared.packs import PackBlobs
-from persistkv.storage.shared.replica import Replica, ReplicaFolder
+from persistkv.storage.shared.replica import Removals, Replica, ReplicaFolder
 from persistkv.storage.stats import MergeState
 from persistkv.tenants import tenant_digest
 
@@ -103,6 +104,7 @@ class SharedNamespace:
                 return
             now = self._medium.clock.monotonic()
             self._open_at = now + _RETRY_S
+            self._remove_forgotten()
             inbox = self.reader.open()
             self.merger.followed(None)
             self.is_open = True
@@ -118,7 +120,36 @@ class SharedNamespace:
         """
         with self._lock:
             self.open()
+            self._remove_forgotten()
             self.reader.refresh(inbox_age_s=0.0)
+
+    def _remove_forgotten(self) -> None:
+        """Remove what the replica holds of tenants that were forgotten since the last call."""
+        had_traces = self.replica.has_traces
+        self.replica.remove_forgotten()
+        if self.replica.has_traces and not had_traces:
+            # an engine has saved it with fingerprints of keys
+            self.index_file().unlink(missing_ok=True)
+
+    def erase(self, tenant: str, removals: Removals) -> Sequence[str]:
+        """Delete the blobs of a tenant that the index names; see ``Eraser.erase``."""
+        eraser = Eraser(self._medium, self._names, self.replica, tenant)
+        return eraser.erase(removals)
+
+    def erase_rest(self, tenant: str) -> Erased:
+        """Delete the blobs of a tenant that the index does not name, after its record was written;
+        without a key, write the index again without the tenant.
+
+        :raises StoreError: the medium failed; some may be deleted.
+        """
+        with self._lock:
+            self._remove_forgotten()
+            eraser = Eraser(self._medium, self._names, self.replica, tenant)
+            erased = eraser.erase_unnamed()
+            if self._medium.seal.encrypts:
+                return erased
+            left = self.merger.write_again(self._limits.now)
+            return erased._replace(left=[*erased.left, *left])
 
     def commit(self, batch: CommitBatch) -> CommitResult:
         """See ``Backend.commit``."""
@@ -196,6 +227,7 @@ class SharedNamespace:
         :raises StoreError: the medium failed; the rest is done by later calls.
         """
         with self._lock:
+            self._remove_forgotten()
             if not self.is_open:
                 if self._medium.clock.monotonic() >= self._open_at:
                     self.open()

@@ -119,7 +119,9 @@ class OpenedNamespaces:
         store = self._place.encode() + self._policy.store_name()
         place = blake2b(store, digest_size=16).hexdigest()
         index = f"{name.hex()}-{self._medium.keys.keyring_id}"
-        folder = ReplicaFolder(self._cache, [place, index], self._medium.seal)
+        forgotten = self._medium.records.forgotten
+        parts = [place, index]
+        folder = ReplicaFolder(self._cache, parts, self._medium.seal, forgotten)
         return SharedNamespace(
             self._medium,
             name,

@@ -115,8 +115,9 @@ class PackBlobs:
         places: list[KeysPlace] = []
         offset = 0
         for write in writes:
-            sealed = self._sealed_keys(write)
-            places.append(KeysPlace(nonce, offset, len(sealed)))
+            data_key = self._medium.seal.key_of(write.manifest.tenant)
+            sealed = self._sealed_keys(write, data_key)
+            places.append(KeysPlace(nonce, offset, len(sealed), data_key))
             pieces.append(sealed)
             offset += len(sealed)
 
@@ -135,9 +136,10 @@ class PackBlobs:
         first = min((time for time, _ in done), default=LATEST_TIME)
         return Upload(entries, places, first)
 
-    def _sealed_keys(self, write: ManifestWrite) -> bytes:
+    def _sealed_keys(self, write: ManifestWrite, data_key: bytes) -> bytes:
         encoded = encode_manifest_keys(write.keys)
-        return self._medium.seal.sealed(self._keys_name(write.manifest.id), encoded)
+        name = self._keys_name(write.manifest.id)
+        return self._medium.seal.sealed_with(data_key, name, encoded)
 
     def _keys_name(self, manifest_id: str) -> bytes:
         return record_name(self._replica.namespace, f"keys of {manifest_id}")

@@ -29,6 +29,7 @@ from persistkv.storage.shared.keys import KEYRINGS
 logger = logging.getLogger(__name__)
 
 _POLICY_S = 60.0  # between reads of the policy
+_RECORDS_S = 3600.0  # one hour: between reads of the records of forgotten tenants
 _RETRY_S = 5.0  # until a medium that has not answered is tried again
 _CREATION_S = 120.0  # two minutes: a policy that was read and is a minute old, twice
 
@@ -42,6 +43,8 @@ class StoredPolicy(ArrayStruct, frozen=True):
     ttl_s: float | None
     quotas: Mapping[str, int]
     """As in ``Policy``."""
+    forgotten: bytes = b""
+    """Random; another value after each `forget` shows that there are new records."""
 
     @property
     def policy(self) -> Policy:
@@ -69,6 +72,8 @@ class RecordedPolicy:
         self._stored: StoredPolicy | None = None
         # monotonic time at which this handle created the store
         self._created_at = -math.inf
+        self._records_at = -math.inf
+        """Monotonic time at which the records of forgotten tenants are read in any case."""
         self.due_at = self._clock.monotonic()
         """Monotonic time at which ``is_due`` is true."""
         self.last_error = ""
@@ -123,6 +128,8 @@ class RecordedPolicy:
         found = None
         if self._medium.keys.open(creates=self._creates):
             found = self._read()
+            # before anything is served, and before the new policy counts as read
+            self._read_records(found)
         if found is None:
             found = self._create()
         self._stored = found
@@ -134,13 +141,47 @@ class RecordedPolicy:
         self._report_replacement()
         return True
 
+    def _read_records(self, found: StoredPolicy | None) -> None:
+        """Read the records of forgotten tenants if the policy shows that there are new ones; also
+        once an hour, because engines that write the policy at the same time replace each other's.
+
+        :param found: the policy as it is now.
+        """
+        now = self._clock.monotonic()
+        is_same = (
+            found is not None
+            and self._stored is not None
+            and found.forgotten == self._stored.forgotten
+        )
+        if is_same and now < self._records_at:
+            return
+        self._medium.records.refresh()
+        self._records_at = now + _RECORDS_S
+
+    def announce_forgotten(self) -> None:
+        """Let all handles read the records of forgotten tenants with their next look at the policy.
+
+        :raises StoreError: the medium failed, and handles do so within an hour; or the store was
+            deleted.
+        """
+        stored = self._read()
+        if stored is None:
+            raise StoreUnavailableError(f"{self._place}: the store was deleted")
+        mark = self._clock.random.randbytes(NONCE_BYTES)
+        changed = msgspec.structs.replace(stored, forgotten=mark)
+        self._write(changed)
+
     def replace(self, policy: Policy) -> None:
         """Record another policy of the store that was read last.
 
         :raises StoreError: the medium failed; the policy is as before, or (``UnavailableError``)
             the other one.
         """
-        changed = _stored(self.store_name(), policy)
+        name = self.store_name()
+        before = self._stored
+        changed = _stored(name, policy)
+        if before is not None:
+            changed = msgspec.structs.replace(changed, forgotten=before.forgotten)
         self._write(changed)
         self._stored = changed
 
@@ -151,6 +192,7 @@ class RecordedPolicy:
         policy = self._wanted
         if self._stored is not None:
             policy = self.now()
+            self._medium.records.write_again()
             self._medium.keys.write_again()
         name = self._clock.random.randbytes(NONCE_BYTES)
         created = _stored(name, policy)

@@ -25,6 +25,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.policy import Policy
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing.conformance.suite import (
     check_totals,
     read_pack,
@@ -186,6 +187,7 @@ class Policies(NamedTuple):
     writer: str
     reader: str
     doctor: str
+    forget: str
     lifecycle: str
 
 
@@ -200,6 +202,7 @@ ACTIONS = {
     "PutObject": "s3:PutObject",
     "DeleteObject": "s3:DeleteObject",
     "DeleteObjects": "s3:DeleteObject",
+    "ListObjectVersions": "s3:ListBucketVersions",
     "GetBucketVersioning": "s3:GetBucketVersioning",
     "GetBucketLifecycleConfiguration": "s3:GetLifecycleConfiguration",
     "GetObjectLockConfiguration": "s3:GetBucketObjectLockConfiguration",
@@ -234,8 +237,13 @@ class RecordingClient(BotoClient):
         places = [f"arn:aws:s3:::{params['Bucket']}/{key}" for key in keys] or [
             f"arn:aws:s3:::{params['Bucket']}"
         ]
+        action = ACTIONS[model.name]
+        if any(
+            "VersionId" in one for one in params.get("Delete", {}).get("Objects", ())
+        ):
+            action = "s3:DeleteObjectVersion"
         for place in places:
-            self.calls.add(Call(ACTIONS[model.name], place, params.get("Prefix")))
+            self.calls.add(Call(action, place, params.get("Prefix")))
 
 
 def allows(statement: dict[str, Any], call: Call) -> bool:
@@ -292,8 +300,11 @@ def policy_url(endpoint: str, raw_client: Any) -> Iterator[StoreUrl]:
     yield StoreUrl.parse(
         f"s3://my-bucket/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h"
     )
-    for entry in raw_client.list_objects_v2(Bucket="my-bucket").get("Contents", ()):
-        raw_client.delete_object(Bucket="my-bucket", Key=entry["Key"])
+    found = raw_client.list_object_versions(Bucket="my-bucket")
+    for entry in [*found.get("Versions", ()), *found.get("DeleteMarkers", ())]:
+        raw_client.delete_object(
+            Bucket="my-bucket", Key=entry["Key"], VersionId=entry["VersionId"]
+        )
     raw_client.delete_bucket(Bucket="my-bucket")
 
 
@@ -351,6 +362,20 @@ def test_documented_policies_allow_exactly_the_calls_of_writer_and_reader(
     read_everything(reader)
     reader.close()
     check_policy(calls.calls, policies.reader)
+
+
+def test_documented_policy_of_forget_allows_exactly_its_other_calls(
+    policy_url: StoreUrl, raw_client: Any
+) -> None:
+    raw_client.put_bucket_versioning(
+        Bucket="my-bucket", VersioningConfiguration={"Status": "Enabled"}
+    )
+    policies = documented_policies()
+    operator, calls = open_recorded(policy_url)
+    fill(operator)
+    assert operator.forget(DEFAULT_TENANT).packs == 1
+    operator.close()
+    check_policy(calls.calls, policies.writer, policies.forget)
 
 
 def test_documented_policy_of_doctor_allows_exactly_its_other_calls(

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.rows import manifest_row
-from persistkv.storage.format.pack import ID_BYTES, PackTable
+from persistkv.storage.format.pack import ID_BYTES, PLAIN_KEY, PackTable
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.shared import SharedBackend
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing.samples import sample_manifest
 from tests.storage.shared.model import (
+    FORGOTTEN,
     IDENTITIES,
     NAMESPACES,
     Held,
@@ -127,13 +129,17 @@ class Engine:
             self._read(backend, namespace)
 
     def _store(self, backend: SharedBackend, namespace: bytes) -> None:
-        packs = self._draw_packs(namespace, backend.seal)
+        tenant = DEFAULT_TENANT
+        if self._history.forgets and self._draw.random() < 0.5:
+            tenant = FORGOTTEN
+        packs = self._draw_packs(namespace, backend.seal, tenant)
         names = [pack.pack_id for pack in packs]
         manifests: list[ManifestWrite] = []
         if self._draw.random() < 0.4:
             # drawn: a copy has the same ones in its past
             name = f"request-{self._draw.randbytes(6).hex()}"
-            manifests = [sample_manifest(name, packs=names, ordered=False)]
+            request = sample_manifest(name, packs=names, ordered=False, tenant=tenant)
+            manifests = [request]
         begin = self._process.now
         self._process.written.clear()
         shown = ", ".join(name.hex()[:8] for name in names)
@@ -142,14 +148,19 @@ class Engine:
         self._note(f"STORED {shown}")
         at = Span(begin, self._process.now)
         written = self._written_blobs(namespace)
-        for pack_id in names:
-            blobs = frozenset(written[pack_id])
-            self._model.stored[pack_id].append(Stored(at, blobs))
+        for pack in packs:
+            blobs = frozenset(written[pack.pack_id])
+            # a pack that was held has no table
+            data_key = pack.table.data_key if blobs else PLAIN_KEY
+            stored = Stored(at, blobs, data_key)
+            self._model.stored[pack.pack_id].append(stored)
         for write in manifests:
             digest = manifest_row(namespace, write.manifest.id)[ID_BYTES:]
             self._model.requests[write.manifest.id] = Held(digest, names, at)
 
-    def _draw_packs(self, namespace: bytes, seal: Seal) -> list[PackWriter]:
+    def _draw_packs(
+        self, namespace: bytes, seal: Seal, tenant: str
+    ) -> list[PackWriter]:
         """Return packs to store, and record which payloads may be read from now on."""
         numbers: set[int] = set()
         for _ in range(self._draw.randrange(1, 4)):
@@ -157,7 +168,7 @@ class Engine:
             numbers.add(2 * pair + NAMESPACES.index(namespace))
         packs: list[PackWriter] = []
         for number in sorted(numbers):
-            pack = pack_of(number, self._content, seal)
+            pack = pack_of(number, self._content, seal, tenant)
             self._model.payloads[pack.pack_id].add(payload(number, self._content))
             packs.append(pack)
         return packs
@@ -217,6 +228,10 @@ class Engine:
             differ = views[namespace].packs ^ self._known[namespace].keys()
             assert not differ, (
                 f"{self._process.name}: changes differ from the catalogue in {len(differ)} packs"
+            )
+            shown = {table.data_key for table in self._known[namespace].values()}
+            assert not shown & self._history.destroyed, (
+                f"{self._process.name} shows packs of a tenant that was forgotten"
             )
         # Two engines that create a store at once make data keys of their own. A handle that learns
         # too late of the other's cannot search it after a rotation.

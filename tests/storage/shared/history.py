@@ -8,7 +8,9 @@ Promises after each history:
 2. No read returned bytes that no engine stored under these keys.
 3. The store opens from an empty replica, with a bounded number of requests.
 4. Engines that keep running agree with a fresh reader after calm minutes.
-5. Then the inbox is empty and the capacity is kept. Days later, all blobs of packs are named.
+5. When a tenant was forgotten, no reader that opens the store shows what the destroyed data keys
+   seal, and engines that run do not after calm minutes. Content under later keys is kept.
+6. Then the inbox is empty and the capacity is kept. Days later, all blobs of packs are named.
 
 Each engine has two namespaces and a second thread that merges. Histories have bursts of activity,
 and hours or days between them, in which all engines are suspended. A failure prints its seed and
@@ -40,6 +42,7 @@ from persistkv.storage.shared.index import follower, merge, sweep
 from persistkv.testing.conformance.suite import read_pack, tables
 from tests.storage.shared.engines import Engine
 from tests.storage.shared.model import (
+    FORGOTTEN,
     IDENTITIES,
     KEYS,
     Model,
@@ -107,6 +110,7 @@ EVENTS = (
     "COPIED",
     "STORED",
     "DELETED",
+    "FORGOTTEN",
     "OPERATOR",
 )
 """Each of them occurs in 30 histories."""
@@ -239,6 +243,10 @@ class History:
         self.is_rotated = False
         """Whether another key has replaced the first one."""
         self._rotates = self.has_key and source.random() < 0.5
+        self.forgets = self.has_key and source.random() < 0.6
+        """Whether a tenant has content, and is forgotten."""
+        self.destroyed: set[bytes] = set()
+        """Ids of the data keys that were destroyed before the calm minutes."""
         # a copy that does again what its original did would draw other salts
         self._has_copies = self._has_copies and not self.has_key
         self._copies = 0
@@ -294,6 +302,7 @@ class History:
         world = self.world
         world.run(self.time.calm.begin)
         world.note("CALM")
+        self.destroyed = ended_in(world).keys
         self._process("settler", self._settle)
         world.run(self.time.calm.end + 15 * MINUTE_S)
         left = set(world.medium.names("/inbox/")) - self._operator.junk
@@ -314,6 +323,8 @@ class History:
             self._schedule(draw.randrange(1, 4), self._operator.act)
         if self._rotates:
             self._schedule(1, self._rotate)
+        if self.forgets:
+            self._schedule(2, self._forget)
         if draw.random() < 0.2:
             self._clock_jumps = True
             self._schedule(draw.randrange(1, 5), self._jump)
@@ -369,8 +380,30 @@ class History:
         self._lives += 1
         self._process(f"rotator{self._lives}", rotate)
 
+    def _forget(self) -> None:
+        """Let a process forget a tenant; if it fails or is killed, another one tries again."""
+        is_done = False
+
+        def forget(process: Process) -> None:
+            nonlocal is_done
+            try:
+                backend = self.open(process)
+                done = backend.forget(FORGOTTEN)
+                process.note(f"FORGOTTEN {', '.join(done.key_ids)}")
+                is_done = True
+                backend.close()
+            except (StoreError, ConfigurationError) as error:
+                process.note(f"could not forget: {error}")
+            finally:
+                if not is_done and self.world.now < self.time.until:
+                    self.world.at(self.world.now + MINUTE_S, self._forget)
+
+        self._lives += 1
+        self._process(f"forgetter{self._lives}", forget)
+
     def _sweep(self, process: Process) -> None:
-        with suppress(StoreError):
+        # the key may be replaced before the medium has answered the handle
+        with suppress(StoreError, ConfigurationError):
             backend = self.open(process)
             for identity in IDENTITIES:
                 namespace = backend.open_namespace(identity).id
@@ -606,8 +639,11 @@ class History:
         """Read everything with a new reader; return its view."""
         model, world = self.model, self.world
         began = world.now
-        expected = model.must_hold(began, ended_in(world))
-        requests = model.must_hold_requests(world.now, ended_in(world))
+        ended = ended_in(world)
+        expected = model.must_hold(began, ended)
+        requests = model.must_hold_requests(world.now, ended)
+        destroyed = ended.keys
+        forgotten = model.forgotten_requests(destroyed)
         shown: dict[bytes, View] = {}
         found: dict[bytes, bytes | None] = {}
         keys: set[str] = set()
@@ -619,7 +655,11 @@ class History:
                 view = self.look(backend, namespace)
                 shown[namespace] = view
                 self._check_requests(process, when)
+                assert not view.requests & forgotten, f"{when}: forgotten requests"
                 for name, table in tables(backend, namespace).items():
+                    assert table.data_key not in destroyed, (
+                        f"{when}: pack {name.hex()[:8]} of a forgotten tenant"
+                    )
                     found[name] = self._read_again(backend, namespace, table)
                 keys.update(self._with_keys(backend, namespace, view.requests))
             self._check_capacity(backend, when)
@@ -636,7 +676,7 @@ class History:
                 problems.append(f"pack {name.hex()[:8]} is lost")
             elif found[name] is None:
                 problems.append(f"pack {name.hex()[:8]} has no bytes")
-        for name in sorted(model.wrongly_deleted()):
+        for name in sorted(model.wrongly_deleted(ended.keys)):
             problems.append(f"pack {name.hex()[:8]} was deleted without a tombstone")
         problems += [f"request {name} is lost" for name in sorted(requests - keys)]
         assert not problems, f"{when}: {'; '.join(problems)}"

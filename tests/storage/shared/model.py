@@ -10,6 +10,8 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 from unittest import mock
 
+import msgspec
+
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.pack import ID_BYTES
@@ -17,14 +19,19 @@ from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.shared import Clock, format
 from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.forgetting.records import ForgetRecord, decode_records
 from persistkv.storage.shared.format import (
+    NO_NAMESPACE,
     PLAIN_NAME,
     Delta,
     Names,
+    decode_content,
     decode_delta,
     open_object,
+    record_name,
 )
 from persistkv.storage.shared.keys import KEYRINGS, StoreKeys
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing import MemoryBlobs
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
@@ -34,6 +41,8 @@ IDENTITIES = (sample_identity(0), sample_identity(1))
 NAMESPACES = tuple(identity.digest for identity in IDENTITIES)
 KEYS = ("1" * 32, "2" * 32)
 """Of a store whose history has a key, and the one that replaces it."""
+FORGOTTEN = "anna"
+"""Tenant that some histories forget."""
 _STORE_KEYS = [StoreKey(text.encode()) for text in KEYS]
 
 
@@ -49,7 +58,12 @@ def indexes() -> Iterator[tuple[bytes, Names]]:
             yield namespace, names_of(namespace, with_key=with_key)
 
 
-def pack_of(number: int, content: int = 0, seal: Seal = PLAIN) -> PackWriter:
+def pack_of(
+    number: int,
+    content: int = 0,
+    seal: Seal = PLAIN,
+    tenant: str = DEFAULT_TENANT,
+) -> PackWriter:
     """Return a pack; no two namespaces have equal packs.
 
     :param seal: of the store.
@@ -61,6 +75,7 @@ def pack_of(number: int, content: int = 0, seal: Seal = PLAIN) -> PackWriter:
         block_bytes=64,
         content=number + content,
         seal=seal,
+        tenant=tenant,
     )
 
 
@@ -91,6 +106,8 @@ class Ended(NamedTuple):
     """Names (pack id and nonce) of blobs of packs, for which there is a tombstone."""
     requests: set[bytes]
     """Digests of deleted requests."""
+    keys: set[bytes]
+    """Ids of the data keys that records of `forget` name as destroyed."""
 
 
 class Stored(NamedTuple):
@@ -100,6 +117,8 @@ class Stored(NamedTuple):
     blobs: frozenset[bytes]
     """Names (pack id and nonce) of blobs that the commit wrote; empty: it found the pack in its
     catalogue."""
+    data_key: bytes
+    """Id of the key that seals the pack."""
 
 
 class Model:
@@ -135,7 +154,9 @@ class Model:
         found: set[bytes] = set()
         for pack_id, all_commits in self.stored.items():
             commits = [
-                stored for stored in all_commits if stored.at.end <= acknowledged
+                stored
+                for stored in all_commits
+                if stored.at.end <= acknowledged and stored.data_key not in ended.keys
             ]
             if not commits or pack_id in self.damaged:
                 continue
@@ -155,14 +176,32 @@ class Model:
         # A commit that wrote no blob trusts one that may have ended meanwhile.
         return any(stored.blobs - tombstones for stored in commits)
 
-    def wrongly_deleted(self) -> set[bytes]:
-        """Return the acknowledged packs of which a blob was deleted without a tombstone."""
+    def wrongly_deleted(self, keys: set[bytes]) -> set[bytes]:
+        """Return the acknowledged packs of which a blob was deleted without a tombstone.
+
+        :param keys: ``Ended.keys``.
+        """
         found: set[bytes] = set()
         for pack_id, commits in self.stored.items():
-            blobs = frozenset().union(*(stored.blobs for stored in commits))
+            held = [stored for stored in commits if stored.data_key not in keys]
+            blobs = frozenset().union(*(stored.blobs for stored in held))
             if blobs & self.unmarked:
                 found.add(pack_id)
         return found - self.damaged
+
+    def forgotten_requests(self, keys: set[bytes]) -> set[str]:
+        """Return the requests all of whose packs are sealed with destroyed data keys.
+
+        :param keys: ``Ended.keys``.
+        """
+        found: set[str] = set()
+        for name, held in self.requests.items():
+            of_packs: set[bytes] = set()
+            for pack_id in held.packs:
+                of_packs.update(stored.data_key for stored in self.stored[pack_id])
+            if of_packs and of_packs <= keys:
+                found.add(name)
+        return found
 
     def must_hold_requests(self, now: float, ended: Ended) -> set[str]:
         """Return the requests that the store must hold: nothing has ended them or any blob of their
@@ -212,8 +251,39 @@ def _decode(name: str, data: bytes, seal: Seal) -> Delta | None:
     for namespace, names in indexes():
         if names.is_object(name):
             with suppress(CorruptPackError):
-                return decode_delta(open_object(name, data, seal, namespace))
+                delta = decode_delta(open_object(name, data, seal, namespace))
+                return _with_content(delta, name, seal, namespace)
     return None
+
+
+def _with_content(delta: Delta, name: str, seal: Seal, namespace: bytes) -> Delta:
+    """Return a delta with what the data keys of tenants seal in it."""
+    packs = list(delta.packs)
+    manifests = list(delta.manifests)
+    for record in delta.sealed:
+        body = seal.opened(record_name(namespace, f"content of {name}"), record)
+        content = decode_content(body)
+        packs += content.packs
+        manifests += content.manifests
+    return msgspec.structs.replace(delta, packs=packs, manifests=manifests)
+
+
+def _destroyed(world: World) -> Iterator[bytes]:
+    """Yield the ids of the data keys that all records that were ever written name as destroyed."""
+    medium = world.medium
+    seals = seals_of(world)
+    blobs = [*medium.deleted.items(), *medium.contents().items()]
+    for name, data in blobs:
+        if "/forgotten/" in name:
+            for record in _records(name, data, seals):
+                yield from record.keys
+
+
+def _records(name: str, data: bytes, seals: Sequence[Seal]) -> list[ForgetRecord]:
+    for seal in seals:
+        with suppress(CorruptPackError):
+            return decode_records(open_object(name, data, seal, NO_NAMESPACE))
+    return []
 
 
 def seals_of(world: World) -> Sequence[Seal]:
@@ -253,7 +323,7 @@ def ended_in(world: World, since: float = 0.0) -> Ended:
 
     :param since: only at this time or later, on the medium's clock.
     """
-    ended = Ended(set(), set())
+    ended = Ended(set(), set(), set(_destroyed(world)))
     for _, delta in decoded(world):
         ended.blobs.update(
             tombstone.name for tombstone in delta.removed if tombstone.time >= since

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from persistkv.storage.blobs import BlobInfo
+from persistkv.storage.catalog.rows import TableRows
+from persistkv.storage.shared.forgetting.records import ForgetRecords, ForgottenTenants
 from persistkv.storage.shared.format import BASE_LEVEL, Delta
 from persistkv.storage.shared.inbox import Inbox, _Start
 from persistkv.storage.shared.index import merge, sweep
@@ -19,6 +21,7 @@ from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.index.sweep import Sweeper
 from persistkv.storage.shared.keys import StoreKeys
 from persistkv.storage.shared.replica import Replica
+from persistkv.storage.shared.replica.application import Application
 from tests.storage.shared.history import HangKind
 from tests.storage.shared.simulation import Process
 
@@ -147,6 +150,37 @@ def plant_reload(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StoreKeys, "_reload", lambda self, key_id: self._known())
 
 
+def plant_unread_record(patch: pytest.MonkeyPatch) -> None:
+    """Read the records of forgotten tenants only when a handle opens the store."""
+    refresh = ForgetRecords.refresh
+
+    def planted(self: ForgetRecords) -> None:
+        if not self._is_read:
+            refresh(self)
+
+    patch.setattr(ForgetRecords, "refresh", planted)
+
+
+def plant_replica(patch: pytest.MonkeyPatch) -> None:
+    """Let a replica keep what it holds of forgotten tenants."""
+    patch.setattr(Replica, "remove_forgotten", lambda self: None)
+
+
+def plant_apply(patch: pytest.MonkeyPatch) -> None:
+    """Add content of forgotten tenants to a replica that has removed it before."""
+    init = Application.__init__
+
+    def planted(
+        self: Application,
+        rows: TableRows,
+        namespace: bytes,
+        forgotten: ForgottenTenants,
+    ) -> None:
+        init(self, rows, namespace, ForgottenTenants())
+
+    patch.setattr(Application, "__init__", planted)
+
+
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "included": plant_included,
     "unread": plant_unread,
@@ -158,11 +192,15 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "parts": plant_parts,
     "dates": plant_dates,
     "reload": plant_reload,
+    "record": plant_unread_record,
+    "replica": plant_replica,
+    "apply": plant_apply,
 }
 """For each rule of the protocol, a function that breaks it."""
 
 
 HANGS_FOR = {
+    "apply": [HangKind("PUT", "/inbox/")],
     "dates": [HangKind("PUT", "/packs/")],
     "parts": [HangKind("PUT", "/index/")],
     "reload": [HangKind("PUT", "/inbox/")],

@@ -22,11 +22,13 @@ def key(tmp_path: Path) -> Path:
     return tmp_path / "key"
 
 
-@pytest.fixture(params=[True, False], ids=["key", "plain"])
-def store(request, tmp_path, key):
+@pytest.fixture(params=["lmdb-key", "lmdb-plain", "file-key", "file-plain"])
+def store(request, tmp_path, key, monkeypatch):
     """URL of a store with content of two tenants."""
-    url = f"lmdb://{tmp_path}/store"
-    if request.param:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    scheme, _, seal = request.param.partition("-")
+    url = f"{scheme}://{tmp_path}/store"
+    if seal == "key":
         url += f"?key_file={key}"
     fill(url)
     return url
@@ -105,11 +107,3 @@ def test_forget_wrong_input_exits_2_and_changes_nothing(run, store, tmp_path):
         assert done.stderr.count("\n") == 1
     assert taken.read_text() == "kept"
     assert len(json.loads(run("ls", store, "--json").stdout)["requests"]) == 3
-
-
-def test_forget_shared_store_exits_3_and_says_so(run, tmp_path):
-    url = f"file://{tmp_path}/shared"
-    fill(url)
-    done = run("forget", url, "anna", "--yes")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert "cannot forget" in done.stderr

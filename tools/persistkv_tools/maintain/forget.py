@@ -38,8 +38,8 @@ def forget(
     yes: bool,
     json: bool,
 ) -> None:
-    """Destroy the packs, the requests and the data keys of a tenant in an LMDB store. Engines may
-    use it meanwhile; what they have accepted for the tenant and not stored yet is dropped.
+    """Destroy the packs, the requests and the data keys of a tenant. Engines may use the store
+    meanwhile; what they have accepted for the tenant and not stored yet is dropped.
 
     With a key, no copy of the content can be read any more without a copy of the wrapped data keys
     from before. Prints a receipt, signed if the store has a key, which names what is out of reach.

@@ -40,12 +40,12 @@ from persistkv.storage.shared.format import (
     Latest,
     Names,
     Tombstone,
-    encode_delta,
     encode_latest,
     union,
 )
 from persistkv.storage.shared.index.deletions import Deletions
 from persistkv.storage.shared.index.merge_schedule import MergeSchedule
+from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.replica import Bound, Removals, Replica
 
@@ -56,6 +56,7 @@ _MOST_BYTES = 8 << 20  # 8 MiB of commits per merge
 _MOST_EVICTED = 4096  # packs and requests per merge
 _MOST_SEGMENT_BYTES = 24 << 20  # 24 MiB: of a segment that includes older ones
 _PART_BYTES = 28 << 20  # 28 MiB: of a base
+_MOST_MERGES = 20  # before the index is written again, while engines commit
 _LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
 _STALE_S = 3600.0  # age of the first list at which a merge or a base is abandoned
 # 1/64 of the capacity or a quota: by which each writer may exceed it between two merges
@@ -99,6 +100,7 @@ class Merger:
         self._replica = replica
         self._reader = reader
         self._clock = medium.clock
+        self._objects = IndexObjects(medium, replica.namespace)
         self.writer = self._clock.random.randbytes(NONCE_BYTES)
         """Random name of this handle in ``latest``."""
         self.schedule = MergeSchedule(self._clock.random.random)
@@ -411,7 +413,7 @@ class Merger:
         levels = [self._names.level(name) for name in segment.includes]
         level = 1 + max(levels, default=0)
         name = self._new_name(level)
-        body = encode_delta(segment)
+        body = self._objects.encode(name, segment)
         now = self._clock.monotonic()
         is_stale = now - began > _STALE_S
         is_plan_stale = now - planned > _EVICTION_STALE_S
@@ -419,7 +421,7 @@ class Merger:
             raise StoreError(
                 f"{self._names.base}: the process was paused; the merge is repeated"
             )
-        written = self._put(name, body)
+        written = self._objects.put(name, body)
         changes = Delta(
             removed=segment.removed,
             dropped=segment.dropped,
@@ -432,11 +434,6 @@ class Merger:
         """Return a name for an object of the index."""
         now = self._medium.time.now()
         return self._names.new_index(level, now, self._clock.random)
-
-    def _put(self, name: str, body: bytes) -> BlobInfo:
-        """Write an object of the namespace, sealed."""
-        namespace = self._replica.namespace
-        return self._medium.put_sealed(name, body, namespace)
 
     def _note_written(self, info: BlobInfo) -> None:
         reader = self._reader
@@ -467,7 +464,7 @@ class Merger:
                 recent.append((info.name, info.size))
         latest = Latest(writer, time, recent)
         body = encode_latest(latest)
-        self._put(self._names.latest, body)
+        self._medium.put_sealed(self._names.latest, body, self._replica.namespace)
 
     # Bases
 
@@ -510,9 +507,26 @@ class Merger:
                 segments.append(info)
         return base_bytes, segments
 
-    def write_base(self) -> None:
+    def write_again(self, limits: Limits) -> Sequence[str]:
+        """Write the whole index again, and delete all that it includes, with older versions; return
+        what the medium keeps (``Blobs.erase``).
+
+        :raises StoreError: the medium failed.
+        """
+        for _ in range(_MOST_MERGES):
+            self.merge(limits)
+            if not self._reader.refresh(inbox_age_s=0.0, stable=True):
+                break
+        self.write_base(least_objects=1)
+        contained = self._replica.contained
+        listed = self._reader.listed
+        included = [name for name in listed if contained.get(name)]
+        return self._medium.blobs.erase(self._names.index, included)
+
+    def write_base(self, least_objects: int = 2) -> None:
         """Write a base: an object that includes all listed objects of the index that were read.
 
+        :param least_objects: of fewer, none is written.
         :raises StoreError: the medium failed. The index has the content of before; some parts of
             the base may be in it.
         """
@@ -520,7 +534,7 @@ class Merger:
         self._base_wanted_at = math.inf
         self._reader.refresh(stable=True)
         listed = self._to_include()
-        if len(listed) < 2:
+        if len(listed) < least_objects:
             return
         # A clock that is ahead must not drop tombstones early: the removed packs could return.
         oldest_kept = self._expiry_time() - _TOMBSTONES_KEPT_S
@@ -556,13 +570,13 @@ class Merger:
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:
         name = self._new_name(level)
-        body = encode_delta(part)
+        body = self._objects.encode(name, part)
         took_s = self._clock.monotonic() - began
         if took_s > _STALE_S:
             raise StoreError(
                 f"{self._names.base}: a base took more than an hour; it is repeated"
             )
-        written = self._put(name, body)
+        written = self._objects.put(name, body)
         changes = Delta(includes=part.includes)
         self._reader.apply([(name, changes)])
         self._note_written(written)

@@ -27,6 +27,7 @@ from persistkv.storage.shared.format import (
     Names,
     decode_latest,
 )
+from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class IndexReader:
         self._names = names
         self._replica = replica
         self._clock = medium.clock
+        self._objects = IndexObjects(medium, replica.namespace)
         self.unreadable: dict[str, float] = {}
         """Objects that were listed and could not be read → monotonic time of the next try."""
         self.listed: dict[str, BlobInfo] = {}
@@ -223,7 +225,7 @@ class IndexReader:
         """Return the content of an object; None if it is missing, or cannot be read, which is
         reported. Any thread may call this."""
         try:
-            return self._medium.delta(info, self._replica.namespace)
+            return self._objects.read(info)
         except BlobMissingError:
             return None
         except (RefusedError, CorruptPackError) as error:

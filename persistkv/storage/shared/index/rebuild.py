@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
-from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,
@@ -21,11 +21,11 @@ from persistkv.storage.shared.format import (
     Delta,
     Names,
     PackEntry,
-    encode_delta,
 )
+from persistkv.storage.shared.index.objects import IndexObjects
+from persistkv.storage.shared.index.tails import read_tail
 from persistkv.storage.shared.replica import Replica
 
-_TAIL_BYTES = 64 << 10  # 64 KiB: most tables are shorter, and are read with one call
 _COMMIT_BYTES = 4 << 20  # 4 MiB of tables per commit
 
 
@@ -55,6 +55,7 @@ class Rebuilder:
         self._medium = medium
         self._names = names
         self._replica = replica
+        self._objects = IndexObjects(medium, replica.namespace)
         self._progress = progress
         self.skipped: Counter[str] = Counter()
         """Reason → number of blobs that are not packs of the namespace, or stay deleted."""
@@ -98,6 +99,10 @@ class Rebuilder:
             if not is_here or table.pack_id != pack_id:
                 self.skipped["packs of another place"] += 1
                 continue
+            forgotten = self._medium.records.forgotten
+            if forgotten.covers(table.tenant, table.data_key, info.time):
+                self.skipped["packs of forgotten tenants"] += 1
+                continue
             entry = PackEntry(pack_id, nonce, table.encode(), info.time)
             yield UnnamedPack(entry, table, info.size)
 
@@ -119,37 +124,18 @@ class Rebuilder:
 
     def _table_of(self, info: BlobInfo) -> PackTable | None:
         """Return the table behind the payload of a pack; None: it is unreadable. Errors of the
-        medium are raised unchanged.
-
-        The trailer at the end of the blob tells how long the table before it is, so a large table
-        needs a second read.
-        """
-        length = min(info.size, _TAIL_BYTES)
+        medium are raised unchanged."""
         try:
-            tail = self._read(info, length)
-            trailer = tail[-TRAILER_BYTES:]
-            # its first field is the length of the table without the trailer
-            table_bytes = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES
-            most_bytes = min(info.size, MAX_OBJECT_BYTES)
-            if length < table_bytes <= most_bytes:
-                tail = self._read(info, table_bytes)
+            tail = read_tail(self._medium, info)
             table = self._medium.seal.decode_table(tail)
         except (CorruptPackError, BlobMissingError):
             return None
         following = info.size - table.payload_length
         return table if 0 < following <= MAX_OBJECT_BYTES else None
 
-    def _read(self, info: BlobInfo, length: int) -> bytes:
-        """Return the last bytes of a blob."""
-        buffer = bytearray(length)
-        start = info.size - length
-        with memoryview(buffer) as view:
-            done = self._medium.blobs.read(info.name, start, length, iter([view]))
-        return bytes(buffer[:done])
-
     def _commit(self, entries: Sequence[PackEntry]) -> None:
         name = self._names.new_commit(self._medium.clock.random)
         delta = Delta(packs=list(entries))
-        body = encode_delta(delta)
-        self._medium.put_sealed(name, body, self._replica.namespace)
+        body = self._objects.encode(name, delta)
+        self._objects.put(name, body)
         self._replica.apply([(name, delta)])

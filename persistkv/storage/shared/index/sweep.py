@@ -26,6 +26,7 @@ from persistkv.storage.shared.format import (
     Names,
     NewerFormatError,
 )
+from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Sweeper:
         self._medium = medium
         self._names = names
         self._replica = replica
+        self._objects = IndexObjects(medium, replica.namespace)
         clock = medium.clock
         pause_s = _CHECK_S * clock.random.random()
         self.due_at = clock.monotonic() + pause_s
@@ -99,6 +101,8 @@ class Sweeper:
             text = "%s: no sweep, because the clocks of the medium and of this machine differ"
             logger.warning(text, self._names.base)
             return 0
+        # a request that was executed late may have written one again
+        self._medium.keys.destroy(self._medium.keys.destroyed())
         old = self._old_blobs(now)
         if not old:
             return 0
@@ -195,7 +199,7 @@ class Sweeper:
         """Return the content of an object; None if it is missing; the reason if it cannot be
         read."""
         try:
-            return self._medium.delta(info, self._replica.namespace)
+            return self._objects.read(info)
         except BlobMissingError:
             return None
         except NewerFormatError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -35,6 +36,7 @@ from persistkv.storage.format.pack import (
     table_head,
 )
 from persistkv.storage.format.pack_writer import PlacedPack
+from persistkv.storage.shared.forgetting.records import ForgottenTenants
 from persistkv.storage.shared.format import (
     Delta,
     Dropped,
@@ -65,14 +67,23 @@ from persistkv.storage.shared.replica.rows import (
 )
 from persistkv.tenants import DEFAULT_TENANT, tenant_digest
 
+# of what decides between two equal versions of a request
+_PLACE = struct.Struct("<16sQQQ")
+
 logger = logging.getLogger(__name__)
 
 
 class Application:
-    """Applies deltas to the rows of a replica, within one transaction."""
+    """Applies deltas to the rows of a replica, within one transaction.
 
-    def __init__(self, rows: TableRows, namespace: bytes) -> None:
+    :param forgotten: content of these tenants is refused.
+    """
+
+    def __init__(
+        self, rows: TableRows, namespace: bytes, forgotten: ForgottenTenants
+    ) -> None:
         self._rows = rows
+        self._forgotten = forgotten
         self._namespace = namespace
         self._order = TimedOrder(rows)
         self._catalogue = CatalogTransaction(rows, None, namespace, order=self._order)
@@ -121,7 +132,7 @@ class Application:
         """
         new, others = self._split_new(entries)
         state = read_state(self._rows, self._namespace)
-        additions = _Additions(state, self._order)
+        additions = _Additions(state, self._order, self._forgotten)
         for entry in new:
             if not additions.add(self._namespace, entry):
                 others.append(entry)
@@ -188,7 +199,8 @@ class Application:
         self._show(table)
 
     def _table_of(self, entry: PackEntry) -> PackTable | None:
-        """Return the table of a pack; None, with a line in the log, if it is not readable."""
+        """Return the table of a pack; None, with a line in the log, if it is not readable; None if
+        its tenant is forgotten."""
         try:
             table = PackTable.parse(entry.body)
         except CorruptPackError as error:
@@ -199,6 +211,8 @@ class Application:
         if not is_here or table.pack_id != entry.pack_id:
             text = "the index of %s names a pack of another place"
             logger.warning(text, self._namespace.hex())
+            return None
+        if self._forgotten.covers(table.tenant, table.data_key, entry.time):
             return None
         return table
 
@@ -299,12 +313,15 @@ class Application:
         """Write where the keys of a request are, and count its bytes."""
         described = len(entry.head) + len(entry.packs)
         counted = described + entry.length + OVERHEAD_BYTES
-        place = KEYS.pack(entry.keys, entry.offset, entry.length, counted)
+        place = KEYS.pack(
+            entry.keys, entry.offset, entry.length, counted, entry.data_key
+        )
         self._rows.put(MANIFEST_KEYS, row, place)
         self._grown += counted
 
     def _manifest_of(self, entry: ManifestEntry) -> RequestManifest | None:
-        """Return the manifest of a request; None, with a line in the log, if it is not readable."""
+        """Return the manifest of a request; None, with a line in the log, if it is not readable;
+        None if its tenant is forgotten."""
         try:
             manifest = decode_manifest(entry.head)
         except CorruptPackError as error:
@@ -315,6 +332,8 @@ class Application:
         if row[ID_BYTES:] != entry.digest:
             text = "the index of %s names a request by another id"
             logger.warning(text, self._namespace.hex())
+            return None
+        if self._forgotten.covers(manifest.tenant, entry.data_key, entry.time):
             return None
         return manifest
 
@@ -347,14 +366,14 @@ class Application:
         """Subtract the bytes of a request from the total."""
         place = self._rows.get(MANIFEST_KEYS, row)
         if place is not None and len(place) == KEYS.size:
-            _, _, _, counted = KEYS.unpack(place)
+            _, _, _, counted, _ = KEYS.unpack(place)
             self._grown -= counted
 
 
 def _content_digest(entry: ManifestEntry) -> bytes:
     """Return a digest of the content of a version of a request. Of two equal versions, the one with
     the greater digest counts."""
-    place = KEYS.pack(entry.keys, entry.offset, entry.length, 0)
+    place = _PLACE.pack(entry.keys, entry.offset, entry.length, 0)
     content = b"".join([entry.head, entry.packs, entry.keys, place])
     return blake2b(content, digest_size=16).digest()
 
@@ -363,9 +382,13 @@ class _Additions:
     """Rows of new packs, and the totals with them.
 
     :param state: of the namespace; it is changed.
+    :param forgotten: content of these tenants is not added.
     """
 
-    def __init__(self, state: NamespaceState, order: TimedOrder) -> None:
+    def __init__(
+        self, state: NamespaceState, order: TimedOrder, forgotten: ForgottenTenants
+    ) -> None:
+        self._forgotten = forgotten
         self.counted = 0
         """Bytes that the blobs count for."""
         self._state = state
@@ -379,11 +402,14 @@ class _Additions:
         """What the new packs add to the totals of each tenant except the default one."""
 
     def add(self, namespace: bytes, entry: PackEntry) -> bool:
-        """Add a pack; return False, and add nothing, if its table is not one of this pack."""
+        """Add a pack; return False, and add nothing, if its table is not one of this pack, or its
+        tenant is forgotten."""
         head = table_head(entry.body)
         if head is None or head.namespace != namespace:
             return False
         if head.pack_id != entry.pack_id:
+            return False
+        if self._forgotten.covers(head.tenant, head.data_key, entry.time):
             return False
         state = self._state
         state.sequence += 1

@@ -114,10 +114,10 @@ def _manifest_entry(
     chain = Chain.decode(rows.get(CHAINS, row))
     if head is None or place is None or chain is None:
         return None
-    nonce, offset, length, _ = KEYS.unpack(place)
+    nonce, offset, length, _, data_key = KEYS.unpack(place)
     packs = b"".join(chain.packs)
     return ManifestEntry(
-        digest, version, chain.time, bytes(head), packs, nonce, offset, length
+        digest, version, chain.time, bytes(head), packs, nonce, offset, length, data_key
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from persistkv.errors import StoreError
 from persistkv.storage.format.seal import Seal
+from persistkv.storage.shared.forgetting.records import ForgottenTenants
 from persistkv.storage.shared.replica.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -27,10 +28,18 @@ class ReplicaFolder:
     :param root: directory for all stores; None: a temporary directory that ends with this object.
     :param parts: parts of the path below ``root`` that identify the namespace.
     :param seal: of the store: replicas hide what the store hides.
+    :param forgotten: see ``Replica``.
     """
 
-    def __init__(self, root: Path | None, parts: Sequence[str], seal: Seal) -> None:
+    def __init__(
+        self,
+        root: Path | None,
+        parts: Sequence[str],
+        seal: Seal,
+        forgotten: ForgottenTenants,
+    ) -> None:
         self._seal = seal
+        self._forgotten = forgotten
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if root is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="persistkv-")
@@ -60,17 +69,19 @@ class ReplicaFolder:
 
     def _opened(self, namespace: bytes) -> Replica:
         try:
-            return Replica(self.path, namespace, self._seal)
+            return Replica(self.path, namespace, self._seal, self._forgotten)
         except StoreError:
             with suppress(OSError):  # a damaged one is emptied
                 self._clear()
-            return Replica(self.path, namespace, self._seal)
+            return Replica(self.path, namespace, self._seal, self._forgotten)
 
     def close(self, replica: Replica, *, keep: bool) -> None:
-        """Close the replica; ``keep`` it for the next process. Failures are only logged."""
+        """Close the replica; ``keep`` it for the next process, unless it has traces of forgotten
+        tenants. Failures are only logged."""
+        keep = keep and not replica.has_traces and self._temporary is None
         try:
-            replica.close(keep=keep and self._temporary is None)
-            if keep and self._temporary is None:
+            replica.close(keep=keep)
+            if keep:
                 (self.path / "clean").touch()
         except (StoreError, OSError) as error:
             logger.warning(

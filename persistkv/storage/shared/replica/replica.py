@@ -9,7 +9,8 @@ environment.
 3. Of a request, the newest version counts. A deletion covers all versions up to its own, and their
    pins.
 4. Uses and tombstones of unknown packs are kept: the pack may arrive later.
-5. A replica is private to its process, and not synced. It is kept for the next process only after a
+5. Content of forgotten tenants is refused: it never arrives, whatever object has it.
+6. A replica is private to its process, and not synced. It is kept for the next process only after a
    clean end.
 """
 
@@ -61,9 +62,11 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.format.seal import PLAIN, Seal
-from persistkv.storage.shared.format import NONCE_BYTES, Delta
+from persistkv.storage.shared.forgetting.records import ForgottenTenants
+from persistkv.storage.shared.format import NONCE_BYTES, Delta, Dropped, Tombstone
 from persistkv.storage.shared.replica.application import Application
 from persistkv.storage.shared.replica.dump import dump_deltas
+from persistkv.storage.shared.replica.forgotten_rows import ForgottenRows
 from persistkv.storage.shared.replica.rows import (
     BLOBS,
     CONTAINED,
@@ -91,6 +94,7 @@ _KIND = b"persistkv replica 1"
 MAP_BYTES = 64 << 30
 _LEAST_MAP_BYTES = 1 << 30  # 1 GiB
 _READERS = 126
+_FORGOTTEN_AT_ONCE = 256  # packs or requests that one transaction removes
 # wait of ``close`` for transactions, which take milliseconds except that of a base
 _CLOSE_S = 5.0
 
@@ -108,6 +112,8 @@ class KeysPlace(NamedTuple):
     nonce: bytes
     offset: int
     length: int
+    data_key: bytes
+    """Id of the data key that seals them; ``PLAIN_KEY``: none does."""
 
 
 class Bound(NamedTuple):
@@ -133,6 +139,9 @@ class Removals:
     """Digests of removed requests."""
     tables: list[PackTable] = field(default_factory=list)
     """Tables of the removed packs."""
+    keys: list[bytes] = field(default_factory=list)
+    """Nonces of the blobs that have only keys of removed requests; known of forgotten tenants
+    only."""
 
 
 class CommitPlan(NamedTuple):
@@ -151,6 +160,7 @@ class Replica:
 
     :param directory: of the LMDB environment; the replica is its only user.
     :param seal: of the rows.
+    :param forgotten: content of these tenants is refused; it may grow. None: of no tenant.
     :param map_bytes: address space, halved until it fits.
     :raises StoreError: the directory cannot be used.
     """
@@ -160,10 +170,16 @@ class Replica:
         directory: Path,
         namespace: bytes,
         seal: Seal = PLAIN,
+        forgotten: ForgottenTenants | None = None,
         map_bytes: int = MAP_BYTES,
     ) -> None:
         self.namespace = namespace
         self._seal = seal
+        self._forgotten = forgotten or ForgottenTenants()
+        self._honoured = 0
+        """Records of forgotten tenants whose content it does not hold any more."""
+        self.has_traces = False
+        """Whether its free pages may have content of forgotten tenants."""
         self._directory = directory
         self._closed = False
         self._running = 0  # transactions
@@ -298,8 +314,8 @@ class Replica:
             row = rows.get(MANIFEST_KEYS, key)
             if row is None or len(row) != KEYS.size:
                 return None
-            nonce, offset, length, _ = KEYS.unpack(row)
-        return KeysPlace(nonce, offset, length)
+            nonce, offset, length, _, data_key = KEYS.unpack(row)
+        return KeysPlace(nonce, offset, length, data_key)
 
     def keys_nonces(self) -> set[bytes]:
         """Return the nonces of the blobs with the keys of held requests."""
@@ -450,7 +466,7 @@ class Replica:
         with self.rows(write=True) as rows:
             before = read_state(rows, self.namespace).cursor
             for name, delta in objects:
-                application = Application(rows, self.namespace)
+                application = Application(rows, self.namespace, self._forgotten)
                 application.apply(delta)
                 if name:
                     includer = self.includers.get(name, "")
@@ -498,6 +514,50 @@ class Replica:
                 rows.delete(CONTAINED, name.encode())
                 self.contained.pop(name, None)
                 self.includers.pop(name, None)
+
+    def content_of(self, forgotten: ForgottenTenants) -> Removals:
+        """Return what it holds of tenants."""
+        found = Removals()
+        keys: set[bytes] = set()
+        kept: set[bytes] = set()
+        with self.rows() as rows:
+            search = ForgottenRows(rows, self.namespace, forgotten)
+            for table in search.packs():
+                found.tables.append(table)
+                found.packs += names_of(rows, table.pack_id)
+            for request in search.requests():
+                if request.is_forgotten:
+                    found.manifests.append(request.digest)
+                    keys.add(request.nonce)
+                else:
+                    kept.add(request.nonce)
+        # one blob has the keys of all requests of a commit
+        found.keys += sorted(keys - kept)
+        return found
+
+    def remove_forgotten(self) -> None:
+        """Remove what it holds of tenants that were forgotten since the last call.
+
+        :raises StoreError: the replica failed; some may be removed.
+        """
+        records = len(self._forgotten.records)
+        if records == self._honoured:
+            return
+        content = self.content_of(self._forgotten)
+        if content.tables or content.manifests:
+            self.has_traces = True
+        time = self._forgotten.time
+        # in several transactions: commits wait for them
+        for start in range(0, len(content.packs), _FORGOTTEN_AT_ONCE):
+            names = content.packs[start : start + _FORGOTTEN_AT_ONCE]
+            removed = [Tombstone(name, time) for name in names]
+            self.apply([("", Delta(removed=removed))])
+        versions = self.versions(content.manifests)
+        for start in range(0, len(content.manifests), _FORGOTTEN_AT_ONCE):
+            digests = content.manifests[start : start + _FORGOTTEN_AT_ONCE]
+            dropped = [Dropped(digest, versions[digest], time) for digest in digests]
+            self.apply([("", Delta(dropped=dropped))])
+        self._honoured = records
 
     def purge(self, before: float) -> None:
         """Forget tombstones, deleted requests and uses of unknown packs that are older than

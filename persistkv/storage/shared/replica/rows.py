@@ -21,8 +21,9 @@ CONTAINED = "contained"
 REPLICA_TABLES = (*TABLES, BLOBS, TOMBSTONES, EARLY, VERSIONS, CONTAINED)
 
 TIME = struct.Struct("<d")
-# nonce of the blob with the keys, offset, length, bytes that the request counts for
-KEYS = struct.Struct("<16sQQQ")
+# nonce of the blob with the keys, offset, length, bytes that the request counts for, id of the data
+# key that seals them
+KEYS = struct.Struct("<16sQQQ8s")
 BYTES = struct.Struct("<q")
 BYTES_ROW = b"bytes"  # in ``META``: what the namespace takes on the medium
 OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects

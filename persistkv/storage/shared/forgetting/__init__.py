@@ -1,0 +1,1 @@
+"""Forgetting of tenants in a shared store."""

@@ -1,0 +1,105 @@
+"""Deletion of the blobs of a forgotten tenant in one namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError
+from persistkv.storage.format.pack import SEALED_TABLE, without_trailer
+from persistkv.storage.format.seal import record_key
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import Names
+from persistkv.storage.shared.index.tails import read_tail
+from persistkv.storage.shared.replica import Removals, Replica
+
+
+class Erased(NamedTuple):
+    """What was deleted."""
+
+    packs: int
+    stored_bytes: int
+    """Bytes of their payloads."""
+    left: Sequence[str]
+    """What the medium has kept (``Blobs.erase``)."""
+
+
+class Eraser:
+    """Deletes the blobs of one tenant; used once.
+
+    :param replica: of the namespace.
+    """
+
+    def __init__(
+        self, medium: Medium, names: Names, replica: Replica, tenant: str
+    ) -> None:
+        self._medium = medium
+        self._names = names
+        self._replica = replica
+        self._tenant = tenant
+        self._keys = medium.records.forgotten.keys_of(tenant)
+
+    def erase(self, removals: Removals) -> Sequence[str]:
+        """Delete packs that the index names, and the keys of requests; return what the medium keeps
+        (``Blobs.erase``).
+
+        :param removals: what the replica holds.
+        :raises StoreError: the medium failed; some may be deleted.
+        """
+        packs = [self._names.pack(name) for name in removals.packs]
+        left = list(self._erase(self._names.packs, packs))
+        keys = [self._names.keys_blob(nonce) for nonce in removals.keys]
+        left += self._erase(self._names.keys, keys)
+        return left
+
+    def erase_unnamed(self) -> Erased:
+        """Delete packs that the index does not name, such as those of a commit in progress.
+
+        :raises StoreError: the medium failed; some may be deleted.
+        """
+        packs: list[str] = []
+        stored_bytes = 0
+        found = self._medium.maintenance.each(self._payload_bytes, self._unnamed())
+        for info, payload_bytes in found:
+            if payload_bytes is not None:
+                packs.append(info.name)
+                stored_bytes += payload_bytes
+        left = self._erase(self._names.packs, packs)
+        return Erased(len(packs), stored_bytes, left)
+
+    def _erase(self, prefix: str, names: Sequence[str]) -> Sequence[str]:
+        return self._medium.blobs.erase(prefix, names) if names else []
+
+    def _unnamed(self) -> list[BlobInfo]:
+        """Return the blobs of packs that the index does not name."""
+        blobs: dict[bytes, BlobInfo] = {}
+        for info in self._medium.listed(self._names.packs):
+            name = self._names.pack_name(info.name)
+            if name is not None:
+                blobs[name] = info
+        for name in self._replica.live_names(blobs):
+            del blobs[name]
+        return list(blobs.values())
+
+    def _payload_bytes(self, info: BlobInfo) -> int | None:
+        """Return the bytes of the payload in a pack of the tenant; None: it is not one."""
+        try:
+            tail = read_tail(self._medium, info)
+            if self._is_own(tail, info.time):
+                return info.size - len(tail)
+        except (CorruptPackError, BlobMissingError):
+            pass
+        return None
+
+    def _is_own(self, tail: bytes, written: float) -> bool:
+        """Return whether a table as stored is that of a pack of the tenant from before.
+
+        :raises CorruptPackError: it is no table.
+        """
+        if self._medium.seal.encrypts:
+            return record_key(without_trailer(tail, SEALED_TABLE)) in self._keys
+        table = self._medium.seal.decode_table(tail)
+        forgotten = self._medium.records.forgotten
+        is_covered = forgotten.covers(table.tenant, table.data_key, written)
+        return is_covered and table.tenant == self._tenant

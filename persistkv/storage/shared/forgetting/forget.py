@@ -1,0 +1,139 @@
+"""Forgetting of a tenant in a shared store.
+
+1. A record is written: from then on, no handle that has read it shows or writes the content
+   (``records``). It is durable before anything is deleted, so that a blob of a data key that is
+   missing is never taken for damage, and a call that fails before it has changed nothing.
+2. The data keys are deleted, with all versions of their blobs. They seal all payloads, tables and
+   requests: what is left of these in objects, versions and copies can never be read.
+3. The blobs of the packs and of the keys of requests are deleted, which frees their space. Packs
+   that no index names, such as those of a commit in progress, are found by their trailers.
+4. A data key that another engine has made between the list of the keys and the record is destroyed,
+   too: content may have been accepted under it before the record.
+5. In a store without a key, deletion is all there is. The blobs are deleted before the record,
+   while the index names them. After it, the index is written again without the tenant, and the
+   objects that it replaces are deleted.
+6. Each step can be repeated after a kill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from persistkv.errors import StoreError
+from persistkv.storage.blobs import BlobInfo
+from persistkv.storage.forgetting import Forgotten
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.forgetting.records import ForgetRecord, ForgottenTenants
+from persistkv.storage.shared.namespace import SharedNamespace
+from persistkv.storage.shared.policy import RecordedPolicy
+from persistkv.storage.shared.replica import Removals
+
+_REPLICAS = (
+    "replicas of the index on the machines of engines (option cache), which the key of the store "
+    "seals: an engine that uses the store removes the tenant from its own within a minute, and "
+    "deletes the file when it ends; elsewhere, delete the directory"
+)
+_ROUNDS = 20  # of records, while engines make data keys of the tenant
+
+
+class Forgetting:
+    """Forgets one tenant; used once.
+
+    :param namespaces: all of the store.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        policy: RecordedPolicy,
+        namespaces: Sequence[SharedNamespace],
+        tenant: str,
+    ) -> None:
+        self._medium = medium
+        self._namespaces = namespaces
+        self._tenant = tenant
+        self._policy = policy
+        self._contents: list[tuple[SharedNamespace, Removals]] = []
+        """What is to be deleted."""
+        self._packs = 0
+        self._requests = 0
+        self._stored_bytes = 0
+        self._left: list[str] = []
+
+    def run(self) -> Forgotten:
+        """Write the record, then delete keys and content.
+
+        :raises StoreError: the medium failed, and the call can be repeated; or engines make data
+            keys of the tenant all the time.
+        """
+        for namespace in self._namespaces:
+            namespace.refresh()
+        self._write_records()
+        self._policy.announce_forgotten()
+        keys = self._medium.records.forgotten.keys_of(self._tenant)
+        found = self._medium.keys.destroyed() & keys
+        self._left += self._medium.keys.destroy(keys)
+        self._erase()
+        for namespace in self._namespaces:
+            rest = namespace.erase_rest(self._tenant)
+            self._packs += rest.packs
+            self._stored_bytes += rest.stored_bytes
+            self._left += rest.left
+        return Forgotten(
+            tenant=self._tenant,
+            time=self._medium.time.now() or self._medium.clock.wall(),
+            key_ids=tuple(sorted(key_id.hex() for key_id in found)),
+            packs=self._packs,
+            requests=self._requests,
+            stored_bytes=self._stored_bytes,
+            out_of_reach=(*dict.fromkeys(self._left), _REPLICAS),
+        )
+
+    def _write_records(self) -> None:
+        """Record the data keys of the tenant until none is left that is as old as the first
+        record; without a key, record the time."""
+        has_key = self._medium.seal.encrypts
+        first: float | None = None
+        for _ in range(_ROUNDS):
+            keys = self._keys_until(first)
+            is_done = not keys if has_key else first is not None
+            if is_done:
+                return
+            record = self._medium.records.new(self._tenant, keys)
+            self._note_content(record)
+            if not has_key:
+                self._erase()
+            written = self._medium.records.write(record)
+            first = written if first is None else min(first, written)
+        raise StoreError(
+            "engines make data keys of the tenant all the time: end its requests, and repeat the "
+            "command"
+        )
+
+    def _note_content(self, record: ForgetRecord) -> None:
+        """Remember what a record will cover: afterwards, no replica shows it."""
+        covered = ForgottenTenants()
+        covered.add([record])
+        for namespace in self._namespaces:
+            content = namespace.replica.content_of(covered)
+            self._contents.append((namespace, content))
+
+    def _erase(self) -> None:
+        """Delete the blobs of the content that was noted."""
+        for namespace, content in self._contents:
+            self._left += namespace.erase(self._tenant, content)
+            self._packs += len(content.tables)
+            self._requests += len(content.manifests)
+            for table in content.tables:
+                self._stored_bytes += table.payload_length
+        self._contents.clear()
+
+    def _keys_until(self, time: float | None) -> list[bytes]:
+        """Return the ids of the tenant's data keys that no record names, up to a time on the
+        medium's clock; None: all."""
+        blobs: dict[bytes, BlobInfo] = self._medium.keys.of_tenant(self._tenant)
+        found: list[bytes] = []
+        for key_id, info in blobs.items():
+            if time is None or info.time <= time:
+                found.append(key_id)
+        return found

@@ -1,0 +1,224 @@
+"""Records of forgotten tenants: what a shared store must never show again.
+
+1. A record names a tenant by a digest, the data keys that are destroyed, and the medium's time. It
+   is durable before the keys are deleted, and never removed: a later record includes it.
+2. Every handle reads the records when it opens the store, before anything is served, and when the
+   policy, which it reads each minute, shows that there are new ones. It drops the data keys that
+   they name.
+3. What these keys have sealed does not exist: the replica refuses it, so that no merge, base or
+   rebuild writes it again, and the sweep deletes its packs. That depends on no clock, and on no
+   order of requests: they may be executed late, and machines may be suspended or restored.
+4. In a store without a key, all content of the tenant up to the time of the record is refused. The
+   time is that of its last use, so content that is used later may return.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from persistkv.errors import CorruptPackError, StoreError, TenantForgottenError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.blobs import BlobMissingError
+from persistkv.storage.catalog.catalogue import tenants_of
+from persistkv.storage.format.pack import PLAIN_KEY
+from persistkv.storage.shared.format import (
+    MAX_OBJECT_BYTES,
+    NO_NAMESPACE,
+    ArrayStruct,
+)
+from persistkv.tenants import tenant_digest
+
+if TYPE_CHECKING:
+    from persistkv.storage.shared.calls import Medium
+
+logger = logging.getLogger(__name__)
+
+
+class ForgetRecord(ArrayStruct, frozen=True):
+    """One forgetting of a tenant."""
+
+    tenant: bytes
+    """Digest of its name (``tenant_digest``)."""
+    time: float
+    """On the medium's clock: seconds since the epoch."""
+    keys: tuple[bytes, ...]
+    """Ids of the data keys that are destroyed; empty without a key."""
+
+
+class ForgottenTenants:
+    """What the records that a handle has read say. Any thread may ask; one at a time adds."""
+
+    def __init__(self) -> None:
+        self.records: frozenset[ForgetRecord] = frozenset()
+        self.keys: frozenset[bytes] = frozenset()
+        """Ids of all destroyed data keys."""
+        self.tenants: frozenset[bytes] = frozenset()
+        """Digests of the names of all forgotten tenants."""
+        self.time = 0.0
+        """Of the latest record."""
+        self._until: dict[bytes, float] = {}
+        """Digest of a tenant without data keys → time up to which it is forgotten."""
+
+    def add(self, records: Iterable[ForgetRecord]) -> None:
+        for record in records:
+            self.records |= {record}
+            self.time = max(self.time, record.time)
+            self.keys |= set(record.keys)
+            if not record.keys:
+                before = self._until.get(record.tenant, record.time)
+                self._until[record.tenant] = max(before, record.time)
+            # last: with it, others look for the rest
+            self.tenants |= {record.tenant}
+
+    def keys_of(self, tenant: str) -> frozenset[bytes]:
+        """Return the ids of the destroyed data keys of a tenant."""
+        digest = tenant_digest(tenant)
+        found: set[bytes] = set()
+        for record in self.records:
+            if record.tenant == digest:
+                found.update(record.keys)
+        return frozenset(found)
+
+    def covers(self, tenant: str, data_key: bytes, time: float) -> bool:
+        """Return whether content is forgotten.
+
+        :param data_key: id of the key that seals it; ``PLAIN_KEY``: none does.
+        :param time: of its last use, on the medium's clock.
+        """
+        if data_key != PLAIN_KEY:
+            return data_key in self.keys
+        if not self._until:
+            return False
+        return time <= self._until.get(tenant_digest(tenant), -1.0)
+
+
+class ForgetRecords:
+    """The records of one store, as one handle reads and writes them. Thread-safe."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+        self._lock = medium.clock.lock()
+        self.forgotten = ForgottenTenants()
+        """All that was read so far."""
+        self._read: set[str] = set()
+        """Names of the blobs that were read."""
+        self._is_read = False
+        """Whether all records were read once."""
+        self._junk: set[str] = set()
+        """Names of the blobs that could not be read, which was logged."""
+        self._dropped: set[str] = set()
+        """Tenants whose data key this handle had when it read their record: what it has accepted
+        and not committed yet belongs to before."""
+
+    def refresh(self) -> None:
+        """Read new records, and drop the data keys that they name.
+
+        :raises StoreError: the medium failed; what was read before stays.
+        """
+        with self._lock:
+            prefix = self._medium.names.forgotten
+            listed = self._medium.listed(prefix, stable=not self._is_read)
+            new = [info for info in listed if info.name not in self._read]
+            for info in new:
+                records = self._fetch(info.name)
+                if records is not None:
+                    self._honour(records)
+                    self._read.add(info.name)
+            self._is_read = True
+
+    def _fetch(self, name: str) -> Sequence[ForgetRecord] | None:
+        """Return the records in a blob; None if a later one has replaced it, or it does not read:
+        it may be junk, or sealed with a key that is not known yet."""
+        try:
+            body = self._medium.sealed(name, NO_NAMESPACE, MAX_OBJECT_BYTES)
+            return decode_records(body)
+        except BlobMissingError:
+            return None
+        except CorruptPackError as error:
+            if name not in self._junk:
+                text = "%s does not read (%s): if `forget` wrote it, repeat the command"
+                logger.warning(text, name, error)
+            self._junk.add(name)
+            return None
+
+    def _honour(self, records: Collection[ForgetRecord]) -> None:
+        self.forgotten.add(records)
+        self._dropped |= self._medium.keys.drop(self.forgotten.keys)
+
+    def new(self, tenant: str, keys: Iterable[bytes]) -> ForgetRecord:
+        """Return a record of this moment.
+
+        :param keys: ids of the data keys to destroy.
+        """
+        time = self._medium.time.time_of_use() or self._medium.clock.wall()
+        return ForgetRecord(tenant_digest(tenant), time, tuple(sorted(keys)))
+
+    def write(self, record: ForgetRecord) -> float:
+        """Write a record, and honour it from now on.
+
+        :returns: the time of its blob on the medium's clock, perhaps rounded down to a second.
+        :raises StoreError: the medium failed; the record may be durable.
+        """
+        with self._lock:
+            names = self._medium.names
+            before = self._medium.listed(names.forgotten)
+            replaced = [info.name for info in before if info.name in self._read]
+            # one blob for all, so that a new handle reads one
+            body = _ENCODER.encode([*self.forgotten.records, record])
+            name = names.new_record(self._medium.clock.random)
+            written = self._medium.put_sealed(name, body, NO_NAMESPACE)
+            self._read.add(name)
+            self._honour([record])
+            # after the one that includes them is durable
+            with suppress(StoreError):
+                self._medium.blobs.delete(replaced)
+            # the date of a reply may be wrong; the times of blobs are of one clock
+            listed = self._medium.listed(names.forgotten)
+            times = [info.time for info in listed if info.name == name]
+            return min(times, default=written.time)
+
+    def write_again(self) -> None:
+        """Write all records that this handle knows: the store was deleted. Other handles may still
+        have the data keys.
+
+        :raises StoreError: the medium failed.
+        """
+        if not self.forgotten.records:
+            return
+        name = self._medium.names.new_record(self._medium.clock.random)
+        body = _ENCODER.encode(list(self.forgotten.records))
+        self._medium.put_sealed(name, body, NO_NAMESPACE)
+
+    def refuse(self, batch: CommitBatch) -> None:
+        """Refuse content that was accepted before its tenant was forgotten.
+
+        :raises TenantForgottenError: the batch has some. The next one is accepted: the caller drops
+            what it has.
+        """
+        if not self._dropped:
+            return
+        with self._lock:
+            found = self._dropped & tenants_of(batch)
+            self._dropped -= found
+        if found:
+            raise TenantForgottenError(found)
+
+
+def decode_records(body: bytes) -> list[ForgetRecord]:
+    """Decode the body of a blob with records.
+
+    :raises CorruptPackError: it is malformed.
+    """
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptPackError("forget record", str(error)) from None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(list[ForgetRecord])

@@ -1,0 +1,157 @@
+"""Objects of one namespace's index: how their content is sealed.
+
+In a store with a key, each object is a record that the data key of the store seals. In it, what
+belongs to a tenant, the tables of its packs and its requests, is a record that the tenant's data
+key seals. Whoever writes that content again, in a segment or a base, seals it with the same data
+key: with the key, it is destroyed in all objects, older versions of them and copies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import msgspec
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.blobs import BlobInfo
+from persistkv.storage.catalog.rows import decoded
+from persistkv.storage.format.manifest import decode_manifest
+from persistkv.storage.format.pack import PLAIN_KEY, table_head
+from persistkv.storage.format.seal import record_key
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.forgetting.records import ForgottenTenants
+from persistkv.storage.shared.format import (
+    MAX_OBJECT_BYTES,
+    Delta,
+    ManifestEntry,
+    PackEntry,
+    TenantContent,
+    decode_content,
+    decode_delta,
+    encode_content,
+    encode_delta,
+    record_name,
+)
+
+
+class IndexObjects:
+    """Reads and writes the objects of one namespace's index. Thread-safe."""
+
+    def __init__(self, medium: Medium, namespace: bytes) -> None:
+        self._medium = medium
+        self._namespace = namespace
+
+    def encode(self, name: str, delta: Delta) -> bytes:
+        """Return the body of the object ``name``, without content that is forgotten.
+
+        :raises StoreError: the medium failed.
+        """
+        if not self._medium.seal.encrypts:
+            forgotten = self._medium.records.forgotten
+            return encode_delta(_remembered(delta, forgotten))
+        sealed: list[bytes] = []
+        for data_key, content in _by_data_key(delta).items():
+            record = self._sealed(name, data_key, content)
+            if record is not None:
+                sealed.append(record)
+        stored = msgspec.structs.replace(delta, packs=(), manifests=(), sealed=sealed)
+        return encode_delta(stored)
+
+    def _sealed(
+        self, name: str, data_key: bytes, content: TenantContent
+    ) -> bytes | None:
+        """Return the content of a tenant as a record; None: its data key is destroyed."""
+        if not self._medium.keys.holds(data_key):
+            return None
+        body = encode_content(content)
+        try:
+            return self._medium.seal.sealed_with(data_key, self._record(name), body)
+        except CorruptPackError:
+            # it was destroyed in this moment
+            if self._medium.keys.holds(data_key):
+                raise
+            return None
+
+    def put(self, name: str, body: bytes) -> BlobInfo:
+        """Write the object ``name`` with this body; see ``Medium.put_sealed``."""
+        return self._medium.put_sealed(name, body, self._namespace)
+
+    def read(self, info: BlobInfo) -> Delta:
+        """Return the content of an object, without what is forgotten.
+
+        :raises BlobMissingError: there is no such blob.
+        :raises CorruptPackError: see ``Medium.sealed``; or the key of a tenant does not read.
+        :raises StoreError: the medium failed.
+        """
+        if info.size > MAX_OBJECT_BYTES:
+            raise CorruptPackError("index object", f"it has {info.size} bytes")
+        body = self._medium.sealed(info.name, self._namespace, info.size)
+        stored = decode_delta(body)
+        if not stored.sealed:
+            return stored
+        if not self._medium.seal.encrypts:
+            raise CorruptPackError("index object", "data keys seal some of it")
+        packs: list[PackEntry] = []
+        manifests: list[ManifestEntry] = []
+        for record in stored.sealed:
+            content = self._opened(info.name, record)
+            if content is not None:
+                packs += content.packs
+                manifests += content.manifests
+        return msgspec.structs.replace(
+            stored, packs=packs, manifests=manifests, sealed=()
+        )
+
+    def _opened(self, name: str, record: bytes) -> TenantContent | None:
+        """Return the content of a tenant; None: its data key is destroyed."""
+        data_key = record_key(record)
+        if not self._medium.keys.holds(data_key):
+            return None
+        try:
+            body = self._medium.seal.opened(self._record(name), record)
+        except CorruptPackError:
+            # it was destroyed in this moment
+            if self._medium.keys.holds(data_key):
+                raise
+            return None
+        return decode_content(body)
+
+    def _record(self, name: str) -> bytes:
+        """Return the name under which the content of a tenant in an object is sealed."""
+        return record_name(self._namespace, f"content of {name}")
+
+
+def _by_data_key(delta: Delta) -> dict[bytes, TenantContent]:
+    """Return packs and requests by the data keys of their tenants."""
+    packs: defaultdict[bytes, list[PackEntry]] = defaultdict(list)
+    manifests: defaultdict[bytes, list[ManifestEntry]] = defaultdict(list)
+    for entry in delta.packs:
+        head = table_head(entry.body)
+        # unreadable: readers skip it, too
+        if head is not None:
+            packs[head.data_key].append(entry)
+    for manifest in delta.manifests:
+        manifests[manifest.data_key].append(manifest)
+    found: dict[bytes, TenantContent] = {}
+    for data_key in sorted(packs.keys() | manifests.keys()):
+        found[data_key] = TenantContent(packs[data_key], manifests[data_key])
+    return found
+
+
+def _remembered(delta: Delta, forgotten: ForgottenTenants) -> Delta:
+    """Return a delta of a store without a key, without content that is forgotten."""
+    if not forgotten.tenants:
+        return delta
+    packs: list[PackEntry] = []
+    for entry in delta.packs:
+        head = table_head(entry.body)
+        tenant = "" if head is None else head.tenant
+        if not forgotten.covers(tenant, PLAIN_KEY, entry.time):
+            packs.append(entry)
+    manifests: list[ManifestEntry] = []
+    for manifest in delta.manifests:
+        described = decoded(decode_manifest, manifest.head)
+        tenant = "" if described is None else described.tenant
+        if not forgotten.covers(tenant, PLAIN_KEY, manifest.time):
+            manifests.append(manifest)
+    return msgspec.structs.replace(delta, packs=packs, manifests=manifests)

@@ -1,0 +1,39 @@
+"""Tables of packs, read from the ends of their blobs."""
+
+from __future__ import annotations
+
+from persistkv.storage.blobs import BlobInfo
+from persistkv.storage.format.pack import TRAILER_BYTES
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.format import MAX_OBJECT_BYTES
+
+_TAIL_BYTES = 64 << 10  # 64 KiB: most tables are shorter, and are read with one call
+
+
+def read_tail(medium: Medium, info: BlobInfo) -> bytes:
+    """Return the table of a pack as stored behind its payload, with its trailer; other bytes if the
+    blob is no pack.
+
+    The trailer at the end of the blob tells how long the table before it is, so a large table needs
+    a second read.
+
+    :raises StoreError: the medium failed; ``BlobMissingError``: there is no such blob.
+    """
+    length = min(info.size, _TAIL_BYTES)
+    tail = _read(medium, info, length)
+    trailer = tail[-TRAILER_BYTES:]
+    # its first field is the length of the table without the trailer
+    table_bytes = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES
+    most_bytes = min(info.size, MAX_OBJECT_BYTES)
+    if length < table_bytes <= most_bytes:
+        tail = _read(medium, info, table_bytes)
+    return tail[-table_bytes:]
+
+
+def _read(medium: Medium, info: BlobInfo, length: int) -> bytes:
+    """Return the last bytes of a blob."""
+    buffer = bytearray(length)
+    start = info.size - length
+    with memoryview(buffer) as view:
+        done = medium.blobs.read(info.name, start, length, iter([view]))
+    return bytes(buffer[:done])

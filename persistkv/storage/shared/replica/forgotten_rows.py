@@ -1,0 +1,83 @@
+"""Search of a replica for what it holds of forgotten tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from persistkv.storage.catalog.rows import (
+    MANIFEST_KEYS,
+    MANIFESTS,
+    PACKS,
+    SEQUENCE,
+    USES,
+    TableRows,
+    Use,
+    decoded,
+    pack_table,
+)
+from persistkv.storage.format.manifest import decode_manifest
+from persistkv.storage.format.pack import ID_BYTES, PLAIN_KEY, PackTable, table_head
+from persistkv.storage.shared.forgetting.records import ForgottenTenants
+from persistkv.storage.shared.replica.rows import KEYS, read_version
+from persistkv.tenants import DEFAULT_TENANT, tenant_digest
+
+_DEFAULT = tenant_digest(DEFAULT_TENANT)
+
+
+class RequestRow(NamedTuple):
+    """A request, as far as the search needs it."""
+
+    digest: bytes
+    nonce: bytes
+    """Of the blob with its keys."""
+    is_forgotten: bool
+
+
+class ForgottenRows(NamedTuple):
+    """Packs and requests of forgotten tenants, within one transaction."""
+
+    rows: TableRows
+    namespace: bytes
+    forgotten: ForgottenTenants
+
+    def packs(self) -> Iterator[PackTable]:
+        """Yield the tables of packs."""
+        for key, row in self.rows.range(USES, self.namespace):
+            use = Use.decode(row)
+            if use is None:
+                continue
+            # the digest first: it is there without opening the table
+            owner = use.tenant or _DEFAULT
+            if owner not in self.forgotten.tenants:
+                continue
+            name = bytes(key)
+            stored = bytes(self.rows.get(PACKS, name) or b"")
+            head = table_head(stored[SEQUENCE.size :])
+            if head is None:
+                continue
+            if self.forgotten.covers(head.tenant, head.data_key, use.time):
+                table = pack_table(name, stored)
+                if table is not None:
+                    yield table
+
+    def requests(self) -> Iterator[RequestRow]:
+        """Yield all requests."""
+        for key, row in self.rows.starting_with(MANIFEST_KEYS, self.namespace):
+            if len(row) != KEYS.size:
+                continue
+            nonce, _, _, _, data_key = KEYS.unpack(row)
+            digest = bytes(key[ID_BYTES:])
+            is_forgotten = self._is_forgotten(digest, data_key)
+            yield RequestRow(digest, nonce, is_forgotten)
+
+    def _is_forgotten(self, digest: bytes, data_key: bytes) -> bool:
+        if data_key != PLAIN_KEY:
+            return data_key in self.forgotten.keys
+        # only the head names the tenant
+        head = self.rows.get(MANIFESTS, self.namespace + digest)
+        manifest = decoded(decode_manifest, head)
+        if manifest is None:
+            return False
+        time = read_version(self.rows, digest).time
+        return self.forgotten.covers(manifest.tenant, data_key, time)

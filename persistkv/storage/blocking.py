@@ -97,7 +97,7 @@ class BlockingStore:
         self, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> list[bytes]:
         outcome = await self.store.read(keys, block_ids)
-        await self.catalogue.repair()
+        await self.store.committer.repair()
         return outcome.failed
 
     def flush(self) -> None:

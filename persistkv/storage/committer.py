@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -137,9 +137,9 @@ class Committer:
             await asyncio.sleep(0)  # other tasks run between two slices
         # before the commit: a block that was damaged must not count as held
         if catalogue.needs_repair:
-            await catalogue.repair()
+            await self.repair()
         if self._sources.needs_update:
-            await self._sources.update()
+            await self._forgetting(self._sources.update())
         is_due = self._queue.seconds_to_due() == 0.0 or not self._seconds_to_upkeep()
         if self._flushes or is_due:
             await self._commit()
@@ -148,6 +148,17 @@ class Committer:
             await catalogue.refresh_or_log()
             await self._sources.refresh()
         self.changed.set()
+
+    async def repair(self) -> None:
+        """Call ``NamespaceView.repair``. The caller holds ``turn``, or no other task commits."""
+        await self._forgetting(self._catalogue.repair())
+
+    async def _forgetting(self, work: Awaitable[None]) -> None:
+        """Await work; drop the content of tenants of which it learns that they were forgotten."""
+        try:
+            await work
+        except TenantForgottenError as error:
+            self.forget(error.tenants)
 
     # Commits
 
@@ -226,9 +237,7 @@ class Committer:
     ) -> deque[Transaction]:
         """Drop all accepted content of tenants that were forgotten; return the transactions without
         it."""
-        writers = self._queue.take_tenants(tenants)
-        ends = self._queue.ends.take_tenants(tenants)
-        self._drop(Transaction(writers, ends), None)
+        self.forget(tenants)
         kept: deque[Transaction] = deque()
         for transaction in waiting:
             own, others = transaction.divided(tenants)
@@ -236,6 +245,13 @@ class Committer:
             if not others.is_empty:
                 kept.append(others)
         return kept
+
+    def forget(self, tenants: Collection[str]) -> None:
+        """Drop the accepted content of tenants that were forgotten, which no transaction has taken.
+        Each call of the backend that learns of it must lead here: it raises only once."""
+        writers = self._queue.take_tenants(tenants)
+        ends = self._queue.ends.take_tenants(tenants)
+        self._drop(Transaction(writers, ends), None)
 
     def _drop(self, transaction: Transaction, refused: str | None) -> None:
         """Count the lost packs and ends of requests of a failed transaction.

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from persistkv.errors import StoreError
+from persistkv.errors import StoreError, TenantForgottenError
 from persistkv.memory.rows import ByteArray, StagedBlocks, runs
 from persistkv.memory.scattered import ScatteredBlocks
 from persistkv.storage.backend import CommitBatch, CommitResult
@@ -73,6 +73,9 @@ class Deleter:
         async with self._committer.turn:
             try:
                 return await self._delete_everywhere(frozenset(keys))
+            except TenantForgottenError as error:
+                self._committer.forget(error.tenants)
+                raise
             finally:
                 # the owner has to learn of the deletions
                 self._committer.changed.set()

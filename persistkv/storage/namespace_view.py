@@ -21,7 +21,12 @@ from typing import NamedTuple, TypeVar
 
 from persistkv.base import Retention
 from persistkv.config import RowLayout
-from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
+from persistkv.errors import (
+    QuotaExceededError,
+    StoreError,
+    StoreFullError,
+    TenantForgottenError,
+)
 from persistkv.memory.budget import no_collections, trim_heap
 from persistkv.storage.backend import (
     Backend,
@@ -474,7 +479,10 @@ class NamespaceView:
 
     async def repair(self) -> None:
         """Decide about packs that a read, or a lookup of their tables, found missing or damaged.
-        Failures are logged."""
+        Failures are logged.
+
+        :raises TenantForgottenError: see ``Backend.commit``.
+        """
         if self._repair_work.unread:
             await self._drop_unread()
         if self._repair_work.undecided:
@@ -618,6 +626,9 @@ class NamespaceView:
             if batch is None:
                 return False
             result = await self.commit(replace(batch, bad=bad, seen=self.cursor))
+        except TenantForgottenError:
+            # the caller drops what it has accepted
+            raise
         except StoreError as error:
             self.log_failure(error)
         else:

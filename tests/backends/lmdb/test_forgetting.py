@@ -28,11 +28,13 @@ from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.blocks import BlockIdentity, BlockStore, CompletionQueue
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.keys import StoreKey, decode_keys
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.records import StoreOptions
+from persistkv.testing import FaultyBackend
 from persistkv.testing.conformance.suite import (
     other_process,
     read_pack,
@@ -330,6 +332,63 @@ def test_store_drops_staged_blocks_of_forgotten_tenant_and_keeps_others(
     store.flush()
     assert len(content_of(backend, "anna")[0]) == 1
     store.close()
+
+
+def test_block_store_drops_blocks_of_tenant_that_is_forgotten_during_a_deletion(
+    url: str,
+) -> None:
+    """The deletion learns of it first. What was accepted before must not be stored after it."""
+    identity = BlockIdentity(
+        model_name="m",
+        weights="name:w",
+        engine="e",
+        release="1",
+        dtype="uint8",
+        shapes=((4096,),),
+        layout="l",
+        rank="0",
+    )
+    backend = FaultyBackend.of(open_backend(url))
+    completions = CompletionQueue()
+    block = os.urandom(4096)
+    with (
+        closing(open_backend(url)) as operator,
+        BlockStore(
+            backend,
+            identity,
+            [4096],
+            StoreOptions(),
+            url=url,
+            tenant_of=lambda key: key.split(b"/")[0].decode(),
+        ) as store,
+    ):
+        assert all(store.put([b"anna/1", b"anna/2"], [block, block]))
+        assert store.put([b"berta/1"], [block]) == [True]
+
+        def forget(namespace: bytes, batch: CommitBatch) -> None:
+            backend.clear_faults()
+            store.submit_put(completions, [b"anna/3"], [block])
+            # time for the store to accept it
+            time.sleep(0.5)
+            assert operator.forget("anna").packs == 1
+
+        backend.before("commit", forget)
+        with pytest.raises(StoreError, match="forgotten"):
+            store.delete([b"anna/1"])
+        deadline = time.monotonic() + 30
+        while not (ended := completions.take()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [one.results for one in ended] == [[False]]
+        keys = [b"anna/1", b"anna/2", b"anna/3", b"berta/1"]
+        # the next refresh
+        while store.contains(keys) != [False, False, False, True]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert store.usage().tenants.keys() == {"berta"}
+        # later content of the tenant is stored
+        assert store.put([b"anna/3"], [block]) == [True]
+    completions.close()
 
 
 def engine_of_two_tenants(url: str, numbers: range, done: Connection) -> None:

@@ -66,8 +66,12 @@ class KeyFile:
         """Tenant → how often its keys have disappeared since the store was opened."""
         self._version: tuple[int, int] | None = None
         """Inode and time of the file that was read last."""
-        self._lock = threading.Lock()
+        # also while the file is read: a thread that has read it before a key was made must not take
+        # it for a destroyed one, nor add one that was destroyed meanwhile
+        self._lock = threading.RLock()
         self._seal = KeySeal(self._known, self._reload)
+        # for the keys of tenants: it searches no other key, which would read the file again
+        self._records = KeySeal(self._known)
 
     def prepare(self) -> str:
         """Return the id of the keyring for a new store, after making it, unless it is there; empty:
@@ -146,7 +150,7 @@ class KeyFile:
         made = list(map(DataKey.new, self._known().lacking(tenants)))
         if not made:
             return
-        added = [TenantKey(key.id, self._seal.sealed_key(key)) for key in made]
+        added = [TenantKey(key.id, self._records.sealed_key(key)) for key in made]
         self._write(StoredKeys(there.wrapped, (*there.tenants, *added)))
         self._add(added)
 
@@ -168,7 +172,7 @@ class KeyFile:
         if self._version == version:
             return
         # lost, damaged or not readable: the engine runs on with the keys that it has
-        with suppress(CorruptStoreError, OSError):
+        with self._lock, suppress(CorruptStoreError, OSError):
             there = self._present().tenants
             self._add(there)
             present = {key.id for key in there}
@@ -218,7 +222,7 @@ class KeyFile:
     def _tenant_of(self, key: TenantKey) -> str | None:
         """Return whose key it is; None: it is damaged, or of another store."""
         try:
-            return self._seal.opened_key(key.id, key.sealed).tenant
+            return self._records.opened_key(key.id, key.sealed).tenant
         except CorruptPackError:
             return None
 
@@ -235,7 +239,7 @@ class KeyFile:
 
     def _reload(self, key_id: bytes) -> Keyring:
         """Read the keys of tenants again."""
-        with suppress(CorruptStoreError, OSError):
+        with self._lock, suppress(CorruptStoreError, OSError):
             self._add(self._present().tenants)
         return self._known()
 
@@ -245,7 +249,7 @@ class KeyFile:
             known = self._known()
             new = [key for key in tenants if key.id not in known.keys]
             try:
-                opened = [self._seal.opened_key(key.id, key.sealed) for key in new]
+                opened = [self._records.opened_key(key.id, key.sealed) for key in new]
             except CorruptPackError as error:
                 raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
             self._keyring = known.extended(opened)

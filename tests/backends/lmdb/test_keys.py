@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -445,8 +446,26 @@ def test_commit_pack_of_replaced_store_is_sealed_with_keys_of_present_one(
     assert None not in found.values()
 
 
+def with_flipped_bit(content: bytes) -> bytes:
+    """Return data keys of which that of a tenant names another key that seals it."""
+    stored = decode_keys(content)
+    first, *others = stored.tenants
+    flipped = bytes([first.sealed[0] ^ 1]) + first.sealed[1:]
+    changed = TenantKey(first.id, flipped)
+    return encode_keys(StoredKeys(stored.wrapped, (changed, *others)))
+
+
 @pytest.mark.parametrize(
-    "how", ["removed", "empty", "half", "of another store", "a link", "a directory"]
+    "how",
+    [
+        "removed",
+        "empty",
+        "half",
+        "of another store",
+        "a flipped bit",
+        "a link",
+        "a directory",
+    ],
 )
 def test_file_of_data_keys_lost_under_engine_leaves_engine_running(
     tmp_path: Path, place: str, how: str
@@ -462,6 +481,7 @@ def test_file_of_data_keys_lost_under_engine_leaves_engine_running(
             "empty": b"",
             "half": kept[: len(kept) // 2],
             "of another store": (tmp_path / "store-other" / "keys").read_bytes(),
+            "a flipped bit": with_flipped_bit(kept),
         }
         file.unlink()
         if how in damaged:
@@ -756,3 +776,39 @@ def test_open_handles_make_and_read_keys_of_tenants_after_rotation(place: str) -
     found_later = content(url)
     assert len(found_later) == 4
     assert None not in found_later.values()
+
+
+def test_key_that_is_made_while_another_thread_reads_the_file_is_kept(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has read the file before must not take the new key for a destroyed one."""
+    file = tmp_path / "store" / "keys"
+    with closing(open_backend(with_key(place))) as backend:
+        store_of_tenant(backend, "anna", 1)
+        inode = file.stat().st_ino
+        has_read = threading.Event()
+
+        def decode_late(data: bytes) -> StoredKeys:
+            decoded = decode_keys(data)
+            if threading.current_thread() is reader and not has_read.is_set():
+                has_read.set()
+                deadline = time.monotonic() + 3
+                while file.stat().st_ino == inode and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                # time for the other thread to note the key that it has made
+                time.sleep(0.3)
+            return decoded
+
+        monkeypatch.setattr("persistkv_lmdb.keys.decode_keys", decode_late)
+        reader = threading.Thread(target=backend.stats)
+        # as if another engine had changed it
+        os.utime(file)
+        reader.start()
+        assert has_read.wait(10)
+        stored = [store_of_tenant(backend, "berta", 2)]
+        reader.join()
+        stored.append(store_of_tenant(backend, "berta", 3))
+        assert stored[0].data_key == stored[1].data_key
+    found = content(with_key(place))
+    assert len(found) == 3
+    assert None not in found.values()

@@ -51,7 +51,10 @@ class OpenBlocks(Protocol):
     ) -> BlockStore: ...
 
 
-@pytest.fixture(params=["lmdb", "file", "memory", "s3"])
+# slow on a simulated server: the store is the same on each shared medium
+@pytest.fixture(
+    params=["lmdb", "file", "memory", pytest.param("s3", marks=pytest.mark.slow)]
+)
 def open_backend_of(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Backend]:

@@ -229,14 +229,16 @@ class Engine:
             assert not differ, (
                 f"{self._process.name}: changes differ from the catalogue in {len(differ)} packs"
             )
-            shown = {table.data_key for table in self._known[namespace].values()}
+        # Two engines that create a store at once make data keys of their own. A handle that learns
+        # too late of the other's cannot search it after a rotation.
+        if self._has_new_key != self._history.is_rotated:
+            return
+        self._history.views[self._process.name] = views
+        for known in self._known.values():
+            shown = {table.data_key for table in known.values()}
             assert not shown & self._history.destroyed, (
                 f"{self._process.name} shows packs of a tenant that was forgotten"
             )
-        # Two engines that create a store at once make data keys of their own. A handle that learns
-        # too late of the other's cannot search it after a rotation.
-        if self._has_new_key == self._history.is_rotated:
-            self._history.views[self._process.name] = views
 
     def _note(self, text: str) -> None:
         self._process.note(text)

@@ -16,7 +16,7 @@ changed in the same transactions as the rows of packs.
 from __future__ import annotations
 
 import struct
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -113,23 +113,20 @@ def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Ext
 
 
 def without(extents: Iterable[Extent], removed: Iterable[Extent]) -> list[Extent]:
-    """Return the extents without the pages of ``removed``. Each removed extent is a part of one of
-    them."""
-    gaps = sorted(removed)
+    """Return the extents without the pages of ``removed``, by place. Each removed extent is a part
+    of one of them."""
+    gaps = deque(sorted(removed))
     left: list[Extent] = []
-    for extent in extents:
-        segment = extent.segment
-        extent_end = (segment, extent.end)
-        page = extent.page  # the next page to keep
-        first_gap = bisect_left(gaps, (segment, page))
-        for gap in gaps[first_gap:]:
-            if (gap.segment, gap.page) >= extent_end:
-                break
-            if gap.page > page:
-                left.append(Extent(segment, page, gap.page - page))
-            page = gap.end
-        if page < extent.end:
-            left.append(Extent(segment, page, extent.end - page))
+    for extent in sorted(extents):
+        rest = extent
+        while gaps and rest.contains(gaps[0]):
+            gap = gaps.popleft()
+            kept, rest = rest.split(gap.page - rest.page)
+            _, rest = rest.split(gap.pages)
+            if kept.pages:
+                left.append(kept)
+        if rest.pages:
+            left.append(rest)
     return left
 
 

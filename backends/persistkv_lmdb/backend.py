@@ -289,16 +289,19 @@ class LmdbBackend(Backend):
             # another thread has done it, or has closed this handle
             if self._shared is not replaced:
                 return
+            # by another handle, to open the store for writing
+            was_closed = replaced.is_closed
             files.prepare_directory(self._path, read_only=self._read_only)
             self._shared = ENVIRONMENTS.acquire(
                 self._path, self._policy, self._keys, read_only=self._read_only
             )
             self._shared.opened.update(replaced.opened)
-            message = (
-                "%s: files of the store were removed or replaced while it was open; "
-                "continuing with those there now"
-            )
-            logger.warning(message, self._path)
+            if not was_closed:
+                message = (
+                    "%s: files of the store were removed or replaced while it was open; "
+                    "continuing with those there now"
+                )
+                logger.warning(message, self._path)
             ENVIRONMENTS.release(replaced)
 
     def _keeps_changing(self) -> StoreError:
@@ -479,7 +482,8 @@ class LmdbBackend(Backend):
         return with_default(tenants, packs, stored_bytes)
 
     def disk_bytes(self) -> int:
-        total = sum(self.environment.files.lengths().values())
+        with self._transaction() as (environment, _):
+            total = sum(environment.files.lengths().values())
         for name in files.STORE_FILES:
             with suppress(FileNotFoundError):  # no lock file on a read-only file system
                 status = (self._path / name).stat()

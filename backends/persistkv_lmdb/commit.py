@@ -417,12 +417,9 @@ class BatchCommit:
         :raises _TenantAboveError: it is too much for one transaction.
         """
         quotas = commit.quotas
-        for tenant, num_bytes in quotas.added.items():
-            # else it replaces packs by smaller ones
-            if not quotas.has_grown(tenant):
-                continue
-            fits = partial(_fits_quota, quotas, tenant)
-            result = commit.evict_of(tenant, fits, self._at_once)
+        # others replace packs by smaller ones
+        for tenant, num_bytes in quotas.grown():
+            result = commit.fit_quota(tenant, self._at_once)
             totals = quotas.at(tenant)
             if totals is None or totals.quota is None:
                 continue
@@ -682,11 +679,8 @@ class BatchCommit:
         with self._environment.transaction(write=True) as transaction:
             commit, _ = self._begin(transaction)
             commit.touch(self._batch.touches)
-            quotas = commit.quotas
-            quotas.expect({tenant: num_bytes})
-            digest = transaction.tenant_digest(tenant)
-            fits = partial(_fits_quota, quotas, digest)
-            result = commit.evict_of(digest, fits, at_most)
+            commit.quotas.expect({tenant: num_bytes})
+            result = commit.fit_quota(transaction.tenant_digest(tenant), at_most)
             commit.finish()
         self._note(commit)
         time.sleep(_TURN_S)
@@ -701,10 +695,6 @@ class BatchCommit:
         extra = more * room.need.catalogue
         catalogue = transaction.used_bytes() - extra
         return goal._replace(catalogue=min(goal.catalogue, catalogue))
-
-
-def _fits_quota(quotas: Quotas, tenant: bytes) -> bool:
-    return not quotas.is_above(tenant)
 
 
 def fit_policy(environment: Environment) -> None:

@@ -228,28 +228,17 @@ class Database:
             self._env.close()
             self.is_open = False
 
-    def reopen(self, *, read_only: bool, fallback: bool) -> None:
-        """Open the environment again, after the running transactions.
-
-        :param fallback: whether to open it read-only if that fails. If the second opening fails,
-            too, the next transaction retries.
-        """
+    def reopen(self, *, read_only: bool) -> None:
+        """Open the environment again, after the running transactions. If that fails, the next
+        transaction retries."""
         with self.map_lock.exclusive():
             self.close()
-            try:
-                self.open(read_only=read_only)
-            except BaseException:
-                self.open(read_only=fallback)
-                self._fit_map()
-                raise
+            self.open(read_only=read_only)
             self._fit_map()
 
     def is_current(self) -> bool:
         """Return whether the open files are those at the store's path."""
         return self._file_ids == self._ids_at_path()
-
-    def is_writable(self) -> bool:
-        return not self._env.flags()["readonly"]
 
     def _ids_at_path(self) -> list[files.FileId | None]:
         names = (files.DATA_FILE, files.LOCK_FILE)

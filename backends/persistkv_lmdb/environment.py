@@ -101,7 +101,7 @@ class Environment:
         self.writer: int | None = None
         """Number under which LMDB records the reservation of this process; None before
         ``claim_writer``."""
-        self._is_closed = False
+        self.is_closed = False
         self._guard = None if read_only else Guard(path)
         self.database = Database(path, policy, keys)
         with ExitStack() as undone:  # undoes each step if a later one fails
@@ -308,27 +308,9 @@ class Environment:
             moment, clock = read_clock(transaction)
             write_clock(transaction, moment, clock)
 
-    def make_writable(self) -> None:
-        """Reopen a read-only environment for writing; handles stay valid. If that fails, it stays
-        open for reading."""
-        guard = Guard(self.path)
-        try:
-            guard.open(lambda: self._reopen(read_only=False))
-        except BaseException:
-            try:
-                if self.database.is_writable():  # the guard failed after it
-                    self._reopen(read_only=self.read_only)
-            finally:
-                guard.close()
-            raise
-        with self.database.map_lock.exclusive():
-            self.files.make_writable()
-            self._guard = guard
-            self.read_only = False
-
     def is_current(self) -> bool:
         """Return whether the open files are those at the store's path."""
-        if self._is_closed or not self.database.is_current():
+        if self.is_closed or not self.database.is_current():
             return False
         if self._guard is not None and not self._guard.is_current():
             return False
@@ -369,10 +351,10 @@ class Environment:
         :raises StoreBusyError: a transaction has been running for more than 10 s; the environment
             stays open.
         """
-        if self.process != os.getpid() or self._is_closed:
+        if self.process != os.getpid() or self.is_closed:
             return
         with self.database.map_lock.exclusive(files.WRITING_PATIENCE_S):
-            self._is_closed = True
+            self.is_closed = True
             self.database.close()
             self.files.close()
         if self._guard is not None:
@@ -400,9 +382,6 @@ class Environment:
 
     def _open(self) -> None:
         self.database.open(read_only=self.read_only)
-
-    def _reopen(self, *, read_only: bool) -> None:
-        self.database.reopen(read_only=read_only, fallback=self.read_only)
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
         """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function
@@ -438,10 +417,10 @@ class Environment:
     def _revive(self) -> None:
         """Open the environment again, which was closed or cannot be used any more."""
         if self._guard is None:
-            self._reopen(read_only=self.read_only)
+            self.database.reopen(read_only=True)
             return
         with self._guard.lock.held():
-            self._reopen(read_only=self.read_only)
+            self.database.reopen(read_only=False)
 
     def _adopt(self) -> None:
         """Continue from the newest snapshot in ``data.mdb``, which LMDB's lock file does not
@@ -450,7 +429,7 @@ class Environment:
             raise StoreError(f"{self.path} is open read-only")
         with self._guard.lock.held():
             self._guard.recover()
-            self._reopen(read_only=False)
+            self.database.reopen(read_only=False)
 
 
 class _Slot(NamedTuple):
@@ -494,8 +473,10 @@ class Environments:
             )
         try:
             for environment in list(slot.environments):
-                # before another opening: LMDB opens a file once per process
-                if not environment.is_current():
+                # before another opening: LMDB opens a file once per process. Handles of a closed
+                # one follow to the next.
+                is_too_little = environment.read_only and not read_only
+                if is_too_little or not environment.is_current():
                     environment.close()
                     slot.environments.remove(environment)
             found = next(iter(slot.environments), None)
@@ -506,8 +487,6 @@ class Environments:
                 # the other handles may have been opened with another key
                 with found.transaction() as rows:
                     keys.seal(read_keyring(rows))
-            if found.read_only and not read_only:
-                found.make_writable()
             found.handles += 1
             return found
         finally:

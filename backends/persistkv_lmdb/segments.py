@@ -93,6 +93,11 @@ class Extent(NamedTuple):
         rest = Extent(self.segment, self.page + pages, self.pages - pages)
         return self._replace(pages=pages), rest
 
+    def contains(self, other: Extent) -> bool:
+        """Return whether the extent ``other`` is a part of this one."""
+        is_after = self.segment == other.segment and self.page <= other.page
+        return is_after and other.end <= self.end
+
     def touches(self, other: Extent) -> bool:
         """Return whether the extent ``other`` begins where this one ends."""
         return self.segment == other.segment and self.end == other.page
@@ -410,28 +415,18 @@ class SegmentFiles:
         # text: joining paths takes three times as long as the system calls
         return file_id(held) == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")
 
-    def make_writable(self) -> None:
-        """Open files for writing from now on; no other call may be running."""
-        self._read_only = False
-        self._close_files()
-
     def close(self) -> None:
         """Close all descriptors; no other call may be running."""
         if self._pool is not None:
             self._pool.shutdown()
-        self._close_files()
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
-        os.close(self._store)
-
-    def _close_files(self) -> None:
-        for descriptors in (*self._open.values(), *self._deleted):
-            for fd in descriptors:
-                if fd is not None:
-                    os.close(fd)
+        descriptors = [self._store, self._held]
+        for opened in (*self._open.values(), *self._deleted):
+            descriptors += opened
         self._open.clear()
         self._deleted.clear()
+        for fd in descriptors:
+            if fd is not None:
+                os.close(fd)
 
     def _replace_deleted(self, segment: int) -> None:
         """Have a file that a user deleted created again by its next use."""

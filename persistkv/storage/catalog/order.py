@@ -182,7 +182,7 @@ def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:
     rows.put(META, _CLOCK_ROW, row)
 
 
-def _listed(rows: TableRows, found: bytes) -> Chain | None:
+def _expiring(rows: TableRows, found: bytes) -> Chain | None:
     """Return the chain of the manifest that a key of ``EXPIRIES`` lists; None if the key is damaged
     or out of date."""
     name = found[-NAME_BYTES:]
@@ -310,9 +310,9 @@ class EvictionOrder:
             expiry_key = EXPIRY_KEY.pack(chain.expires, name)
             self._rows.delete(EXPIRIES, expiry_key)
 
-    def expired(self) -> Iterator[bytes]:
-        """Iterate over the names of manifests whose own ttl has passed. The caller may remove them
-        meanwhile.
+    def expired(self) -> Iterator[tuple[bytes, Chain]]:
+        """Iterate over the names and chains of manifests whose own ttl has passed. The caller may
+        remove them meanwhile.
 
         Enter manifests that were used again in ``EXPIRIES`` under their new time of expiry, and
         delete damaged entries.
@@ -322,7 +322,7 @@ class EvictionOrder:
         # a search for each entry instead of a cursor, which changes of the table would move
         while (found := rows.first(EXPIRIES, start)) is not None:
             start = found + b"\0"
-            chain = _listed(rows, found)
+            chain = _expiring(rows, found)
             if chain is None:
                 rows.delete(EXPIRIES, found)
                 continue
@@ -331,7 +331,7 @@ class EvictionOrder:
             name = found[-NAME_BYTES:]
             expires = _expiry(rows, found, chain)
             if expires <= self.time:
-                yield name
+                yield name, chain
                 continue
             # it was used since: list it under the later time
             rows.delete(EXPIRIES, found)
@@ -346,37 +346,38 @@ class EvictionOrder:
         :param low: True: only candidates of low priority; False: only the others; None: all.
         """
         # keys begin with 0 for low priority, with 1 for the others
-        start = b"\1" if low is False else b""
-        while (found := self._rows.first(ORDER, start)) is not None:
-            if low and found[:1] != b"\0":
+        priority = b"" if low is None else bytes([not low])
+        return self._listed(ORDER, b"", priority)
+
+    def oldest_of(self, tenant: bytes) -> Iterator[tuple[bytes, Use | Chain]]:
+        """Iterate over the packs of a tenant as ``oldest`` does; ``tenant`` as in ``Use``."""
+        return self._listed(TENANT_ORDER, tenant)
+
+    def _listed(
+        self, table: str, tenant: bytes, priority: bytes = b""
+    ) -> Iterator[tuple[bytes, Use | Chain]]:
+        """Iterate over the names and rows that a table lists, and delete damaged entries.
+
+        :param tenant: with which the keys of the table begin; ``priority``: that they have next.
+        """
+        prefix = tenant + priority
+        start = prefix
+        # a search for each entry instead of a cursor, which changes of the table would move
+        while (found := self._rows.first(table, start)) is not None:
+            if not found.startswith(prefix):
                 return
             start = found + b"\0"
             name = found[-NAME_BYTES:]
             row = self._row_of(found)
-            if row is not None and row.order_key(name) == found:
+            if row is not None and tenant + row.order_key(name) == found:
                 yield name, row
             else:
-                self._rows.delete(ORDER, found)
-
-    def oldest_of(self, tenant: bytes) -> Iterator[tuple[bytes, Use | Chain]]:
-        """Iterate over the packs of a tenant as ``oldest`` does; ``tenant`` as in ``Use``."""
-        rows = self._rows
-        start = tenant
-        while (found := rows.first(TENANT_ORDER, start)) is not None:
-            if not found.startswith(tenant):
-                return
-            start = found + b"\0"
-            name = found[-NAME_BYTES:]
-            use = self.use(name)
-            if use is not None and use.tenant + use.order_key(name) == found:
-                yield name, use
-            else:
-                rows.delete(TENANT_ORDER, found)
+                self._rows.delete(table, found)
 
     def _row_of(self, found: bytes) -> Use | Chain | None:
-        """Return the row of the pack or manifest in a key of ``ORDER``; None if it is damaged or
+        """Return the row of the pack or manifest in a key that lists it; None if it is damaged or
         missing."""
-        if len(found) != ORDER_KEY.size:
+        if len(found) < ORDER_KEY.size:
             return None
         kind = found[-NAME_BYTES - 1]
         name = found[-NAME_BYTES:]

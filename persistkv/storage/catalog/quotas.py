@@ -86,8 +86,8 @@ class Quotas:
         self._found: dict[bytes, TenantTotals] = {}
         self._before: dict[bytes, TenantTotals] = {}
         self._expected: dict[bytes, int] = {}
-        self.added: dict[bytes, int] = {}
-        """Bytes of the packs that this transaction has added, by the tenant's digest."""
+        # bytes of the packs that this transaction has added, by the tenant's digest
+        self._added: dict[bytes, int] = {}
 
     def of(self, tenant: str) -> TenantTotals:
         """Return the totals of a tenant, which the caller may change and ``finish`` writes."""
@@ -103,7 +103,8 @@ class Quotas:
         self.of(table.tenant).count(table, sign)
         if sign > 0:
             digest = self._rows.tenant_digest(table.tenant)
-            self.added[digest] = self.added.get(digest, 0) + table.payload_length
+            num_bytes = self._added.get(digest, 0)
+            self._added[digest] = num_bytes + table.payload_length
 
     def expect(self, sizes: Mapping[str, int]) -> None:
         """Set the bytes that will be added in this transaction or the next one, by tenant: they
@@ -118,11 +119,13 @@ class Quotas:
         totals = self.at(digest)
         return totals is not None and totals.is_above(self._expected.get(digest, 0))
 
-    def has_grown(self, digest: bytes) -> bool:
-        """Return whether this transaction has added more of a tenant than it has removed; only for
-        the tenants in ``added``."""
-        before = self._before[digest].stored_bytes
-        return self._found[digest].stored_bytes > before
+    def grown(self) -> Iterator[tuple[bytes, int]]:
+        """Iterate over the digests of the tenants of which this transaction has added more than it
+        has removed, with the bytes of the added packs."""
+        for digest, num_bytes in self._added.items():
+            before = self._before[digest].stored_bytes
+            if self._found[digest].stored_bytes > before:
+                yield digest, num_bytes
 
     def above(self) -> list[bytes]:
         """Return the digests of the tenants that are above their quotas, in a fixed order."""

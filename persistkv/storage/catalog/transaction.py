@@ -213,6 +213,11 @@ class CatalogTransaction:
         """Evict packs of one tenant as ``evict`` does; ``tenant`` is the digest of its name."""
         return self._evict(self._order.oldest_of(tenant), is_enough, at_most)
 
+    def fit_quota(self, tenant: bytes, at_most: int) -> Evicted:
+        """Evict packs of one tenant until it is not above its quota; parameters as in
+        ``evict_of``."""
+        return self.evict_of(tenant, lambda: not self.quotas.is_above(tenant), at_most)
+
     def evict_above(self, at_most: int) -> Evicted:
         """Evict packs of the tenants that are above their quotas, until none of them is; parameter
         as in ``evict``."""
@@ -255,25 +260,21 @@ class CatalogTransaction:
         :param at_most: maximum number of packs and manifests to remove; later calls remove the
             rest.
         """
-        for name in self._order.expired():
+        for name, chain in self._order.expired():
             if not at_most:
                 return
             if name not in self._keep:
                 at_most -= 1
-                self._expire_manifest(name)
+                self._expire_manifest(name, chain)
         if ttl_s is None:
             return
         # each priority has an order of its own, of which the oldest come first
-        for low in (True, False):
-            for name, row in self._unused_for(ttl_s, low):
-                if not at_most:
-                    return
-                if name not in self._keep:
-                    at_most -= 1
-                    self._remove(name, row)
+        low = self._unused_for(ttl_s, low=True)
+        others = self._unused_for(ttl_s, low=False)
+        self._evict(concatenated(low, others), lambda: False, at_most)
 
     def _unused_for(
-        self, ttl_s: float, low: bool
+        self, ttl_s: float, *, low: bool
     ) -> Iterator[tuple[bytes, Use | Chain]]:
         """Yield the packs and manifests of one priority that were unused for ``ttl_s``, in eviction
         order."""
@@ -286,13 +287,10 @@ class CatalogTransaction:
                 return
             yield name, row
 
-    def _expire_manifest(self, name: bytes) -> None:
+    def _expire_manifest(self, name: bytes, chain: Chain) -> None:
         """Delete a manifest whose ttl has passed, and those of its packs that were unused for it
         and that no other manifest names."""
-        chain = self._order.chain(name)
         self.drop_manifest(name)
-        if chain is None:
-            return
         namespace = name[:ID_BYTES]
         for pack_id in chain.packs:
             pack = namespace + pack_id

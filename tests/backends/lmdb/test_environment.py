@@ -76,35 +76,34 @@ def test_open_for_writing_with_open_reader_shares_environment(
     assert read_all(reader, namespace, pack) == payload_of(pack)
 
 
-def test_open_for_writing_blocks_reads_while_files_are_reopened(
-    open_store: Opener,
-    backend: LmdbBackend,
-    namespace: bytes,
-    monkeypatch: pytest.MonkeyPatch,
+def test_open_for_writing_waits_for_reads_and_readers_follow(
+    open_store: Opener, closed_pack: PackWriter, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Opening for writing closes the descriptors. A number held by a reader could then refer to
     another file."""
-    backend.close()
     reader = open_store(read_only=True)
-    shared = reader.environment
-    inside = threading.Event()
-    make_writable = shared.files.make_writable
-    threads = []
+    inside, leave = threading.Event(), threading.Event()
 
     def read() -> None:
-        with shared.transaction():
+        with reader.rows():
             inside.set()
+            leave.wait()
 
-    def make_writable_with_reader() -> None:
-        threads.append(threading.Thread(target=read))
-        threads[0].start()
-        assert not inside.wait(0.2)
-        make_writable()
-
-    monkeypatch.setattr(shared.files, "make_writable", make_writable_with_reader)
-    open_store()
-    threads[0].join()
-    assert inside.is_set()
+    reading = threading.Thread(target=read)
+    reading.start()
+    inside.wait()
+    opening = threading.Thread(target=open_store)
+    opening.start()
+    opening.join(0.2)
+    assert opening.is_alive()
+    leave.set()
+    opening.join()
+    reading.join()
+    assert reader.disk_bytes() > 0
+    assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(
+        closed_pack
+    )
+    assert "replaced" not in caplog.text
 
 
 def test_read_after_failed_open_for_writing_succeeds(

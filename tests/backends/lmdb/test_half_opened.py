@@ -170,14 +170,16 @@ def test_open_for_writing_with_open_reader_after_failed_open_succeeds(
     monkeypatch: pytest.MonkeyPatch,
     failure: Failure,
 ) -> None:
-    """The writer shares the reader's environment, which stays open."""
+    """The reader opens its environment again, which the writer has closed."""
     with closing(open_store(read_only=True)) as reader:
+        read_pack(reader, closed_pack.namespace, closed_pack.table)
         before = open_descriptors(path)
         caught = fail_to_open(open_store, failure, path, monkeypatch)
-        assert open_descriptors(path) == before
+        assert not open_descriptors(path)
         assert read_pack(
             reader, closed_pack.namespace, closed_pack.table
         ) == payload_of(closed_pack)
+        assert sorted(open_descriptors(path)) == sorted(before)
         backend = open_store()
         assert caught.value.__traceback__ is not None
         backend.commit(

@@ -18,7 +18,7 @@ last.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -181,45 +181,29 @@ class Forgetting:
     def _rows(
         self, rows: TableRows, table: str, start: bytes
     ) -> Iterator[tuple[bytes, bool]]:
-        """Yield the keys of a table from ``start`` on, and whether each row belongs to the tenant.
-        In a store with a key, that depends on the key that seals the row, which also a damaged one
-        shows."""
-        if not self._has_key:
-            is_own = _OWNERS[table]
-            for key, row in rows.range(table, start):
-                yield bytes(key), is_own(row, self._tenant)
-            return
-        own = self._keys.ids_of(self._tenant)
+        """Yield the keys of a table from ``start`` on, and whether each row belongs to the
+        tenant."""
+        own_keys = self._keys.ids_of(self._tenant) if self._has_key else None
         with rows.cursor(table) as cursor:
             if not cursor.set_range(start):
                 return
             for key, row in cursor.iternext():
-                yield bytes(key), bytes(row[:KEY_ID_BYTES]) in own
+                if own_keys is None:
+                    is_own = _is_of(self._tenant, table, row)
+                else:
+                    # the key that seals it, which also a damaged row shows
+                    is_own = bytes(row[:KEY_ID_BYTES]) in own_keys
+                yield bytes(key), is_own
 
 
-def _is_pack_of(row: Buffer, tenant: str) -> bool:
-    head = table_head(bytes(row[SEQUENCE.size :]))
-    return head is not None and head.tenant == tenant
-
-
-def _is_manifest_of(row: Buffer, tenant: str) -> bool:
-    manifest = decoded(decode_manifest, row)
-    return manifest is not None and manifest.tenant == tenant
-
-
-def _is_unknown(row: Buffer, tenant: str) -> bool:
-    """Return False: without a head, nothing shows whose keys of a request these are."""
-    return False
-
-
-def _may_be_of(row: Buffer, tenant: str) -> bool:
-    """Return True: the log does not show whose pack was removed."""
-    return True
-
-
-_OWNERS: dict[str, Callable[[Buffer, str], bool]] = {
-    PACKS: _is_pack_of,
-    MANIFESTS: _is_manifest_of,
-    MANIFEST_KEYS: _is_unknown,
-    LOG: _may_be_of,
-}
+def _is_of(tenant: str, table: str, row: Buffer) -> bool:
+    """Return whether a row of a store without a key belongs to a tenant."""
+    if table == PACKS:
+        head = table_head(bytes(row[SEQUENCE.size :]))
+        return head is not None and head.tenant == tenant
+    if table == MANIFESTS:
+        manifest = decoded(decode_manifest, row)
+        return manifest is not None and manifest.tenant == tenant
+    # The log does not show whose pack was removed. Without a head, nothing shows whose keys of a
+    # request these are.
+    return table == LOG

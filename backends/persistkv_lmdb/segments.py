@@ -54,11 +54,8 @@ _WRITES_AT_ONCE = 3  # the next writes are queued when one ends
 # 1 MiB: a shorter write ends before another thread would have started it
 _THREAD_BYTES = 1 << 20
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
-# 4 MiB: small, so that the disk starts while later batches are gathered and hashed
-_FIRST_BYTES = 4 << 20
-# 8 MiB: the disk would wait for a larger batch of 64 KiB buffers
-_LATER_BYTES = 8 << 20
-_BOUNCE_BYTES = 4 << 20  # 4 MiB
+# 4 MiB: of one write. The disk writes it while the next bytes are gathered and hashed
+_BATCH_BYTES = 4 << 20
 PLACE = struct.Struct(">II")  # of an extent: segment, first page
 
 
@@ -656,21 +653,14 @@ class Bounce:
 
     :param settle: waits until all writes from the memory have ended; called before the memory is
         reused.
-    :param first: bytes of the first batch of a stream; ``later``: of every other one; ``size``: of
-        the memory.
+    :param batch_bytes: of a batch, which is written at once, and of the memory.
     """
 
     def __init__(
-        self,
-        settle: Callable[[], None],
-        first: int = _FIRST_BYTES,
-        later: int = _LATER_BYTES,
-        size: int = _BOUNCE_BYTES,
+        self, settle: Callable[[], None], batch_bytes: int = _BATCH_BYTES
     ) -> None:
-        self._first = first
-        self._later = later
         # backed by physical memory on first use
-        self.memory = memoryview(mmap.mmap(-1, size))
+        self.memory = memoryview(mmap.mmap(-1, batch_bytes))
         self._settle = settle
         # whether a write may be using the memory
         self._lent = False
@@ -680,14 +670,14 @@ class Bounce:
         with zeros to a multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and
         are valid as long as the stream's buffers.
         """
-        batch = _Batch(self, self._first)
+        batch = _Batch(self)
         for piece in stream:
             rest = _as_bytes(piece)
             while rest:
                 if batch.is_full():
                     incomplete_page = batch.cut_incomplete_page()
                     yield batch.buffers
-                    batch = _Batch(self, self._later, incomplete_page)
+                    batch = _Batch(self, incomplete_page)
                 rest = batch.take(rest)
         batch.pad()
         if batch.buffers:
@@ -711,25 +701,20 @@ class _Batch:
     """Aligned buffers of one write. Bytes that are not aligned are copied to the memory of
     ``bounce``.
 
-    :param most: bytes from which on the batch is full.
     :param begin: first bytes, less than a page.
     """
 
-    def __init__(self, bounce: Bounce, most: int, begin: bytes = b"") -> None:
+    def __init__(self, bounce: Bounce, begin: bytes = b"") -> None:
         self.buffers: list[memoryview] = []
         self._bounce = bounce
-        self._most = most
         self._filled = bounce.copy(begin, 0)  # bytes of the memory that are in use
         self._listed = 0  # those of them that are in ``buffers``
         self._length = self._filled
 
     def is_full(self) -> bool:
-        if self._length >= self._most:
-            return True
-        # one more may be needed for copied bytes
-        if len(self.buffers) >= _MOST_BUFFERS - 1:
-            return True
-        return self._filled == len(self._bounce.memory)
+        # one buffer more may be needed for copied bytes
+        has_buffers = len(self.buffers) < _MOST_BUFFERS - 1
+        return self._length >= len(self._bounce.memory) or not has_buffers
 
     def take(self, rest: memoryview) -> memoryview:
         """Add bytes, without a copy if they are aligned; return those that it has not added."""
@@ -742,7 +727,7 @@ class _Batch:
         if self._listed < self._filled:
             self._list_copied()
         whole_pages = len(rest) - len(rest) % PAGE_BYTES
-        count = min(whole_pages, self._most - self._length)
+        count = min(whole_pages, len(self._bounce.memory) - self._length)
         self._length += count
         # the usual case
         if count == len(rest):

@@ -206,6 +206,18 @@ def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
     return max(chain.expires, use.time + chain.ttl_s)
 
 
+def _entries(name: bytes, row: Use | Chain) -> Iterator[tuple[str, bytes]]:
+    """Yield the tables that list a pack or manifest, and the keys under which they do."""
+    if isinstance(row, Chain) and row.ttl_s:
+        yield EXPIRIES, EXPIRY_KEY.pack(row.expires, name)
+    if row.pinned:
+        return
+    order_key = row.order_key(name)
+    yield ORDER, order_key
+    if row.tenant:
+        yield TENANT_ORDER, row.tenant + order_key
+
+
 class EvictionOrder:
     """The eviction order within one write transaction. A *name* is the key of a row in ``USES`` or
     ``CHAINS``.
@@ -294,9 +306,6 @@ class EvictionOrder:
         expires = self.time + ttl_s if ttl_s else 0.0
         chain = Chain(self.moment, self.time, flags, ttl_s, expires, packs)
         self.put(name, chain)
-        if ttl_s:
-            expiry_key = EXPIRY_KEY.pack(expires, name)
-            self._rows.put(EXPIRIES, expiry_key, b"")
 
     def chain(self, name: bytes) -> Chain | None:
         """Return a manifest's chain; None if it is not held or its row is damaged."""
@@ -306,9 +315,6 @@ class EvictionOrder:
         """Remove a manifest, whose present chain is ``chain``."""
         self._unlist(name, chain)
         self._rows.delete(CHAINS, name)
-        if chain.ttl_s:
-            expiry_key = EXPIRY_KEY.pack(chain.expires, name)
-            self._rows.delete(EXPIRIES, expiry_key)
 
     def expired(self) -> Iterator[tuple[bytes, Chain]]:
         """Iterate over the names and chains of manifests whose own ttl has passed. The caller may
@@ -334,10 +340,7 @@ class EvictionOrder:
                 yield name, chain
                 continue
             # it was used since: list it under the later time
-            rows.delete(EXPIRIES, found)
-            rows.put(EXPIRIES, EXPIRY_KEY.pack(expires, name), b"")
-            later = chain._replace(expires=expires)
-            rows.put(CHAINS, name, later.encode())
+            self.put(name, chain._replace(expires=expires), chain)
 
     def oldest(self, low: bool | None = None) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the names and rows of packs and manifests in eviction order, and delete
@@ -397,19 +400,13 @@ class EvictionOrder:
             self._unlist(name, before)
         table = USES if isinstance(row, Use) else CHAINS
         self._rows.put(table, name, row.encode())
-        if row.pinned:
-            return
-        order_key = row.order_key(name)
-        self._rows.put(ORDER, order_key, b"")
-        if row.tenant:
-            self._rows.put(TENANT_ORDER, row.tenant + order_key, b"")
+        for listing, key in _entries(name, row):
+            self._rows.put(listing, key, b"")
 
     def _unlist(self, name: bytes, row: Use | Chain) -> None:
-        """Remove the row of a pack or manifest from the order; a pinned one is not listed."""
-        order_key = row.order_key(name)
-        self._rows.delete(ORDER, order_key)
-        if row.tenant:
-            self._rows.delete(TENANT_ORDER, row.tenant + order_key)
+        """Remove a pack or manifest from the tables that list it."""
+        for listing, key in _entries(name, row):
+            self._rows.delete(listing, key)
 
 
 class TimedOrder(EvictionOrder):

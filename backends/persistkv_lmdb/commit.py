@@ -248,7 +248,7 @@ class BatchCommit:
             commit, room = self._begin(transaction)
             environment.release_reserved(transaction, own=True)
             # only now: a dead process may have had the number
-            writer = environment.claim_writer()
+            writer = environment.claim_writer(transaction)
             commit.touch(self._batch.touches)
             if not room.fits_when_empty():
                 raise room.full()

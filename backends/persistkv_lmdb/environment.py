@@ -58,7 +58,7 @@ from persistkv_lmdb.allocator import (
 from persistkv_lmdb.database import LOCK_FILE_BYTES, Database
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.keys import KeyFile
-from persistkv_lmdb.layout import read_keyring, read_refusals
+from persistkv_lmdb.layout import read_keyring, read_refusals, write_refusal
 from persistkv_lmdb.opening import Guard
 from persistkv_lmdb.recovery import RecoveryFiles
 from persistkv_lmdb.segments import SegmentFiles
@@ -209,7 +209,7 @@ class Environment:
         finally:
             self._writing.release()
 
-    def claim_writer(self) -> int:
+    def claim_writer(self, transaction: TableRows) -> int:
         """Claim the number of this process if it has none yet, and return it.
 
         Call this within a write transaction, after ``release_reserved``: a dead process may have
@@ -220,21 +220,29 @@ class Environment:
         if self.writer is None:
             if self._guard is None:
                 raise StoreError(f"{self.path} is open read-only")
-            self.writer = self._guard.claim()
+            # the number that a refusal names stays that of a dead process
+            refusing = read_refusals(transaction).values()
+            self.writer = self._guard.claim(refusing)
         return self.writer
 
     def release_reserved(self, transaction: TableRows, *, own: bool = False) -> None:
-        """Release the reservations of dead processes in a write transaction, and end their refusals
-        of tenants; ``own``: also release the reservation of this process."""
+        """Release the reservations of dead processes in a write transaction; ``own``: also that of
+        this process."""
         allocator = self.payloads(transaction).allocator
         for writer in allocator.writers():
             is_released = own if writer == self.writer else self._is_dead(writer)
             if is_released:
                 allocator.release(writer)
-        # a process that gets the number of a dead one must not seem to forget
+
+    def refuse_tenant(self, transaction: TableRows, tenant: str) -> bytes:
+        """Refuse content of a tenant in all processes, as long as this one lives; return the key of
+        the row in ``META`` whose deletion ends that. Delete such rows of dead processes."""
+        self.release_reserved(transaction)
+        own = self.claim_writer(transaction)
         for key, writer in read_refusals(transaction).items():
             if self._is_dead(writer):
                 transaction.delete(META, key)
+        return write_refusal(transaction, tenant, own)
 
     def refuse_forgotten(self, transaction: TableRows, tenants: Iterable[str]) -> None:
         """Raise a TenantForgottenError if a living process forgets any of these tenants."""

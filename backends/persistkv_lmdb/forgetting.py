@@ -40,11 +40,7 @@ from persistkv.storage.format.pack import ID_BYTES, table_head
 from persistkv_lmdb.commit import release_free
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.files import INDEX_PREFIX
-from persistkv_lmdb.layout import (
-    read_erasures,
-    refuse_tenant,
-    write_erasures,
-)
+from persistkv_lmdb.layout import read_erasures, write_erasures
 
 # of deletions in one transaction: other engines wait
 _DELETIONS_S = 0.003
@@ -98,8 +94,7 @@ class Forgetting:
         """Refuse new content of the tenant within the ``with`` statement, in all processes."""
         environment = self._environment
         with environment.transaction(write=True) as rows:
-            environment.release_reserved(rows)
-            refusal = refuse_tenant(rows, self._tenant, environment.claim_writer())
+            refusal = environment.refuse_tenant(rows, self._tenant)
         try:
             yield
         finally:

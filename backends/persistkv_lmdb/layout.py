@@ -220,7 +220,7 @@ def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
     return number
 
 
-def refuse_tenant(rows: TableRows, tenant: str, writer: int) -> bytes:
+def write_refusal(rows: TableRows, tenant: str, writer: int) -> bytes:
     """Record that a writer forgets a tenant; return the key in ``META`` of the record. While it is
     there and the writer lives, no content of the tenant is stored."""
     name = rows.tenant_digest(tenant) + os.urandom(_REFUSAL_BYTES)

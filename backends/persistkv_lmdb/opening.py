@@ -35,7 +35,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -167,24 +167,27 @@ class Guard:
         path = f"{self._directory}/{files.GUARD_FILE}"
         return files.file_id(self._fd) == files.file_id(path)
 
-    def claim(self) -> int:
+    def claim(self, excluded: Collection[int] = ()) -> int:
         """Claim a writer's number for as long as the guard file is open, and return it: the
-        smallest that no living process has. The caller must hold the writer lock, so that it is not
-        being released.
+        smallest that no living process has, without the excluded ones. The caller must hold the
+        writer lock, so that it is not being released.
 
         :raises StoreError: the file system refuses the lock.
         """
         number = 0
         with files.translated_io(self._directory, full=StoreError):
-            while True:
-                request = _lock_request(number)
-                try:
-                    fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
-                except (BlockingIOError, PermissionError):
-                    # another process has it
-                    number += 1
-                else:
-                    return number
+            while number in excluded or not self._claim(number):
+                number += 1
+        return number
+
+    def _claim(self, number: int) -> bool:
+        """Claim a writer's number; return False if another process has it."""
+        request = _lock_request(number)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def is_claimed(self, number: int) -> bool:
         """Return whether another process that lives has claimed a writer's number."""

@@ -604,7 +604,8 @@ backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 with backend.environment.transaction(write=True) as transaction:
     payloads = backend.environment.payloads(transaction)
     taken = () if backend.environment.database.shares.inline else payloads.take(16)
-    payloads.allocator.reserve(backend.environment.claim_writer(), taken)
+    writer = backend.environment.claim_writer(transaction)
+    payloads.allocator.reserve(writer, taken)
 with backend.environment.transaction(write=True):
     child = os.fork()
     if not child:

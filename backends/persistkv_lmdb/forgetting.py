@@ -105,14 +105,13 @@ class Forgetting:
 
     def _delete_all(self, table: str) -> None:
         """Delete the rows of a table that belong to the tenant, and what belongs to them."""
-        names = list(self._names(table))
-        while names:
-            num_deleted = self._delete_some(table, names)
-            names = names[num_deleted:]
+        # a list: the deletions change the table
+        names = iter(list(self._names(table)))
+        while self._delete_some(table, names):
             time.sleep(_TURN_S)
 
-    def _delete_some(self, table: str, names: Sequence[bytes]) -> int:
-        """Delete the first of these rows in one short transaction; return their number."""
+    def _delete_some(self, table: str, names: Iterator[bytes]) -> bool:
+        """Delete the next of these rows in one short transaction; return whether there were any."""
         environment = self._environment
         deleted: list[bytes] = []
         ended: list[bytes] = []
@@ -127,7 +126,7 @@ class Forgetting:
             if table == PACKS:
                 self._erase(rows, deleted)
         environment.forget_namespaces(ended)
-        return len(deleted)
+        return bool(deleted)
 
     def _delete(
         self, rows: TableRows, payloads: Payloads, table: str, name: bytes

@@ -175,12 +175,14 @@ class StoreUrl:
         ``~`` at the beginning of a location is the home directory.
 
         :raises ConfigurationError: if there is no scheme, no location, user information
-            (credentials are not allowed in URLs), a fragment, or a repeated option.
+            (credentials are not allowed in URLs), a fragment, a repeated option, or a null byte.
         """
         expected = (
             "scheme://location?option=value or an absolute path, e.g. "
             "lmdb:///var/cache/kv?capacity=100GiB"
         )
+        if "\0" in unquote(url):
+            raise ConfigurationError("url", url, "no null byte: no path has one")
         if url.startswith(("/", "~")):
             path, mark, query = url.partition("?")
             url = f"lmdb://{quote(os.path.expanduser(path))}{mark}{query}"

@@ -200,6 +200,12 @@ def test_store_url_parse_repeated_option_raises() -> None:
         StoreUrl.parse("lmdb:///x?a=1&a=2")
 
 
+@pytest.mark.parametrize("url", ["~\0", "/x\0", "lmdb://~%00", "lmdb:///x?a=\0"])
+def test_store_url_parse_null_byte_raises(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="no null byte"):
+        StoreUrl.parse(url)
+
+
 @given(st.text(max_size=30))
 def test_store_url_parse_any_text_is_complete_or_raises(text: str) -> None:
     with suppress(ConfigurationError):

@@ -20,6 +20,7 @@ from tests.host_processes import host_processes, mark_run, process_ids
 
 _GRACE_S = 10.0  # an orphaned host process commits the blocks that it accepted
 
+pytest.register_assert_rewrite("persistkv.testing.conformance")
 mark_run()
 with suppress(ImportError):  # the environment of vLLM's tests lacks it
     import hypothesis

@@ -1,7 +1,5 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    "persistkv.testing.conformance",
-    "tests.backends.catalogue_rules",
-    "tests.backends.eviction_rules",
+    "tests.backends.catalogue_rules", "tests.backends.eviction_rules"
 )

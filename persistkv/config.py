@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 import msgspec
 
@@ -154,6 +154,12 @@ def store_url(store: str | Path) -> str:
     return store
 
 
+_URL_FORM = (
+    "scheme://location?option=value or an absolute path, e.g. "
+    "lmdb:///var/cache/kv?capacity=100GiB"
+)
+
+
 @dataclass(frozen=True)
 class StoreUrl:
     """Parsed URL of a store: ``lmdb:///var/kv?capacity=100GiB`` has a scheme, a location and
@@ -177,21 +183,12 @@ class StoreUrl:
         :raises ConfigurationError: if there is no scheme, no location, user information
             (credentials are not allowed in URLs), a fragment, a repeated option, or a null byte.
         """
-        expected = (
-            "scheme://location?option=value or an absolute path, e.g. "
-            "lmdb:///var/cache/kv?capacity=100GiB"
-        )
         if "\0" in unquote(url):
             raise ConfigurationError("url", url, "no null byte: no path has one")
         if url.startswith(("/", "~")):
             path, mark, query = url.partition("?")
             url = f"lmdb://{quote(os.path.expanduser(path))}{mark}{query}"
-        try:
-            parts = urlsplit(url)
-        except ValueError as error:
-            raise ConfigurationError(
-                "url", f"{url.partition('://')[0]}://…", f"{expected} ({error})"
-            ) from None
+        parts = _split_url(url)
         location = os.path.expanduser(unquote(parts.netloc + parts.path))
         if "@" in parts.netloc:
             raise ConfigurationError(
@@ -201,14 +198,24 @@ class StoreUrl:
             )
         if url and "://" not in url:
             path = os.path.abspath(url)
-            raise ConfigurationError("url", url, f"{expected}; as a path: {path}")
+            raise ConfigurationError("url", url, f"{_URL_FORM}; as a path: {path}")
         if not parts.scheme or not location:
-            raise ConfigurationError("url", url, expected)
+            raise ConfigurationError("url", url, _URL_FORM)
         if parts.fragment or url.endswith("#"):
             raise ConfigurationError(
                 "url", url, "no fragment: in a path, # is written %23"
             )
         return cls(parts.scheme, location, _url_options(parts.query))
+
+
+def _split_url(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        # the rest may contain credentials
+        scheme = url.partition("://")[0]
+        expected = f"{_URL_FORM} ({error})"
+        raise ConfigurationError("url", f"{scheme}://…", expected) from None
 
 
 def _url_options(query: str) -> dict[str, str]:

@@ -326,7 +326,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _has_going_request(self) -> bool:
         """Return whether any request goes on that an earlier step has computed. Otherwise the
-        engine may have waited for a new one, and vLLM tells the end of the others only then."""
+        engine may have waited for a new one: only then, vLLM reports that the others have ended."""
         scheduler = find_scheduler()
         if scheduler is None:
             return False

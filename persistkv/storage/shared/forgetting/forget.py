@@ -111,7 +111,7 @@ class Forgetting:
         )
 
     def _note_content(self, record: ForgetRecord) -> None:
-        """Remember what a record will cover: afterwards, no replica shows it."""
+        """Note the packs and requests that a record will cover: afterwards, no replica has them."""
         covered = ForgottenTenants()
         covered.add([record])
         for namespace in self._namespaces:

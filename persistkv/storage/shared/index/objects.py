@@ -77,7 +77,7 @@ class IndexObjects:
         return self._medium.put_sealed(name, body, self._namespace)
 
     def read(self, info: BlobInfo) -> Delta:
-        """Return the content of an object, without what is forgotten.
+        """Return the content of an object, without that of forgotten tenants.
 
         :raises BlobMissingError: there is no such blob.
         :raises CorruptPackError: see ``Medium.sealed``; or the key of a tenant does not read.

@@ -516,7 +516,7 @@ class Replica:
                 self.includers.pop(name, None)
 
     def content_of(self, forgotten: ForgottenTenants) -> Removals:
-        """Return what it holds of tenants."""
+        """Return the packs and requests of forgotten tenants in the replica."""
         found = Removals()
         keys: set[bytes] = set()
         kept: set[bytes] = set()

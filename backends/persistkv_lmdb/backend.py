@@ -385,9 +385,11 @@ class LmdbBackend(Backend):
     # Content
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
+        """As in ``Backend``. If the files of the store were removed or replaced, the batch is
+        committed to those that are there now."""
         for _ in range(_REPLACEMENTS):
             environment = self._writable()
-            # again: a store in place of a replaced one has other keys
+            # in each attempt: a store in place of a replaced one has other keys
             check_batch(namespace, batch, environment.database.seal)
             try:
                 self._make_keys(environment, batch)
@@ -400,6 +402,7 @@ class LmdbBackend(Backend):
                 raise
             except ReplacedError:
                 self._follow(environment)
+                # the attempt has consumed their payloads
                 for pack in batch.packs:
                     pack.restart()
         raise self._keeps_changing()

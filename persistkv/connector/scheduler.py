@@ -193,19 +193,21 @@ class _ScheduledRequest:
                 self.next_store[group] = refused[0]
 
     def num_lost(self, firsts: Sequence[int], offers: Sequence[_Offer]) -> int:
-        """Return how many refused blocks are not in ``offers``, which begin at ``firsts``, because
-        they have left the sliding window.
+        """Return how many blocks that found no room before are not offered again, because they have
+        left the sliding window.
+
+        :param firsts: for each group, the index of the first block that ``offers`` may contain.
         """
         num_lost = 0
         # empty if no block was refused
         for group, refused_end in enumerate(self.refused_ends):
             end = min(refused_end, self.next_store[group])
             num_refused = max(0, end - firsts[group])
-            num_offered = 0
+            num_offered_again = 0
             for at in offers[group].values():
                 if at < refused_end:
-                    num_offered += 1
-            num_lost += num_refused - num_offered
+                    num_offered_again += 1
+            num_lost += num_refused - num_offered_again
         return num_lost
 
     def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
@@ -243,8 +245,11 @@ def _present_blocks(
 def _device_blocks(
     tables: Sequence[BlockTable], starts: Sequence[int]
 ) -> GPULoadStoreSpec:
-    """Return a spec of these blocks of each KV cache group; ``starts`` are the indices of the first
-    ones."""
+    """Return a spec of device blocks.
+
+    :param tables: for each KV cache group, the blocks to transfer; None for those it has left.
+    :param starts: for each group, the index of the first of them among those of the request.
+    """
     block_ids: list[int] = []
     for table in tables:
         block_ids += [block for block in table if block is not None]
@@ -447,7 +452,7 @@ class OffloadingConnectorScheduler:
                     waiting.add(key)
             return len(answers)
 
-        # ``lookup_prefix`` does not stop at a block to wait for
+        # ``lookup_prefix`` counts blocks to wait for, so not if the request waits for none
         probe = None if request.gave_up_waiting else prefix
         groups = zip(self._geometries, request.description.group_keys, strict=True)
         return [GroupBlocks(*group, is_available, probe) for group in groups]
@@ -478,22 +483,28 @@ class OffloadingConnectorScheduler:
         block.
         """
         request = self._requests[req_id]
-        group = 0
-        for number, geometry in enumerate(self._geometries):
-            if geometry.spec.sliding_window is None:
-                group = number
-                break
-        size = self._geometries[group].offloaded_tokens
+        group = self._first_full_attention()
+        geometry = self._geometries[group]
         keys = request.description.group_keys[group]
-        blocks = self._geometries[group].offloaded_blocks(
+        loaded = geometry.offloaded_blocks(
             request.num_matched_tokens, request.num_local_tokens
         )
-        promoted = [at for at in blocks if keys[at] in request.promoted]
-        num_tokens = len(promoted) * size
-        if promoted and promoted[0] == blocks.start:
-            # the load began within the first block, or before a window
-            num_tokens += blocks.start * size - request.num_local_tokens
+        promoted = [at for at in loaded if keys[at] in request.promoted]
+        num_tokens = len(promoted) * geometry.offloaded_tokens
+        if promoted and promoted[0] == loaded.start:
+            # Add the loaded tokens before the first block of a window. Without a window, subtract
+            # the tokens of the first block that were on the device already.
+            first_token = loaded.start * geometry.offloaded_tokens
+            num_tokens += first_token - request.num_local_tokens
+        # the load may end within the last block
         return min(num_tokens, request.num_external_tokens)
+
+    def _first_full_attention(self) -> int:
+        """Return the index of the first group with full attention; 0 if there is none."""
+        for group, geometry in enumerate(self._geometries):
+            if geometry.spec.sliding_window is None:
+                return group
+        return 0
 
     def update_state_after_alloc(
         self,
@@ -662,7 +673,8 @@ class OffloadingConnectorScheduler:
         filled: Sequence[_Offer],
         accepted: Sequence[_Offer],
     ) -> None:
-        """Process the blocks that found no room, ``filled`` without ``accepted``."""
+        """Process the blocks that found no room, ``filled`` without ``accepted``: offer them again
+        later if the manager needs every block of the request, or drop them."""
         num_accepted = [len(offer) for offer in accepted]
         needs_all_blocks = request.policy is OffloadPolicy.REQUEST_LEVEL
         if not needs_all_blocks or time.monotonic() >= request.store_until:

@@ -68,14 +68,18 @@ class CallsCheck:
         self._name = f"probe-{secrets.token_hex(16)}"
         self._content = secrets.token_bytes(_PROBE_BYTES)
         self._ahead_s = 0.0
+        """By how much the medium's clock is ahead of this machine's, as ``_put`` has found it;
+        negative: behind."""
 
     def run(self) -> Iterator[Check]:
         """Make the calls, and yield the outcome of each. Failures are outcomes; nothing is
         raised."""
+        # each call may set ``answers`` to False, which ends the check
         yield self._try("list", "list", self._list)
-        if self.answers:
-            yield self._try("missing object", "list", self._read_missing)
-        if not self._writes or not self.answers:
+        if not self.answers:
+            return
+        yield self._try("missing object", "list", self._read_missing)
+        if not self.answers or not self._writes:
             return
         put = self._try("put", "put", self._put)
         yield put
@@ -88,8 +92,10 @@ class CallsCheck:
         yield self._deleted()
 
     def _try(self, check: str, method: str, call: Callable[[], str]) -> Check:
-        """Make a call.
+        """Make a call, and return its outcome. If the medium does not answer, ``answers`` becomes
+        False.
 
+        :param method: of ``Blobs``, which selects the remedy.
         :param call: returns the defect of the result; empty: it has none.
         """
         begin = time.monotonic()
@@ -130,6 +136,7 @@ class CallsCheck:
         return ""
 
     def _clock(self) -> Check:
+        """Return the outcome of the comparison of the clocks, after ``_put``."""
         check = "medium's clock"
         seconds = abs(self._ahead_s)
         if seconds <= _SKEW_S:
@@ -151,10 +158,11 @@ class CallsCheck:
         return ""
 
     def _deleted(self) -> Check:
+        """Delete the blob, and return the outcome: a failure is only a warning."""
         deleted = self._try("delete", "delete", self._delete)
         if deleted.level is not Level.PROBLEM:
             return deleted
-        # Engines work without it, until there is no room left.
+        # engines work without deletions, until there is no room left
         found = f"{deleted.found}; this check leaves {self._name}"
         return Check("delete", Level.WARNING, found, deleted.todo)
 

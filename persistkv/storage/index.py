@@ -649,12 +649,15 @@ class Index:
     # The file
 
     def save(self, path: Path, cursor: bytes, seal: Seal, name: bytes) -> None:
-        """Write the index as of ``cursor`` to a file for the next opening, unless it has fewer than
-        65,536 entries. Adopted keys are removed. A failure is only logged; the old file remains.
+        """Write the index to a file for the next opening, unless it has fewer than 65,536 entries.
+        A failure is only logged; the old file remains.
 
-        :param seal: of the store: fingerprints of keys confirm a guess of the prompt.
-        :param name: of the record in the file.
+        :param cursor: position in the change log up to which the index has all changes.
+        :param seal: of the store. It seals the file, because a fingerprint shows to a reader who
+            guesses a prompt that the guess is right.
+        :param name: under which the file is sealed.
         """
+        # keys of another namespace: the next opening adopts them again
         if self._num_adopted:
             self.remove_adopted()
         if len(self) < _SAVED_FROM:
@@ -693,7 +696,7 @@ class Index:
 
     def load(self, path: Path, seal: Seal, name: bytes) -> bytes | None:
         """Fill an empty index from a file that ``save`` wrote, and return its cursor; None if the
-        file is absent or damaged. The index is still empty then.
+        file is absent or damaged. The index is still empty then. Parameters as in ``save``.
         """
         try:
             data = seal.opened(name, _read_saved(path))

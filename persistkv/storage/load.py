@@ -263,6 +263,7 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
 
 
 def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
+    """Yield the frames of a pack that hold any of the keys ``row_of``."""
     rows = [row_of.get(key, _UNWANTED) for key in pack.keys]
     start = 0
     for number, frame in enumerate(pack.table.frames):
@@ -343,8 +344,9 @@ class PartRead:
         except _AbandonedError:
             return self._outcome
         except Exception as error:
+            # not after the end: the error is that of a read that nobody waits for
             if self._rows is not None:
-                # the exception keeps references to the rows
+                # as text: the exception keeps references to the rows
                 why = str(error) if isinstance(error, StoreError) else repr(error)
                 logger.warning(
                     "reading %d frames failed (%s): their blocks are misses",
@@ -380,12 +382,13 @@ class PartRead:
         raw = self._take_raw(take)
         padding = take(PAGE_BYTES)
         spans: list[ReadSpan] = []
+        # for each span, and each of its frames: the memory to read it into
         buffers: list[list[list[memoryview]]] = []
         for run in _runs(self._part, 0):
             of_run = [self._buffers(read, take) for read in run]
             buffers.append(of_run)
             spans.append(_span(run, of_run, padding))
-        number = 0
+        number = 0  # of the frame in the part
         answers = self._backend.read(self._namespace, spans)
         for is_filled, of_run in zip(answers, buffers, strict=True):
             for stored in of_run:
@@ -402,6 +405,10 @@ class PartRead:
         return [take(align(read.frame.stored_length))]
 
     def _memory(self) -> BlockMemory:
+        """Return the rows.
+
+        :raises _AbandonedError: they must not be used any more.
+        """
         if self._rows is None:
             raise _AbandonedError
         return self._rows
@@ -525,9 +532,10 @@ def _decode(
     """
     frame = read.frame
     codec = read.pack.table.codec
-    places = rows.pieces(frame.group, read.rows) if read.whole else []
-    if len(places) == 1:
-        decode_frame(codec, frame, stored, places[0])
+    # consecutive rows that take the whole frame: decode straight into them
+    pieces = rows.pieces(frame.group, read.rows) if read.whole else []
+    if len(pieces) == 1:
+        decode_frame(codec, frame, stored, pieces[0])
         return
     if frame.encoded:
         decoded = raw[: frame.raw_length]

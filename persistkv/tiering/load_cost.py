@@ -336,13 +336,15 @@ class PrefillSpeed:
         self._fit()
 
     def _fit(self) -> None:
+        """Compute the line of a token's seconds by depth from the means (least squares)."""
         variance = self._depth_squared - self._depth**2
         # samples of one depth show no growth: the earlier one is kept
         if variance > _FLAT * self._depth_squared:
             covariance = self._rate_depth - self._rate * self._depth
             self._growth = max(0.0, covariance / variance)
+        # so that a token at depth 0 takes no negative time
         highest = self._rate / self._depth if self._depth else 0.0
-        self._growth = min(self._growth, highest)  # a token takes no negative time
+        self._growth = min(self._growth, highest)
         self._seconds = self._rate - self._growth * self._depth
 
     def expected_s(self, start: int, stop: int) -> float | None:
@@ -350,8 +352,8 @@ class PrefillSpeed:
         1``; None: nothing is known."""
         if not self._weight:
             return None
-        squares = (stop * stop - start * start) / 2
-        return self._seconds * (stop - start) + self._growth * squares
+        sum_of_depths = (stop * stop - start * start) / 2
+        return self._seconds * (stop - start) + self._growth * sum_of_depths
 
 
 class Loads(Protocol):
@@ -405,10 +407,11 @@ class LoadChooser:
             time.
         :param start: tokens that need no load.
         """
+        # of all runs, if they are not worth it; its reason holds for a shorter prefix, too
         refused: LoadDecision | None = None
         for num_runs in range(len(runs), 0, -1):
             chosen = runs[:num_runs]
-            load_s = _together_s(chosen, 1)
+            load_s = _parallel_load_s(chosen)
             compute_s = self.prefill.expected_s(start, chosen[-1].stop)
             reason = Reason.LOADED if refused is None else refused.reason
             if load_s is None:
@@ -426,10 +429,12 @@ class LoadChooser:
         return refused
 
     def _is_worth(self, load_s: float, compute_s: float | None) -> bool:
+        """Return whether to load: the load is faster than the computation, or it is a trial, of
+        those that are a little slower."""
         if compute_s is None:
             return math.isfinite(load_s)  # a stalled store is slower than any engine
-        margin = 1.0 if self._was_chosen else 1 - _HYSTERESIS
-        if load_s <= margin * compute_s:
+        limit = 1.0 if self._was_chosen else 1 - _HYSTERESIS
+        if load_s <= limit * compute_s:
             return True
         if load_s > _CLOSE * compute_s:
             return False
@@ -440,36 +445,37 @@ class LoadChooser:
         return is_trial
 
 
-def _together_s(runs: Sequence[LoadRun], times: int) -> float | None:
-    """Return the expected seconds of the loads of all runs, each with ``times`` its bytes; None:
-    one of their stores loads whatever it takes."""
-    num_bytes: dict[int, int] = {}
-    stores: dict[int, Loads] = {}
+def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None:
+    """Return the expected seconds until all runs are loaded, if each had ``multiple`` times its
+    bytes. None: one of their stores is to be loaded from whatever it takes."""
+    bytes_by_store: dict[Loads, int] = {}
     for run in runs:
-        name = id(run.store)
-        stores[name] = run.store
-        num_bytes[name] = num_bytes.get(name, 0) + run.num_bytes
-    slowest = 0.0
-    for name, store in stores.items():
-        expected_s = store.expected_load_s(times * num_bytes[name])
+        before = bytes_by_store.get(run.store, 0)
+        bytes_by_store[run.store] = before + run.num_bytes
+    # different stores load at the same time, so the slowest one counts
+    slowest_s = 0.0
+    for store, num_bytes in bytes_by_store.items():
+        expected_s = store.expected_load_s(multiple * num_bytes)
         if expected_s is None:
             return None
-        slowest = max(slowest, expected_s)
-    return slowest
+        slowest_s = max(slowest_s, expected_s)
+    return slowest_s
 
 
 def _reason(runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed) -> Reason:
     """Return why runs are computed: a store that would serve a longer prefix is not too slow."""
-    stop = start + _LONG * (runs[-1].stop - start)
-    load_s = _together_s(runs, _LONG)
-    compute_s = prefill.expected_s(start, stop)
+    long_stop = start + _LONG * (runs[-1].stop - start)
+    load_s = _parallel_load_s(runs, _LONG)
+    compute_s = prefill.expected_s(start, long_stop)
     if load_s is None:
         return Reason.TOO_SHORT
-    is_shorter = math.isfinite(load_s) if compute_s is None else load_s <= compute_s
-    return Reason.TOO_SHORT if is_shorter else Reason.TOO_SLOW
+    # as in ``_is_worth``: a store that is not stalled is worth it while the speed is unknown
+    is_worth = math.isfinite(load_s) if compute_s is None else load_s <= compute_s
+    return Reason.TOO_SHORT if is_worth else Reason.TOO_SLOW
 
 
 def _deadline_s(load_s: float, compute_s: float | None) -> float:
+    """Return the seconds after which a load is abandoned."""
     if compute_s is None:
         return max(UNKNOWN_DEADLINE_S, _LATE * load_s)
     if not load_s:

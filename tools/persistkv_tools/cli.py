@@ -108,6 +108,7 @@ def _exit_with(error: PersistKVError) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> None:
+    """Run a command, or print the completions of the command line if a shell asks for them."""
     name = arguments[0] if arguments else ""
     command = _load(name) if name in COMMANDS else None
     if completion.VARIABLE in os.environ:
@@ -118,19 +119,39 @@ def _run(arguments: list[str]) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         command.run(name, arguments[1:])
     else:
-        _general(arguments)
+        _run_without_command(arguments)
 
 
-def _general(arguments: list[str]) -> None:
-    """Handle a command line without the name of a command."""
+def _run_without_command(arguments: list[str]) -> None:
+    """Run a command line that does not begin with the name of a command: one of the general
+    options, or a mistake."""
     is_help = not arguments or not {"-h", "--help"}.isdisjoint(arguments)
+    # only for the help: the summaries import the modules of all commands
+    parser = _general_parser(_summaries() if is_help else None)
+    # not left to argparse, which would demand a COMMAND after these two
+    if arguments == ["--completion"]:
+        render.print_exact(completion.SCRIPT)
+    elif arguments == ["--man"]:
+        commands = {name: partial(_load, name) for name in COMMANDS}
+        render.print_exact(manual(commands, parser))
+    elif not arguments:
+        parser.print_help()
+        sys.exit(_BAD_INPUT)
+    else:
+        parser.parse_args(
+            arguments
+        )  # prints the help, the version or an error, and exits
+
+
+def _general_parser(epilog: str | None) -> ArgumentParser:
+    """Return the parser of the general options; ``epilog`` ends its help."""
     parser = ArgumentParser(
         prog="persistkv",
         usage="persistkv COMMAND [options]",
         description=(
             "Inspect, check, limit and copy persistkv stores, and watch the engines that use them."
         ),
-        epilog=_summaries() if is_help else None,
+        epilog=epilog,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -153,19 +174,11 @@ def _general(arguments: list[str]) -> None:
         action="store_true",
         help="Print the manual page: persistkv --man | man -l -",
     )
-    if arguments == ["--completion"]:
-        render.print_exact(completion.SCRIPT)
-    elif arguments == ["--man"]:
-        commands = {name: partial(_load, name) for name in COMMANDS}
-        render.print_exact(manual(commands, parser))
-    elif not arguments:
-        parser.print_help()
-        sys.exit(_BAD_INPUT)
-    else:
-        parser.parse_args(arguments)
+    return parser
 
 
 def _summaries() -> str:
+    """Return the list of all commands, each with the first sentence of its help."""
     width = shutil.get_terminal_size().columns - 2
     lines = ["commands, each with --help:"]
     for name in COMMANDS:

@@ -79,7 +79,8 @@ class Command(NamedTuple):
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        # argparse cannot leave out the first of several words, the store: ``_assigned`` can
+        # One list of all positional arguments, which ``_assigned`` divides. The first of them, the
+        # store, may be left out, but argparse can only leave out the last.
         parser.add_argument(_WORDS, nargs="*", help=SUPPRESS)
         self.add_options(parser)
         parser.add_argument(
@@ -207,14 +208,19 @@ def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
 
 
 def _usage(positional: Positional) -> str:
-    text = f"{positional.metavar} ..." if positional.is_many else positional.metavar
-    return text if positional.is_needed and not positional.is_many else f"[{text}]"
+    """Return an argument as the usage shows it, in brackets if it may be left out."""
+    if positional.is_many:
+        return f"[{positional.metavar} ...]"
+    if positional.is_needed:
+        return positional.metavar
+    return f"[{positional.metavar}]"
 
 
 def _description(
     function: Callable[..., None], positionals: Sequence[Positional]
 ) -> str:
-    """Return the help of a command, filled to the width of the terminal."""
+    """Return the help of a command, filled to the width of the terminal: the paragraphs of its
+    docstring, then its positional arguments, which argparse does not know."""
     width = shutil.get_terminal_size().columns - 2
     paragraphs = []
     for paragraph in (getdoc(function) or "").split("\n\n"):
@@ -274,12 +280,14 @@ def _with_default_store(
 
 
 def _checked(positional: Positional, word: str) -> str:
+    """Return the word; raise ConfigurationError if the argument is a store and the word is none."""
     if positional.is_store and not looks_like_store(word):
         raise ConfigurationError("store", word, _expected_store(word))
     return word
 
 
 def _needed(positional: Positional) -> str:
+    """Return what the user must add if the argument is missing, for an error."""
     if positional is URL:
         return f"a store: a URL, a path, or the variable {STORE_VARIABLE}"
     return positional.metavar

@@ -114,7 +114,7 @@ class Deadline:
 
 class Body:
     """Body of an upload, as a file object for boto3. ``read`` returns whole pieces of the bytes,
-    without a copy."""
+    without a copy. For a checksum or signature of the body, boto3 reads it twice."""
 
     def __init__(self, pieces: Sequence[Buffer], deadline: Deadline) -> None:
         self._pieces: list[memoryview] = []
@@ -126,6 +126,7 @@ class Body:
         self._length = sum(map(len, self._pieces))
         self._deadline = deadline
         self._next = 0
+        """Index of the next piece to read."""
         self._start = 0
         """Bytes of the next piece that were read already."""
 
@@ -133,8 +134,11 @@ class Body:
         return self._length
 
     def read(self, _size: int = -1) -> Buffer:
-        """Return the rest of the next piece, regardless of the requested size; raise ``LateError``
-        to abort a late upload."""
+        """Return the rest of the next piece, of any size; empty at the end. The requested size may
+        be ignored: boto3 sends what it gets, until that is empty.
+
+        :raises LateError: the upload is late; this aborts it.
+        """
         self._deadline.check("an upload")
         if self._next == len(self._pieces):
             return b""
@@ -154,7 +158,7 @@ class Body:
         count = min(len(piece), len(target))
         target[:count] = piece[:count]
         if count < len(piece):
-            # the rest is read later
+            # ``read`` has passed the whole piece: return to the rest, which the next call reads
             self._next -= 1
             self._start = len(self._pieces[self._next]) - len(piece) + count
         return count
@@ -189,6 +193,7 @@ class Sink:
         self._etag = ""
         self._buffers = iter(buffers)
         self._room = memoryview(b"")
+        """The part of the present buffer that is not filled yet."""
 
     @property
     def begun(self) -> bool:
@@ -232,6 +237,10 @@ class Sink:
         return self._room[: self.length - self.position]
 
     def _take_next(self) -> memoryview:
+        """Return the next of the buffers.
+
+        :raises ValueError: there is none.
+        """
         for buffer in self._buffers:
             return buffer.cast("B")
         raise ValueError("the buffers hold fewer bytes than the range has")

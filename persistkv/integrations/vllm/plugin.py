@@ -31,11 +31,12 @@ def register() -> None:
 
 
 def _watch_workers() -> None:
-    """Let the workers of vLLM's own spec compare their weights, see
-    ``persistkv.integrations.vllm.weights``."""
+    """Replace the method with which vLLM's own spec makes a worker, so that the worker compares its
+    weights, see ``persistkv.integrations.vllm.weights``. vLLM has no hook for this."""
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     get_worker = TieringOffloadingSpec.get_worker
+    # replaced by an earlier call in this process
     if hasattr(get_worker, "persistkv"):
         return
 
@@ -48,5 +49,6 @@ def _watch_workers() -> None:
         watch_weights(worker, self, find_worker())
         return worker
 
+    # marks the replacement for later calls
     watched.persistkv = True  # type: ignore[attr-defined]
     TieringOffloadingSpec.get_worker = watched

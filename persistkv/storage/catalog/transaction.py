@@ -238,14 +238,17 @@ class CatalogTransaction:
         is_enough: Callable[[], bool],
         at_most: int,
     ) -> Evicted:
+        """Remove candidates, in their order, until the goal is met; parameters as in ``evict``. No
+        pack or manifest of the transaction's own batch is removed."""
         if is_enough():
             return Evicted.ENOUGH
+        num_left = at_most
         for name, row in candidates:
             if name in self._keep:
                 continue
-            if not at_most:
+            if not num_left:
                 return Evicted.SOME
-            at_most -= 1
+            num_left -= 1
             self._remove(name, row)
             if is_enough():
                 return Evicted.ENOUGH
@@ -260,18 +263,20 @@ class CatalogTransaction:
         :param at_most: maximum number of packs and manifests to remove; later calls remove the
             rest.
         """
+        num_left = at_most
         for name, chain in self._order.expired():
-            if not at_most:
+            if not num_left:
                 return
             if name not in self._keep:
-                at_most -= 1
+                num_left -= 1
                 self._expire_manifest(name, chain)
         if ttl_s is None:
             return
         # each priority has an order of its own, of which the oldest come first
         low = self._unused_for(ttl_s, low=True)
         others = self._unused_for(ttl_s, low=False)
-        self._evict(concatenated(low, others), lambda: False, at_most)
+        # without a goal: all that were unused for so long
+        self._evict(concatenated(low, others), lambda: False, num_left)
 
     def _unused_for(
         self, ttl_s: float, *, low: bool
@@ -309,8 +314,8 @@ class CatalogTransaction:
         """Delete at most ``at_most`` manifests that name a pack. Several transactions do so before
         the deletion of a pack that many requests share, so that no transaction gets too large.
 
-        :param alone: keep the packs that follow this one in the deleted manifests; False: delete
-            those of them that no manifest names now.
+        :param alone: keep the packs that follow this one in the deleted manifests, as if its bytes
+            are bad (``CommitBatch.bad``); False: delete those of them that no manifest names now.
         :returns: whether more manifests name the pack, except those in ``keep``, which are not
             deleted.
         """

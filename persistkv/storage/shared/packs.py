@@ -122,6 +122,7 @@ class PackBlobs:
             offset += len(sealed)
 
         def put(pack: NewPack | None) -> tuple[float, PackEntry | None]:
+            # None: the blob with the keys
             if pack is None:
                 blob = self._names.keys_blob(nonce)
                 return self._medium.put(blob, pieces), None
@@ -137,6 +138,7 @@ class PackBlobs:
         return Upload(entries, places, first)
 
     def _sealed_keys(self, write: ManifestWrite, data_key: bytes) -> bytes:
+        """Return the keys of a request's blocks as they are stored, sealed with its data key."""
         encoded = encode_manifest_keys(write.keys)
         name = self._keys_name(write.manifest.id)
         return self._medium.seal.sealed_with(data_key, name, encoded)
@@ -145,6 +147,8 @@ class PackBlobs:
         return record_name(self._replica.namespace, f"keys of {manifest_id}")
 
     def _upload_pack(self, pack: NewPack) -> tuple[float, PackEntry]:
+        """Upload a pack to a blob of its own; return the medium's time, and the pack's entry in the
+        index."""
         payload: list[Buffer] = list(pack.stream())
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
         # The table behind the payload describes the pack, so that a rebuild can find it without the
@@ -160,6 +164,7 @@ class PackBlobs:
         """See ``Backend.read``."""
         filled = [False] * len(spans)
         fetch = partial(self._fetch, filled=filled)
+        # again while a pack is in another blob than that of the last attempt
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, filled, None)
             self._medium.loads.all(fetch, ranges)
@@ -176,7 +181,7 @@ class PackBlobs:
     def _have_other_blobs(self, ranges: Sequence[_Range]) -> bool:
         """Return whether a pack was read from a blob that turned out to be missing, and another
         blob holds it."""
-        before = {run.pack_id: run.held.nonce for run in ranges}
+        before = {run.pack_id: run.blob.nonce for run in ranges}
         now = self._replica.blobs(before)
         blobs = now.items()
         return any(blob.nonce != before[pack_id] for pack_id, blob in blobs)
@@ -187,10 +192,10 @@ class PackBlobs:
         """See ``Backend.read_frames``."""
         spans: list[ReadSpan] = []
         for frame in frames:
-            start = buffer[: frame.stored_length]
-            spans.append(ReadSpan(pack_id, frame.offset, [start]))
-        # receives the bytes of all gaps
-        gap = memoryview(bytearray(max(1, self._gap_bytes)))
+            # all frames use the same memory, one after another
+            memory = buffer[: frame.stored_length]
+            spans.append(ReadSpan(pack_id, frame.offset, [memory]))
+        gap_memory = memoryview(bytearray(max(1, self._gap_bytes)))
         is_read = [False] * len(spans)
 
         def take_span(index: int, stored: memoryview) -> None:
@@ -198,7 +203,7 @@ class PackBlobs:
             is_read[index] = True
 
         for _ in range(_MOST_BLOBS):
-            ranges = self._ranges(spans, is_read, gap)
+            ranges = self._ranges(spans, is_read, gap_memory)
             for run in ranges:
                 if not self._fill(run, run.passed_to(take_span)):
                     break
@@ -207,7 +212,7 @@ class PackBlobs:
 
     def _fill(self, run: _Range, take: Take | None) -> bool:
         """Read the range of a run; return False if its blob is missing or too short."""
-        name = run.pack_id + run.held.nonce
+        name = run.pack_id + run.blob.nonce
         blob = self._names.pack(name)
         length = run.end - run.start
         buffers = _followed(run.buffers, take)
@@ -232,12 +237,15 @@ class PackBlobs:
         return not is_missing or not medium.exists(blob)
 
     def _ranges(
-        self, spans: Sequence[ReadSpan], filled: list[bool], gap: memoryview | None
+        self,
+        spans: Sequence[ReadSpan],
+        filled: list[bool],
+        gap_memory: memoryview | None,
     ) -> list[_Range]:
-        """Group spans into calls; mark empty spans as filled; skip spans of missing packs or beyond
-        the payload.
+        """Group the spans that are not filled into calls; mark empty spans as filled; skip spans of
+        missing packs or beyond the payload.
 
-        :param gap: memory for the bytes between two spans; None: new memory for each gap.
+        :param gap_memory: as for ``_Range``.
         """
         ranges: list[_Range] = []
         held = self._replica.blobs({span.pack_id for span in spans})
@@ -255,7 +263,7 @@ class PackBlobs:
                 continue
             is_new = not ranges or not ranges[-1].is_followed_by(span, self._gap_bytes)
             if is_new:
-                ranges.append(_Range(span.pack_id, blob, span.offset, gap))
+                ranges.append(_Range(span.pack_id, blob, span.offset, gap_memory))
             ranges[-1].add(index, span, length)
         return ranges
 
@@ -281,26 +289,31 @@ class PackBlobs:
 
 
 class _Range:
-    """One read of bytes ``start`` to ``end`` (exclusive) of a pack's blob. The range is empty at
-    first."""
+    """One read of bytes ``start`` to ``end`` (exclusive) of a pack's blob: of neighbouring spans,
+    and of the gaps between them. The range is empty at first.
+
+    :param blob: the blob that holds the pack.
+    :param gap_memory: receives the bytes of every gap; None: each gap gets new memory.
+    """
 
     def __init__(
-        self, pack_id: bytes, held: PackBlob, start: int, gap: memoryview | None
+        self, pack_id: bytes, blob: PackBlob, start: int, gap_memory: memoryview | None
     ) -> None:
         self.pack_id = pack_id
-        self.held = held
+        self.blob = blob
         self.start = self.end = start
-        self._gap = gap
+        self._gap_memory = gap_memory
         self.buffers: list[memoryview] = []
+        """Receive the bytes, in order: those of the spans and of the gaps."""
         self.spans: list[int] = []
         """Indexes of the requested spans."""
         self.first_buffers: dict[int, int] = {}
-        """Index of a span's first buffer → index of the span."""
+        """Index in ``buffers`` of a span's first buffer → index of the span."""
 
     def is_followed_by(self, span: ReadSpan, gap_bytes: int) -> bool:
         """Return whether a span is in the same pack, at most ``gap_bytes`` behind the range."""
-        gap = span.offset - self.end
-        return span.pack_id == self.pack_id and 0 <= gap <= gap_bytes
+        distance = span.offset - self.end
+        return span.pack_id == self.pack_id and 0 <= distance <= gap_bytes
 
     def add(self, index: int, span: ReadSpan, length: int) -> None:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
@@ -312,7 +325,8 @@ class _Range:
         self.spans.append(index)
 
     def passed_to(self, take: Take) -> Take:
-        """Return a function of the index of a full buffer, which passes spans to ``take``."""
+        """Return a function of the index of a full buffer, which passes the buffer to ``take`` if
+        it is that of a span, with the index of the span."""
 
         def pass_span(number: int, stored: memoryview) -> None:
             index = self.first_buffers.get(number)
@@ -322,9 +336,10 @@ class _Range:
         return pass_span
 
     def _skip(self, length: int) -> None:
+        """Append memory for a gap, whose bytes are ignored. A larger read is faster than two."""
         if length <= 0:
             return
-        memory = self._gap
+        memory = self._gap_memory
         if memory is None:
             memory = memoryview(bytearray(length))
         self.buffers.append(memory[:length])
@@ -341,10 +356,10 @@ def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:
 
 
 def _followed(buffers: Sequence[memoryview], take: Take | None) -> Iterator[memoryview]:
-    """Yield buffers that are not empty; pass each to ``take`` when it is full, which the next step
-    shows."""
+    """Yield buffers that are not empty, and pass each to ``take`` when it is full."""
     for number, buffer in enumerate(buffers):
         if len(buffer):
             yield buffer
+        # here again: the reader asks for the next buffer when this one is full
         if take is not None:
             take(number, buffer)

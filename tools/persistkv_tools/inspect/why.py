@@ -94,12 +94,13 @@ def why(
         spaces = chosen_namespaces(backend, None)
         chosen = chosen_namespaces(backend, namespace or None)
         if against is None:
-            older = None if namespace else spaces
-            pairs = _pairs_within(chosen, spaces, older)
+            # of two namespaces of the whole store, one comparison is enough
+            only_older = not namespace
+            candidates = _compare_within(chosen, spaces, only_older=only_older)
         else:
-            pairs = _pairs_against(against, chosen, backend)
+            candidates = _compare_against(against, chosen, backend)
     # the nearest one tells most: all others differ in more fields
-    comparisons = [min(found, key=_difference_count) for found in pairs]
+    comparisons = [min(found, key=_difference_count) for found in candidates]
     if json:
         report: dict[str, Any] = {"url": url, "against": against}
         report |= {"request": None, "loads": []}
@@ -126,6 +127,10 @@ def _print_all(comparisons: Sequence[ComparisonView], otherwise: str) -> None:
 
 
 def _why_request(url: str, request: str, *, json: bool) -> None:
+    """Show how the engines used the blocks that the store held for a request.
+
+    :raises NotFoundError: no engine lists the request.
+    """
     with opened(url) as backend:
         statuses = read_statuses(backend)
     loads = []
@@ -189,28 +194,27 @@ def _difference_count(comparison: ComparisonView) -> int:
     return len(comparison.differences)
 
 
-def _pairs_within(
-    chosen: Sequence[Namespace],
-    spaces: Sequence[Namespace],
-    by_age: Sequence[Namespace] | None,
+def _compare_within(
+    chosen: Sequence[Namespace], spaces: Sequence[Namespace], *, only_older: bool
 ) -> list[list[ComparisonView]]:
-    """Return the comparisons of each chosen namespace with the others of its store.
+    """Return, for each chosen namespace, its comparisons with the others of its store.
 
-    :param by_age: all namespaces, oldest first, to compare only with older ones; None: with all.
+    :param spaces: all namespaces of the store, oldest first.
+    :param only_older: compare each only with the older ones.
     """
-    pairs = []
+    by_namespace = []
     for own in chosen:
-        others = spaces if by_age is None else by_age[: by_age.index(own)]
+        others = spaces[: spaces.index(own)] if only_older else spaces
         compared = [compare_namespaces(own, other) for other in others if other != own]
         if compared:
-            pairs.append(compared)
-    return pairs
+            by_namespace.append(compared)
+    return by_namespace
 
 
-def _pairs_against(
+def _compare_against(
     against: str, chosen: Sequence[Namespace], backend: Backend
 ) -> list[list[ComparisonView]]:
-    """Return the comparisons of a model, or of each namespace that ``against`` names, with the
+    """Return, for the model or each namespace that ``against`` names, its comparisons with the
     chosen namespaces.
 
     :raises NotFoundError: there is nothing to compare with.
@@ -219,29 +223,32 @@ def _pairs_against(
     # a store may be a path, too
     is_model = path.is_dir() and not (path / "data.mdb").exists()
     if is_model:
-        pairs = [[compare_model(path, space) for space in chosen]]
+        found = [[compare_model(path, space) for space in chosen]]
     else:
-        pairs = _pairs_of_namespaces(against, chosen, backend)
-    if not any(pairs):
+        found = _compare_namespaces_of(against, chosen, backend)
+    if not any(found):
         raise NotFoundError("the store holds no other namespace to compare with")
-    return pairs
+    return found
 
 
-def _pairs_of_namespaces(
+def _compare_namespaces_of(
     against: str, chosen: Sequence[Namespace], backend: Backend
 ) -> list[list[ComparisonView]]:
-    """Return the comparisons of each namespace of another store, or of one of this store."""
-    theirs = list(chosen)
+    """Return, for each namespace of the store ``against``, or for the namespace of this store with
+    that id, its comparisons with the chosen namespaces."""
+    others = list(chosen)
     if looks_like_store(against):
         named = _namespaces_of(against)
     else:
         otherwise = ", nor does a model's directory or a store of this name"
         named = chosen_namespaces(backend, against, otherwise)
-        theirs = [space for space in chosen if space not in named]
-    pairs = []
-    for own in named if theirs else ():
-        pairs.append([compare_namespaces(own, space) for space in theirs])
-    return pairs
+        others = [space for space in chosen if space not in named]
+    if not others:
+        return []
+    by_namespace = []
+    for own in named:
+        by_namespace.append([compare_namespaces(own, other) for other in others])
+    return by_namespace
 
 
 def _namespaces_of(url: str) -> list[Namespace]:
@@ -263,6 +270,7 @@ COMMAND = Command(why, (URL,), _add_options)
 
 
 def _print(comparison: ComparisonView) -> None:
+    """Print one comparison: that all fields match, or a table of those that differ."""
     ours = comparison.ours
     first = "model"
     if len(comparison.ours) == 32:  # the id of a namespace
@@ -329,20 +337,23 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
             ours["dtype"] = {"model": config[name]}
     ours["config"] = _common(config, stored.get("config", {}))
     known = Identity.of(ours)
-    matching = Identity.of(_common(stored, ours))
-    differences = [DifferenceView(*found) for found in known.diff(matching)]
-    left = [name for name in stored if name not in ours]
+    # without the fields of the namespace that the model's files do not show
+    comparable = Identity.of(_common(stored, ours))
+    differences = [DifferenceView(*found) for found in known.diff(comparable)]
+    not_compared = [name for name in stored if name not in ours]
     return ComparisonView(
         str(directory),
         theirs.id.hex(),
         not differences,
         _count(known),
-        sorted(left),
+        sorted(not_compared),
         differences,
     )
 
 
 def _count(identity: Identity) -> int:
+    """Return the number of fields of an identity, nested ones included: all that differ from an
+    empty identity."""
     return sum(bool(difference.field) for difference in Identity({}).diff(identity))
 
 

@@ -187,22 +187,24 @@ class CopyPlan:
             return CopyTarget(url, None)
         # at least that of the source: the next copies bring its later content
         wanted = max(source_capacity or 0, capacity_for(self.store_bytes))
-        place = url
+        target_url = url
         if capacity < wanted and "capacity" not in parsed.options:
             mark = "&" if "?" in url else "?"
-            place = f"{url}{mark}capacity={wanted}"
+            target_url = f"{url}{mark}capacity={wanted}"
             capacity = wanted
         self.check_room(TargetRoom(capacity), url)
-        return CopyTarget(place, capacity)
+        return CopyTarget(target_url, capacity)
 
     def _compare(
         self, source: Source, target: Backend | None, *, everything: bool
     ) -> None:
+        """Add the requests and packs of a source that the target lacks, and count those that it
+        holds."""
         held_requests, lacking = _held(source, target)
         # without packs to copy, there are no orphans among them
         finds_orphans = everything and bool(lacking)
-        needed: set[bytes] = set()
-        named: set[bytes] = set()
+        needed: set[bytes] = set()  # packs that the target must hold after the copy
+        named: set[bytes] = set()  # packs of requests
         for manifest in source.requests:
             is_held = manifest.id in held_requests
             self.known.requests_held += is_held
@@ -243,36 +245,39 @@ class CopyPlan:
         return set(packs)
 
     def _add_table(self, source: Source, pack: bytes) -> None:
-        place = (source.namespace.id, pack)
-        self.tables[place] = source.packs.tables[pack]
+        """Add a pack to those to copy."""
+        key = (source.namespace.id, pack)
+        self.tables[key] = source.packs.tables[pack]
 
     def _newest_that_fit(self, free_bytes: int) -> int:
-        """Return how many of the newest requests of all sources fit into this room together."""
+        """Return how many of the newest requests of all sources fit into this room together.
+        Requests that the target holds are counted, as the option ``--newest`` counts them, and take
+        no room."""
         missing: dict[tuple[bytes, str], Missing] = {}
         for request in self.missing:
-            place = (request.source.namespace.id, request.manifest.id)
-            missing[place] = request
-        # as --newest counts: requests that the target holds, too
-        ordered = []
+            key = (request.source.namespace.id, request.manifest.id)
+            missing[key] = request
+        newest_first = []
         for source in self.sources:
             for manifest in source.requests:
-                ordered.append((_age_order(manifest), source.namespace.id))
-        ordered.sort(reverse=True)
+                newest_first.append((_age_order(manifest), source.namespace.id))
+        newest_first.sort(reverse=True)
 
         # a pack that several requests share takes room once
         counted: set[tuple[bytes, bytes]] = set()
-        for number, ((_, request_id), namespace) in enumerate(ordered):
-            lacked = missing.get((namespace, request_id))
-            if lacked is None:  # the target holds it, or it cannot be copied
+        for num_newer, (age, namespace) in enumerate(newest_first):
+            _, request_id = age
+            to_copy = missing.get((namespace, request_id))
+            if to_copy is None:  # the target holds it, or it cannot be copied
                 continue
-            of_request = {(namespace, pack) for pack in lacked.packs}
+            of_request = {(namespace, pack) for pack in to_copy.packs}
             packs = of_request - counted
             tables = [self.tables[pack] for pack in packs]
-            free_bytes -= _store_bytes([lacked], tables)
+            free_bytes -= _store_bytes([to_copy], tables)
             if free_bytes < 0:
-                return number
+                return num_newer
             counted |= packs
-        return len(ordered)
+        return len(newest_first)
 
 
 def counts(requests: int, packs: int) -> str:
@@ -302,12 +307,15 @@ def _lacking(packs: Packs, held: Packs) -> set[bytes]:
 
 
 def _age_order(manifest: RequestManifest) -> tuple[float, str]:
+    """Return a sort key that puts the oldest request first."""
     return manifest.created, manifest.id
 
 
 def _store_bytes(requests: Sequence[Missing], packs: Iterable[PackTable]) -> int:
+    """Return an upper estimate of the bytes that requests and packs take in a store."""
     tables = list(packs)
     payload_bytes = sum(table.payload_length for table in tables)
-    keys = sum(len(table.keys) for table in tables)
-    keys += sum(request.manifest.blocks for request in requests)
-    return store_bytes(payload_bytes, len(tables), len(requests), keys)
+    # the table of a pack lists the keys of its blocks, and a request those of its own
+    num_keys = sum(len(table.keys) for table in tables)
+    num_keys += sum(request.manifest.blocks for request in requests)
+    return store_bytes(payload_bytes, len(tables), len(requests), num_keys)

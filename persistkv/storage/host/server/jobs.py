@@ -174,6 +174,7 @@ class Jobs:
                 await self._store.queue.wait_for_room()
 
     async def _begin(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
+        """Begin queued work; return when the next one may begin."""
         match entry:
             case _Job():
                 await self._store_blocks(entry)
@@ -209,10 +210,13 @@ class Jobs:
             self._answer(job, accepted.lost)
 
     async def _finish_store(self, job: _Job, accepted: StoredJob) -> None:
+        """Answer a store job when the commits do not read its rows any more."""
         lost = await self._store.finish(accepted)
         self._answer(job, lost)
 
     def _end_request(self, end: RequestEnd) -> None:
+        """Pass the end of a request to the store; if it is invalid, report that the request is not
+        stored."""
         try:
             self._store.end_request(end)
         except ValueError as error:
@@ -236,6 +240,7 @@ class Jobs:
     # Loads
 
     async def _load(self, job: _Job) -> None:
+        """Run a load job when a slot is free; answer it at its deadline at the latest."""
         message = job.message
         assert isinstance(message, protocol.LoadJob)
         try:
@@ -260,6 +265,7 @@ class Jobs:
         self._answer(job, None, is_late=True)
 
     async def _read(self, job: _Job, deadline: float | None) -> None:
+        """Fill the rows of a load job, and answer it; drop it if the engine has ended."""
         if self._is_ending:
             job.move(JobState.DROPPED)
             return
@@ -279,6 +285,8 @@ class Jobs:
         self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
 
     async def _probe(self, message: protocol.Probe) -> None:
+        """Read a few blocks, discard them, and answer how long that took: it shows an engine that
+        loads nothing from a slow medium when this is fast again. 0 bytes: nothing was read."""
         num_bytes = 0
         try:
             keys = message.keys.unpack()

@@ -107,14 +107,15 @@ class IndexReader:
         return [info for info in inbox if info.name in contained]
 
     def _list_inbox(self, least_age_s: float, *, stable: bool) -> list[BlobInfo]:
-        """Return the commits in the inbox that are as old, and those with a time ahead of the
-        medium's: its clock was wrong."""
+        """Return the commits in the inbox that are at least ``least_age_s`` old."""
         listed = self._medium.listed(self._names.inbox, stable=stable)
         self.note_shown(listed)
         now = self._medium.time.now()
         old: list[BlobInfo] = []
         for info in listed:
-            is_young = 0 <= now - info.time < least_age_s
+            age_s = now - info.time
+            # negative: the medium's clock was wrong, and the true age is unknown
+            is_young = 0 <= age_s < least_age_s
             if not is_young:
                 old.append(info)
         return old
@@ -277,8 +278,8 @@ class IndexReader:
         del self.recent[:-_KNOWN_NAMES]
 
     def note_shown(self, commits: Iterable[BlobInfo]) -> None:
-        """Remember that a list of the inbox has shown commits: while it does, contained ones are
-        not forgotten."""
+        """Remember that a list of the inbox has shown commits. The replica keeps the names of those
+        that it contains as long as lists show them, so that they are not read again."""
         contained = self._replica.contained
         shown = [info.name for info in commits if info.name in contained]
         self._note_shown_now(shown)

@@ -124,15 +124,16 @@ class Sweeper:
 
     def _old_blobs(self, now: float) -> set[str]:
         """Return the blobs of packs and keys that are old enough, and that the replica does not
-        hold."""
+        hold: the candidates for deletion."""
         names = self._names
-        packs = self._old(names.packs, names.pack_name, now)
-        for name in self._replica.live_names(packs):
-            del packs[name]
-        keys = self._old(names.keys, names.keys_nonce, now)
+        old_packs = self._old(names.packs, names.pack_name, now)
+        for name in self._replica.live_names(old_packs):
+            del old_packs[name]
+        old_keys = self._old(names.keys, names.keys_nonce, now)
         for nonce in self._replica.keys_nonces():
-            keys.pop(nonce, None)
-        return {*packs.values(), *keys.values()}
+            # of any age: most are not in ``old_keys``
+            old_keys.pop(nonce, None)
+        return {*old_packs.values(), *old_keys.values()}
 
     def _old(
         self,
@@ -140,13 +141,14 @@ class Sweeper:
         parse: Callable[[str], bytes | None],
         now: float,
     ) -> dict[bytes, str]:
-        """Return the blobs of one kind that are old enough, by what their names contain."""
+        """Return the blobs of one kind that are old enough: what ``parse`` finds in the name of a
+        blob → the name. Other blobs are ignored."""
         found: dict[bytes, str] = {}
         for info in self._medium.listed(prefix):
-            part = parse(info.name)
+            identifier = parse(info.name)
             age_s = now - info.time
-            if part is not None and age_s > _LEAST_AGE_S:
-                found[part] = info.name
+            if identifier is not None and age_s > _LEAST_AGE_S:
+                found[identifier] = info.name
         return found
 
     def _named(self, blobs: set[str], now: float) -> set[str]:
@@ -167,8 +169,12 @@ class Sweeper:
         return named - ended
 
     def _all_deltas(self, now: float) -> Iterator[Delta]:
-        """Yield the content of the whole index, some of it perhaps twice."""
+        """Yield the content of the whole index, some of it perhaps twice.
+
+        :raises _BlockedError: an object of the index cannot be read.
+        """
         read: set[str] = set()
+        # again while a listed object is missing: a merge has included it in another one
         for _ in range(_TRIES):
             is_complete = True
             listed = self._list_objects()

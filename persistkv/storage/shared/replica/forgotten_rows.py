@@ -42,7 +42,7 @@ class ForgottenRows(NamedTuple):
     forgotten: ForgottenTenants
 
     def packs(self) -> Iterator[PackTable]:
-        """Yield the tables of packs."""
+        """Yield the tables of the forgotten packs."""
         for key, row in self.rows.range(USES, self.namespace):
             use = Use.decode(row)
             if use is None:
@@ -62,7 +62,7 @@ class ForgottenRows(NamedTuple):
                     yield table
 
     def requests(self) -> Iterator[RequestRow]:
-        """Yield all requests."""
+        """Yield all requests, forgotten or not."""
         for key, row in self.rows.starting_with(MANIFEST_KEYS, self.namespace):
             if len(row) != KEYS.size:
                 continue
@@ -72,9 +72,14 @@ class ForgottenRows(NamedTuple):
             yield RequestRow(digest, nonce, is_forgotten)
 
     def _is_forgotten(self, digest: bytes, data_key: bytes) -> bool:
+        """Return whether a request is of a forgotten tenant.
+
+        :param data_key: id of the data key that seals the request; ``PLAIN_KEY``: none does.
+        """
+        # each tenant has data keys of its own: the head, which may not open, is not needed
         if data_key != PLAIN_KEY:
             return data_key in self.forgotten.keys
-        # only the head names the tenant
+        # without a key, the tenant and the time of its last use decide; only the head has them
         head = self.rows.get(MANIFESTS, self.namespace + digest)
         manifest = decoded(decode_manifest, head)
         if manifest is None:

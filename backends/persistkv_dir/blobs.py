@@ -239,6 +239,10 @@ class DirBlobs(Blobs):
     # Directories
 
     def _open_root(self, access: int) -> int:
+        """Open the directory of the store.
+
+        :raises UnavailableError: it was there before, and is not there now.
+        """
         # before: another thread may create it at this moment
         was_seen = self._root_was_seen
         try:
@@ -289,6 +293,7 @@ class DirBlobs(Blobs):
                 self._durable.add(_identity(descriptor))
 
     def _sync_parents_of_root(self, device: int) -> None:
+        """Make the entries of the store's directory and its parents durable, up to a mount."""
         for parent in self.root.parents:
             if parent.stat().st_dev != device:
                 break  # the root is a mount, or in one
@@ -368,6 +373,7 @@ class DirBlobs(Blobs):
             ) from error
 
     def _open_file(self, place: _Place, access: int) -> _OpenBlob:
+        """Open the file of a blob."""
         # O_NONBLOCK: opening a FIFO does not wait for its writer
         flags = os.O_RDONLY | os.O_NONBLOCK | _SAFE
         with self._directory(place.directories, access) as directory:
@@ -494,6 +500,7 @@ def _write_and_rename(directory: int, name: str, pieces: Sequence[Buffer]) -> fl
 
 
 def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
+    """Write all pieces to a file, in several calls if there are many."""
     rest = [memoryview(piece).cast("B") for piece in pieces]
     number = 0
     while number < len(rest):

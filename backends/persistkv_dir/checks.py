@@ -38,6 +38,7 @@ def check_directory(root: Path) -> Iterator[Check]:
 
 
 def _file_system(existing: Path) -> Check:
+    """Check whether other hosts can mount the directory."""
     check = "file system"
     remote = remote_type(existing)
     if remote is not None:
@@ -56,6 +57,7 @@ def _file_system(existing: Path) -> Check:
 
 
 def _mount_point(root: Path) -> Check:
+    """Check that the store is not a mount point itself."""
     check = "mount point"
     if not os.path.ismount(root):
         return Check(check, Level.OK, "the store is a directory below it")
@@ -69,6 +71,7 @@ def _mount_point(root: Path) -> Check:
 
 
 def _mode(root: Path) -> Check:
+    """Check the owner and the mode of the store's directory."""
     status = root.stat()
     check = "directory"
     mode = stat.S_IMODE(status.st_mode)
@@ -90,6 +93,7 @@ def _mode(root: Path) -> Check:
 
 
 def _absent(root: Path, existing: Path) -> Check:
+    """Check whether the store's directory can be created."""
     if os.access(existing, os.W_OK | os.X_OK):
         return Check(
             "directory",

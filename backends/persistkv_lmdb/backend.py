@@ -424,6 +424,8 @@ class LmdbBackend(Backend):
     def _commit(
         self, environment: Environment, namespace: bytes, batch: CommitBatch
     ) -> CommitResult:
+        """Commit a batch to the store's present files, in one transaction, or after an eviction if
+        there is no room."""
         commit = BatchCommit(environment, namespace, batch, self._forgotten)
         try:
             with environment.writing():

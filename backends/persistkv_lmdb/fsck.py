@@ -228,6 +228,7 @@ def examine(directory: Path) -> Finding:
 
 
 def _examine_databases(env: lmdb.Environment) -> Finding:
+    """Check the databases of a catalogue, and its rows."""
     if not env.stat()["entries"]:
         return Finding(CheckResult.FINE, "it is empty")
     try:

@@ -278,6 +278,10 @@ class KeyFile:
         return StoredKeys((key.wrap(keyring.id, keyring.store),), tenants)
 
     def _unwrapped(self, there: StoredKeys) -> Keyring:
+        """Return the data keys of the store, opened with the key of the URL.
+
+        :raises ConfigurationError: the URL names no key, or another one.
+        """
         given = there.wrapped[0].store_key
         if self._key is None:
             raise ConfigurationError(

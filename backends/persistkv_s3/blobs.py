@@ -142,6 +142,7 @@ class S3Blobs(Blobs):
         return self._listed(prefix, after)
 
     def _listed(self, prefix: str, after: str) -> Iterator[BlobInfo]:
+        """Yield the blobs of a listing, without objects that are not those of blobs."""
         key_after = f"{self._place.prefix}{after}" if after else ""
         objects = self._bucket.list(f"{self._place.prefix}{prefix}", key_after)
         while True:

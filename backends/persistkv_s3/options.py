@@ -126,6 +126,8 @@ def _place(location: str) -> BucketPlace:
 
 
 def _check_endpoint(endpoint: str) -> None:
+    """Raise ConfigurationError unless this is an http or https URL of a host, which contains no
+    credentials."""
     try:
         parts = urlsplit(endpoint)
         host, _ = parts.hostname, parts.port

@@ -102,6 +102,7 @@ def _versioning(
     rules: Sequence[Rule],
     prefix: str,
 ) -> Iterator[tuple[Level, str, str]]:
+    """Yield whether the bucket keeps old versions of deleted objects for ever."""
     status = found.get("Status", "")
     if status != "Enabled":
         # The versions that a suspended bucket already has are few: nothing adds to them.

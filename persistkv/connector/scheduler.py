@@ -777,6 +777,7 @@ def _check_options(
     max_load_blocks: int | None,
     store_wait_s: float,
 ) -> None:
+    """Raise ConfigurationError if there is no group, or a number is out of range."""
     if not groups:
         raise ConfigurationError("groups", list(groups), "at least one KV cache group")
     if block_size_factor <= 0:

@@ -136,6 +136,10 @@ def _rows(
 def _prepare_region(
     region: SharedOffloadRegion, num_cpu_blocks: int, device: torch.device
 ) -> None:
+    """Check the number of rows of the shared memory, and register it with a GPU.
+
+    :raises ConfigurationError: the region has another number of rows.
+    """
     if region.num_blocks != num_cpu_blocks:
         raise ConfigurationError(
             "num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has"

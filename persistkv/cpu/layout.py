@@ -229,6 +229,8 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
 def _check_tensor(
     where: str, canonical: CanonicalKVCacheTensor, device: torch.device
 ) -> None:
+    """Raise ConfigurationError unless a tensor is a table of bytes on the device, a row per
+    block."""
     tensor = canonical.tensor
     is_table = tensor.dim() == 2 and tensor.stride(1) == 1
     if tensor.dtype != torch.int8 or not is_table:

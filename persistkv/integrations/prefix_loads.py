@@ -149,6 +149,8 @@ class PrefixLoads:
             self._prober.submit(self._read, store, [key], num_bytes)
 
     def _read(self, store: BlockStore, keys: Sequence[bytes], num_bytes: int) -> None:
+        """Read a page for a probe, and discard it: the time shows whether the store is fast
+        again."""
         begin = self._clock()
         is_read = False
         # the store was closed, or there is no memory; the prober's thread continues

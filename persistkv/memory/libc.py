@@ -101,6 +101,7 @@ def address_of(view: memoryview) -> int:
 
 @cache
 def _libc() -> ctypes.CDLL:
+    """Return the C library, with the types of the functions that are called."""
     libc = ctypes.CDLL(None, use_errno=True)
     address = ctypes.c_void_p
     size = ctypes.c_size_t

@@ -126,6 +126,7 @@ class CallsCheck:
         return "a blob that was never written can be read"
 
     def _put(self) -> str:
+        """Write the blob; remember how far the medium's clock is from this machine's."""
         before = time.time()
         written = self._blobs.put(self._name, [self._content])
         after = time.time()
@@ -148,6 +149,7 @@ class CallsCheck:
         return Check(check, Level.WARNING, found, _WRONG_CLOCK)
 
     def _read(self) -> str:
+        """Read the blob, and look for it in a list."""
         found = bytearray(_PROBE_BYTES)
         self._blobs.read(self._name, 0, _PROBE_BYTES, [memoryview(found)])
         if bytes(found) != self._content:

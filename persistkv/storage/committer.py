@@ -130,6 +130,8 @@ class Committer:
             await self._work()
 
     async def _work(self) -> None:
+        """Do what is due: a slice of the index, repairs, upkeep, a commit, a look for changes of
+        others."""
         catalogue = self._catalogue
         # one slice per round, so that a large table delays no commit by more than some ms
         if catalogue.index.replacing:
@@ -293,6 +295,11 @@ class Committer:
     async def _attempt(
         self, transaction: Transaction, uses: Sequence[bytes], seen: bytes | None
     ) -> _Attempt:
+        """Commit a transaction once.
+
+        :param uses: ids of packs that were used since the last commit.
+        :param seen: ``CommitBatch.seen``.
+        """
         writers, needs = await self._without_held(transaction.packs)
         pack_of = await self._pack_of(writers, transaction.ends)
         manifests: list[ManifestWrite] = []

@@ -81,6 +81,8 @@ class Deleter:
                 self._committer.changed.set()
 
     async def _delete_everywhere(self, keys: frozenset[bytes]) -> set[bytes]:
+        """Delete the packs that hold any of the keys, until none is left; return the keys that were
+        held."""
         deleted: set[bytes] = set()
         for _ in range(_MOST_ATTEMPTS):
             await self._catalogue.refresh()

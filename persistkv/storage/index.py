@@ -584,6 +584,8 @@ class Index:
         return self._last
 
     def _insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> None:
+        """Insert entries; begin to replace a table that becomes too full, and continue the
+        replacement."""
         # more entries than the slices of a replacement can make room for
         if len(packs) > self._table.room(_MOST_FILL):
             self._begin_replacement(len(packs))
@@ -738,6 +740,8 @@ class Index:
         return self._new is not None or bool(self._unmapped)
 
     def _begin_replacement(self, more: int) -> None:
+        """Make the table that replaces this one, with room for ``more`` keys; ``replace_some``
+        fills it."""
         keys = self._table.live + more
         if self._new is None or self._new.room(_FILL) < keys:
             self._new = _FingerprintTable(self._size_for(keys))
@@ -770,6 +774,7 @@ class Index:
             self._replace(new)
 
     def _replace(self, new: _FingerprintTable) -> None:
+        """Use another table. The old one is kept while the engine may still map it."""
         old = self._table
         self._table = new
         self.version += 1

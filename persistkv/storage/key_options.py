@@ -72,6 +72,10 @@ class KeyOptions(msgspec.Struct, frozen=True):
 
 
 def _of_file(path: str) -> bytes:
+    """Return the content of a key file.
+
+    :raises FileError: it cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             # with white space around the longest key, and one byte more
@@ -89,6 +93,10 @@ def _of_environment(name: str) -> bytes:
 
 
 def _of_command(command: str) -> bytes:
+    """Run a command and return its output.
+
+    :raises ConfigurationError: it cannot be run, or fails.
+    """
     try:
         words = shlex.split(command)
         if not words:

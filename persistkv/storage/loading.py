@@ -112,6 +112,7 @@ class Loader:
             return ReadOutcome(list(wanted.keys))
 
     async def _fill(self, wanted: _Wanted) -> ReadOutcome:
+        """Find the packs that hold the keys, and read them into the rows until the deadline."""
         try:
             # a search for packs uses no row, so it need not end
             async with asyncio.timeout_at(wanted.deadline):

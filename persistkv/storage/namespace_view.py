@@ -287,6 +287,7 @@ class NamespaceView:
             ) from error
 
     def _learn(self, changes: Changes) -> None:
+        """Apply changes of the catalogue to the index, and report them."""
         if changes.reset:
             self.report.lost |= self._announced is not None and len(self.index) > 0
             self._repair_work.suspects.clear()
@@ -298,6 +299,7 @@ class NamespaceView:
         self.cursor = changes.cursor
 
     def _add(self, tables: Sequence[PackTable]) -> None:
+        """Add new packs to the index, and report their keys."""
         for table in tables:
             self._repair_work.suspects.pop(table.pack_id, None)
             if self._collisions or self._announced is not None:

@@ -134,6 +134,7 @@ class SavingsRecorder:
             self._read_prefill()
 
     def _read_prefill(self) -> None:
+        """Read how many tokens engines have computed in this namespace, and in which time."""
         try:
             totals = read_savings(self._backend)
         except StoreError as error:

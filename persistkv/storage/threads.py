@@ -277,6 +277,8 @@ class ThreadPool:
             self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:
+        """Start a thread in place of one whose call was abandoned and may never end, unless many
+        such threads still run."""
         self._replaced = [other for other in self._replaced if other.is_alive()]
         if len(self._replaced) >= self._num_threads:
             return

@@ -654,6 +654,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._give_up(job)
 
     def _end_job(self, result: JobResult) -> None:
+        """Process the result of a job of a secondary tier."""
         job = self._jobs.take(result.job_id)
         if job is None:
             logger.error(
@@ -673,6 +674,8 @@ class TieringOffloadingManager(OffloadingManager):
             self.primary_tier.complete_read(keys, job.data.req_context)
 
     def _end_promotion(self, job: TierJob, failed: set[OffloadKey]) -> None:
+        """Process the result of a load from a secondary tier: its blocks are readable now, or
+        misses."""
         keys = job.data.keys
         context = job.data.req_context
         loaded = [key for key in keys if key not in failed]
@@ -794,6 +797,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_if_done(request)
 
     def _end_if_done(self, request: TieredRequest) -> None:
+        """Forget a finished request of which no block is being written or waits."""
         has_blocks = (
             request.num_being_written
             or request.awaited_writes
@@ -887,6 +891,7 @@ def _tell_slower_tiers(
 def _check_options(
     cascade_share: float, hold_s: float, room_wait_s: float, prewarm_share: float
 ) -> None:
+    """Raise ConfigurationError if an option is out of range."""
     if not 0 < cascade_share <= 1:
         raise ConfigurationError(
             "cascade_share", cascade_share, "a share above 0 and at most 1"

@@ -225,6 +225,10 @@ class PersistentTier(SecondaryTierManager):
         self._requires_tenant = self.options.tenant == "required"
 
     def _store_options(self) -> StoreOptions:
+        """Return the options of the store.
+
+        :raises ConfigurationError: an option is invalid.
+        """
         options = self.options
         parse_codec(options.codec)
         parse_durability(options.durability)
@@ -246,6 +250,7 @@ class PersistentTier(SecondaryTierManager):
         )
 
     def _choose_host(self) -> Host:
+        """Return the host of the store: a process if it can have the rows, otherwise a thread."""
         num_bytes = self.config.num_blocks * self.config.layout.row_stride
         flat = self.primary_kv_view
         if flat.ndim != 1:
@@ -354,6 +359,7 @@ class PersistentTier(SecondaryTierManager):
         return self._probes.is_due
 
     def _probe(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the host read the first blocks and discard them, if it is time for that."""
         if not self._probes.begin():
             return
         most = 1 if self._probes.is_small else PROBED_KEYS
@@ -367,6 +373,7 @@ class PersistentTier(SecondaryTierManager):
             load.is_abandoned = True
 
     def _end_probe(self) -> None:
+        """Take the answer of a probe, and learn from it."""
         probed = self.client.take_probed()
         if probed is None:
             return
@@ -377,6 +384,7 @@ class PersistentTier(SecondaryTierManager):
             self._load_times.stall()
 
     def _end_load(self, outcome: JobOutcome) -> None:
+        """Learn from a load that ended, and count it."""
         load = self._loads.pop(outcome.job_id, None)
         if load is None:
             return

@@ -77,6 +77,7 @@ class Prewarming:
         self._asked_at = now if asked else None
 
     def _take_answer(self) -> None:
+        """Take the contexts that the tier was asked for, if they have arrived."""
         recent = None
         if self._asked_at is not None:
             recent = self._tier.take_recent()

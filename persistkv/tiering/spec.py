@@ -121,6 +121,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         return self.identity
 
     def _tier_config(self) -> OffloadingConfig:
+        """Return the configuration of all secondary tiers."""
         groups = self.group_layouts
         if not groups:
             all_cells = self.cpu_page_size * self.geometry.num_workers

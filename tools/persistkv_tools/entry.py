@@ -79,6 +79,7 @@ def lower_priority(arguments: Sequence[str]) -> None:
 
 
 def _run(*, may_retry: bool) -> NoReturn:
+    """Run the command in this process, and exit with its code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # until the command starts: no traceback of an import
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -110,6 +111,10 @@ def _wait(child: int) -> int:
 
 
 def _end(code: int) -> NoReturn:
+    """Exit as the process that ran the command has ended.
+
+    :param code: exit code, or the negative number of the signal that killed it.
+    """
     if code >= 0:
         sys.exit(code)
     number = signal.Signals(-code)

@@ -219,6 +219,8 @@ def pairs(columns: Columns, record: object) -> dict[str, str]:
 
 
 def _cell(record: object, column: str | Callable[[Any], str]) -> str:
+    """Return the text of a field, or of a function of the record, formatted by the ending of its
+    name."""
     if callable(column):
         return column(record)
     value: Any = record
@@ -233,6 +235,7 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
 
 
 def _text(column: str, value: Any) -> str:
+    """Return a value as text, by its type."""
     # before numbers: a bool is an int, too
     if isinstance(value, bool):
         return "yes" if value else ""

@@ -445,6 +445,8 @@ def _error_of(answer: Any, what: str) -> S3Error:
 
 
 def _new_error(answer: Any, what: str, code: str) -> S3Error:
+    """Return the error of an answer: its type decides whether the request is repeated, and whether
+    the breaker counts it."""
     status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     text = f"{what}: {status} {code}"
     if code in _MISSING:

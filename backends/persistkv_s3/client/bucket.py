@@ -334,6 +334,10 @@ class Bucket:
         deadline: Deadline,
         num_bytes: Callable[[], int],
     ) -> R:
+        """Make one attempt, unless the breaker is open, and record how it went.
+
+        :param num_bytes: returns the bytes that have been transferred.
+        """
         if not self.breaker.admit():
             raise BreakerOpenError(
                 f"no request is sent for a while after failures or slow answers; "

@@ -96,6 +96,10 @@ class DeferredCredentials:
         ).start()
 
     def _run(self, search: Future[None], what: str, valid: bool) -> None:
+        """Search for credentials, and set the result of the search.
+
+        :param valid: whether the present credentials can be used meanwhile.
+        """
         try:
             found = self._find()
             if found is None:

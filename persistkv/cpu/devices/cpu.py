@@ -95,6 +95,8 @@ class CPUCopyEngine(CopyEngine):
         return TransferResult(job_id, success, num_bytes, seconds)
 
     def _copy(self, part: PageCopies) -> None:
+        """Copy the bytes of one tensor, in the order with fewer and longer runs of consecutive
+        blocks."""
         # shape (rows, GPU blocks in a row, bytes to copy)
         rows = self.memory.rows[part.tensor_idx]
         blocks_per_row = self.memory.block_size_factor

@@ -128,6 +128,7 @@ class CUDACopyEngine(CopyEngine):
             logger.exception("%s jobs failed", self.direction.value)
 
     def _batch(self, part: PageCopies) -> CopyBatch:
+        """Return the addresses of the copies of one tensor."""
         factor = self.memory.block_size_factor
         rows_per_registration = self.memory.rows_per_registration
         pages = self.memory.pages[part.tensor_idx]

@@ -99,6 +99,8 @@ class Announcer:
                     logger.warning("stored keys are not announced: %s", error)
 
     def _announce_changes(self) -> None:
+        """Announce the changes of all open stores; one store that fails does not concern the
+        others."""
         for place, store in self._stores.items():
             if self._is_stopped:
                 return
@@ -110,6 +112,7 @@ class Announcer:
                 logger.exception("a listener of LMCache failed: events are lost")
 
     def _announce_store(self, place: Place, store: BlockStore) -> None:
+        """Announce the changes of a store since the last call, at first its whole content."""
         if place in self._known:
             changes = _changes(store)
         else:

@@ -120,6 +120,7 @@ class LayoutStores:
             return not self._is_closed
 
     def _open_store(self, place: Place) -> BlockStore:
+        """Open the store of the objects of one model and layout."""
         options = self._options
         return BlockStore.open(
             options.url,
@@ -134,6 +135,7 @@ class LayoutStores:
         )
 
     def _identity(self, place: Place) -> BlockIdentity:
+        """Return the identity of the objects of one model and layout."""
         layout = place.layout
         return BlockIdentity(
             model_name=place.model_name,

@@ -96,6 +96,8 @@ class TaskQueue:
             return self._done.pop(task, None)
 
     def _collect(self) -> None:
+        """Add the results of ended calls to their tasks. A task is done when its last call has
+        ended."""
         # LMCache clears the descriptor. Cleared here, too, it could miss the end of another task
         for ended in self._completions.take(clear=False):
             call = self._started.pop(ended.job_id)

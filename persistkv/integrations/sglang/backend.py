@@ -82,6 +82,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
             self._register(name, host_pool, may_use_regions=True)
 
     def _register(self, name: str, pool: Any, *, may_use_regions: bool) -> None:
+        """Make a store for the pages of a pool, in place of that of an earlier pool with this
+        name."""
         memory = PageMemory.of(pool)
 
         def identity_of(sizes: Sequence[int]) -> BlockIdentity:

@@ -78,6 +78,7 @@ class StoreOpener:
         return attempt
 
     def _run(self, attempt: Future[None]) -> None:
+        """Try to open the store, and set the result of the attempt."""
         try:
             self._open()
         # of any kind: the constructor raises that of an attempt which ends while it waits
@@ -95,6 +96,7 @@ class StoreOpener:
             attempt.set_result(None)
 
     def _open(self) -> None:
+        """Open the store and use it, or close it if this object was closed meanwhile."""
         store = self._open_store()
         with self._lock:
             is_closed = self._is_closed

@@ -162,6 +162,7 @@ class PoolStore:
     # Calls
 
     def _get(self, keys: PageKeys, pages: Sequence[Page]) -> list[bool]:
+        """Read pages, and count the read and its time."""
         timeout_s = self._options.timeout_s
 
         def get(store: BlockStore, encoded: Sequence[bytes]) -> list[bool]:
@@ -184,6 +185,7 @@ class PoolStore:
     def _put(
         self, keys: PageKeys, pages: Sequence[Page], depth: int | None
     ) -> list[bool]:
+        """Store pages, and count the write and its time."""
         timeout_s = self._options.timeout_s
         labels = self._labels
 

@@ -165,6 +165,10 @@ def plain_number(value: Any) -> int | None:
 
 
 def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
+    """Return the dtype of a pool's pages, for their identity.
+
+    :raises MissingOptionError: the pool does not show it, and the option does not name it.
+    """
     shown = getattr(pool, "dtype", "")
     dtype = str(shown).removeprefix("torch.")
     if dtype in ("", _OPAQUE) and not options.kv_cache_dtype:

@@ -267,6 +267,8 @@ def _check_attention(name: str, model: Any, config: Any) -> None:
 
 
 def _attends_to_later_tokens(model: Any, config: Any) -> bool:
+    """Return whether a token attends to tokens after it: then the KV of a prefix depends on what
+    follows, and cannot be reused."""
     if not getattr(config, "is_causal", True):
         return True
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
@@ -451,6 +453,7 @@ def model_identity(
 
 
 def _group_identity(group: KVGroupGeometry) -> dict[str, Any]:
+    """Return what the identity says of one KV cache group."""
     kind = "full_attention" if group.sliding_window is None else "sliding_attention"
     return {
         "kind": kind,
@@ -462,6 +465,10 @@ def _group_identity(group: KVGroupGeometry) -> dict[str, Any]:
 
 
 def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
+    """Yield name, dtype, shape and bytes of each tensor of the model's weights.
+
+    :raises UnsupportedModelError: the bytes of a tensor are not in memory.
+    """
     for name, tensor in model.state_dict().items():
         is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
         if not is_strided or tensor.is_meta:

@@ -409,6 +409,8 @@ class PersistentCache(RequestCache):
 
     @contextmanager
     def _open_store(self, codec: str) -> Iterator[BlockingStore]:
+        """Open the store of this identity, with memory for the rows of single blocks; close it at
+        the end."""
         stride = row_stride_bytes(1, max(self._block_bytes))
         groups = tuple(GroupLayout(((0, size),)) for size in self._block_bytes)
         layout = RowLayout(stride, groups)

@@ -133,6 +133,7 @@ class Tokenizer:
         return one_row(prompt, "prompt")  # type: ignore[arg-type]
 
     def _text_ids(self, prompt: str) -> list[int]:
+        """Return the token ids of a text."""
         tokenizer = self._required("text")
         try:
             ids: list[int] = tokenizer.encode(prompt)
@@ -144,6 +145,7 @@ class Tokenizer:
         return ids
 
     def _chat_ids(self, chat: Chat) -> list[int]:
+        """Return the token ids of a chat, up to where the answer begins."""
         tokenizer = self._required("a chat")
         shown = f"a chat of {len(chat)} messages"
         if not getattr(tokenizer, "chat_template", None):

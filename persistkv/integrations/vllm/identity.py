@@ -280,6 +280,8 @@ def has_random_hashes(algorithm: str) -> bool:
 
 
 def _weights(model: Any, load: Any, name: str | None) -> str:
+    """Return what identifies the weights: their name, the seed of random ones, or the fingerprint
+    of their files."""
     if name is not None:
         return f"named:{name}"
     load_format = str(getattr(load.load_format, "value", load.load_format))
@@ -316,6 +318,8 @@ def _unknown_weights(what: str) -> ConfigurationError:
 
 
 def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
+    """Return what identifies the LoRA adapters, which may be loaded at any time; None: there are
+    none."""
     if lora is None:
         return None
     if name is None:

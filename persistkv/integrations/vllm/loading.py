@@ -87,6 +87,8 @@ class StepMeter:
             self._observe(computed, step_s)
 
     def _observe(self, computed: Sequence[tuple[int, int]], step_s: float) -> None:
+        """Learn from one step, in which only these tokens were computed; ignore steps that were
+        mostly something else."""
         num_tokens = sum(stop - start for start, stop in computed)
         if num_tokens < _FEWEST_TOKENS or step_s > _LONGEST_STEP_S:
             return

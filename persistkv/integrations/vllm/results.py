@@ -60,6 +60,7 @@ class JobResults:
         return finished
 
     def _end_store(self, result: TierResult) -> JobResult:
+        """Return the result of a store job as vLLM expects it."""
         self._metrics.observed.store_seconds += result.seconds
         success = result.success and not result.failed_keys
         return JobResult(
@@ -70,6 +71,8 @@ class JobResults:
         )
 
     def _end_load(self, load: _Load, result: TierResult) -> JobResult:
+        """Return the result of a load job as vLLM expects it, and pass it on to the request and the
+        metrics."""
         failed = set(load.keys)
         if result.success:
             key_bytes = len(load.keys[0]) if load.keys else 0

@@ -113,6 +113,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     def _submit(
         self, direction: Direction, job_id: int, blocks: Any, chunks: Any
     ) -> bool:
+        """Copy the blocks now, and keep the result for ``get_finished``."""
         engine = self._engines.get(direction)
         if engine is None:
             return False

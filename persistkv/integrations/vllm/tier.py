@@ -193,6 +193,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     def _tier_config(
         self, engine: Any, spec: Any, rows: memoryview
     ) -> OffloadingConfig:
+        """Return the configuration of the persistent tier: identity, layout and number of rows."""
         offloading = spec.config
         group_tokens = _chunk_tokens(offloading)
         if not self._tiers.all:  # the first of several stores
@@ -426,6 +427,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return request
 
     def _begin(self, context: ReqContext, given: GivenOptions) -> LiveRequest:
+        """Return a new request, which may use the store as its options say; begin the prefetches
+        that they ask for."""
         options = given.options
         epoch = self._guard.begin_request(options.weights)
         is_refused = self._is_refused(context.req_id, given)

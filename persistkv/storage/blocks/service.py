@@ -109,6 +109,7 @@ class BlockService:
             self._take_report()
 
     def _take_report(self) -> None:
+        """Pass on what the store has reported: requests that are stored now or lost, and events."""
         report = self.store.take_report()
         for request, is_whole in report.persisted:
             ended = self._ended.pop(request, None)

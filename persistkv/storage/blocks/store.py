@@ -556,6 +556,10 @@ class BlockStore:
         return call
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Run a coroutine in the store's thread, and return its result.
+
+        :raises StoreTimeoutError: it takes longer than ``timeout_s``; it continues.
+        """
         call = self._start(coroutine)
         try:
             return call.result(timeout_s)

@@ -103,6 +103,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         return self._unpack_uneven()
 
     def _unpack_uneven(self) -> list[bytes]:
+        """Return keys of different lengths."""
         # lengths come from a store: each is checked before a slice depends on it
         if len(self.lengths) % 2:
             raise CorruptPackError(

@@ -626,6 +626,7 @@ class StoreClient:
         self.supervisor.connection.send(protocol.Mapped())
 
     def _opened(self, opened: protocol.Opened) -> None:
+        """Use the store, which the host has opened."""
         self._map(opened.table)
         self.supervisor.opened()
         self._open_failures.end()

@@ -56,6 +56,7 @@ class IdleSupervision:
             self._thread.join()
 
     def _run(self) -> None:
+        """Check the host while the engine does not poll, until the object of ``look`` is gone."""
         seconds = _IDLE_S
         while not self._stopped.wait(seconds):
             if time.monotonic() - self._polled < _IDLE_S:

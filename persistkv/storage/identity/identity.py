@@ -231,6 +231,10 @@ def _is_weight_file(path: Path) -> bool:
 
 
 def _indexed_files(index: Path) -> list[Path]:
+    """Return the files of a checkpoint that its index names.
+
+    :raises ConfigurationError: the index is not valid, or names an absent file.
+    """
     expected = (
         'an index with a "weight_map" from tensor names to files of the same directory'
     )
@@ -252,6 +256,11 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _file_entries(path: Path) -> list[_TensorEntry]:
+    """Return name, dtype, shape and hash of each tensor of a file; from an earlier run if it has
+    not changed.
+
+    :raises ConfigurationError: it is unreadable, or changes while it is read.
+    """
     try:
         with path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())

@@ -83,6 +83,7 @@ class Selection(msgspec.Struct, frozen=True):
         return self._takes_time_and_size(manifest) and self._takes_labels(manifest)
 
     def _takes_time_and_size(self, manifest: RequestManifest) -> bool:
+        """Return whether the time and the size of a request are within the bounds."""
         created = manifest.created
         size = manifest.raw_bytes
         if self.made_before is not None and created >= self.made_before:

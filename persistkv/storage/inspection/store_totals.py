@@ -201,6 +201,7 @@ def _free_totals(backend: Backend) -> FreeTotals | None:
 
 
 def _model_totals(spaces: Sequence[NamespaceTotals]) -> list[ModelTotals]:
+    """Return the totals of each model, the largest first."""
     models: dict[str, ModelTotals] = {}
     for space in spaces:
         totals = models.setdefault(space.model, ModelTotals(space.model))
@@ -252,6 +253,7 @@ def _namespace_totals(
 
 
 def _add_frames(groups: dict[int, GroupTotals], table: PackTable) -> None:
+    """Add the frames of a pack to the totals of their KV cache groups."""
     for frame in table.frames:
         group = groups.setdefault(frame.group, GroupTotals(frame.group))
         group.blocks += frame.block_count

@@ -255,6 +255,7 @@ class SharedBackend(Backend):
     # Background work
 
     def _run(self) -> None:
+        """Do background work, in a thread of its own, until the handle is closed."""
         while not self._closed:
             try:
                 pause_s = self.step()

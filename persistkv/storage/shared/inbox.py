@@ -281,6 +281,7 @@ def _used_packs(batch: CommitBatch, plan: CommitPlan) -> list[bytes]:
 def _manifest_entry(
     write: ManifestWrite, place: KeysPlace, digest: bytes, version: int, time: float
 ) -> ManifestEntry:
+    """Return a request as a commit lists it."""
     packs = dict.fromkeys(write.packs)
     return ManifestEntry(
         digest=digest,

@@ -297,6 +297,7 @@ class StoreKeys:
             return self._known()
 
     def _search(self, key_id: bytes) -> None:
+        """Look for a data key that is not known: that of its tenant, then those of the store."""
         name = self._names.tenant(key_id)
         self._add([name])
         now = self._medium.clock.monotonic()
@@ -323,6 +324,7 @@ class StoreKeys:
         self._keyring = self._known().extended(keys)
 
     def _tenant_key(self, name: str) -> DataKey | None:
+        """Return the data key of a tenant in a blob; None if it is absent, damaged or no key."""
         key_id = self._names.parse_tenant(name)
         if key_id is None:
             return None

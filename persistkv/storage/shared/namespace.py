@@ -99,6 +99,7 @@ class SharedNamespace:
             self._open()
 
     def _open(self) -> None:
+        """Read the index, and follow it from then on, unless that was done before."""
         with self._lock:
             if self.is_open:
                 return

@@ -116,6 +116,7 @@ class OpenedNamespaces:
             namespace.close()
 
     def _make(self, name: bytes) -> SharedNamespace:
+        """Return a namespace that is not open yet, with a folder for its replica."""
         store = self._place.encode() + self._policy.store_name()
         place = blake2b(store, digest_size=16).hexdigest()
         index = f"{name.hex()}-{self._medium.keys.keyring_id}"

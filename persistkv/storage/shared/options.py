@@ -67,6 +67,8 @@ class SharedOptions(KeyOptions, frozen=True):
         return None
 
     def _wanted_cache(self) -> Path | None:
+        """Return the directory of replicas that the options ask for; None: replicas are
+        temporary."""
         if self.cache is False:
             return None
         if isinstance(self.cache, str):

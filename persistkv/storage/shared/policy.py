@@ -186,6 +186,10 @@ class RecordedPolicy:
         self._stored = changed
 
     def _create(self) -> StoredPolicy:
+        """Write the policy: that of a new store, or of one that was deleted, which keeps its keys.
+
+        :raises StoreUnavailableError: this handle does not create stores.
+        """
         if not self._creates:
             raise StoreUnavailableError(f"{self._place}: {self._absence()}")
         # one that was deleted keeps its policy and its keys

@@ -134,6 +134,7 @@ def _passed(
 
 
 def _packages() -> Iterator[Check]:
+    """Check which packages are installed, and in which releases."""
     for name in (*_PACKAGES, *_OPTIONAL_PACKAGES):
         try:
             yield _check_release(name, version(name))
@@ -162,6 +163,8 @@ def _check_release(name: str, installed: str) -> Check:
 
 
 def _shared_memory(directory: Path) -> Iterator[Check]:
+    """Check the room in the directory of the primary tiers, and look for those of killed
+    engines."""
     try:
         status = os.statvfs(directory)
     except OSError as error:
@@ -213,6 +216,7 @@ def _limit(number: int) -> str:
 
 
 def _process(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Check limits, settings and the clock of this process; those of an engine may differ."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
     files = _limit(soft)
@@ -246,6 +250,7 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _store(url: str) -> Iterator[Check]:
+    """Check whether a store can be opened, and what limits or threatens it."""
     try:
         parsed = StoreUrl.parse(url)
         # before the opening: it names the defects of a medium that cannot be opened
@@ -290,6 +295,7 @@ def _newest_request(backend: Backend) -> float:
 
 
 def _codec(stats: BackendStats, sample: bytes) -> Check:
+    """Check whether another codec would make the store's content clearly smaller."""
     if not sample:
         found = "the store holds less than 1 MiB, too little to recommend a codec"
         return Check("codec", Level.OK, found)
@@ -365,6 +371,7 @@ def _pid_namespace() -> Check:
 
 
 def _space(location: Path, held: int, capacity: int | None) -> Check:
+    """Check whether the disk has room for a store that grows up to its capacity."""
     status = os.statvfs(location)
     free = status.f_bavail * status.f_frsize
     grows = 0 if capacity is None else capacity - held

@@ -132,6 +132,7 @@ COMMAND = Command(ls, (URL,), _add_options)
 
 
 def _csv(page: Page) -> str:
+    """Return the page as comma-separated values, with a header."""
     text = StringIO()
     # each row is one request here, so its copies are rows of their own
     columns = [name for name in RequestView.__struct_fields__ if name != "copies"]
@@ -150,6 +151,7 @@ def _csv(page: Page) -> str:
 
 
 def _print(page: Page) -> None:
+    """Print the page as a table, with the columns that fit the terminal."""
     models = {}
     for space in page.namespaces:
         models[space.id] = render.format_model(space.model)

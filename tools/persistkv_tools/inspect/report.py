@@ -250,6 +250,7 @@ def report_page(data: ReportData) -> str:
 
 
 def _parts(data: ReportData) -> Iterator[str]:
+    """Yield the HTML of the report's body, section by section."""
     yield f"<h1>{_escape(data.url)}</h1><p>as of {_escape(render.format_time(data.made))}</p>"
     cards = []
     for name, figure in render.pairs(_CARDS, data.totals).items():
@@ -305,6 +306,7 @@ def _histogram(header: str, bins: list[Bin]) -> str:
 
 
 def _fill(periods: list[Period]) -> str:
+    """Return the chart of the stored bytes over time, relative to those of the last period."""
     top = max(1, periods[-1].held_bytes)
     texts = [
         f"{render.format_size(one.held_bytes)}, {render.count(one.requests, 'request')}"
@@ -318,6 +320,7 @@ def _fill(periods: list[Period]) -> str:
 
 
 def _hits(periods: list[Period]) -> str:
+    """Return the chart of the hit rate over time."""
     rates = []
     texts = []
     found_blocks = 0
@@ -337,6 +340,8 @@ def _hits(periods: list[Period]) -> str:
 
 
 def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
+    """Return the section of the prefix tree: a bar for each node, from its first to its last
+    block."""
     nodes = list(_walk(tree.children))
     deepest = max((node.start + node.blocks for _, node in nodes), default=1)
     rows = []
@@ -368,6 +373,7 @@ def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, Tree
 
 
 def _groups(totals: StoreTotals) -> str:
+    """Return a table of the codec ratios of all KV cache groups, with bars relative to the best."""
     groups = [
         (namespace.id[:8], group)
         for namespace in totals.namespaces

@@ -259,6 +259,7 @@ class StoreCollector:
         return metrics
 
     def _saved(self, rows: list[SavedTotals]) -> list[Metric]:
+        """Return the counters of saved computation, for each namespace."""
         from prometheus_client.core import CounterMetricFamily
 
         metrics: list[Metric] = []
@@ -275,6 +276,7 @@ class StoreCollector:
         return metrics
 
     def _counters(self, engines: list[EngineStatus]) -> list[Metric]:
+        """Return the counters of the engines, and those of their requests by reason."""
         from prometheus_client.core import CounterMetricFamily
 
         metrics: list[Metric] = []
@@ -295,6 +297,7 @@ class StoreCollector:
         return [*metrics, requests]
 
     def _gauges(self, engines: list[EngineStatus]) -> list[Metric]:
+        """Return the present values of the engines."""
         from prometheus_client.core import GaugeMetricFamily
 
         metrics: list[Metric] = []

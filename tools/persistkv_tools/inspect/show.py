@@ -181,6 +181,7 @@ COMMAND = Command(show, (URL, REQUEST), _add_options)
 
 
 def _print(context: ContextView) -> None:
+    """Print a request, its KV cache groups, its packs and the first keys of each group."""
     request = context.request
     name = request.id
     if request.short_id != request.id:
@@ -238,6 +239,10 @@ def _hits(number: int) -> str:
 
 
 def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
+    """Return the prefix tree as the terminal shows it.
+
+    :param shorts: of the namespace's requests: id → short id.
+    """
     drawn = Tree(render.plain(title))
     waiting = [(drawn, top)]
     while waiting:
@@ -358,6 +363,10 @@ def _sharers(
 def _group_view(
     number: int, keys: list[bytes], places: dict[bytes, _Place], key_limit: int
 ) -> GroupView:
+    """Return the keys of one KV cache group of the request, and where the first of them are.
+
+    :param places: of the held keys: the table of a pack, and the frame in it.
+    """
     frames = [places[key][1] for key in keys if key in places]
     views = []
     for depth, key in enumerate(keys[:key_limit]):
@@ -382,6 +391,11 @@ def _pack_views(
     places: dict[bytes, _Place],
     sharers: dict[bytes, list[str]],
 ) -> list[PackView]:
+    """Return the packs of a request, in the order in which its context uses them.
+
+    :param chains: for each KV cache group, the keys of the context.
+    :param sharers: key → the other requests that have it.
+    """
     # in the order of the context, over all groups
     keys_in: dict[bytes, list[bytes]] = {}
     for key in chain.from_iterable(zip_longest(*chains)):

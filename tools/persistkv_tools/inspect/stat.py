@@ -96,6 +96,7 @@ COMMAND = Command(stat)
 
 
 def _free_rows(free: FreeTotals) -> dict[str, str]:
+    """Return the lines about free space that a store reuses."""
     payload = render.format_size(free.payload_bytes)
     if free.payload_bytes:
         pieces = render.count(free.pieces, "piece")
@@ -109,6 +110,7 @@ def _free_rows(free: FreeTotals) -> dict[str, str]:
 
 
 def _print(store: StoreTotals) -> None:
+    """Print the totals of a store: itself, its namespaces, models, tenants, labels and groups."""
     render.show_pairs(_rows(store), title=store.url)
     shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES
     columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)

@@ -141,6 +141,7 @@ COMMAND = Command(top, (URL,), _add_options)
 
 
 def _screen(look: Snapshot) -> Group:
+    """Return what the terminal shows until the next refresh."""
     full = ""
     if look.fill is not None:
         full = f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"

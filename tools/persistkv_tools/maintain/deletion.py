@@ -356,6 +356,8 @@ class Prune:
         return self.done
 
     def _choose(self, rules: PruneRules, named: set[tuple[bytes, str]]) -> None:
+        """Choose the requests to delete: those that the selection takes or that are named, without
+        those that the other rules keep."""
         if rules.selection is not None or named:
             selection = rules.selection or Selection()
             for usage in self._usages:
@@ -410,6 +412,7 @@ class Prune:
                     held -= usage.held.tables[pack].payload_length
 
     def _plan(self, usage: _Usage, rules: PruneRules) -> None:
+        """Add what one namespace loses to the plan."""
         blocks_left = usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
         self.plan.private_blocks_left += blocks_left
         tables = usage.held.tables
@@ -432,6 +435,8 @@ class Prune:
             views[place] = msgspec.structs.replace(view, short_id=shorts[view.id])
 
     def _run_namespace(self, backend: Backend, usage: _Usage) -> None:
+        """Delete the chosen packs and requests of one namespace, in commits of a few each, and
+        count the requests that are gone."""
         try:
             for packs in _some_at_once(sorted(usage.deleted)):
                 # before each commit: engines store requests all the time
@@ -449,6 +454,7 @@ class Prune:
         self._count_requests(backend, usage)
 
     def _commit(self, backend: Backend, usage: _Usage, batch: CommitBatch) -> None:
+        """Commit deletions, in smaller parts if the store has no room for the commit, and pause."""
         begin = time.monotonic()
         try:
             result = backend.commit(usage.namespace.id, batch)

@@ -78,6 +78,7 @@ def _write(target: Path, receipt: Receipt) -> None:
 
 
 def _print(receipt: Receipt, target: Path | None) -> None:
+    """Print what was deleted, and what is out of reach of the store."""
     requests = render.count(receipt.requests, "request")
     packs = render.count(receipt.packs, "pack")
     size = render.format_size(receipt.stored_bytes)
@@ -94,6 +95,7 @@ def _print(receipt: Receipt, target: Path | None) -> None:
 
 
 def _verify(url: str, path: Path, *, json: bool) -> None:
+    """Print whether the store has signed the receipt in a file; exit code 1: it has not."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -306,6 +306,8 @@ class Verifier:
                 self._begin_looks(self._portion)
 
     def _begin_looks(self, portion: list[tuple[NamespacePacks, bytes]]) -> None:
+        """Cut the packs of a portion into batches, each for one read; with threads, start to read
+        all of them."""
         parts: list[Piece] = []
         for space, name in portion:
             # it may have been evicted since the portions were made
@@ -320,6 +322,8 @@ class Verifier:
             self._looks = list(looks)
 
     def _begun(self, batch: _Batch) -> Callable[[], list[bool]]:
+        """Return a function that reads a batch, or waits for its read, and returns whether each
+        piece is good."""
         if self._pool is None:
             return partial(self._look, batch)
         return self._pool.submit(self._look, batch).result
@@ -386,6 +390,7 @@ class Verifier:
     def _count(
         self, space: NamespacePacks, table: PackTable, tally: Tally, *, is_suspect: bool
     ) -> None:
+        """Count a pack that was read; if a look found it bad, first make sure."""
         try:
             if is_suspect:
                 tally.findings += self._confirmed(space, table, tally)

@@ -138,6 +138,7 @@ def _pin(
     *,
     pinned: bool,
 ) -> None:
+    """Pin or unpin the chosen requests."""
     what = "pin" if pinned else "unpin"
     with open_store(url, read_only=False) as store:
         chosen = _chosen(store, what, requests, label, namespace)

@@ -145,6 +145,8 @@ class _Outcome(NamedTuple):
 
 
 def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outcome:
+    """Delete what was planned, after a question unless ``yes``; return the outcome, empty if the
+    answer is no."""
     # nothing to delete: a question would only delay a script on a terminal
     asks = pruning.deletes and not yes
     if asks and not confirm("Delete them?"):
@@ -217,6 +219,7 @@ def _free_bytes(free: FreeSpace | None) -> int:
 def _print_sizes(
     stats: BackendStats, free: FreeSpace | None, keep_bytes: int | None
 ) -> None:
+    """Print the size of the store after the deletion, and why it may be above ``--keep-size``."""
     # the oldest chosen requests are gone, and the packs still do not fit
     if keep_bytes is not None and stats.stored_bytes > keep_bytes:
         size = render.format_size(stats.stored_bytes)
@@ -232,6 +235,7 @@ def _print_sizes(
 
 
 def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
+    """Print what is to be deleted."""
     if plan.requests:
         render.show_table(
             _COLUMNS,
@@ -259,6 +263,7 @@ def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
 
 
 def _print_outcome(pruning: Prune, outcome: _Outcome, keep_bytes: int | None) -> None:
+    """Print what was deleted."""
     done = outcome.done
     if done is None:  # only a plan, or the user did not agree
         return

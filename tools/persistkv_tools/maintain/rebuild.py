@@ -97,6 +97,7 @@ def _report(url: str, found: Rebuilt | None, seconds: float) -> RebuildReport:
 
 
 def _print(report: RebuildReport) -> None:
+    """Print what the rebuild has found and changed."""
     if report.intact:
         render.say("the catalogue is not damaged: there is nothing to rebuild")
         return

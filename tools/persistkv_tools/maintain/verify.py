@@ -367,6 +367,7 @@ def _prompt_threads() -> Iterator[None]:
 
 
 def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
+    """Read all packs; save the state every now and then, and at the end, also after an error."""
     saved = time.monotonic()
     try:
         for _ in verifier.packs():
@@ -379,6 +380,7 @@ def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> 
 
 
 def _print_plan(plan: RepairPlan) -> None:
+    """Print the packs to delete, and the requests that become shorter or are deleted with them."""
     render.show_table(
         _PACKS, plan.packs, title="bad packs to delete", left="namespace", most=_SHOWN
     )
@@ -400,6 +402,7 @@ def _print_plan(plan: RepairPlan) -> None:
 
 
 def _print_reads(summary: Summary, bytes_per_s: int | None) -> None:
+    """Print how much was read, and how fast."""
     read_bytes = summary.stored_bytes - summary.resumed_bytes
     speed = "-"
     if summary.seconds:
@@ -423,6 +426,7 @@ def _print_reads(summary: Summary, bytes_per_s: int | None) -> None:
 
 
 def _print(summary: Summary, bytes_per_s: int | None) -> None:
+    """Print the findings, what was read, and what was repaired."""
     if summary.findings:
         render.show_table(
             _FINDINGS,
@@ -470,6 +474,7 @@ def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:
 def _plan_namespace(
     backend: Backend, space: NamespacePacks, doomed: Sequence[bytes], plan: RepairPlan
 ) -> None:
+    """Add to the plan what the deletion of bad packs costs one namespace."""
     name = space.namespace.hex()
     for pack_id in doomed:
         table = space.tables[pack_id]
@@ -506,6 +511,8 @@ def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -
 def _delete(
     backend: Backend, space: NamespacePacks, pack_id: bytes, done: Repaired
 ) -> None:
+    """Delete a bad pack and shorten the requests that name it, unless it is good or gone meanwhile.
+    Repeated while other processes write between the reading and the commits."""
     name = space.namespace
     for _ in range(_ATTEMPTS):
         space.refresh()

@@ -74,6 +74,8 @@ class GuardedTier:
         return self._is_detached
 
     def _detach(self, reason: str) -> None:
+        """Stop using the tier, because the weights have changed: drop the stores that wait, and log
+        it."""
         self._is_detached = True
         self.tier.detach()
         stores = 0
@@ -113,6 +115,7 @@ class GuardedTier:
             self._begin_opening()
 
     def _use_opened(self) -> None:
+        """Use the tier that the thread has opened; if it could not open any, stay detached."""
         if self._opened is None:
             return
         self.tier = self._opened
@@ -125,6 +128,8 @@ class GuardedTier:
             )
 
     def _begin_opening(self) -> None:
+        """Detach the tier; once it has no jobs, start a thread that opens that of the new
+        weights."""
         if not self._is_detached:
             self._detach(f"a request names the weights {self.watch.weights}")
         # the rows of its jobs may be reused once it is shut down
@@ -138,6 +143,7 @@ class GuardedTier:
         self._opening.start()
 
     def _open(self, old: PersistentTier, weights: str | None) -> None:
+        """Shut the old tier down and open that of the new weights."""
         # in a thread, because the host of the old tier commits accepted blocks before it ends
         try:
             old.shutdown()
@@ -229,6 +235,8 @@ class GuardedTier:
         return finished
 
     def _advance(self) -> None:
+        """Collect results. Submit held stores once the weights are known, and pass loads on whose
+        comparison has ended."""
         if not self.is_opening:
             for result in self.tier.get_finished_jobs():
                 is_load = result.job_id in self._tickets

@@ -73,6 +73,7 @@ class _Server:
             self._close(is_sound=is_sound)
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
+        """Process the engine's messages until it ends."""
         try:
             while not (self._is_ending or self._channel.ended):
                 for message in await self._channel.receive():
@@ -83,6 +84,7 @@ class _Server:
         await asyncio.sleep(0)
 
     def _handle(self, message: Any, tasks: asyncio.TaskGroup) -> None:
+        """Process one message; those about an open store are passed to its session."""
         match message:
             case protocol.Hello():
                 self._begin_opening(message, tasks)
@@ -113,6 +115,7 @@ class _Server:
         self._channel.send(protocol.OpenFailed.of(error))
 
     async def _open(self, hello: protocol.Hello, tasks: asyncio.TaskGroup) -> None:
+        """Open the store in a thread, and begin its session; answer if it cannot be opened."""
         opener = StoreThreads(1)
         self._opener = opener
         try:

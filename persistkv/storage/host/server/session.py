@@ -174,6 +174,7 @@ class Session:
             return None
 
     async def _answer_stats(self, ask: protocol.AskStats) -> None:
+        """Answer with the state of the store and of this process."""
         store = self.store
         backend = store.catalogue.backend
         totals = await self._read_totals()
@@ -193,6 +194,7 @@ class Session:
         self._channel.send(stats)
 
     async def _answer_recent(self, ask: protocol.AskRecent) -> None:
+        """Answer with the contexts that were used last; with none if they cannot be read."""
         store = self.store
         contexts: list[StoredContext] = []
         read = partial(

@@ -569,6 +569,10 @@ class Merger:
         return new + included[-_MOST_CARRIED:]
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:
+        """Write a part of a base; return its name.
+
+        :raises StoreError: the medium failed, or the base takes too long.
+        """
         name = self._new_name(level)
         body = self._objects.encode(name, part)
         took_s = self._clock.monotonic() - began

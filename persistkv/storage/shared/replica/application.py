@@ -251,6 +251,7 @@ class Application:
             write_later_time(self._rows, EARLY, pack_id, time)
 
     def _end_blob(self, tombstone: Tombstone) -> None:
+        """Remove a blob of a pack for good; if another blob holds the pack, show that one."""
         rows = self._rows
         name = tombstone.name
         write_later_time(rows, TOMBSTONES, name, tombstone.time)
@@ -279,6 +280,8 @@ class Application:
     # Requests
 
     def _write_request(self, entry: ManifestEntry) -> None:
+        """Write a request, unless a newer version of it is known. One that was dropped later is not
+        shown."""
         packs = split_ids(entry.packs)
         # also of an old version: uses do not depend on the order
         for pack_id in packs:
@@ -338,6 +341,7 @@ class Application:
         return manifest
 
     def _drop_request(self, dropped: Dropped) -> None:
+        """Drop a request up to a version; a later version of it stays."""
         before = read_version(self._rows, dropped.digest)
         if dropped.version <= before.dropped:
             return
@@ -352,6 +356,7 @@ class Application:
             self._catalogue.drop_manifest(row)
 
     def _pin(self, pin: Pin) -> None:
+        """Pin or unpin a request, unless a later pin is known."""
         before = read_version(self._rows, pin.digest)
         newest = (before.pin, before.pinned)
         if (pin.version, pin.pinned) <= newest:

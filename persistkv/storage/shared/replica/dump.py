@@ -63,6 +63,7 @@ def dump_deltas(rows: TableRows, namespace: bytes, part_bytes: int) -> Iterator[
 
 
 def _delta(entries: Sequence[Entry]) -> Delta:
+    """Return the entries as a delta, by kind."""
     return Delta(
         packs=_of(PackEntry, entries),
         uses=_of(UseEntry, entries),

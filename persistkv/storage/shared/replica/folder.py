@@ -92,6 +92,10 @@ class ReplicaFolder:
             self._temporary.cleanup()
 
     def _acquire(self) -> None:
+        """Take the first directory of a replica that no other handle uses.
+
+        :raises OSError: all are in use, or cannot be made.
+        """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for number in range(_MOST_REPLICAS):
             lock = os.open(

@@ -207,6 +207,7 @@ class Replica:
         includes them."""
 
     def _prepare(self) -> None:
+        """Make the rows that a new replica begins with."""
         with self.rows() as rows:
             kind = rows.get(META, _KIND_ROW)
             state_row = rows.get(STATES, self.namespace)
@@ -219,6 +220,7 @@ class Replica:
             rows.put(META, _KIND_ROW, _KIND)
 
     def _read_contained(self) -> dict[str, bool]:
+        """Return the names of contained objects, and whether another object includes each."""
         contained: dict[str, bool] = {}
         with self.rows() as rows:
             for key, value in rows.range(CONTAINED, b""):

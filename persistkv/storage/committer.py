@@ -130,8 +130,8 @@ class Committer:
             await self._work()
 
     async def _work(self) -> None:
-        """Do what is due: a slice of the index, repairs, upkeep, a commit, a look for changes of
-        others."""
+        """Do the work that is due: a slice of the index, repairs, upkeep, a commit, and a refresh
+        for the changes of other engines."""
         catalogue = self._catalogue
         # one slice per round, so that a large table delays no commit by more than some ms
         if catalogue.index.replacing:

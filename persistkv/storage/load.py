@@ -344,7 +344,7 @@ class PartRead:
         except _AbandonedError:
             return self._outcome
         except Exception as error:
-            # not after the end: the error is that of a read that nobody waits for
+            # not after the end: the read was abandoned, and its result is not used
             if self._rows is not None:
                 # as text: the exception keeps references to the rows
                 why = str(error) if isinstance(error, StoreError) else repr(error)

@@ -135,7 +135,7 @@ class Body:
 
     def read(self, _size: int = -1) -> Buffer:
         """Return the rest of the next piece, of any size; empty at the end. The requested size may
-        be ignored: boto3 sends what it gets, until that is empty.
+        be ignored: boto3 sends pieces of any size, until an empty one.
 
         :raises LateError: the upload is late; this aborts it.
         """

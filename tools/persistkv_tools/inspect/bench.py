@@ -122,7 +122,7 @@ def verdict(ratio: float | None) -> str:
 
 
 def _figure(name: str, job_bytes: int, times: _Times) -> Figure:
-    """Return the median of a measurement, beside that of the same transfer without persistkv."""
+    """Return the median of a measurement, beside that of a plain transfer."""
     seconds = round(statistics.median(times[name]), 6)
     limit = None
     ratio = None

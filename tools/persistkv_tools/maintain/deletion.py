@@ -412,7 +412,7 @@ class Prune:
                     held -= usage.held.tables[pack].payload_length
 
     def _plan(self, usage: _Usage, rules: PruneRules) -> None:
-        """Add what one namespace loses to the plan."""
+        """Add the packs and requests to delete from one namespace to the plan."""
         blocks_left = usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
         self.plan.private_blocks_left += blocks_left
         tables = usage.held.tables

@@ -78,7 +78,7 @@ def _write(target: Path, receipt: Receipt) -> None:
 
 
 def _print(receipt: Receipt, target: Path | None) -> None:
-    """Print what was deleted, and what is out of reach of the store."""
+    """Print the deleted content, and the copies that are out of reach of the store."""
     requests = render.count(receipt.requests, "request")
     packs = render.count(receipt.packs, "pack")
     size = render.format_size(receipt.stored_bytes)

@@ -145,8 +145,8 @@ class _Outcome(NamedTuple):
 
 
 def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outcome:
-    """Delete what was planned, after a question unless ``yes``; return the outcome, empty if the
-    answer is no."""
+    """Carry out the plan, after a question unless ``yes``; return the outcome, empty if the answer
+    is no."""
     # nothing to delete: a question would only delay a script on a terminal
     asks = pruning.deletes and not yes
     if asks and not confirm("Delete them?"):
@@ -235,7 +235,7 @@ def _print_sizes(
 
 
 def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
-    """Print what is to be deleted."""
+    """Print the content to delete."""
     if plan.requests:
         render.show_table(
             _COLUMNS,
@@ -263,7 +263,7 @@ def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
 
 
 def _print_outcome(pruning: Prune, outcome: _Outcome, keep_bytes: int | None) -> None:
-    """Print what was deleted."""
+    """Print the deleted content."""
     done = outcome.done
     if done is None:  # only a plan, or the user did not agree
         return

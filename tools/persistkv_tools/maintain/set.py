@@ -158,8 +158,8 @@ def _changed_quotas(quotas: Mapping[str, int], text: str) -> dict[str, int]:
 def _consequences(
     backend: Backend, url: str, before: Policy, after: Policy
 ) -> Consequences:
-    """Return what a change of the policy evicts or expires, and whether the disk has room for
-    it."""
+    """Return the effects of a change of the policy: evictions, expiry, and a lack of disk
+    space."""
     stats = backend.stats()
     grows = 0 if after.capacity is None else after.capacity - stats.disk_bytes
     location = Path(StoreUrl.parse(url).location)
@@ -213,7 +213,7 @@ def _expiring(backend: Backend, policy: Policy) -> int:
 def _print(
     before: Policy, after: Policy, found: Consequences, *, is_local: bool
 ) -> None:
-    """Print the old and the new policy, and what follows from the change."""
+    """Print the old and the new policy, and the effects of the change."""
     sizes = [_size(before.capacity), _size(after.capacity)]
     ttls = [_duration(before.ttl_s), _duration(after.ttl_s)]
     rows = {

@@ -426,7 +426,7 @@ def _print_reads(summary: Summary, bytes_per_s: int | None) -> None:
 
 
 def _print(summary: Summary, bytes_per_s: int | None) -> None:
-    """Print the findings, what was read, and what was repaired."""
+    """Print the findings, the amount read, and the repairs."""
     if summary.findings:
         render.show_table(
             _FINDINGS,
@@ -474,7 +474,7 @@ def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:
 def _plan_namespace(
     backend: Backend, space: NamespacePacks, doomed: Sequence[bytes], plan: RepairPlan
 ) -> None:
-    """Add to the plan what the deletion of bad packs costs one namespace."""
+    """Add the bad packs of one namespace to the plan, and the requests that name them."""
     name = space.namespace.hex()
     for pack_id in doomed:
         table = space.tables[pack_id]

@@ -237,7 +237,7 @@ def _print(outcome: CopyOutcome, target: str, seconds: float | None) -> None:
 
 
 def _print_left_out(copied: Copied) -> None:
-    """Print what was not copied, and why."""
+    """Print the content that was not copied, with the reasons."""
     if copied.requests_held or copied.packs_held:
         held = counts(copied.requests_held, copied.packs_held)
         render.say(f"not copied, because the store has them: {held}")

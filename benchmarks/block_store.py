@@ -35,9 +35,9 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 
 JOB_BYTES = 32 << 20  # 32 MiB
 WARM_UP = 2  # rounds that are not counted

@@ -35,7 +35,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.host.supervisor import ProcessHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.index import Index, LookupTable
+from persistkv.storage.store.index import Index, LookupTable
 from persistkv.tiering.persistent import PersistentTier
 
 MAX_BLOCK_BYTES = 64

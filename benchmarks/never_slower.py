@@ -22,7 +22,7 @@ from typing import Any
 
 from persistkv.base import make_offload_key
 from persistkv.integrations.vllm.loading import PrefixLoads
-from persistkv.storage.index import Index, LookupTable
+from persistkv.storage.store.index import Index, LookupTable
 from persistkv.tiering.load_cost import (
     LoadChooser,
     LoadRun,

@@ -30,7 +30,6 @@ from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.rows import encode_namespace
 from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
 from persistkv.storage.format.seal import PLAIN
-from persistkv.storage.index import Index
 from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.storage.shared.format import (
     BASE_LEVEL,
@@ -43,6 +42,7 @@ from persistkv.storage.shared.format import (
     encode_delta,
     seal_object,
 )
+from persistkv.storage.store.index import Index
 from persistkv.testing import FaultyBlobs, MemoryBlobs
 
 NAMESPACE = IDENTITY.digest

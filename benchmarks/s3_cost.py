@@ -25,9 +25,9 @@ from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.samples import sample_manifest
 from persistkv_s3 import S3Backend
 

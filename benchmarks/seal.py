@@ -24,11 +24,11 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.keys import gcm
 from persistkv.storage.format.pack import FRAME_BYTES
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 
 BLOCK_BYTES = 64 << 10  # 64 KiB
 JOB_BYTES = 32 << 20  # 32 MiB

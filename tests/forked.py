@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 _IMPORTED = (
-    "persistkv.storage.blocking",
+    "persistkv.storage.store.blocking",
     "persistkv.testing.conformance",
     "persistkv.testing.samples",
     "persistkv_dir",

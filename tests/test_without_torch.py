@@ -20,7 +20,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_library_import_without_torch_succeeds() -> None:
     done = run(
-        "import persistkv, persistkv.base, persistkv.storage.store, persistkv.tiering.base, "
+        "import persistkv, persistkv.base, persistkv.storage.store.store, persistkv.tiering.base, "
         "persistkv_lmdb"
     )
     assert done.returncode == 0, done.stderr

@@ -47,13 +47,13 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import ProcessHost, State, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
 from persistkv_lmdb import LmdbBackend

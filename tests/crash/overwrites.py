@@ -30,9 +30,9 @@ import numpy as np
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import check_totals
 
 IDENTITY = Identity.of({"test": "overwrites"})

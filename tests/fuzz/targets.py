@@ -81,7 +81,7 @@ from persistkv.storage.shared.format import (
     seal_object,
 )
 from persistkv.storage.shared.replica import Replica
-from persistkv.storage.store import Store
+from persistkv.storage.store.store import Store
 from persistkv.storage.threads import StoreThreads
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv_lmdb import LmdbBackend

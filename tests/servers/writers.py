@@ -31,12 +31,12 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.shared import SharedBackend
 from persistkv.storage.shared.format import Names
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv_s3 import S3Backend
 
 BLOCK = 256 << 10

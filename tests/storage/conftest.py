@@ -13,9 +13,9 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.memory import MemoryBackend
 
 IDENTITY = Identity.of({"weights": "w", "dtype": "float32"})

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.records import RequestEnd
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing import FaultyBackend
 
 

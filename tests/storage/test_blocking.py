@@ -14,8 +14,8 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing import FaultyBackend
 from persistkv.testing.memory import MemoryBackend
 from tests.storage.conftest import IDENTITY

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from persistkv.storage.commit_pipeline import divide
 from persistkv.storage.format.codec import Codec, RawCodec, ZstdCodec
+from persistkv.storage.store.commit_pipeline import divide
 from persistkv.testing.samples import sample_pack
 
 PACK_BYTES = 4 * 4096

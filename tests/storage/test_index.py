@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from persistkv.errors import StoreError
 from persistkv.storage.format.pack import PackedKeys, PackTable
-from persistkv.storage.index import Index, LookupTable
+from persistkv.storage.store.index import Index, LookupTable
 
 NAMESPACE = b"n" * 16
 FINGERPRINTS: dict[str, Callable[[PackedKeys], bytes]] = {

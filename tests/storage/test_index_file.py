@@ -12,9 +12,9 @@ import pytest
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.faulty import FaultyBackend
 from persistkv.testing.samples import sample_pack
 from tests.storage.conftest import IDENTITY
@@ -27,7 +27,7 @@ KEY = "PERSISTKV_TEST_KEY"
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores with a sixteenth of the keys write files."""
-    monkeypatch.setattr("persistkv.storage.index._SAVED_FROM", 1 << 12)
+    monkeypatch.setattr("persistkv.storage.store.index._SAVED_FROM", 1 << 12)
 
 
 @pytest.fixture(params=["", f"&key_env={KEY}"], ids=["plain", "key"])

@@ -15,7 +15,7 @@ from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend, Capabilities
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.shared import SharedBackend, SharedOptions
-from persistkv.storage.store import Store, start_threads
+from persistkv.storage.store.store import Store, start_threads
 from persistkv.testing import FaultyBackend, FaultyBlobs, MemoryBackend, MemoryBlobs
 from tests.storage.conftest import IDENTITY
 

@@ -11,8 +11,8 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
-from persistkv.storage.commit_pipeline import Blocks, blocks_per_pack, plan_packs
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.store.commit_pipeline import Blocks, blocks_per_pack, plan_packs
 
 STRIDE = 4096
 MAX_BYTES = 8 * STRIDE

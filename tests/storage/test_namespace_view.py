@@ -10,8 +10,8 @@ import pytest
 from persistkv.base import Retention
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import RequestEnd
+from persistkv.storage.store.blocking import BlockingStore
 from tests.storage.stores import flip_reads, inject_faults
 
 Keys = Callable[..., list[bytes]]

@@ -10,7 +10,7 @@ import pytest
 
 from persistkv.base import Retention
 from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
-from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.tenants import DEFAULT_TENANT, tenant_key
 from tests.storage.stores import end
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage import open_backend, savings
+from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
-from persistkv.storage.savings import STORE, SavingsRecorder, fold, read_savings
+from persistkv.storage.store import savings
+from persistkv.storage.store.savings import STORE, SavingsRecorder, fold, read_savings
 from persistkv.testing import FaultyBlobs, MemoryBackend, MemoryBlobs
 
 ONE = Identity.of({"weights": "one", "model_name": "/models/one"})

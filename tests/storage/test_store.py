@@ -15,9 +15,9 @@ from persistkv.errors import ConfigurationError, CorruptPackError, IdentityMisma
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.identity import Identity
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import tables
 from tests.memory_store import payload
 from tests.storage.stores import end, inject_faults, is_due, manifests, refill

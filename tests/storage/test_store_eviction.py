@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from persistkv.memory.rows import Rows
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import RequestEnd
+from persistkv.storage.store.blocking import BlockingStore
 from tests.storage.stores import end, manifests
 
 Keys = Callable[..., list[bytes]]

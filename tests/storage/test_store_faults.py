@@ -12,7 +12,7 @@ import pytest
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend, CommitBatch
-from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing import FaultyBackend
 from persistkv.testing.conformance.suite import tables
 from tests.memory_store import set_payload, swap_payloads

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from persistkv.errors import ConfigurationError
-from persistkv.storage.blocking import BlockingStore
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.tenants import DEFAULT_TENANT, tenant_key
 from tests.storage.stores import end, manifests, refill
 

@@ -14,7 +14,7 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.storage import open_backend
-from persistkv.storage.savings import read_savings
+from persistkv.storage.store.savings import read_savings
 from persistkv.tiering.base import JobResult
 from persistkv.tiering.persistent import PersistentTier
 from tests.tiering.conftest import Stack

@@ -23,7 +23,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.adoptions import AdoptionView
 from persistkv.storage.records import LoadReport
-from persistkv.storage.savings import SavingsRecorder
+from persistkv.storage.store.savings import SavingsRecorder
 from persistkv_tools.inspect.why import LoadView
 from tests.storage.statuses import make_status
 from tests.tools.conftest import Run

@@ -47,11 +47,11 @@ from persistkv.memory.budget import BLOCKS_STAGED
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.savings import MEASURED_TOKENS, Savings
+from persistkv.storage.store.blocking import BlockingStore
+from persistkv.storage.store.savings import MEASURED_TOKENS, Savings
 from persistkv.tenants import DEFAULT_TENANT, check_tenant, tenant_key
 
 _ROWS_BYTES = 64 << 20  # 64 MiB of blocks are copied at a time

@@ -16,7 +16,7 @@ from persistkv.cpu.layout import cell_bytes, group_layouts
 from persistkv.cpu.shared_offload_region import remove_leftover_regions
 from persistkv.cpu.spec import WorkerGeometry
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
-from persistkv.storage.savings import MEASURED_TOKENS
+from persistkv.storage.store.savings import MEASURED_TOKENS
 from persistkv.tiering.load_cost import Reason
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import REMEMBERED_ENDS, PersistentTier

@@ -24,7 +24,7 @@ from persistkv.storage.blocks.usage import (
     stored_blocks,
 )
 from persistkv.storage.records import RequestEnd, StoreReport
-from persistkv.storage.store import Store
+from persistkv.storage.store.store import Store
 
 logger = logging.getLogger(__name__)
 

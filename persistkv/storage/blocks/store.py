@@ -50,7 +50,7 @@ from persistkv.storage.blocks.service import (
 from persistkv.storage.blocks.usage import StoredBlock, Usage
 from persistkv.storage.loop_thread import LoopThread
 from persistkv.storage.records import StoreCounters, StoreOptions
-from persistkv.storage.store import Store, start_threads
+from persistkv.storage.store.store import Store, start_threads
 from persistkv.tenants import DEFAULT_TENANT, check_tenant
 
 logger = logging.getLogger(__name__)

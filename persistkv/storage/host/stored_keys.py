@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import compress
 
-from persistkv.storage.index import LookupTable
 from persistkv.storage.records import StoreReport
+from persistkv.storage.store.index import LookupTable
 
 _TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
 _MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet

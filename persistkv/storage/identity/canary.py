@@ -35,7 +35,6 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import BlockMemory, ByteArray, Rows
 from persistkv.rounding import divide_up
 from persistkv.storage.backend import Changes, Namespace
-from persistkv.storage.commit_pipeline import Blocks
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.comparison import Agreement, compare, fits
@@ -45,10 +44,11 @@ from persistkv.storage.identity.verdict import (
     read_verdict,
     write_verdict,
 )
-from persistkv.storage.index import HeldPack
-from persistkv.storage.load import PartRead, Scratch, plan_reads
-from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import StoreCounters, StoreOptions, StoreReport
+from persistkv.storage.store.commit_pipeline import Blocks
+from persistkv.storage.store.index import HeldPack
+from persistkv.storage.store.load import PartRead, Scratch, plan_reads
+from persistkv.storage.store.namespace_view import NamespaceView
 
 logger = logging.getLogger(__name__)
 

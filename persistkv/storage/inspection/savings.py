@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from persistkv.storage.backend import Backend
-from persistkv.storage.savings import Savings, read_savings
+from persistkv.storage.store.savings import Savings, read_savings
 
 
 class SavedTotals(msgspec.Struct, frozen=True):

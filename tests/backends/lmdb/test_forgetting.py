@@ -27,13 +27,13 @@ from persistkv.errors import (
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.blocks import BlockIdentity, BlockStore, CompletionQueue
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.keys import StoreKey, decode_keys
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing import FaultyBackend
 from persistkv.testing.conformance.suite import (
     other_process,

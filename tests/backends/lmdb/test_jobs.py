@@ -20,10 +20,10 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.pack import FRAME_BYTES
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.storage.threads import StoreThreads
 from persistkv.testing.samples import sample_pack
 from tests.backends.lmdb.conftest import Opener

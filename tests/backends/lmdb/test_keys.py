@@ -22,7 +22,6 @@ from persistkv.errors import ConfigurationError, CorruptStoreError, StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.keys import (
     DataKey,
     StoredKeys,
@@ -34,6 +33,7 @@ from persistkv.storage.format.keys import (
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.seal import KeySeal
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import (
     check_totals,
     other_process,

@@ -16,8 +16,8 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import (
     check_totals,
     read_pack,

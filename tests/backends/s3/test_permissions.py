@@ -22,9 +22,9 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.policy import Policy
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing.conformance.suite import (
     check_totals,

@@ -17,12 +17,12 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.shared.format import Latest, Names, encode_latest, seal_object
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
@@ -118,7 +118,7 @@ def test_read_encoded_blocks_sends_one_request_per_run(
         lent.append(size)
         return mmap(-1, size)
 
-    monkeypatch.setattr("persistkv.storage.load.huge_memory", lend)
+    monkeypatch.setattr("persistkv.storage.store.load.huge_memory", lend)
     assert store.read(keys, range(256)) == []
     assert client.take() == {"GET": 2}, "two packs of 32 MiB raw"
     assert (rows.array == expected).all()

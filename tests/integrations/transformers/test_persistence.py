@@ -24,7 +24,7 @@ from persistkv.errors import (
 )
 from persistkv.integrations.transformers.results import GenerateResult
 from persistkv.storage import open_backend
-from persistkv.storage.savings import read_savings
+from persistkv.storage.store.savings import read_savings
 from tests.host_processes import host_processes
 
 

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import persistkv
 from persistkv import ConfigurationError, Engine, PersistentCache, PromptTooLongError
 from persistkv.storage import open_backend
-from persistkv.storage.savings import Savings, read_savings
+from persistkv.storage.store.savings import Savings, read_savings
 from tests.integrations.transformers.conftest import tiny_llama
 
 NEW_TOKENS = 40

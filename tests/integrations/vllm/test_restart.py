@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.savings import read_savings
+from persistkv.storage.store.savings import read_savings
 from tests.integrations.vllm.conftest import PREWARM, SHORT, prompt, tier, wait_stored
 from tests.integrations.vllm.tiny_model import TOKEN_BYTES, make_model
 

@@ -17,7 +17,7 @@ import pytest
 
 from persistkv.errors import ConfigurationError
 from persistkv.storage import open_backend
-from persistkv.storage.savings import read_savings
+from persistkv.storage.store.savings import read_savings
 from persistkv.tenants import tenant_key
 from tests.integrations.vllm.conftest import stored_contexts
 from tests.integrations.vllm.offloading import offloading_config

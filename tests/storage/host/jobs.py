@@ -20,8 +20,8 @@ from persistkv.storage.host.connection import (
 from persistkv.storage.host.protocol import End, Opened, Table, ToEngine, ToStore
 from persistkv.storage.host.server.event_loop import Lifecycle, serve
 from persistkv.storage.host.supervisor import ProcessHost, State, ThreadHost
-from persistkv.storage.index import Index
 from persistkv.storage.records import RequestEnd
+from persistkv.storage.store.index import Index
 
 KINDS = ["process", "thread"]
 BLOCK = 64 << 10

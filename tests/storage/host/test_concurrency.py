@@ -262,7 +262,7 @@ def test_thread_host_internal_error_refuses_running_jobs(
         is_broken.set()
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr("persistkv.storage.store.Store.read", broken)
+    monkeypatch.setattr("persistkv.storage.store.store.Store.read", broken)
     # pytest's hook would keep references to the rows
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)
     client.submit_load(2, make_keys(3, 500), [70, 71, 72])

@@ -126,7 +126,7 @@ def test_host_internal_error_while_call_hangs_reports_the_end(
     def broken(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr("persistkv.storage.store.Store.read", broken)
+    monkeypatch.setattr("persistkv.storage.store.store.Store.read", broken)
     # pytest's hook would keep references to the rows
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)
     served.connection.send(load_message(2, make_keys(1, 500), 70))
@@ -172,7 +172,7 @@ def test_host_internal_error_during_the_end_reports_the_end_once(
     def broken(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr("persistkv.storage.store.Store.flush", broken)
+    monkeypatch.setattr("persistkv.storage.store.store.Store.flush", broken)
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)
     served.close()
     assert lifecycle.count == 1

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from persistkv.memory.rows import RowBlocks
-from persistkv.storage import committer, loading
-from persistkv.storage import store as store_module
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import State
+from persistkv.storage.store import committer, loading
+from persistkv.storage.store import store as store_module
 from persistkv_lmdb import LmdbBackend
 from tests.storage.host.jobs import BLOCK, end, make_keys
 

@@ -16,10 +16,10 @@ from persistkv.config import GroupLayout, NumberLayout, RowLayout, VectorLayout
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.canary import Canary
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 
 LAYERS, HEADS, TOKENS, SIZE = 4, 2, 16, 32
 """Layers and KV heads of the model, tokens per block, numbers per head."""

@@ -21,7 +21,6 @@ from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blobs import UnavailableError
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.keys import (
     STORE,
     DataKey,
@@ -42,6 +41,7 @@ from persistkv.storage.shared.format import (
     encode_delta,
     seal_object,
 )
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing import FaultyBlobs
 from persistkv.testing.blobs import METHODS

@@ -14,11 +14,11 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.blobs import UnavailableError
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.shared.packs import UploadBudget
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from tests.storage.shared.town import NAMESPACE, Engine, Town, pack

@@ -9,8 +9,8 @@ import numpy as np
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
-from persistkv.storage.blocking import BlockingStore
 from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.faulty import FaultyBackend
 from tests.storage.shared.town import Engine, Town, pack

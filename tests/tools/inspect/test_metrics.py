@@ -18,7 +18,7 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreCounters
-from persistkv.storage.savings import SavingsRecorder
+from persistkv.storage.store.savings import SavingsRecorder
 from tests.storage.statuses import make_status
 from tests.tools.signals import obey_ctrl_c
 

@@ -14,7 +14,7 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
-from persistkv.storage.savings import SavingsRecorder
+from persistkv.storage.store.savings import SavingsRecorder
 from persistkv_tools import render
 from persistkv_tools.inspect.report import report_data
 from tests.tools.contexts import Contexts

@@ -9,7 +9,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
-from persistkv.storage.savings import SavingsRecorder
+from persistkv.storage.store.savings import SavingsRecorder
 from tests.tools.contexts import Contexts
 
 

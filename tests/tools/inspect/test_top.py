@@ -17,7 +17,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreCounters
-from persistkv.storage.savings import SavingsRecorder
+from persistkv.storage.store.savings import SavingsRecorder
 from persistkv.testing import FaultyBackend
 from persistkv_tools.inspect.top import Watch, engine_name, hit_rate
 from tests.storage.statuses import make_status

@@ -33,7 +33,11 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.inspection.handle import StoreHandle, open_store
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
-from persistkv.storage.namespace_view import SHORTENED_AT_ONCE, read_requests, shortened
+from persistkv.storage.store.namespace_view import (
+    SHORTENED_AT_ONCE,
+    read_requests,
+    shortened,
+)
 from persistkv_tools import render
 from persistkv_tools.command import (
     URL,

@@ -22,7 +22,7 @@ from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.server.channel import Channel
 from persistkv.storage.host.server.session import Session, close_store, open_store
-from persistkv.storage.store import Store
+from persistkv.storage.store.store import Store
 from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)

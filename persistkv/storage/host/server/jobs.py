@@ -22,7 +22,7 @@ from persistkv.storage.host import protocol
 from persistkv.storage.host.server.channel import Channel
 from persistkv.storage.host.server.publishing import ReportPublisher
 from persistkv.storage.records import LoadReport, RequestEnd
-from persistkv.storage.store import Store, StoredJob
+from persistkv.storage.store.store import Store, StoredJob
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import logging
 from persistkv.storage.host import protocol
 from persistkv.storage.host.server.channel import Channel
 from persistkv.storage.records import StoreReport
-from persistkv.storage.store import Store
+from persistkv.storage.store.store import Store
 
 logger = logging.getLogger(__name__)
 

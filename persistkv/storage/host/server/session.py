@@ -20,10 +20,10 @@ from persistkv.storage.host.server.prewarm import recent_contexts
 from persistkv.storage.host.server.publishing import ReportPublisher
 from persistkv.storage.host.server.status_publisher import StatusPublisher
 from persistkv.storage.identity import Identity
-from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.savings import SavingsRecorder
 from persistkv.storage.stats import BackendStats
-from persistkv.storage.store import Store, start_threads
+from persistkv.storage.store.namespace_view import NamespaceView
+from persistkv.storage.store.savings import SavingsRecorder
+from persistkv.storage.store.store import Store, start_threads
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from functools import partial
 from persistkv.errors import StoreError
 from persistkv.storage.host.server.jobs import Jobs, JobState
 from persistkv.storage.host.status import EngineStatus
-from persistkv.storage.store import Store
+from persistkv.storage.store.store import Store
 
 logger = logging.getLogger(__name__)
 

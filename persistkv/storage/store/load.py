@@ -40,7 +40,7 @@ from persistkv.storage.format.pack import (
     decode_frame,
 )
 from persistkv.storage.format.seal import FrameSeal
-from persistkv.storage.index import HeldPack
+from persistkv.storage.store.index import HeldPack
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,11 @@ from persistkv.errors import StoreError
 from persistkv.memory.budget import MemoryShares
 from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import BlockMemory, Rows
-from persistkv.storage.commit_queue import CommitQueue
-from persistkv.storage.committer import describe_shortage
-from persistkv.storage.index import HeldPack
-from persistkv.storage.load import (
+from persistkv.storage.records import StoreCounters, StoreOptions
+from persistkv.storage.store.commit_queue import CommitQueue
+from persistkv.storage.store.committer import describe_shortage
+from persistkv.storage.store.index import HeldPack
+from persistkv.storage.store.load import (
     FrameRead,
     PartRead,
     ReadOutcome,
@@ -22,8 +23,7 @@ from persistkv.storage.load import (
     part_bytes,
     plan_reads,
 )
-from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.records import StoreCounters, StoreOptions
+from persistkv.storage.store.namespace_view import NamespaceView
 
 logger = logging.getLogger(__name__)
 

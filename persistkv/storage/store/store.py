@@ -38,26 +38,26 @@ from persistkv.errors import (
 from persistkv.memory.budget import MAX_IO_THREADS, MemoryShares
 from persistkv.memory.rows import BlockMemory
 from persistkv.storage.backend import Backend
-from persistkv.storage.commit_pipeline import Blocks, plan_packs
-from persistkv.storage.commit_queue import CommitQueue
-from persistkv.storage.committer import Committer, describe_shortage
-from persistkv.storage.deletion import Deleter
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.canary import Canary
-from persistkv.storage.index import Index
-from persistkv.storage.load import ReadOutcome
-from persistkv.storage.loading import Loader
-from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import (
     RequestEnd,
     StoreCounters,
     StoreOptions,
     StoreReport,
 )
-from persistkv.storage.savings import SavingsRecorder
+from persistkv.storage.store.commit_pipeline import Blocks, plan_packs
+from persistkv.storage.store.commit_queue import CommitQueue
+from persistkv.storage.store.committer import Committer, describe_shortage
+from persistkv.storage.store.deletion import Deleter
+from persistkv.storage.store.index import Index
+from persistkv.storage.store.load import ReadOutcome
+from persistkv.storage.store.loading import Loader
+from persistkv.storage.store.namespace_view import NamespaceView
+from persistkv.storage.store.savings import SavingsRecorder
 from persistkv.storage.threads import StoreThreads
 from persistkv.tenants import DEFAULT_TENANT, check_tenant
 

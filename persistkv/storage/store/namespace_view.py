@@ -43,13 +43,13 @@ from persistkv.storage.format.manifest import (
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.format.seal import Seal
-from persistkv.storage.index import HeldPack, Index, set_bounded
 from persistkv.storage.records import (
     RequestEnd,
     StoreCounters,
     StoreOptions,
     StoreReport,
 )
+from persistkv.storage.store.index import HeldPack, Index, set_bounded
 from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,14 @@ from persistkv.errors import StoreError, TenantForgottenError
 from persistkv.memory.rows import ByteArray, StagedBlocks, runs
 from persistkv.memory.scattered import ScatteredBlocks
 from persistkv.storage.backend import CommitBatch, CommitResult
-from persistkv.storage.commit_queue import CommitQueue
-from persistkv.storage.committer import Committer
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
-from persistkv.storage.index import HeldPack
-from persistkv.storage.loading import Loader
-from persistkv.storage.namespace_view import (
+from persistkv.storage.records import StoreCounters, StoreOptions
+from persistkv.storage.store.commit_queue import CommitQueue
+from persistkv.storage.store.committer import Committer
+from persistkv.storage.store.index import HeldPack
+from persistkv.storage.store.loading import Loader
+from persistkv.storage.store.namespace_view import (
     SHORTENED_AT_ONCE,
     NamedRequest,
     NamespaceView,
@@ -35,7 +36,6 @@ from persistkv.storage.namespace_view import (
     read_requests,
     shortened,
 )
-from persistkv.storage.records import StoreCounters, StoreOptions
 
 _MOST_ATTEMPTS = 10
 """Beginnings of a deletion, while other processes replace the same packs."""

@@ -15,12 +15,12 @@ from persistkv.config import parse_durability
 from persistkv.errors import QuotaExceededError, StoreError, TenantForgottenError
 from persistkv.memory.budget import MemoryShares
 from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
-from persistkv.storage.commit_pipeline import Transaction
-from persistkv.storage.commit_queue import CommitQueue
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity.canary import Canary
-from persistkv.storage.namespace_view import NamespaceView, make_manifest
 from persistkv.storage.records import RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.store.commit_pipeline import Transaction
+from persistkv.storage.store.commit_queue import CommitQueue
+from persistkv.storage.store.namespace_view import NamespaceView, make_manifest
 from persistkv.storage.threads import resolve
 
 # repetitions of a commit that another process overtook; the last one does not check for that

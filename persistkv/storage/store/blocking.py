@@ -13,8 +13,8 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.loop_thread import LoopThread
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.savings import Savings, add_savings
-from persistkv.storage.store import Store, start_threads
+from persistkv.storage.store.savings import Savings, add_savings
+from persistkv.storage.store.store import Store, start_threads
 from persistkv.storage.threads import StoreThreads
 from persistkv.tenants import DEFAULT_TENANT
 
@@ -108,7 +108,7 @@ class BlockingStore:
         await asyncio.gather(self.store.flush(), self.store.committer.work())
 
     def add_savings(self, identity: Identity, source: str, part: Savings) -> None:
-        """Record savings; see ``persistkv.storage.savings.add_savings``."""
+        """Record savings; see ``persistkv.storage.store.savings.add_savings``."""
         add = partial(add_savings, self.catalogue.backend, identity, source, part)
         self._wait(self._call(add))
 

@@ -22,14 +22,14 @@ from itertools import islice
 
 from persistkv.config import parse_durability
 from persistkv.memory.budget import MemoryShares
-from persistkv.storage.commit_pipeline import (
+from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store.commit_pipeline import (
     DIRECT_BYTES,
     Staging,
     Transaction,
     divide,
 )
-from persistkv.storage.format.pack_writer import PackWriter, Segment
-from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.threads import resolve
 
 # bound on packs with a pending use: each costs the commit about 10 µs

@@ -516,12 +516,13 @@ class _Builder:
         commit.finish()
 
     def _record_capacity(self, rows: TableRows, catalogue_bytes: int) -> None:
-        """Record the capacity: without a given one, the catalogue may grow to twice its size, and
-        takes at most 1/4."""
-        doubled = 2 * catalogue_bytes
-        for_content = doubled + self._used_bytes + _GROWTH_BYTES
-        least = max(4 * doubled, for_content)
-        capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(least))
+        """Record the given capacity; without one, the default, or as much as the found content
+        needs."""
+        # the catalogue may grow to twice its size, and takes a quarter of the capacity at most
+        grown_bytes = 2 * catalogue_bytes
+        for_content = grown_bytes + self._used_bytes + _GROWTH_BYTES
+        needed = max(4 * grown_bytes, for_content)
+        capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(needed))
         self.capacity = capacity
         write_policy(rows, replace(self._policy, capacity=capacity))
 

@@ -323,10 +323,12 @@ def plan_copies(
 ) -> list[PageCopies]:
     """Plan a transfer: pair the GPU blocks of all groups with places in rows of the primary tier.
 
-    A group uses as many rows as its blocks need. Its first block is paired with sub-block
-    ``block_indices % block_size_factor`` of its first row. The rows of group 0 are first. Copies of
-    several groups with the same tensor and page size are merged. Raise ValueError if a block or row
-    does not exist, or if their numbers do not match.
+    The rows of group 0 are first, then those of group 1, and so on; a group has as many rows as its
+    blocks need. It may begin within a row: its first block, number ``i`` of the request, is paired
+    with place ``i % block_size_factor`` of its first row. Copies of several groups with the same
+    tensor and page size are merged.
+
+    :raises ValueError: a block or row does not exist, or their numbers do not match.
     """
     groups = memory.group_data_refs
     if len(gpu.group_sizes) != len(groups):

@@ -15,6 +15,8 @@ from collections.abc import (
     Sequence,
 )
 from copy import copy
+from functools import partial
+from typing import TypeVar
 
 from persistkv.errors import StoreError
 from persistkv.storage.blobs import (
@@ -29,6 +31,8 @@ from persistkv.storage.format.codec import Buffer
 
 METHODS = ("put", "read", "delete", "list")
 """Methods that can have faults."""
+
+T = TypeVar("T")
 
 
 class MemoryBlobs(Blobs):
@@ -245,6 +249,7 @@ class FaultyBlobs(Blobs):
         try:
             self._begin("put", name)
         except _PostponedError as error:
+            # a copy, because the caller may change the pieces after this call
             data = b"".join(pieces)
             self._postpone(lambda: self.inner.put(name, [data]))
             raise UnavailableError(str(error)) from None
@@ -262,25 +267,22 @@ class FaultyBlobs(Blobs):
 
     def delete(self, names: Sequence[str]) -> None:
         names = tuple(names)
-        subject = " ".join(names)
-        try:
-            self._begin("delete", subject)
-        except _PostponedError as error:
-            self._postpone(lambda: self.inner.delete(names))
-            raise UnavailableError(str(error)) from None
-        self.inner.delete(names)
-        self._end("delete", subject)
+        self._delete(names, partial(self.inner.delete, names))
 
     def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
+        return self._delete(names, partial(self.inner.erase, prefix, names))
+
+    def _delete(self, names: Iterable[str], effect: Callable[[], T]) -> T:
+        """Run a deletion between its faults, or postpone it; return its result."""
         subject = " ".join(names)
         try:
             self._begin("delete", subject)
         except _PostponedError as error:
-            self._postpone(lambda: self.inner.erase(prefix, names))
+            self._postpone(effect)
             raise UnavailableError(str(error)) from None
-        left = self.inner.erase(prefix, names)
+        result = effect()
         self._end("delete", subject)
-        return left
+        return result
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         self._begin("list", prefix)
@@ -318,7 +320,10 @@ class FaultyBlobs(Blobs):
         self._end("list", prefix)
 
     def _begin(self, method: str, subject: str) -> None:
-        """Record a call, and run its faults before its effect; one of them may raise."""
+        """Record a call, and run its faults before its effect; one of them may raise.
+
+        :raises _PostponedError: the effect is postponed; the caller keeps it for ``run_postponed``.
+        """
         self.calls.append((method, subject))
         for fault in list(self._before[method]):
             fault(subject)

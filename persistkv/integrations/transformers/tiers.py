@@ -99,9 +99,9 @@ class Tiers:
                 if isinstance(tier, PersistentTier):
                     self.persistent.append(tier)
         self._lookup_deadline_s = lookup_deadline_s
-        # Requests that were not released yet: running ones, and ended ones whose device blocks are
-        # still read.
-        self._live: dict[str, Callable[[], None]] = {}
+        self._on_released: dict[str, Callable[[], None]] = {}
+        """By request, the function to call when it is released. It has the running requests, and
+        ended ones whose device blocks are still read."""
         self.running: dict[str, int] = {}
         # requests whose persistence can be asked for, oldest first
         self._known: dict[str, None] = {}
@@ -122,7 +122,7 @@ class Tiers:
     ) -> None:
         """Register a request of the scheduler that may use ``num_blocks`` device blocks of each
         group; ``on_released`` is called when they are no longer read after its end."""
-        self._live[req_id] = on_released
+        self._on_released[req_id] = on_released
         self.running[req_id] = num_blocks
         self._known[req_id] = None
         if len(self._known) > REMEMBERED_ENDS:
@@ -160,7 +160,8 @@ class Tiers:
         output = self.scheduler.update_connector_output(finished)
         self.scheduler.take_events()
         for req_id in output.released:
-            self._live.pop(req_id)()
+            on_released = self._on_released.pop(req_id)
+            on_released()
         return output.loads
 
     def match(self, req_id: str, num_computed_tokens: int) -> int:
@@ -246,7 +247,7 @@ class Tiers:
         first.
         """
         self.step(wait=True)
-        while any(req_id not in self.running for req_id in self._live):
+        while any(req_id not in self.running for req_id in self._on_released):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)  # a store may wait for room in the primary tier

@@ -118,14 +118,16 @@ class StoreKeys:
         :raises StoreError: the medium failed.
         """
         with self._lock:
-            wanted = self._known().lacking(tenants)
-            if not wanted:
+            lacking = self._known().lacking(tenants)
+            if not lacking:
                 return
-            names = self._names
-            there = self._medium.listed(names.tenants)
-            known = {names.tenant(key_id) for key_id in self._known().keys}
-            self._add(info.name for info in there if info.name not in known)
-            for data_key in map(DataKey.new, self._known().lacking(wanted)):
+            # first the keys that other engines have made
+            known = {self._names.tenant(key_id) for key_id in self._known().keys}
+            listed = self._medium.listed(self._names.tenants)
+            self._add(info.name for info in listed if info.name not in known)
+            for tenant in self._known().lacking(lacking):
+                data_key = DataKey.new(tenant)
+                # it seals nothing before it is durable
                 self._put_tenant(data_key)
                 self._keyring = self._known().extended([data_key])
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -216,25 +216,24 @@ class PackBlobs:
         blob = self._names.pack(name)
         length = run.end - run.start
         buffers = _followed(run.buffers, take)
-        is_missing = False
-        try:
+        is_too_short = False
+        with suppress(BlobMissingError):
             done = self._medium.blobs.read(blob, run.start, length, buffers)
             if done == length:
                 return True
-        except BlobMissingError:
-            is_missing = True
-        # a blob that is too short was changed: it counts as missing
-        if self._is_lost(blob, is_missing=is_missing):
+            is_too_short = True
+        if self._is_lost(blob, is_too_short=is_too_short):
             self._on_missing(name)
         return False
 
-    def _is_lost(self, blob: str, *, is_missing: bool) -> bool:
-        """Return whether a pack whose read has failed is gone. In a directory that is not mounted
-        at present, every blob is missing."""
+    def _is_lost(self, blob: str, *, is_too_short: bool) -> bool:
+        """Return whether a pack whose read has failed is gone: its blob is too short, which only a
+        change of it explains, or missing, also at a second look."""
         medium = self._medium
+        # in a directory that is not mounted at present, every blob is missing
         if not medium.exists(medium.names.policy):
             return False
-        return not is_missing or not medium.exists(blob)
+        return is_too_short or not medium.exists(blob)
 
     def _ranges(
         self,

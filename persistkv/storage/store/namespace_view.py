@@ -620,8 +620,11 @@ class NamespaceView:
                 return
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
-        """Delete packs. Return False, and delete none, if another process has committed since the
-        last refresh: it may have replaced them. If the store fails, the packs stay suspects.
+        """Delete packs, and apply the deletion to the index.
+
+        :returns: False: none is deleted, because another process has committed since the last
+            refresh, and may have replaced them. True: they are deleted, or the store has failed,
+            which is logged; then they stay suspects.
         """
         try:
             batch = await self._shorten(bad)
@@ -629,7 +632,7 @@ class NamespaceView:
                 return False
             result = await self.commit(replace(batch, bad=bad, seen=self.cursor))
         except TenantForgottenError:
-            # the caller drops what it has accepted
+            # no failure of the store: the caller drops the blocks of the tenant
             raise
         except StoreError as error:
             self.log_failure(error)

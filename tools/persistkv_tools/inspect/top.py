@@ -183,7 +183,7 @@ class Watch:
     def __init__(self, url: str, backend: Backend) -> None:
         self._url = url
         self._backend = backend
-        self._before: dict[str, EngineStatus] = {}
+        self._last_statuses: dict[str, EngineStatus] = {}
         self._rates: dict[str, Rates] = {}
         self._savings = savings.RecentSavings()
 
@@ -201,8 +201,8 @@ class Watch:
                 models[space.id.hex()] = space.identity.model_name
         engines: list[EngineView] = []
         for status in statuses:
-            # engines publish less often than a short interval looks: an equal row is the same one
-            before = self._before.get(status.engine)
+            before = self._last_statuses.get(status.engine)
+            # an engine may publish less often than this method is called: its rates stay meanwhile
             if before is not None and status.time > before.time:
                 self._rates[status.engine] = _rates(before, status)
             view = render.view_of(
@@ -215,7 +215,7 @@ class Watch:
                 rates=self._rates.get(status.engine),
             )
             engines.append(view)
-        self._before = {status.engine: status for status in statuses}
+        self._last_statuses = {status.engine: status for status in statuses}
         stats = self._backend.stats()
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
         # those that have ended are last; the sort is stable

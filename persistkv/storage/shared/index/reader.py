@@ -132,12 +132,13 @@ class IndexReader:
             latest = decode_latest(body)
         except (BlobMissingError, CorruptPackError):
             return None
-        # an old version of it names objects that were deleted long ago
+        # not again: the objects that it names may have been deleted since
         if latest == self._followed:
             return latest
         named: list[BlobInfo] = []
         for name, size in latest.recent:
             if self._names.level(name):
+                # the time is that of a commit's arrival: objects of the index need none
                 named.append(BlobInfo(name, size, 0.0))
         missing = self.read_objects(named)
         if missing:

@@ -471,8 +471,10 @@ class Replica:
                 application = Application(rows, self.namespace, self._forgotten)
                 application.apply(delta)
                 if name:
+                    # that of before, or of an object of this call, stays
                     includer = self.includers.get(name, "")
                     includers.setdefault(name, includer)
+                # this object includes others, which need not be read
                 includers.update(dict.fromkeys(delta.includes, name))
             self._put_includers(rows, includers)
             after = read_state(rows, self.namespace).cursor
@@ -480,11 +482,13 @@ class Replica:
         return before, after
 
     def _put_includers(self, rows: TableRows, includers: Mapping[str, str]) -> None:
+        """Write the rows of contained objects, each with its includer; empty: there is none."""
         for name, includer in includers.items():
             value = b"\1" + includer.encode() if includer else b"\0"
             rows.put(CONTAINED, name.encode(), value)
 
     def _note_includers(self, includers: Mapping[str, str]) -> None:
+        """Update the memory after ``_put_includers``, once its transaction is committed."""
         for name, includer in includers.items():
             self.contained[name] = bool(includer)
             if includer:

@@ -161,6 +161,7 @@ class Database:
         self._policy = policy
         self.keys = keys
         self._keyring_id: str | None = None
+        """Of the keys with which ``seal`` was made."""
         self.seal: Seal = PLAIN
         """Seals rows and packs; valid while the environment is open."""
         self.map_lock = MapLock()
@@ -168,6 +169,7 @@ class Database:
         self._env: lmdb.Environment
         self._databases: Mapping[str, _Database] = {}
         self._file_ids: Sequence[files.FileId | None] = ()
+        """Ids of the open files, to notice other files in their place."""
         self.shares = Shares(0, False, 0)  # valid within a write transaction
         # present bound of ``data.mdb``; valid within a write transaction
         self.map_bytes = 0

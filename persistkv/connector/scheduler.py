@@ -302,12 +302,16 @@ class OffloadingConnectorScheduler:
         has_windows = any(spec.sliding_window for spec in groups)
         self._max_load_blocks = max_load_blocks if has_windows else None
         self._requests: dict[str, _ScheduledRequest] = {}
+        """By id: those that are not finished, or have transfers in flight or to plan."""
         # requests with new blocks to store, by id
         self._to_plan: dict[str, _ScheduledRequest] = {}
         self._transfers: dict[int, _PlannedTransfer] = {}
+        """By job id: planned, and not ended."""
         self._job_ids = count()
         self._loads: list[TransferJob] = []
+        """Planned since the last ``build_connector_meta``."""
         self._released: list[str] = []
+        """Ids of requests that have ended, for the next ``ConnectorOutput``."""
         # length of the engine's keys, known from the first one on
         self._key_bytes: int | None = None
 

@@ -35,6 +35,7 @@ class OffloadingConnectorWorker:
         # handlers by the ids of their transfers in flight
         self._owners: dict[int, OffloadingHandler] = {}
         self._not_started: list[TransferResult] = []
+        """Results of transfers that could not be started."""
 
     def start(self, metadata: ConnectorMetadata) -> None:
         """Start the transfers of one step, loads first because requests wait for them.

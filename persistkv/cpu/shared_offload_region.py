@@ -108,7 +108,9 @@ class SharedOffloadRegion:
         self.num_workers = num_workers
         self.cpu_page_size = cpu_page_size
         self._next_offset = 0
+        """Offset in this worker's cell of the next KV tensor's part."""
         self._cuda: CudaRuntime | None = None
+        """Set while rows are registered with CUDA."""
         # addresses of the ranges that are registered with CUDA
         self._pinned: list[int] = []
         self._file: RegionFile | None = None

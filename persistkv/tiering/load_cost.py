@@ -123,6 +123,7 @@ class LoadTimes:
         self._by_class: dict[int, _Usual] = {}
         self._sizes: list[_Usual] = []  # ascending
         self._slowdown = 1.0
+        """Present factor of all usual times."""
         # by job: bytes in flight before it, and its own
         self._in_flight: dict[int, tuple[int, int]] = {}
         self._queued_bytes = 0

@@ -209,6 +209,7 @@ class PersistentTier(SecondaryTierManager):
         self._ended: dict[str, bool] = {}
         self._loads: dict[int, _Load] = {}  # in flight
         self._detached = False
+        """Whether the store is not used any more, see ``detach``."""
         self._prefetches: deque[Choice | StoredContext] = deque(maxlen=_MOST_PREFETCHES)
         # answer to a prefetch whose keys were given
         self._known: list[StoredContext] | None = None

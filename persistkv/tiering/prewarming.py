@@ -44,8 +44,11 @@ class Prewarming:
         self._max_blocks = max_blocks
         self._contexts: deque[StoredContext] = deque()
         self._asked_at: float | None = None
+        """Monotonic time of the question that the tier has not answered."""
         self._gives_up = time.monotonic() + _PATIENCE_S
+        """Monotonic time at which a tier without any answer is given up."""
         self._answered = False
+        """Whether the tier has answered once."""
         self.ended = max_blocks <= 0
         """Whether all recently used contexts were returned, or the tier has not answered for a
         minute: an engine must not take steps forever because of it."""

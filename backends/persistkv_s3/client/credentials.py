@@ -41,8 +41,11 @@ class DeferredCredentials:
         self._find = find
         self._lock = threading.Lock()
         self._found: Any = None
+        """Credentials of botocore, which know when they expire; None: none were found yet."""
         self._frozen: Any = None
+        """Their values."""
         self._search: Future[None] | None = None
+        """The last search; it may run."""
         self._search_began = 0.0
 
     def ensure(self, deadline: Deadline, what: str) -> None:

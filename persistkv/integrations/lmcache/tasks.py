@@ -39,9 +39,11 @@ class TaskQueue:
         self._completions = CompletionQueue()
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}
+        """In progress, by id."""
         self._started: dict[int, _Started] = {}
         """Calls by their number in the queue."""
         self._done: dict[int, list[bool]] = {}
+        """Results of tasks that have ended, by id, until they are taken."""
         self._next = 0
 
     def fileno(self) -> int:

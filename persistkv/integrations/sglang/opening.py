@@ -34,6 +34,7 @@ class StoreOpener:
         self._store: BlockStore | None = None
         self._is_closed = False
         self._retry_at = 0.0
+        """Monotonic time before which no other attempt is made."""
         self._attempt = self._begin()
         try:
             self._attempt.result(timeout_s)

@@ -189,7 +189,9 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
         self._by_hash: dict[bytes, int] = {}
+        """Published blocks: hash of the tokens → block."""
         self._hashes: dict[int, bytes] = {}
+        """Published blocks: block → hash of the tokens."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Published blocks without references, in eviction order."""
 

@@ -82,10 +82,14 @@ class ForwardRecord:
         self.prefill_tokens = 0
         self.prefill_s = 0.0
         self._prefill_begin: float | None = None
+        """Time at which the present prefill began; None: none is being measured."""
         self._restored = restored
         self._calls: list[tuple[int, torch.Tensor]] = []
+        """Position and token ids of each observed call."""
         self._positions: list[tuple[int, torch.Tensor]] = []
+        """Position of a call, and the ``position_ids`` that it was given."""
         self._mask: torch.Tensor | None = None
+        """The last attention mask; None: no call had any."""
         # weakly, because the hook would keep the cache, and its KV, as long as the model
         self._cache = weakref.ref(cache)
         handles = [

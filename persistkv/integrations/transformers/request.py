@@ -46,6 +46,7 @@ class BlockHashChain:
         self.hashes: list[bytes] = []
         self._block_bytes = 4 * block_size
         self._tail = b""
+        """Bytes of the tokens after the last full block."""
         root = _ROOT
         if tenant not in (None, DEFAULT_TENANT):
             # names have no control characters: this cannot be the start of a salt
@@ -137,6 +138,7 @@ class Request:
         self._chain = BlockHashChain(device.block_size, salt, tenant)
         self._stats = RequestStats()
         self._tokens: list[int] = []
+        """Of the answer, so far."""
         self._logits = torch.empty(0)
         self.ended = False
         # full blocks of the tokens with KV; the tables are empty once the blocks are released

@@ -85,9 +85,12 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         num_chunks = int(len(primary_kv_view) * self.options.share)
         self._prewarming = Prewarming(self._tier, num_chunks)
         self._contexts = 0
+        """Number of contexts so far."""
         self._context: ReqContext | None = None  # that is being promoted
         self._keys: list[OffloadKey] = []
+        """Keys of the context's chunks that are not promoted yet."""
         self._gives_up = 0.0
+        """Monotonic time at which the promotion of the context is given up."""
         self._passed_over: list[JobResult] = []
 
     def serve_external_requests(self, parent: ParentManager) -> None:

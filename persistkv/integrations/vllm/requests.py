@@ -269,8 +269,11 @@ class LiveRequest(RequestDescription):
         self._position = position
         self._group_tokens = group_tokens
         self._ends: dict[OffloadKey, int] = {}
+        """Key → tokens of the request up to the end of its chunk."""
         self._lists_keys = True
+        """Whether the positions of all stored chunks are known: then contexts list their keys."""
         self._is_long: bool | None = None
+        """Whether the request has ``min_tokens``; None: not known yet."""
 
     @property
     def context(self) -> ReqContext:

@@ -84,7 +84,9 @@ class Quotas:
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows
         self._found: dict[bytes, TenantTotals] = {}
+        """Totals of tenants that were read or changed, by the digest of the tenant's name."""
         self._before: dict[bytes, TenantTotals] = {}
+        """The same totals as they were read."""
         self._expected: dict[bytes, int] = {}
         # bytes of the packs that this transaction has added, by the tenant's digest
         self._added: dict[bytes, int] = {}

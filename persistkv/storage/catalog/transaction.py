@@ -141,7 +141,9 @@ class CatalogTransaction:
         self.quotas = Quotas(rows)
         """Totals and quotas of tenants."""
         self._states: dict[bytes, NamespaceState] = {}
+        """By namespace that this transaction has read or changed: its totals."""
         self._before: dict[bytes, bytes] = {}
+        """The rows of ``_states`` as they were read."""
         self._state = self._state_of(namespace)
 
     @property

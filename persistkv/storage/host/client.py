@@ -195,9 +195,11 @@ class StoreClient:
         self.wants_all = False
         """Whether store jobs must be submitted even if ``table`` contains all of their keys."""
         self._others_load = False
+        """Whether other tiers of the engine load blocks (``loaded_elsewhere``)."""
         self._in_flight = InFlight(max_queue_bytes)
         self._answers = Answers()
         self._next_look = 0.0
+        """Monotonic time of the next look after the host."""
         self._open_failures = _OpenFailures(hello.url.partition("?")[0])
 
     @property

@@ -67,7 +67,9 @@ class InFlight:
         self._ends: dict[str, int] = {}  # bytes of the request ends in flight
         self._end_bytes = 0
         self._outcomes: list[JobOutcome] = []
+        """Of jobs that have ended, for ``take_outcomes``."""
         self._persisted: dict[str, bool] = {}
+        """By request whose end was answered, whether all its blocks are durable."""
 
     @property
     def num_jobs(self) -> int:

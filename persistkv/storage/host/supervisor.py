@@ -139,8 +139,10 @@ class ProcessHost(Host):
         self._region_bytes = region_bytes
         self._engine_pidfd = os.pidfd_open(os.getpid())
         self._pidfd: int | None = None
+        """Of the host process, which sends it; None: it runs no code of the host yet."""
         self._socket: socket.socket | None = None
         self._spawner: subprocess.Popen[bytes] | None = None
+        """The started interpreter, whose child is the host."""
 
     def start(self) -> Connection:
         self._forget()
@@ -300,9 +302,13 @@ class Watchdog:
         """Time limit: seconds that the host may be silent. The owner may change it."""
         self._cpu_wait_s = cpu_wait_s
         self._heard = 0.0
+        """Monotonic time of the last message."""
         self._asked: float | None = None
+        """Time of the unanswered ping, less ``_cpu_wait_s`` at that time; None: there is none."""
         self._late_deadline = math.inf
+        """The deadline that has passed; infinity: there is none."""
         self._late_since = 0.0
+        """Time since which it has passed, less ``_cpu_wait_s`` at that time."""
 
     def restart_timer(self) -> None:
         """Restart the timer. Call it when the host has sent a message, or when an answer becomes
@@ -426,8 +432,11 @@ class Supervisor:
         self.opening_watchdog_s = max(watchdog_s, least_start_s)
         self.watchdog = Watchdog(watchdog_s, host.cpu_wait_s)
         self._backoff_s = _FIRST_BACKOFF_S
+        """Pause before the next start after a failure."""
         self._start_at = 0.0
+        """Monotonic time before which no host is started."""
         self._opened_at: float | None = None
+        """Monotonic time at which the host opened the store; None: it has not."""
         self.uses_rows = False
         """Whether a host may use rows: from the first message to it until it sends ``Ended`` or
         exits."""

@@ -48,6 +48,7 @@ class RequestEnds:
         self._ends: list[RequestEnd] = []
         self._num_bytes = 0
         self._oldest_at = 0.0
+        """Monotonic time of the oldest end."""
 
     def __bool__(self) -> bool:
         return bool(self._ends)
@@ -110,7 +111,9 @@ class CommitQueue:
         is_delayed = interval_s is not None
         self._make_writer = make_writer
         self._copies_all = is_delayed or remote
+        """Whether large blocks are copied, too, instead of being written from rows."""
         self._max_bytes = shares.transaction
+        """Of one transaction."""
         if remote:
             # Such a driver holds at most ``CommitBatch.memory`` bytes at once. Its transactions
             # only have to end soon.
@@ -120,6 +123,7 @@ class CommitQueue:
         self.staging = Staging(shares.staged, max_age_s, gather_all=is_delayed)
         self.ends = RequestEnds(shares.ends, interval_s)
         self._direct: list[PackWriter] = []
+        """Packs of the next commit that are written from rows."""
         self._writes: dict[PackWriter, asyncio.Future[bool]] = {}
         """For each pack that is written from rows, a future that ends with its transaction."""
         self._in_flight: dict[bytes, asyncio.Future[bool]] = {}
@@ -127,6 +131,7 @@ class CommitQueue:
         self.losses: Counter[str] = Counter()
         """Tenant → how often its content was dropped because it was forgotten."""
         self._touched: dict[bytes, None] = {}
+        """Ids of used packs, for the next commit; an ordered set."""
         self._freed = asyncio.Event()
 
     # Blocks

@@ -68,6 +68,7 @@ class Committer:
         self._committed_at = time.monotonic()
         self._refreshed_at = self._committed_at
         self._flushes: list[asyncio.Future[None]] = []
+        """Of the calls of ``flush``: each is set at the end of the commit that it waits for."""
         self._has_work = asyncio.Event()
         self.turn = asyncio.Lock()
         """Held during ``work``. Another task that changes the catalogue acquires it, too."""

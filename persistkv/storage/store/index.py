@@ -108,10 +108,14 @@ class LookupTable:
 
     def __init__(self) -> None:
         self._retired: list[mmap.mmap] = []
+        """Memory of previous tables, which ``release_some`` releases."""
         self._released = 0
+        """Bytes of the first of them that are released."""
         self._collisions: dict[bytes, None] = {}
+        """See ``set_collisions``; an ordered set."""
         self._memory: mmap.mmap | None = None
         self._table: tuple[memoryview, int] = (memoryview(bytes(16)).cast("Q"), 1)
+        """The slots, and their number. One value, because other threads read it."""
 
     def map(self, fd: int, slots: int) -> None:
         """Map a table that the host sent, in place of the previous one, which ``release_some``
@@ -450,8 +454,11 @@ class Index:
         self._most_keys = most_keys
         self._table = _FingerprintTable(0)
         self._new: _FingerprintTable | None = None
+        """A larger table that will replace ``_table``: both get new entries meanwhile."""
         self._prefaulted = 0
+        """Number of slots of ``_new`` whose memory is allocated."""
         self._copied = 0
+        """Number of slots of ``_table`` whose entries are in ``_new``."""
         self._retired: list[_FingerprintTable] = []
         """Replaced tables that a reader may map: at most the one that it uses, and the one that was
         shared last."""
@@ -461,6 +468,7 @@ class Index:
         """The table that was shared last."""
         self._packs = _PackNumbers()
         self._last = 0
+        """The number that was assigned last to a pack."""
         self._num_adopted = 0
         self.reloads = 0
         """Number of calls of ``reload``."""

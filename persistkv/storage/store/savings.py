@@ -123,11 +123,13 @@ class SavingsRecorder:
         self._namespace = identity.digest
         self._model = identity.model_name
         self._folded_day = 0
+        """The day on which older notes were added up last."""
         # calls of ``add``: all of them, and those that the last write included
         self._num_added = self._num_written = 0
         self._begin(today())
         self.interval_s = _LOCAL_S
         self.prefill = (0, 0.0)
+        """Tokens of measured prefills in this namespace, and their seconds."""
         if backend.capabilities.remote:
             self.interval_s = _REMOTE_S
         else:

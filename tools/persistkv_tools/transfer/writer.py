@@ -76,8 +76,10 @@ class _NamespaceWriter:
         self._packs = NamespacePacks(backend, self._namespace)
         """Packs that the target holds, and those that wait for the next commit."""
         self._waiting: list[PackCopy] = []
+        """Packs for the next commit."""
         self._offered: set[bytes] = set()
         self._written_requests: list[str] = []
+        """Ids of the requests that were written."""
         self._written_keys: list[bytes] = []
         """One key of each pack that was written."""
         self._held_requests = self._present()

@@ -42,7 +42,9 @@ class GuardedTier:
         self.watch = watch
         self._make_tier = make_tier
         self._opening: threading.Thread | None = None
+        """The thread that opens a tier; set until the engine's thread has seen its end."""
         self._opened: PersistentTier | None = None
+        """The tier that the thread has opened."""
         self._clock = clock
         self._called = clock()
         self.dropped_blocks = 0
@@ -57,6 +59,7 @@ class GuardedTier:
         self._loaded: list[JobResult] = []
         """Results of loads that wait for their comparisons."""
         self._finished: list[JobResult] = []
+        """Results for the next ``get_finished_jobs``."""
         self._is_detached = False
 
     @property

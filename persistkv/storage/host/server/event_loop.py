@@ -59,6 +59,7 @@ class _Server:
         self._session: Session | None = None
         self._is_ending = False
         self._has_begun_end = False
+        """See ``_begin_end``."""
 
     async def run(self) -> None:
         """Serve the engine until it sends ``End``, closes the connection or dies; then close the

@@ -46,9 +46,13 @@ class Follower:
         self._merger = merger
         self._refresh_s = refresh_s
         self._used_at = self._clock.monotonic()
+        """Monotonic time of the last use, like the following times."""
         self._follow_at = math.inf
+        """When ``latest`` is read again."""
         self._list_at = math.inf
+        """When the index is listed again."""
         self._inbox_at = -math.inf
+        """When the inbox is listed again, together with the index."""
         self._is_merged_regularly = False
         """Whether another engine merges regularly, as ``latest`` has shown."""
 

@@ -126,6 +126,7 @@ class Merger:
         return self._clock.monotonic() >= self._merge_at()
 
     def _merge_at(self) -> float:
+        """Return the monotonic time of the next merge."""
         now = self._clock.monotonic()
         return self.schedule.due_at(now, self._oldest_own())
 
@@ -195,6 +196,7 @@ class Merger:
         self._plan_base()
 
     def _note_latest(self, latest: Latest) -> None:
+        """Pass on to the schedule which engine has merged last, and when."""
         self.last_writer = latest.writer
         self.schedule.note_latest(
             self._clock.monotonic(),
@@ -255,9 +257,11 @@ class Merger:
         carried = self._included_in(older.values())
         includes = [*deltas, *older, *carried]
         segment = union(contents, includes)
-        is_found_others = not self.own.keys() >= deltas.keys()
+        # whether other engines commit, too, decides which engine merges
+        found_others = not self.own.keys() >= deltas.keys()
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
+            # their tombstones are durable now
             self.deletions.add_packs(removals.packs)
             if self.last_writer != self.writer:
                 # Another engine may have merged at the same time. ``latest`` must name its segment,
@@ -271,7 +275,7 @@ class Merger:
         is_incomplete = num_removed >= _MOST_EVICTED or len(new) > len(some)
         self.schedule.end_merge(
             found=bool(deltas),
-            found_others=is_found_others,
+            found_others=found_others,
             incomplete=is_incomplete,
         )
         self._plan_base()
@@ -436,6 +440,8 @@ class Merger:
         return self._names.new_index(level, now, self._clock.random)
 
     def _note_written(self, info: BlobInfo) -> None:
+        """Remember an object of the index that this handle has written, as if a list had shown
+        it."""
         reader = self._reader
         reader.listed[info.name] = info
         reader.remember([info])
@@ -497,7 +503,7 @@ class Merger:
         contained = self._replica.contained
         listed = self._reader.listed
         for name, info in listed.items():
-            # or it was not read
+            # without an entry, it was not read: then it counts as included
             is_included = contained.get(name, True)
             if is_included:
                 continue

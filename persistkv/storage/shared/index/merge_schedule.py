@@ -48,8 +48,11 @@ class MergeSchedule:
     def __init__(self, random: Callable[[], float]) -> None:
         self._random = random
         self._jitter_s = _JITTER_S * random()
+        """Of this engine: others that wait for the same time differ."""
         self._merged_at = -math.inf
+        """Time of the last merge."""
         self._committed_at = -math.inf
+        """Time of the last own commit."""
         self._is_regular = False
         """Whether this engine has written ``latest``."""
         self._announced_at = -math.inf

@@ -67,7 +67,7 @@ from persistkv.storage.shared.replica.rows import (
 )
 from persistkv.tenants import DEFAULT_TENANT, tenant_digest
 
-# of what decides between two equal versions of a request
+# keys blob, offset, length, 0: the part of a request's entry that ``_content_digest`` packs
 _PLACE = struct.Struct("<16sQQQ")
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class Application:
         self._order = TimedOrder(rows)
         self._catalogue = CatalogTransaction(rows, None, namespace, order=self._order)
         self._grown = 0
+        """Bytes by which the content of the store has grown, as the capacity counts it."""
 
     def apply(self, delta: Delta) -> None:
         packs: Sequence[PackEntry] = delta.packs
@@ -376,8 +377,8 @@ class Application:
 
 
 def _content_digest(entry: ManifestEntry) -> bytes:
-    """Return a digest of the content of a version of a request. Of two equal versions, the one with
-    the greater digest counts."""
+    """Return a digest of the content of a version of a request. Two engines may write equal
+    versions at the same time: then the one with the greater digest counts, in all replicas."""
     place = _PLACE.pack(entry.keys, entry.offset, entry.length, 0)
     content = b"".join([entry.head, entry.packs, entry.keys, place])
     return blake2b(content, digest_size=16).digest()
@@ -399,10 +400,13 @@ class _Additions:
         self._state = state
         self._order = order
         self._packs: list[tuple[bytes, bytes]] = []
+        """Rows of ``PACKS``; the next lists are rows of the tables of their names."""
         self._blobs: list[tuple[bytes, bytes]] = []
         self._uses: list[tuple[bytes, bytes]] = []
         self._places: list[tuple[bytes, bytes]] = []
+        """Rows of ``ORDER``: places in the eviction order."""
         self._tenant_places: list[tuple[bytes, bytes]] = []
+        """Rows of ``TENANT_ORDER``."""
         self._tenants: dict[str, TenantTotals] = {}
         """What the new packs add to the totals of each tenant except the default one."""
 

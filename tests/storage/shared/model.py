@@ -216,6 +216,14 @@ class Model:
                 found.add(name)
         return found
 
+    def dropped_requests(self, ended: Ended) -> set[str]:
+        """Return the requests that an engine has dropped, for example because their ttl passed."""
+        return {
+            name
+            for name, held in self.requests.items()
+            if held.digest in ended.requests
+        }
+
 
 class View(NamedTuple):
     """Content in the view of a handle."""

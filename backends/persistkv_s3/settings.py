@@ -127,6 +127,7 @@ def _versioning(
 
 
 def _lifecycle(rules: Sequence[Rule], prefix: str) -> Iterator[tuple[Level, str, str]]:
+    """Yield the effects of the bucket's lifecycle rules."""
     outcomes: list[tuple[Level, str, str]] = []
     for rule in rules:
         outcomes += _expiry(rule, prefix)
@@ -138,6 +139,7 @@ def _lifecycle(rules: Sequence[Rule], prefix: str) -> Iterator[tuple[Level, str,
 
 
 def _expiry(rule: Rule, prefix: str) -> Iterator[tuple[Level, str, str]]:
+    """Yield the effect of a rule that expires objects of the store."""
     expiration = rule.content.get("Expiration", {})
     when = expiration.get("Days", expiration.get("Date"))
     if when is None:  # only of delete markers
@@ -159,6 +161,7 @@ def _expiry(rule: Rule, prefix: str) -> Iterator[tuple[Level, str, str]]:
 
 
 def _transitions(rule: Rule) -> Iterator[tuple[Level, str, str]]:
+    """Yield the effects of a rule that moves objects to other storage classes."""
     classes = _storage_classes(rule)
     archives = sorted(_ARCHIVES.intersection(classes))
     if archives:
@@ -185,6 +188,7 @@ def _storage_classes(rule: Rule) -> set[str]:
 
 
 def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[tuple[Level, str, str]]:
+    """Yield the effects of Intelligent-Tiering: archived objects cannot be read."""
     configurations = found.get("IntelligentTieringConfigurationList", ())
     archiving = [
         rule for rule in _rules(configurations, prefix) if rule.content.get("Tierings")
@@ -204,6 +208,7 @@ def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[tuple[Level, str
 
 
 def _object_lock(found: Mapping[str, Any]) -> Iterator[tuple[Level, str, str]]:
+    """Yield whether objects can be deleted: a lock keeps the space of deleted ones."""
     configuration = found.get("ObjectLockConfiguration", {})
     retention = configuration.get("Rule", {}).get("DefaultRetention", {})
     if retention:

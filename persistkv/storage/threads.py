@@ -306,6 +306,7 @@ class ThreadPool:
                 worker.join()
 
     def _cancel_queued(self) -> None:
+        """Cancel the calls that have not begun."""
         while not self._queue.empty():
             with suppress(Empty):
                 queued = self._queue.get_nowait()

@@ -413,6 +413,7 @@ class PersistentTier(SecondaryTierManager):
         decision: LoadDecision | None,
         load_s: float,
     ) -> None:
+        """Count a request by the reason for the use of its blocks, and report it to the host."""
         self.load_counts[reason] += 1
         compute_s = None if decision is None else decision.compute_s
         known_s = load_s if math.isfinite(load_s) else None

@@ -65,6 +65,7 @@ def manual(
 
 
 def _command(name: str, command: Command) -> Iterator[str]:
+    """Yield the lines of the manual page about one command."""
     yield f".SS {_escape(usage_of(name, command))}"
     for paragraph in (getdoc(command.function) or "").split("\n\n"):
         yield ".PP"
@@ -75,6 +76,7 @@ def _command(name: str, command: Command) -> Iterator[str]:
 
 
 def _options(parser: ArgumentParser) -> Iterator[str]:
+    """Yield the lines of the manual page about the options of a parser."""
     actions: list[Action] = parser._actions  # argparse has no public list of them
     for action in actions:
         if not action.option_strings:

@@ -209,6 +209,7 @@ def _defect(
     group: int | None = None,
     offset: int | None = None,
 ) -> Defect:
+    """Return a defect of a pack."""
     return Defect(
         problem=problem,
         detail=detail,

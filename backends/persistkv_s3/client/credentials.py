@@ -83,6 +83,7 @@ class DeferredCredentials:
         return expires is None or not expires(seconds)
 
     def _is_due(self, valid: bool) -> bool:
+        """Return whether to search now, in place of a search that has ended or hangs."""
         if self._search is None:
             return True
         age = time.monotonic() - self._search_began
@@ -91,6 +92,7 @@ class DeferredCredentials:
         return not valid or age >= _PAUSE_S
 
     def _start(self, what: str, valid: bool) -> None:
+        """Search in a daemon thread: a metadata server may not answer."""
         self._search = search = Future[None]()
         self._search_began = time.monotonic()
         name = "persistkv-s3-credentials"

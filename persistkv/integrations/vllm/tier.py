@@ -490,6 +490,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._end_request(request)
 
     def _end_request(self, request: LiveRequest) -> None:
+        """Report which blocks the request restored, and end its context in the store if it has
+        any."""
         restored = request.loads.restored
         if restored:
             self._guard.on_restored(restored, request.context, request.epoch)

@@ -521,6 +521,7 @@ class KeySeal(Seal):
         return DataKey(key_id, tenant, body[:SECRET_BYTES])
 
     def _key_of(self, tenant: str) -> DataKey:
+        """Return the data key that seals new content of a tenant."""
         key = self._keyring().of(tenant)
         if key is None:
             # another handle of the store has made it

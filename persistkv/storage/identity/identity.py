@@ -136,6 +136,7 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
 
 
 def _canonical(fields: Any) -> bytes:
+    """Return JSON of which equal fields have equal bytes."""
     return json.dumps(
         fields,
         sort_keys=True,

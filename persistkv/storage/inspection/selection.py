@@ -95,6 +95,7 @@ class Selection(msgspec.Struct, frozen=True):
         return self.fewer_bytes_than is None or size < self.fewer_bytes_than
 
     def _takes_labels(self, manifest: RequestManifest) -> bool:
+        """Return whether a request has all labels of the selection."""
         for name, value in self.labels:
             if name not in manifest.labels:
                 return False

@@ -718,6 +718,7 @@ def _translated() -> Iterator[None]:
 
 
 def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:
+    """Commit a batch once; afterwards, no pack reads its blocks any more."""
     for writer in batch.packs:
         writer.restart()
     try:

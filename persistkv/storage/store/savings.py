@@ -171,6 +171,7 @@ class SavingsRecorder:
         self._num_added += 1
 
     def _add_restored(self, tokens: int, labels: Mapping[str, str]) -> None:
+        """Add the restored tokens of one request to the totals, and to those of its labels."""
         restored = Restored(1, tokens)
         self._total.requests += 1
         self._total.tokens += tokens

@@ -510,6 +510,7 @@ class HeldKeys:
         return missing
 
     def _absent(self, prints: _Fingerprints) -> npt.NDArray[np.bool_]:
+        """Return which of the fingerprints no held key has."""
         num_held = len(self._held)
         if not num_held:
             return np.ones(len(prints), dtype=bool)

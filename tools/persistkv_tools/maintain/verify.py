@@ -347,6 +347,7 @@ def _count_problems(findings: Iterable[Defect]) -> Counter[str]:
 
 
 def _begin_state(url: str, sample: float, resume: Path | None) -> VerifyState:
+    """Return the state of a new run, or that of an interrupted one."""
     if resume is None:
         return VerifyState.begin(url, sample)
     state = VerifyState.load(resume, url, sample)

@@ -52,6 +52,7 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, took: Took) -> Copied:
 
 
 def _write_source(plan: CopyPlan, source: Source, writer: _NamespaceWriter) -> None:
+    """Write the packs and requests of one namespace."""
     # first what no request names: so the requests are used last, and evicted last
     for owner, pack in plan.orphans:
         if owner is source:

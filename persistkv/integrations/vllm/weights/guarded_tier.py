@@ -169,10 +169,14 @@ class GuardedTier:
         """Fail the stores that wait for a comparison."""
         for entry in self._take_held():
             if isinstance(entry, JobMetadata):
-                self.dropped_blocks += len(entry.keys)
-                self._finished.append(JobResult(entry.job_id, False))
+                self._drop(entry)
             else:
                 self.tier.on_request_finished(entry)
+
+    def _drop(self, job: JobMetadata) -> None:
+        """Fail a job that is not passed to the tier, because its KV may be of other weights."""
+        self.dropped_blocks += len(job.keys)
+        self._finished.append(JobResult(job.job_id, False))
 
     def begin_request(self, weights: str | None) -> int | None:
         """Return the epoch of a request that begins; None: it may neither use nor fill the store.
@@ -199,8 +203,7 @@ class GuardedTier:
 
     def submit_store(self, job: JobMetadata, epoch: int | None) -> None:
         if self.is_detached or epoch != self.watch.epoch:
-            self.dropped_blocks += len(job.keys)
-            self._finished.append(JobResult(job.job_id, False))
+            self._drop(job)
         # behind other held jobs, too: the ends of requests must follow their stores
         elif self._held or not self.watch.is_sure:
             self._held.append(job)
@@ -209,8 +212,7 @@ class GuardedTier:
 
     def submit_load(self, job: JobMetadata, epoch: int | None) -> None:
         if self.is_detached or epoch != self.watch.epoch:
-            self.dropped_blocks += len(job.keys)
-            self._finished.append(JobResult(job.job_id, False))
+            self._drop(job)
             return
         # asked now, so that the comparison and the load run at the same time
         ticket = self.watch.ask()

@@ -140,6 +140,7 @@ class _Server:
     # The end
 
     async def _end(self) -> None:
+        """End the session, once a store that is being opened is open."""
         self._begin_end()
         # its thread reads the rows, and the store that it opens has to be closed
         if self._opening is not None:

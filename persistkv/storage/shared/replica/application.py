@@ -117,6 +117,7 @@ class Application:
     # Packs
 
     def _add_pack(self, entry: PackEntry) -> None:
+        """Add a pack, unless this blob of it is known or has ended, and count its use."""
         rows = self._rows
         is_ended = rows.get(TOMBSTONES, entry.name) is not None
         is_held = rows.get(BLOBS, entry.name) is not None
@@ -238,6 +239,7 @@ class Application:
         self._remove_from_catalogue(pack_id)
 
     def _remove_from_catalogue(self, pack_id: bytes) -> None:
+        """Hide a pack, and keep the time of its last use for another blob of it."""
         use = self._order.use(self._namespace + pack_id)
         if use is not None:
             # another blob of this pack may come
@@ -246,6 +248,7 @@ class Application:
         self._catalogue.discard(pack_id)
 
     def _use(self, pack_id: bytes, time: float) -> None:
+        """Record a use of a pack, also if the pack arrives later."""
         self._order.set_time(time)
         is_held = self._order.touch(self._namespace + pack_id)
         if not is_held:

@@ -68,6 +68,7 @@ class ReplicaFolder:
         return self._opened(namespace)
 
     def _opened(self, namespace: bytes) -> Replica:
+        """Open the replica in this folder; a damaged one begins from nothing."""
         try:
             return Replica(self.path, namespace, self._seal, self._forgotten)
         except StoreError:

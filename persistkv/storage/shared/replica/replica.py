@@ -711,6 +711,7 @@ def _purge_times(rows: TableRows, table: str, before: float) -> None:
 
 
 def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
+    """Return the removals of a transaction, with the names that the index uses."""
     removals = Removals(tables=list(transaction.evicted))
     for name in dict.fromkeys(transaction.removed):
         removals.packs += names_of(rows, name[ID_BYTES:])

@@ -168,6 +168,7 @@ class Database:
         self.is_open = False
         self._env: lmdb.Environment
         self._databases: Mapping[str, _Database] = {}
+        """LMDB's database of each table, by name."""
         self._file_ids: Sequence[files.FileId | None] = ()
         """Ids of the open files, to notice other files in their place."""
         self.shares = Shares(0, False, 0)  # valid within a write transaction

@@ -32,9 +32,13 @@ class LockWait:
     def __init__(self, descriptor: int) -> None:
         self._changed = threading.Condition()
         self._is_awaited = False
+        """Whether a thread waits in ``result``."""
         self._error: OSError | None = None
+        """Error of ``flock``."""
         self._process = os.getpid()
+        """The process in which the daemon thread runs: a forked child has no such thread."""
         self._is_over = False
+        """Whether ``flock`` has returned."""
         self._granted: int | None = None  # until ``result`` returns it
         # The link leads to this file even if its name was removed. A duplicate would share the
         # lock.

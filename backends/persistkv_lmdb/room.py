@@ -123,9 +123,11 @@ class Room:
             return
         allocator = self.payloads.allocator
         self._environment.database.check_growth(self._transaction)
+        # the bytes in use now, so that the batch fits beside them
         goal = self.limit.minus(self.need)
         if not self.fits(goal):
             raise self.full()
+        # freed pages that are not reusable yet are neither in use nor free
         on_disk = allocator.total * PAGE_BYTES
         growth = max(0, self.limit.payload - on_disk)
         free = allocator.free * PAGE_BYTES + growth

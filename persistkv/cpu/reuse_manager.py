@@ -68,16 +68,17 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         description = req_context.description
-        new = [key]
+        to_count = [key]
         if description is not None:
             counted = self._counted.setdefault(req_context.req_id, set())
-            new = []
+            to_count = []
+            # the first lookup of the request, or the first of blocks that it has got since
             if key not in counted:
-                new = self._uncounted(key, counted, description)
-            counted.update(new)
+                to_count = self._uncounted(key, counted, description)
+            counted.update(to_count)
         num_lookups = self._num_lookups
         # removed and added again, so that the least recently counted are first
-        for block in new:
+        for block in to_count:
             num_lookups[block] = num_lookups.pop(block, 0) + 1
         while len(num_lookups) > self.max_tracker_size:
             num_lookups.popitem(last=False)

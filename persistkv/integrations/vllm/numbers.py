@@ -113,7 +113,7 @@ def _vectors(
     :param item: bytes of a number.
     :param workers: number of workers, and bytes from one worker's part to the next.
     """
-    layout = offloading.kv_cache_layout
+    layout = offloading.kv_cache_layout  # such as LBHNC, see ``_LAYOUTS``
     blocks = offloading.cache.blocks_per_chunk
     tokens = group.tokens_per_block
     if not _is_plain(attention, tokens, device):
@@ -129,7 +129,7 @@ def _vectors(
         "H": heads,
         "N": tokens,
     }
-    # from the innermost dimension, the numbers of a token, outwards
+    # in bytes, from the innermost dimension, the numbers of a token, outwards
     strides: dict[str, int] = {}
     stride = (keys + values) * item
     for letter in reversed(layout[:-1]):
@@ -138,11 +138,12 @@ def _vectors(
     if stride != offloading.worker_kv_bytes_per_block * blocks:
         return None  # padding, or tensors of several sizes
 
+    # the parts of a cell: their number, and the bytes from one to the next
     if device == "cpu":  # all keys of a head, then all its values
         length = keys
         parts = (2, tokens * keys * item)
         token_stride = keys * item
-    else:
+    else:  # keys and values of a token are neighbours; each is a multiple of a vector
         length = gcd(keys, values or _LATENT_PART)
         parts = ((keys + values) // length, length * item)
         token_stride = strides["N"]

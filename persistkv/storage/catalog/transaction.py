@@ -176,6 +176,7 @@ class CatalogTransaction:
 
     def add(self, batch: CommitBatch) -> None:
         """Write the packs and manifests of a batch, then apply its pins."""
+        # from now on, they count when they are written
         self.quotas.expect({})
         for pack in batch.packs:
             self._add(pack)

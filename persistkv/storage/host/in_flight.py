@@ -60,6 +60,7 @@ class InFlight:
         """:param max_queue_bytes: bound on the raw bytes of store jobs in flight."""
         self._max_queue_bytes = max_queue_bytes
         self._jobs: dict[int, _Job] = {}
+        """Store and load jobs that the host has not answered, by id."""
         self.queued_bytes = 0
         """Raw bytes of the store jobs in flight."""
         self.num_loads = 0

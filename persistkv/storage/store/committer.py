@@ -198,10 +198,11 @@ class Committer:
         if isinstance(error, TenantForgottenError):
             return self._without(error.tenants, [failed, *waiting])
         refused = error.tenant if isinstance(error, QuotaExceededError) else None
-        alone = failed.split(refused)
-        if not alone:
+        parts = failed.split(refused)
+        if not parts:
             self._drop(failed, refused)
-        waiting.extendleft(reversed(alone))
+        # before the others, in their order
+        waiting.extendleft(reversed(parts))
         return waiting
 
     async def _try_commit(

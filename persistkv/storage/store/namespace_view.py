@@ -417,6 +417,7 @@ class NamespaceView:
                 elif holder is None and key in pack.places:
                     holder = pack
             found.append(holder)
+            # all packs with its fingerprint are known, and have other keys
             if holder is None and are_read:
                 collided.append(key)
         self._set_collisions(collided, collided=True)
@@ -513,6 +514,8 @@ class NamespaceView:
             self._forget(dict.fromkeys(damaged, b""))
 
     def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
+        """Remember, or forget, that keys collide: other keys with their fingerprints are held, but
+        not they. Report the change to the engine, whose lookups see fingerprints only."""
         if keys:
             changes = dict.fromkeys(keys, collided)
             set_bounded(self._collisions, changes)

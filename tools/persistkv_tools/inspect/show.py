@@ -285,6 +285,7 @@ def show_context(
     catalogue = backend.catalogue(namespace)
     # the packs that it names are nearly always those that hold its blocks
     named = catalogue.chain(manifest.id) or []
+    # other requests that may share blocks
     others = [head.id for head in catalogue.manifests_naming(named)]
     if manifest.id in others:
         others.remove(manifest.id)

@@ -332,7 +332,8 @@ class Verifier:
         """Check one portion after the other, and yield the run's state after each."""
         self.begin()
         while self._portion is not None:
-            space, last = self._portion[-1]
+            # all packs of a portion are in one namespace
+            space, last_pack = self._portion[-1]
             tally = Tally()
             suspects: set[bytes] = set()
             for batch, look in self._looks:
@@ -344,7 +345,7 @@ class Verifier:
                         is_suspect = table.pack_id in suspects
                         self._count(space, table, tally, is_suspect=is_suspect)
                     self._took(piece.length)
-            self._state.take(tally, (space.namespace + last).hex())
+            self._state.take(tally, (space.namespace + last_pack).hex())
             self._portion = None
             yield self._state
             self.begin()

@@ -91,12 +91,16 @@ class WeightsWatch:
         self._is_only_source = is_only_source
         self._words = tuple(words)
         self._asked = max((word.asked for word in words), default=0)
+        """Number of comparisons that were asked for: the ticket of the last one."""
         self._suspected = 0
+        """Ticket of the comparison that must end before the weights are known again."""
         self._calls = 0
+        """Number of calls in progress that may change the weights."""
         self.is_asleep = False
         """Whether the workers sleep: their parameters and their KV may not be readable."""
         self._epoch = max((word.epoch for word in words), default=0)
         self._reason: str | None = None
+        """See ``change``."""
 
     @property
     def epoch(self) -> int:
@@ -131,6 +135,7 @@ class WeightsWatch:
         return self._asked
 
     def _publish(self) -> None:
+        """Show the workers how many comparisons were asked for."""
         for word in self._words:
             word.asked = self._asked
 
@@ -232,6 +237,7 @@ class WeightsWatch:
         return None
 
     def _ended(self, call: _Call) -> None:
+        """Note that a call that may change the weights has ended."""
         self._calls -= 1
         if call.wakes_weights:
             self.is_asleep = False

@@ -49,6 +49,7 @@ class IndexObjects:
         if not self._medium.seal.encrypts:
             forgotten = self._medium.records.forgotten
             return encode_delta(_remembered(delta, forgotten))
+        # content of each data key apart: without the key, it is not readable any more
         sealed: list[bytes] = []
         for data_key, content in _by_data_key(delta).items():
             record = self._sealed(name, data_key, content)

@@ -145,8 +145,11 @@ class BatchCommit:
         self._namespace = namespace
         self._batch = batch
         self._seen = batch.seen
+        """``CommitBatch.seen``, moved on by the transactions of this commit."""
         self._interleaved = False
+        """See ``CommitResult``."""
         self._evicted: list[PackTable] = []
+        """Of all transactions of this commit."""
         # used bytes at which the present entry of _MORE ends its evictions
         self._goal: Amount | None = None
         self._freed_by = 0  # number of the last transaction that evicted for this batch

@@ -277,8 +277,11 @@ class Canary:
         self.verdict: Verdict | None = None
         """The recorded verdict about ``other``; None while it is undecided."""
         self._candidates: list[Namespace] = []
+        """Namespaces to compare with, one after the other."""
         self._requests: OrderedDict[str, _Request] = OrderedDict()
+        """Unfinished requests that have offered blocks, by id."""
         self._loaded: set[bytes] = set()
+        """Keys that other tiers loaded."""
         # whether the engine computes from blocks that are unknown here, so nothing can be compared
         self._is_blind = False
         self._evidence = self._no_evidence()
@@ -289,6 +292,7 @@ class Canary:
         self._refused: list[OtherNamespace] = []
         """Refused namespaces that are still open."""
         self._extended_at = time.monotonic()
+        """Monotonic time at which the adopted depths were extended last."""
         if self._may_compare():
             try:
                 self._find(identity)
@@ -395,6 +399,7 @@ class Canary:
         if self.verdict is not None:
             adopted_depths = self.verdict.depths
         held = self._held_keys(blocks.keys)
+        # the fields of ``blocks`` are those of ``Block``, as columns
         offered = map(Block._make, zip(*blocks, strict=True))
         comparable: list[Block] = []
         for block in sorted(offered, key=_depth_of):

@@ -1,4 +1,5 @@
-"""Applies the content of index objects to the rows of a replica."""
+"""Applies the content of index objects to the rows of a replica, by the rules at the top of
+``replica``: the result does not depend on the order of the objects."""
 
 from __future__ import annotations
 
@@ -91,6 +92,7 @@ class Application:
         """Bytes by which the content of the store has grown, as the capacity counts it."""
 
     def apply(self, delta: Delta) -> None:
+        """Apply the content of one object."""
         packs: Sequence[PackEntry] = delta.packs
         if len(packs) > LOG_ENTRIES:
             packs = self._add_many(packs)

@@ -39,9 +39,12 @@ class Version(NamedTuple):
     # digest of the written content: of two equal versions, the greater one counts
     head: bytes = bytes(16)
     dropped: int = 0
+    """Version up to which the request is deleted."""
     pin: int = 0
+    """Version of the last pin or unpin, which ``pinned`` tells apart."""
     pinned: bool = False
     time: float = 0.0
+    """Of the latest write or deletion, on the medium's clock."""
 
     @property
     def is_alive(self) -> bool:

@@ -20,6 +20,7 @@ from tests.storage.shared.model import (
     FORGOTTEN,
     IDENTITIES,
     NAMESPACES,
+    NEW_KEY,
     Held,
     Span,
     Stored,
@@ -55,7 +56,7 @@ class Engine:
         self._cursors: dict[bytes, bytes | None] = dict.fromkeys(NAMESPACES)
         self._opened: set[bytes] = set()
         self._has_new_key = False
-        """Whether the key was replaced before the handle was opened."""
+        """Whether the key with which the handle was opened is the one that replaces the first."""
         self._is_stopping = False
         self._is_stopped = False
 
@@ -67,7 +68,8 @@ class Engine:
         except StoreError as error:
             self._note(f"could not open: {error}")
             return
-        self._has_new_key = self._history.is_rotated
+        # not ``is_rotated``: the key may have been replaced while the handle was opened
+        self._has_new_key = backend._medium.keys.key_id == NEW_KEY.id
         self._process.spawn(lambda: self._work(backend))
         self._use(backend)
         calm = self._history.time.calm

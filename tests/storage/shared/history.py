@@ -35,7 +35,6 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError, StoreError
 from persistkv.storage.blobs import Blobs
-from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.shared import SharedBackend, SharedOptions, inbox
 from persistkv.storage.shared.index import follower, merge, sweep
@@ -45,6 +44,7 @@ from tests.storage.shared.model import (
     FORGOTTEN,
     IDENTITIES,
     KEYS,
+    NEW_KEY,
     Model,
     Span,
     View,
@@ -81,7 +81,6 @@ _GAPS_S = (
 _CAPACITY = 40 << 10  # 40 KiB: about eight packs
 _SHOWN_STEPS = 300
 _KEY_SHARE = 0.3  # of the histories whose store has a key
-_NEW_KEY = StoreKey(KEYS[1].encode())
 _KEY_VARIABLES = ("PERSISTKV_HISTORY_KEY", "PERSISTKV_HISTORY_NEW_KEY")
 CALM_S = 7 * MINUTE_S
 """Seconds in which engines merge the remaining commits, and read the merged ones: idle engines list
@@ -365,7 +364,7 @@ class History:
         def rotate(process: Process) -> None:
             try:
                 backend = self._open(process, _KEY_VARIABLES[0])
-                backend.rotate_key(_NEW_KEY)
+                backend.rotate_key(NEW_KEY)
                 self.is_rotated = True
                 backend.close()
             except ConfigurationError:

@@ -44,6 +44,8 @@ KEYS = ("1" * 32, "2" * 32)
 FORGOTTEN = "anna"
 """Tenant that some histories forget."""
 _STORE_KEYS = [StoreKey(text.encode()) for text in KEYS]
+NEW_KEY = _STORE_KEYS[1]
+"""Key that replaces the first one."""
 
 
 def names_of(namespace: bytes, *, with_key: bool) -> Names:

@@ -39,7 +39,7 @@ from persistkv.storage.shared.format import (
     Names,
     PackEntry,
     StoreNames,
-    encode_delta,
+    encode,
     seal_object,
 )
 from persistkv.storage.store.index import Index
@@ -122,7 +122,7 @@ def take(entries: Iterator[PackEntry], number: int) -> Iterator[PackEntry]:
 
 def write(server: MemoryBlobs, level: int, delta: Delta, draw: random.Random) -> str:
     name = NAMES.new_index(level, NOW, draw)
-    put(server, name, encode_delta(delta), NAMESPACE)
+    put(server, name, encode(delta), NAMESPACE)
     return name
 
 

@@ -44,7 +44,7 @@ from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.storage.shared.forgetting.records import ForgottenTenants
-from persistkv.storage.shared.format import Delta, Names, decode_delta
+from persistkv.storage.shared.format import BASE_LEVEL, Delta, Names, decode_delta
 from persistkv.storage.shared.index import objects as objects_module
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.shared.replica import folder as folder_module
@@ -174,8 +174,7 @@ class CommonReplica(Replica):
 
     def __init__(self, common: Replica, applied: set[str]) -> None:
         self.__dict__.update(common.__dict__)
-        self.contained: dict[str, bool] = {}
-        self.includers: dict[str, str] = {}
+        self.contained: dict[str, str] = {}
         self._applied = applied
 
     def apply(self, objects: Iterable[tuple[str, Delta]]) -> tuple[bytes, bytes]:
@@ -185,11 +184,11 @@ class CommonReplica(Replica):
             if name not in self._applied:
                 new.append((name, delta))
                 continue
-            includers.setdefault(name, self.includers.get(name, ""))
+            includers.setdefault(name, self.contained.get(name, ""))
             includers.update(dict.fromkeys(delta.includes, name))
         cursors = super().apply(new)
         self._applied.update(name for name, _ in new)
-        self._note_includers(includers)
+        self.contained.update(includers)
         return cursors
 
     def close(self, *, keep: bool = False) -> None:
@@ -460,9 +459,9 @@ def show_openings(engines: int, directory: Path) -> None:
         for number in range(engines)
     ]
     world.run(world.now + 120.0)
-    new = [NAMES.index_name(name) for name in set(world.blobs) - before]
-    objects = [name for name in new if name is not None]
-    bases = sum(name.is_base for name in objects)
+    new = [NAMES.level(name) for name in set(world.blobs) - before]
+    objects = [level for level in new if level]
+    bases = sum(level >= BASE_LEVEL for level in objects)
     requests: Counter[str] = Counter()
     for engine in opened:
         requests.update(engine.take())

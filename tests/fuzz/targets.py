@@ -14,7 +14,8 @@ import itertools
 import random
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -52,6 +53,7 @@ from persistkv.storage.format.manifest import (
 )
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
+    PLAIN_KEY,
     SEALED_TABLE,
     PackedKeys,
     PackTable,
@@ -63,7 +65,15 @@ from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.format.seal import PLAIN, KeySeal, Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from persistkv.storage.shared import Clock
+from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.forgetting.records import (
+    ForgetRecord,
+    ForgottenTenants,
+    decode_records,
+)
 from persistkv.storage.shared.format import (
+    NO_NAMESPACE,
     Delta,
     Dropped,
     Latest,
@@ -71,19 +81,24 @@ from persistkv.storage.shared.format import (
     Names,
     PackEntry,
     Pin,
+    StoreNames,
+    TenantContent,
     Tombstone,
     UseEntry,
+    decode_content,
     decode_delta,
     decode_latest,
-    encode_delta,
-    encode_latest,
+    encode,
     open_object,
+    record_name,
     seal_object,
 )
+from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.replica import Replica
 from persistkv.storage.store.store import Store
 from persistkv.storage.threads import StoreThreads
-from persistkv.tenants import DEFAULT_TENANT
+from persistkv.tenants import DEFAULT_TENANT, tenant_digest
+from persistkv.testing import MemoryBlobs
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.layout import DATABASES, PIECES
 
@@ -505,7 +520,7 @@ class SharedDeltas(Target):
     samples = tuple(
         seal_object(
             SHARED_OBJECT,
-            encode_delta(shared_delta(packs)),
+            encode(shared_delta(packs)),
             PLAIN,
             IDENTITY.digest,
         )
@@ -524,25 +539,44 @@ class SharedDeltas(Target):
         except CorruptPackError:
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
-        again = encode_delta(delta)
+        again = encode(delta)
         require(
-            encode_delta(decode_delta(again)) == again,
+            encode(decode_delta(again)) == again,
             "an object changes when it is encoded again",
         )
-        with tempfile.TemporaryDirectory() as directory:
-            replica = Replica(Path(directory), IDENTITY.digest, map_bytes=64 << 20)
-            replica.apply([(SHARED_OBJECT, delta)])
-            added = list(replica.catalogue.changes(None).added)
-            for table in added:
-                require(
-                    any(table == pack.table for pack in PACKS),
-                    "the replica has a table that was never written",
-                )
-            require(replica.disk_bytes() >= 0, "wrong totals")
-            list(replica.catalogue.manifests())
-            list(replica.dump(part_bytes=1 << 20))
-            replica.close()
+        with replica_of(delta) as replica:
+            check_replica(replica, PACKS)
         return True
+
+
+@contextmanager
+def replica_of(delta: Delta) -> Iterator[Replica]:
+    """Return a replica that has applied a delta."""
+    with tempfile.TemporaryDirectory() as directory:
+        replica = Replica(
+            Path(directory),
+            IDENTITY.digest,
+            forgotten=ForgottenTenants(),
+            map_bytes=64 << 20,
+        )
+        replica.apply([(SHARED_OBJECT, delta)])
+        try:
+            yield replica
+        finally:
+            replica.close()
+
+
+def check_replica(replica: Replica, packs: Sequence[PackWriter]) -> None:
+    """Check that all packs in a replica were written, and that others can read its base."""
+    for table in replica.catalogue.changes(None).added:
+        require(
+            any(table == pack.table for pack in packs),
+            "the replica has a table that was never written",
+        )
+    require(replica.disk_bytes() >= 0, "wrong totals")
+    list(replica.catalogue.manifests())
+    for part in replica.dump(part_bytes=1 << 20):
+        decode_delta(encode(part))
 
 
 class SharedHints(Target):
@@ -553,13 +587,13 @@ class SharedHints(Target):
     samples = (
         seal_object(
             SHARED_OBJECT,
-            encode_latest(Latest(bytes(16), 1.7e9, [])),
+            encode(Latest(bytes(16), 1.7e9, [])),
             PLAIN,
             IDENTITY.digest,
         ),
         seal_object(
             SHARED_OBJECT,
-            encode_latest(Latest(b"w", 1.7e9, [("x", 9)])),
+            encode(Latest(b"w", 1.7e9, [("x", 9)])),
             PLAIN,
             IDENTITY.digest,
         ),
@@ -574,11 +608,57 @@ class SharedHints(Target):
         except CorruptPackError:
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
-        again = encode_latest(latest)
+        again = encode(latest)
         require(
-            encode_latest(decode_latest(again)) == again,
+            encode(decode_latest(again)) == again,
             "the hint changes when it is encoded again",
         )
+        return True
+
+
+FORGET_BLOB = StoreNames().new_record(random.Random(0))
+FORGOTTEN = (
+    ForgetRecord(tenant_digest(DEFAULT_TENANT), 1.8e9, ()),
+    ForgetRecord(tenant_digest("anna"), 1.7e9, (bytes(8), b"a key id")),
+)
+
+
+class ForgetRecords(Target):
+    """Records of forgotten tenants: rejected, or a replica that honours them holds nothing of
+    these tenants, and others can read its base."""
+
+    name = "forget records"
+    samples = tuple(
+        seal_object(FORGET_BLOB, encode(FORGOTTEN[:count]), PLAIN, NO_NAMESPACE)
+        for count in range(3)
+    )
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        if sealed:
+            body = data[SHARED_HEADER:-16]
+            data = seal_object(FORGET_BLOB, body, PLAIN, NO_NAMESPACE)
+        try:
+            body = open_object(FORGET_BLOB, data, PLAIN, NO_NAMESPACE)
+            records = decode_records(body)
+        except CorruptPackError:
+            return False
+        require(sealed or data in self.samples, "damage passed the checksum")
+        again = encode(records)
+        require(
+            encode(decode_records(again)) == again,
+            "records change when they are encoded again",
+        )
+        content = shared_delta([pack.table for pack in PACKS])
+        with replica_of(content) as replica:
+            replica._forgotten.add(records)
+            replica.remove_forgotten()
+            check_replica(replica, PACKS)
+            is_forgotten = replica._forgotten.covers(DEFAULT_TENANT, PLAIN_KEY, 1.7e9)
+            held = replica.held(pack.pack_id for pack in PACKS)
+            require(
+                len(held) == (0 if is_forgotten else len(PACKS)),
+                "a replica has removed other packs than those of forgotten tenants",
+            )
         return True
 
 
@@ -707,7 +787,72 @@ class WrappedKeys(Target):
         return True
 
 
+@functools.cache
+def keyed_medium() -> Medium:
+    """Return a store with a key in memory, which has the data key of a tenant."""
+    blobs = MemoryBlobs()
+    blobs.connections = 1  # no threads
+    medium = Medium(blobs, STORE_KEY, Clock())
+    medium.keys.open(creates=True)
+    medium.keys.make([DEFAULT_TENANT])
+    return medium
+
+
+@functools.cache
+def keyed_packs() -> list[PackWriter]:
+    made = packs(keyed_medium().seal)
+    for pack in made:
+        # complete their tables
+        b"".join(map(bytes, pack.stream()))
+    return made
+
+
+def tenant_contents() -> Iterator[bytes]:
+    """Yield what the data key of a tenant seals in objects of the index."""
+    for count in (1, len(keyed_packs())):
+        tables = [pack.table for pack in keyed_packs()[:count]]
+        delta = shared_delta(tables)
+        yield encode(TenantContent(delta.packs, delta.manifests))
+
+
+class SealedContents(Target):
+    """Content of a tenant in an object of the index of a store with a key. Sealed, it is damaged
+    before its data key seals it."""
+
+    name = "sealed content"
+    samples = tuple(tenant_contents())
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        try:
+            if sealed:
+                delta = _read_sealed(data)
+            else:
+                content = decode_content(data)
+                delta = Delta(packs=content.packs, manifests=content.manifests)
+        except CorruptPackError:
+            return False
+        again = encode(TenantContent(delta.packs, delta.manifests))
+        require(
+            encode(decode_content(again)) == again,
+            "content changes when it is encoded again",
+        )
+        with replica_of(delta) as replica:
+            check_replica(replica, keyed_packs())
+        return True
+
+
+def _read_sealed(content: bytes) -> Delta:
+    """Write an object with the content of a tenant, and return what a reader of it finds."""
+    medium = keyed_medium()
+    objects = IndexObjects(medium, IDENTITY.digest)
+    data_key = medium.seal.key_of(DEFAULT_TENANT)
+    name = record_name(IDENTITY.digest, f"content of {SHARED_OBJECT}")
+    record = medium.seal.sealed_with(data_key, name, content)
+    info = objects.put(SHARED_OBJECT, encode(Delta(sealed=[record])))
+    return objects.read(info)
+
+
 TARGETS: tuple[Target, ...] = (
     Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(), SharedDeltas(),
-    SharedHints(), SealedTables(), SealedFrames(), SealedRecords(), WrappedKeys(),
+    SharedHints(), ForgetRecords(), SealedTables(), SealedFrames(), SealedRecords(), WrappedKeys(), SealedContents(),
 )  # fmt: skip

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from random import Random
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,7 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.keys import KEY_ID_BYTES
 from persistkv.storage.format.pack import ID_BYTES, PLAIN_KEY
 from persistkv.storage.format.seal import Seal
+from persistkv.tenants import TAG_BYTES
 
 FORMAT_VERSION = 1
 NONCE_BYTES = 16  # random bytes in each name: 128 bits
@@ -46,15 +47,16 @@ _HEX = re.compile(r"([0-9a-f]{32})")
 _KEY = re.compile(r"([0-9a-f]{16})")
 _KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
-_INDEX = re.compile(r"([0-9a-f]{8})-([0-9a-f]{12})-[0-9a-f]{32}")
+_INDEX = re.compile(r"([0-9a-f]{8})-[0-9a-f]{12}-[0-9a-f]{32}")
 
 # types of fields: a value out of range makes the object unreadable
 _Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Name = Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
-_DataKey = Annotated[bytes, Meta(min_length=KEY_ID_BYTES, max_length=KEY_ID_BYTES)]
+DataKeyId = Annotated[bytes, Meta(min_length=KEY_ID_BYTES, max_length=KEY_ID_BYTES)]
 _Version = Annotated[int, Meta(ge=1, le=MAX_VERSION)]
-_Time = Annotated[float, Meta(ge=0, le=LATEST_TIME)]
+Time = Annotated[float, Meta(ge=0, le=LATEST_TIME)]
 _Offset = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 _Length = Annotated[int, Meta(ge=0, le=MAX_OBJECT_BYTES)]
 
@@ -66,6 +68,9 @@ class NewerFormatError(CorruptPackError):
         super().__init__(
             "format", f"version {version}; this release reads {FORMAT_VERSION}"
         )
+
+
+Content = TypeVar("Content")
 
 
 class ArrayStruct(
@@ -84,7 +89,7 @@ class PackEntry(ArrayStruct, frozen=True):
     used again."""
     body: bytes
     """The encoded table."""
-    time: _Time
+    time: Time
     """Of its last use, on the medium's clock: seconds since the epoch."""
 
     @property
@@ -98,7 +103,7 @@ class ManifestEntry(ArrayStruct, frozen=True):
     digest: _Id
     """Of the request's id, 16 bytes."""
     version: _Version
-    time: _Time
+    time: Time
     head: bytes
     """The encoded ``RequestManifest``."""
     packs: bytes
@@ -108,7 +113,7 @@ class ManifestEntry(ArrayStruct, frozen=True):
     offset: _Offset
     length: _Length
     """Place of the keys, a sealed record, in that blob."""
-    data_key: _DataKey = PLAIN_KEY
+    data_key: DataKeyId = PLAIN_KEY
     """Id of the data key of the request's tenant; ``PLAIN_KEY`` without a key."""
 
 
@@ -117,7 +122,7 @@ class Dropped(ArrayStruct, frozen=True):
 
     digest: _Id
     version: _Version
-    time: _Time
+    time: Time
 
 
 class Pin(ArrayStruct, frozen=True):
@@ -131,7 +136,7 @@ class Pin(ArrayStruct, frozen=True):
 class UseEntry(ArrayStruct, frozen=True):
     """Packs that were used at one time."""
 
-    time: _Time
+    time: Time
     packs: bytes
     """Concatenated pack ids."""
 
@@ -140,7 +145,7 @@ class Tombstone(ArrayStruct, frozen=True):
     """End of a pack for good: its name is never used again."""
 
     name: _Name
-    time: _Time
+    time: Time
 
 
 class Delta(ArrayStruct, frozen=True):
@@ -213,7 +218,7 @@ class Latest(ArrayStruct, frozen=True):
 
     writer: bytes
     """Random name of the handle that merged last."""
-    time: _Time
+    time: Time
     """On the medium's clock."""
     recent: Sequence[tuple[str, _Length]]
     """Names and sizes in bytes of index objects that were written recently, newest last."""
@@ -270,47 +275,42 @@ def record_name(namespace: bytes, name: str) -> bytes:
     return namespace + name.encode()
 
 
-def encode_delta(delta: Delta) -> bytes:
-    return _ENCODER.encode(delta)
+def encode(content: ArrayStruct | Sequence[ArrayStruct]) -> bytes:
+    """Return the body of an object or record with this content."""
+    return _ENCODER.encode(content)
 
 
-def decode_delta(body: bytes) -> Delta:
-    """Decode the body of an index object.
+def decode(
+    decoder: msgspec.msgpack.Decoder[Content], body: bytes, what: str
+) -> Content:
+    """Decode the body of an object or record.
 
+    :param what: names the content in an error.
     :raises CorruptPackError: it is malformed, or a length, version or time is out of range.
     """
     try:
-        delta = _DECODER.decode(body)
+        return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptPackError("index object", str(error)) from None
+        raise CorruptPackError(what, str(error)) from None
+
+
+def decode_delta(body: bytes) -> Delta:
+    """Decode the body of an index object; errors as in ``decode``."""
+    delta = decode(_DELTAS, body, "index object")
     _check_ids(delta.uses, delta.manifests)
     return delta
 
 
-def encode_content(content: TenantContent) -> bytes:
-    return _ENCODER.encode(content)
-
-
 def decode_content(body: bytes) -> TenantContent:
-    """Decode the body of a record in ``Delta.sealed``; errors as in ``decode_delta``."""
-    try:
-        content = _CONTENT_DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptPackError("index object", str(error)) from None
+    """Decode the body of a record in ``Delta.sealed``; errors as in ``decode``."""
+    content = decode(_CONTENTS, body, "index object")
     _check_ids((), content.manifests)
     return content
 
 
-def encode_latest(latest: Latest) -> bytes:
-    return _ENCODER.encode(latest)
-
-
 def decode_latest(body: bytes) -> Latest:
-    """:raises CorruptPackError: it is malformed, or its time or a size is out of range."""
-    try:
-        return _LATEST_DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptPackError("latest", str(error)) from None
+    """Decode the body of ``latest``; errors as in ``decode``."""
+    return decode(_LATEST, body, "latest")
 
 
 def split_ids(joined: bytes) -> list[bytes]:
@@ -329,24 +329,9 @@ def _check_ids(uses: Iterable[UseEntry], manifests: Iterable[ManifestEntry]) -> 
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Delta)
-_CONTENT_DECODER = msgspec.msgpack.Decoder(TenantContent)
-_LATEST_DECODER = msgspec.msgpack.Decoder(Latest)
-
-
-class IndexName(NamedTuple):
-    """Parts of the name of an object in ``index/``."""
-
-    level: int
-    """1 for a segment that includes only commits; more than the level of every object that it
-    includes."""
-    time: float
-    """Of its writing, on the medium's clock: seconds since the epoch."""
-
-    @property
-    def is_base(self) -> bool:
-        """Whether it belongs to a base."""
-        return self.level >= BASE_LEVEL
+_DELTAS = msgspec.msgpack.Decoder(Delta)
+_CONTENTS = msgspec.msgpack.Decoder(TenantContent)
+_LATEST = msgspec.msgpack.Decoder(Latest)
 
 
 def _parse_bytes(pattern: re.Pattern[str], prefix: str, blob: str) -> bytes | None:
@@ -358,13 +343,9 @@ def _parse_bytes(pattern: re.Pattern[str], prefix: str, blob: str) -> bytes | No
 
 
 @lru_cache(maxsize=4096)  # ``latest`` names the same objects many times
-def _parse_index(name: str) -> IndexName | None:
+def _level(name: str) -> int:
     found = _INDEX.fullmatch(name)
-    if found is None:
-        return None
-    level = int(found[1], 16)
-    milliseconds = int(found[2], 16)
-    return IndexName(level, milliseconds / 1000)
+    return 0 if found is None else int(found[1], 16)
 
 
 class Names:
@@ -409,14 +390,13 @@ class Names:
         nonce = random.randbytes(NONCE_BYTES)
         return f"{self.index}{level:08x}-{milliseconds:012x}-{nonce.hex()}"
 
-    def index_name(self, blob: str) -> IndexName | None:
-        """Return the parts of the name of an object in ``index/``; None: it is no such name."""
-        return _parse_index(blob.removeprefix(self.index))
-
     def level(self, blob: str) -> int:
-        """Return the level of an object of the index; 0 for a commit."""
-        found = self.index_name(blob)
-        return 0 if found is None else found.level
+        """Return the level of an object in ``index/``; 0: it is a commit, or no such name.
+
+        It is 1 for a segment that includes only commits; more than the level of every object that
+        it includes; ``BASE_LEVEL`` or more for a base.
+        """
+        return _level(blob.removeprefix(self.index))
 
     def is_commit(self, blob: str) -> bool:
         return _parse_bytes(_HEX, self.inbox, blob) is not None
@@ -424,7 +404,7 @@ class Names:
     def is_object(self, blob: str) -> bool:
         """Return whether a name is that of a commit or of an object in ``index/``."""
         if blob.startswith(self.index):
-            return self.index_name(blob) is not None
+            return self.level(blob) > 0
         return self.is_commit(blob)
 
 

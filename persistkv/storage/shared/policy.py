@@ -23,6 +23,8 @@ from persistkv.storage.shared.format import (
     PLAIN_NAME,
     ArrayStruct,
     StoreNames,
+    decode,
+    encode,
 )
 from persistkv.storage.shared.keys import KEYRINGS
 
@@ -233,13 +235,14 @@ class RecordedPolicy:
         """Return the recorded policy; None if there is none."""
         name = self._medium.names.policy
         try:
-            found = _DECODER.decode(self._medium.sealed(name, NO_NAMESPACE))
+            body = self._medium.sealed(name, NO_NAMESPACE)
+            found = decode(_DECODER, body, "policy")
             # checks its values
             _ = found.policy
             return found
         except BlobMissingError:
             return None
-        except (CorruptPackError, ConfigurationError, msgspec.DecodeError) as error:
+        except (CorruptPackError, ConfigurationError) as error:
             if self._medium.seal.encrypts or self._stored is None:
                 text = "%s: the policy does not read (%s): nothing is evicted"
                 logger.warning(text, self._place, error)
@@ -247,7 +250,7 @@ class RecordedPolicy:
 
     def _write(self, policy: StoredPolicy) -> None:
         name = self._medium.names.policy
-        body = _ENCODER.encode(policy)
+        body = encode(policy)
         self._medium.put_sealed(name, body, NO_NAMESPACE, MAX_SMALL_BYTES)
 
     def _report_differences(self) -> None:
@@ -272,5 +275,4 @@ def _stored(store: bytes, policy: Policy) -> StoredPolicy:
     return StoredPolicy(store, policy.capacity, policy.ttl_s, policy.quotas)
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(StoredPolicy)

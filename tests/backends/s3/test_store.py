@@ -21,7 +21,7 @@ from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.shared.format import Latest, Names, encode_latest, seal_object
+from persistkv.storage.shared.format import Latest, Names, encode, seal_object
 from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv_s3 import S3Backend
@@ -229,7 +229,7 @@ def test_host_process_driver_log_reaches_engine(
     namespace = Identity.of({"weights": "w"}).digest
     names = Names(namespace)
     damaged = names.new_index(1, time.time(), Random(1))
-    latest = encode_latest(Latest(b"writer", time.time(), [(damaged, 7)]))
+    latest = encode(Latest(b"writer", time.time(), [(damaged, 7)]))
     body = seal_object(names.latest, latest, PLAIN, namespace)
     raw_client.put_object(Bucket=bucket, Key=f"store/{damaged}", Body=b"damaged")
     raw_client.put_object(Bucket=bucket, Key=f"store/{names.latest}", Body=body)

@@ -12,11 +12,11 @@ import pytest
 
 from persistkv.errors import ConfigurationError, StoreError, TenantForgottenError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blobs import UnavailableError
+from persistkv.storage.blobs import BlobMissingError, UnavailableError
 from persistkv.storage.forgetting import Forgotten
 from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.seal import PLAIN
-from persistkv.storage.shared.format import Delta, encode_delta, seal_object
+from persistkv.storage.shared.format import Delta, encode, seal_object
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing.blobs import METHODS
 from persistkv.testing.conformance.suite import read_pack, tables
@@ -156,6 +156,77 @@ def test_forget_invalid_name_raises(town: Town) -> None:
     engine = town.engine()
     with pytest.raises(ConfigurationError, match="tenant"):
         engine.backend.forget("")
+
+
+def shown_tenants(engine: Engine) -> set[str]:
+    """Return the tenants of the packs and requests that an engine shows at this moment."""
+    packs = {table.tenant for table in tables(engine.backend, NAMESPACE).values()}
+    heads = engine.backend.catalogue(NAMESPACE).manifests()
+    return packs | {head.tenant for head in heads}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_record_that_another_replaces_before_it_is_read_is_honoured_at_once(
+    town: Town, times: int
+) -> None:
+    """Each `forget` writes a blob with all records, and deletes the one before."""
+    engine = town.engine()
+    for seed, tenant in enumerate(("anna", "berta", "carla", "dora")):
+        store_one(engine, tenant, seed)
+    town.run(30)
+    forget(town)
+    others = ["berta", "carla"][:times]
+    left = [*others]
+
+    def replace(name: str) -> None:
+        if "/forgotten/" in name and left:
+            forget(town, left.pop())
+
+    engine.blobs.before("read", replace)
+    engine.backend.refresh()
+    assert not left
+    assert shown_tenants(engine) == {"berta", "carla", "dora"} - {*others}
+
+
+@only_with_key
+def test_record_that_stays_listed_and_missing_is_read_later(town: Town) -> None:
+    engine = town.engine()
+    store_one(engine, "anna", 1)
+    store_one(engine, "berta", 2)
+    town.run(30)
+    forget(town)
+    error = BlobMissingError("it is listed, and does not exist")
+    engine.blobs.fail("read", error, only=lambda name: "/forgotten/" in name)
+    engine.backend.refresh()
+    assert engine.calls("read", "/forgotten/") == 2
+    assert shown_tenants(engine) == {"anna", "berta"}
+    store_one(engine, "berta", 3)
+    engine.blobs.clear_faults()
+    # all records are read once an hour
+    town.run(3700)
+    assert shown_tenants(engine) == {"berta"}
+
+
+@pytest.mark.parametrize("has_key", ["plain"], indirect=True)
+def test_records_that_are_replaced_all_the_time_count_as_unread(town: Town) -> None:
+    """Without a key, the forgetting of a tenant without content writes a record, too."""
+    engine = town.engine()
+    store_one(engine, "anna", 1)
+    town.run(30)
+    late = town.engine(opens=False)
+    forget(town)
+
+    def replace(name: str) -> None:
+        if "/forgotten/" in name:
+            forget(town, f"tenant {len(late.blobs.calls)}")
+
+    late.blobs.before("read", replace)
+    with pytest.raises(UnavailableError, match="being replaced"):
+        late.backend.refresh()
+    late.blobs.clear_faults()
+    late.backend.refresh()
+    assert late.open() == NAMESPACE
+    assert shown_tenants(late) == set()
 
 
 @only_with_key
@@ -402,7 +473,7 @@ def test_object_with_sealed_content_in_store_without_key_costs_only_itself(
 ) -> None:
     store_one(town.engine(), "berta", 1)
     name = NAMES.new_commit(random.Random(1))
-    body = encode_delta(Delta(sealed=[bytes(100)]))
+    body = encode(Delta(sealed=[bytes(100)]))
     town.server.put(name, [seal_object(name, body, PLAIN, NAMESPACE)])
     assert fresh_content(town, "berta")[0] == 1
 

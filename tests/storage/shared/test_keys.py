@@ -38,7 +38,7 @@ from persistkv.storage.shared.format import (
     Delta,
     Names,
     PackEntry,
-    encode_delta,
+    encode,
     seal_object,
 )
 from persistkv.storage.store.blocking import BlockingStore
@@ -86,7 +86,7 @@ def forge(town: Town, table: PackTable, seal: Seal) -> None:
     held = NAMES.pack_name(blob_of(town, "/packs/"))
     assert held is not None
     entry = PackEntry(held[:-NONCE_BYTES], held[-NONCE_BYTES:], table.encode(), START)
-    body = encode_delta(Delta([entry]))
+    body = encode(Delta([entry]))
     name = NAMES.new_commit(random.Random(1))
     town.server.put(name, [seal_object(name, body, seal, NAMESPACE)])
 

@@ -14,7 +14,7 @@ from persistkv.storage.shared.format import (
     NONCE_BYTES,
     Latest,
     decode_latest,
-    encode_latest,
+    encode,
     open_object,
     seal_object,
 )
@@ -41,7 +41,7 @@ UNREAD_S = 820.0
 def put_latest(town: Town, time: float, *recent: tuple[str, int]) -> None:
     """Overwrite ``latest`` as another program would that knows the format."""
     latest = Latest(bytes(NONCE_BYTES), time, recent)
-    body = encode_latest(latest)
+    body = encode(latest)
     town.server.put(NAMES.latest, [seal_object(NAMES.latest, body, PLAIN, NAMESPACE)])
 
 

@@ -23,13 +23,18 @@ import msgspec
 
 from persistkv.errors import CorruptPackError, StoreError, TenantForgottenError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blobs import BlobMissingError
+from persistkv.storage.blobs import BlobMissingError, UnavailableError
 from persistkv.storage.catalog.catalogue import tenants_of
 from persistkv.storage.format.pack import PLAIN_KEY
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,
     NO_NAMESPACE,
     ArrayStruct,
+    DataKeyId,
+    Digest,
+    Time,
+    decode,
+    encode,
 )
 from persistkv.tenants import tenant_digest
 
@@ -38,15 +43,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_LISTS = 6  # in a row, while others replace the records
+
 
 class ForgetRecord(ArrayStruct, frozen=True):
     """One forgetting of a tenant."""
 
-    tenant: bytes
-    """Digest of its name (``tenant_digest``)."""
-    time: float
+    tenant: Digest
+    """Of its name (``tenant_digest``)."""
+    time: Time
     """On the medium's clock: seconds since the epoch."""
-    keys: tuple[bytes, ...]
+    keys: tuple[DataKeyId, ...]
     """Ids of the data keys that are destroyed; empty without a key."""
 
 
@@ -118,27 +125,49 @@ class ForgetRecords:
     def refresh(self) -> None:
         """Read new records, and drop the data keys that they name.
 
-        :raises StoreError: the medium failed; what was read before stays.
+        :raises StoreError: the medium failed, or others write records all the time; what was read
+            before stays.
         """
         with self._lock:
-            prefix = self._medium.names.forgotten
-            listed = self._medium.listed(prefix, stable=not self._is_read)
-            new = [info for info in listed if info.name not in self._read]
-            for info in new:
+            missing: set[str] = set()
+            for _ in range(_MOST_LISTS):
+                before = missing
+                missing = self._read_listed()
+                # one that two lists show and that is missing both times is damage
+                if missing <= before:
+                    self._is_read = True
+                    return
+            raise UnavailableError(
+                "the records of forgotten tenants are being replaced"
+            )
+
+    def _read_listed(self) -> set[str]:
+        """Read the blobs that a list shows and that were not read; return the names of missing
+        ones: a later record has replaced them after the list."""
+        missing: set[str] = set()
+        prefix = self._medium.names.forgotten
+        for info in self._medium.listed(prefix, stable=not self._is_read):
+            if info.name in self._read:
+                continue
+            try:
                 records = self._fetch(info.name)
-                if records is not None:
-                    self._honour(records)
-                    self._read.add(info.name)
-            self._is_read = True
+            except BlobMissingError:
+                missing.add(info.name)
+                continue
+            if records is not None:
+                self._honour(records)
+                self._read.add(info.name)
+        return missing
 
     def _fetch(self, name: str) -> Sequence[ForgetRecord] | None:
-        """Return the records in a blob; None if a later one has replaced it, or it does not read:
-        it may be junk, or sealed with a key that is not known yet."""
+        """Return the records in a blob; None if it does not read: it may be junk, or sealed with a
+        key that is not known yet.
+
+        :raises BlobMissingError: there is no such blob.
+        """
         try:
             body = self._medium.sealed(name, NO_NAMESPACE, MAX_OBJECT_BYTES)
             return decode_records(body)
-        except BlobMissingError:
-            return None
         except CorruptPackError as error:
             if name not in self._junk:
                 text = "%s does not read (%s): if `forget` wrote it, repeat the command"
@@ -169,7 +198,7 @@ class ForgetRecords:
             before = self._medium.listed(names.forgotten)
             replaced = [info.name for info in before if info.name in self._read]
             # one blob for all, so that a new handle reads one
-            body = _ENCODER.encode([*self.forgotten.records, record])
+            body = encode([*self.forgotten.records, record])
             name = names.new_record(self._medium.clock.random)
             written = self._medium.put_sealed(name, body, NO_NAMESPACE)
             self._read.add(name)
@@ -191,7 +220,7 @@ class ForgetRecords:
         if not self.forgotten.records:
             return
         name = self._medium.names.new_record(self._medium.clock.random)
-        body = _ENCODER.encode(list(self.forgotten.records))
+        body = encode(list(self.forgotten.records))
         self._medium.put_sealed(name, body, NO_NAMESPACE)
 
     def refuse(self, batch: CommitBatch) -> None:
@@ -210,15 +239,8 @@ class ForgetRecords:
 
 
 def decode_records(body: bytes) -> list[ForgetRecord]:
-    """Decode the body of a blob with records.
-
-    :raises CorruptPackError: it is malformed.
-    """
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise CorruptPackError("forget record", str(error)) from None
+    """Decode the body of a blob with records; errors as in ``decode``."""
+    return decode(_DECODER, body, "forget record")
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[ForgetRecord])

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -40,14 +39,14 @@ from persistkv.storage.shared.format import (
     Latest,
     Names,
     Tombstone,
-    encode_latest,
+    encode,
     union,
 )
 from persistkv.storage.shared.index.deletions import Deletions
 from persistkv.storage.shared.index.merge_schedule import MergeSchedule
 from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.index.reader import IndexReader
-from persistkv.storage.shared.replica import Bound, Removals, Replica
+from persistkv.storage.shared.replica import Limits, Removals, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +68,6 @@ _OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a bas
 _ANNOUNCED_S = 15.0
 # names that are included already and that a segment or base includes again: about 1 MB
 _MOST_CARRIED = 10_000
-
-
-class Limits(NamedTuple):
-    """Limits that a merge enforces."""
-
-    ttl_s: float | None = None
-    whole: Bound | None = None
-    """What this namespace may keep; None: the store has no capacity."""
-    tenants: Mapping[bytes, Bound] = MappingProxyType({})
-    """What this namespace may keep of each tenant with a quota, by the digest of its name."""
 
 
 class OwnCommit(NamedTuple):
@@ -160,10 +149,9 @@ class Merger:
     def _oldest_own(self) -> float | None:
         """Return when the oldest own commit was acknowledged that no segment includes; None: there
         is none."""
-        contained = self._replica.contained
         # copies, because another thread may commit meanwhile
         for name in list(self.own):
-            if contained.get(name):
+            if self._replica.contained.get(name):
                 self.own.pop(name, None)
         waiting = list(self.own.values())
         times = [commit.acknowledged for commit in waiting]
@@ -218,8 +206,7 @@ class Merger:
         """Return whether ``latest`` lacks the object that this handle has written recently, and
         none includes."""
         age_s = self._clock.monotonic() - self._written_at
-        is_included = self._replica.contained.get(self._written, True)
-        if age_s > _ANNOUNCED_S or is_included:
+        if age_s > _ANNOUNCED_S or not self._replica.is_unincluded(self._written):
             return False
         return all(name != self._written for name, _ in latest.recent)
 
@@ -230,7 +217,8 @@ class Merger:
 
     def evicts(self, limits: Limits) -> bool:
         """Return whether a merge now would evict anything: pinned content stays."""
-        removals = self._plan_eviction(limits, at_most=1)
+        now = self._expiry_time()
+        removals = self._replica.plan_eviction(limits, now, at_most=1)
         return bool(removals.packs or removals.manifests)
 
     # Merges
@@ -251,7 +239,8 @@ class Merger:
             older = self._older_segments(some)
 
         planned = self._clock.monotonic()
-        removals = self._plan_eviction(limits, at_most=_MOST_EVICTED)
+        now = self._expiry_time()
+        removals = self._replica.plan_eviction(limits, now, at_most=_MOST_EVICTED)
         evictions = self.tombstones(removals)
         contents = [*deltas.values(), evictions, *older.values()]
         carried = self._included_in(older.values())
@@ -304,7 +293,7 @@ class Merger:
         """Return whether the next segment includes a commit in the inbox."""
         contained = self._replica.contained
         reader = self._reader
-        is_included = contained.get(name, False)
+        is_included = bool(contained.get(name))
         is_waiting = name in reader.unreadable or name in reader.publishing
         return not is_included and not is_waiting
 
@@ -379,19 +368,6 @@ class Merger:
         carried = sorted(names & listed.keys())
         return carried[-_MOST_CARRIED:]
 
-    def _plan_eviction(self, limits: Limits, *, at_most: int) -> Removals:
-        """Return expired content, and content that exceeds the limits.
-
-        :param at_most: packs and requests that expire, and that are evicted.
-        """
-        return self._replica.plan_eviction(
-            now=self._expiry_time(),
-            ttl_s=limits.ttl_s,
-            whole=limits.whole,
-            tenants=limits.tenants,
-            at_most=at_most,
-        )
-
     def _expiry_time(self) -> float:
         """Return the medium's time if the machine's clock confirms it; else 0: nothing expires."""
         now = self._medium.time.now()
@@ -460,16 +436,14 @@ class Merger:
         :param writer: of the last merge or base.
         :param time: of the last merge or base, on the medium's clock.
         """
-        contained = self._replica.contained
         listed = self._reader.listed
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
-            is_included = contained.get(info.name, True)
-            is_deleted = is_included and info.name not in listed
-            if not is_deleted:
+            # else it is included and deleted
+            if info.name in listed or self._replica.is_unincluded(info.name):
                 recent.append((info.name, info.size))
         latest = Latest(writer, time, recent)
-        body = encode_latest(latest)
+        body = encode(latest)
         self._medium.put_sealed(self._names.latest, body, self._replica.namespace)
 
     # Bases
@@ -500,12 +474,9 @@ class Merger:
         not listed."""
         base_bytes = 0
         segments: list[BlobInfo] = []
-        contained = self._replica.contained
-        listed = self._reader.listed
-        for name, info in listed.items():
-            # without an entry, it was not read: then it counts as included
-            is_included = contained.get(name, True)
-            if is_included:
+        for name, info in self._reader.listed.items():
+            # one that was not read counts as included
+            if not self._replica.is_unincluded(name):
                 continue
             if self._names.level(name) >= BASE_LEVEL:
                 base_bytes += info.size
@@ -567,10 +538,9 @@ class Merger:
         new: list[str] = []
         included: list[str] = []
         for name in self._reader.listed:
-            is_included = contained.get(name)
-            if is_included:
+            if contained.get(name):
                 included.append(name)
-            elif is_included is not None:
+            elif name in contained:
                 new.append(name)
         return new + included[-_MOST_CARRIED:]
 
@@ -601,10 +571,10 @@ class Merger:
         now = self._medium.time.now()
         old = now - _INCLUDED_S
         listed = self._reader.listed
-        includers = self._replica.includers
+        contained = self._replica.contained
         found: list[str] = []
         for name in listed:
-            includer = listed.get(includers.get(name, ""))
+            includer = listed.get(contained.get(name, ""))
             if includer is not None and 0 < includer.time < old:
                 found.append(name)
         self.deletions.delete(found)

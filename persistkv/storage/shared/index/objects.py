@@ -28,8 +28,7 @@ from persistkv.storage.shared.format import (
     TenantContent,
     decode_content,
     decode_delta,
-    encode_content,
-    encode_delta,
+    encode,
     record_name,
 )
 
@@ -48,7 +47,7 @@ class IndexObjects:
         """
         if not self._medium.seal.encrypts:
             forgotten = self._medium.records.forgotten
-            return encode_delta(_remembered(delta, forgotten))
+            return encode(_remembered(delta, forgotten))
         # content of each data key apart: without the key, it is not readable any more
         sealed: list[bytes] = []
         for data_key, content in _by_data_key(delta).items():
@@ -56,7 +55,7 @@ class IndexObjects:
             if record is not None:
                 sealed.append(record)
         stored = msgspec.structs.replace(delta, packs=(), manifests=(), sealed=sealed)
-        return encode_delta(stored)
+        return encode(stored)
 
     def _sealed(
         self, name: str, data_key: bytes, content: TenantContent
@@ -64,7 +63,7 @@ class IndexObjects:
         """Return the content of a tenant as a record; None: its data key is destroyed."""
         if not self._medium.keys.holds(data_key):
             return None
-        body = encode_content(content)
+        body = encode(content)
         try:
             return self._medium.seal.sealed_with(data_key, self._record(name), body)
         except CorruptPackError:

@@ -289,13 +289,12 @@ class IndexReader:
         """Find objects whose includer has vanished, deleted by an operator or a rule of the bucket:
         they count as not included, and the next merge includes them again.
         """
-        replica = self._replica
         not_included: list[str] = []
         for name in self.listed:
-            is_included = replica.contained.get(name)
-            if is_included and replica.includers[name] not in self.listed:
+            includer = self._replica.contained.get(name)
+            if includer and includer not in self.listed:
                 not_included.append(name)
-        replica.mark_not_included(not_included)
+        self._replica.mark_not_included(not_included)
 
     def _is_new(self, name: str) -> bool:
         """Return whether an object is to be read: it is part of the index, not contained, and not

@@ -24,9 +24,8 @@ from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobMissingError
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
-from persistkv.storage.shared.format import ArrayStruct
-from persistkv.storage.shared.index.merge import Limits
-from persistkv.storage.shared.replica import Bound, Replica
+from persistkv.storage.shared.format import ArrayStruct, decode, encode
+from persistkv.storage.shared.replica import Bound, Limits, Replica
 from persistkv.tenants import tenant_digest
 
 logger = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ class TotalsBoard:
         tenants = _tenant_totals(replica, policy)
         totals = Totals(replica.disk_bytes(), replica.ages(_POINTS), tenants)
         if totals.num_bytes:
-            self._medium.put_sealed(name, _ENCODER.encode(totals), namespace)
+            self._medium.put_sealed(name, encode(totals), namespace)
         elif self._is_published(namespace):
             self._medium.blobs.delete([name])
         self._own[namespace] = totals
@@ -195,8 +194,8 @@ class TotalsBoard:
         try:
             name = self._medium.names.totals_of(namespace)
             body = self._medium.sealed(name, namespace)
-            return _DECODER.decode(body)
-        except (ValueError, CorruptPackError, BlobMissingError, msgspec.DecodeError):
+            return decode(_DECODER, body, "totals")
+        except (CorruptPackError, BlobMissingError):
             return _NOTHING
 
     def limits(self, policy: Policy, namespace: bytes) -> Limits:
@@ -461,5 +460,4 @@ def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
     return math.nextafter(horizon, math.inf)
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Totals)

@@ -2,8 +2,8 @@
 environment."""
 
 from persistkv.storage.shared.replica.folder import ReplicaFolder
+from persistkv.storage.shared.replica.limits import Bound, Limits
 from persistkv.storage.shared.replica.replica import (
-    Bound,
     CommitPlan,
     KeysPlace,
     PackBlob,
@@ -15,6 +15,7 @@ __all__ = [
     "Bound",
     "CommitPlan",
     "KeysPlace",
+    "Limits",
     "PackBlob",
     "Removals",
     "Replica",

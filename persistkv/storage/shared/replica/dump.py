@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from persistkv.storage.catalog.rows import (
     CHAINS,
     MANIFEST_KEYS,
@@ -27,6 +25,7 @@ from persistkv.storage.shared.format import (
     Pin,
     Tombstone,
     UseEntry,
+    encode,
 )
 from persistkv.storage.shared.replica.rows import (
     BLOBS,
@@ -42,8 +41,6 @@ from persistkv.storage.shared.replica.rows import (
 Entry = PackEntry | Tombstone | ManifestEntry | Dropped | Pin | UseEntry
 T = TypeVar("T", bound=Entry)
 
-_ENCODER = msgspec.msgpack.Encoder()
-
 
 def dump_deltas(rows: TableRows, namespace: bytes, part_bytes: int) -> Iterator[Delta]:
     """Iterate over the whole content, in deltas of at most ``part_bytes`` each; at least one. A
@@ -52,7 +49,7 @@ def dump_deltas(rows: TableRows, namespace: bytes, part_bytes: int) -> Iterator[
     part: list[Entry] = []
     num_bytes = 0
     for entry in _entries(rows, namespace):
-        length = len(_ENCODER.encode(entry))
+        length = len(encode(entry))
         if part and num_bytes + length > part_bytes:
             yield _delta(part)
             part = []

@@ -16,7 +16,6 @@ environment.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,10 +48,8 @@ from persistkv.storage.catalog.rows import (
     SEALED_TABLES,
     STATES,
     TENANT_ORDER,
-    Chain,
     NamespaceState,
     TableRows,
-    Use,
     manifest_row,
     pack_table,
     read_state,
@@ -67,6 +64,7 @@ from persistkv.storage.shared.format import NONCE_BYTES, Delta, Dropped, Tombsto
 from persistkv.storage.shared.replica.application import Application
 from persistkv.storage.shared.replica.dump import dump_deltas
 from persistkv.storage.shared.replica.forgotten_rows import ForgottenRows
+from persistkv.storage.shared.replica.limits import Limits, evict
 from persistkv.storage.shared.replica.rows import (
     BLOBS,
     CONTAINED,
@@ -76,7 +74,6 @@ from persistkv.storage.shared.replica.rows import (
     TIME,
     TOMBSTONES,
     VERSIONS,
-    blob_row,
     names_of,
     read_bytes,
     read_version,
@@ -114,19 +111,6 @@ class KeysPlace(NamedTuple):
     length: int
     data_key: bytes
     """Id of the data key that seals them; ``PLAIN_KEY``: none does."""
-
-
-class Bound(NamedTuple):
-    """How much of some content a namespace keeps."""
-
-    limit: int
-    """Most bytes in all namespaces."""
-    num_bytes: int
-    """Most bytes in this one; what exceeds them is evicted, least recently used first."""
-    horizon: float = -math.inf
-    """What was last used before this time is evicted."""
-    share: int = 0
-    """Bytes of the free space that are part of ``num_bytes``."""
 
 
 @dataclass
@@ -200,11 +184,9 @@ class Replica:
         self.catalogue = Catalogue(namespace, self.rows, self.disk_bytes)
         """Queries of what the replica shows."""
         self._prepare()
-        self.includers: dict[str, str] = {}
-        """Included objects of the index → the object that includes them and was applied last."""
         self.contained = self._read_contained()
-        """Names of the index objects whose content the replica contains → whether another one
-        includes them."""
+        """Names of the index objects whose content the replica contains → the object that includes
+        it and was applied last; empty: none includes it."""
 
     def _prepare(self) -> None:
         """Make the rows that a new replica begins with."""
@@ -219,16 +201,13 @@ class Replica:
             rows.put(STATES, self.namespace, state.encode())
             rows.put(META, _KIND_ROW, _KIND)
 
-    def _read_contained(self) -> dict[str, bool]:
-        """Return the names of contained objects, and whether another object includes each."""
-        contained: dict[str, bool] = {}
+    def _read_contained(self) -> dict[str, str]:
+        """Return the names of contained objects, and which object includes each."""
+        contained: dict[str, str] = {}
         with self.rows() as rows:
             for key, value in rows.range(CONTAINED, b""):
                 name = bytes(key).decode()
-                includer = bytes(value[1:]).decode()
-                contained[name] = bool(includer)
-                if includer:
-                    self.includers[name] = includer
+                contained[name] = bytes(value[1:]).decode()
         return contained
 
     @contextmanager
@@ -296,10 +275,9 @@ class Replica:
         with self.rows() as rows:
             found: list[bytes] = []
             for pack_id in pack_ids:
-                row = rows.get(PACKS, self.namespace + pack_id)
-                if row is not None:
+                if rows.get(PACKS, self.namespace + pack_id) is not None:
                     found.append(pack_id)
-            return found
+        return found
 
     def ended_names(self, names: Iterable[bytes]) -> set[bytes]:
         """Return those of the names that have a tombstone."""
@@ -421,23 +399,10 @@ class Replica:
                 pins.append((digest, pinned))
         return pins
 
-    def plan_eviction(
-        self,
-        *,
-        now: float,
-        ttl_s: float | None,
-        whole: Bound | None,
-        tenants: Mapping[bytes, Bound],
-        at_most: int,
-    ) -> Removals:
+    def plan_eviction(self, limits: Limits, now: float, at_most: int) -> Removals:
         """Return expired content, and content to evict; change nothing.
 
         :param now: present time on the medium's clock; 0: nothing expires.
-        :param ttl_s: content expires this many seconds after its last use; None: requests by their
-            own ttl only.
-        :param whole: bound of all content; None: there is none.
-        :param tenants: bounds of tenants with a quota, by the digests of their names. What exceeds
-            them is evicted before other content.
         :param at_most: maximum number of packs and requests that expire, and of those that are
             evicted, of each tenant and altogether.
         """
@@ -446,13 +411,8 @@ class Replica:
             transaction = CatalogTransaction(rows, None, self.namespace, order=order)
             if now:
                 order.set_time(now)
-                transaction.expire(ttl_s, at_most)
-            for tenant, bound in sorted(tenants.items()):
-                own_goal = _TenantGoal(order, transaction.quotas, tenant, bound)
-                transaction.evict_of(tenant, own_goal.is_met, at_most)
-            if whole is not None:
-                goal = _Goal(rows, order, transaction.removed, whole)
-                transaction.evict(goal.is_met, at_most)
+                transaction.expire(limits.ttl_s, at_most)
+            evict(transaction, rows, order, limits, at_most)
             return _removals(rows, transaction)
 
     # Changes
@@ -472,13 +432,13 @@ class Replica:
                 application.apply(delta)
                 if name:
                     # that of before, or of an object of this call, stays
-                    includer = self.includers.get(name, "")
+                    includer = self.contained.get(name, "")
                     includers.setdefault(name, includer)
                 # this object includes others, which need not be read
                 includers.update(dict.fromkeys(delta.includes, name))
             self._put_includers(rows, includers)
             after = read_state(rows, self.namespace).cursor
-        self._note_includers(includers)
+        self.contained.update(includers)
         return before, after
 
     def _put_includers(self, rows: TableRows, includers: Mapping[str, str]) -> None:
@@ -487,14 +447,9 @@ class Replica:
             value = b"\1" + includer.encode() if includer else b"\0"
             rows.put(CONTAINED, name.encode(), value)
 
-    def _note_includers(self, includers: Mapping[str, str]) -> None:
-        """Update the memory after ``_put_includers``, once its transaction is committed."""
-        for name, includer in includers.items():
-            self.contained[name] = bool(includer)
-            if includer:
-                self.includers[name] = includer
-            else:
-                self.includers.pop(name, None)
+    def is_unincluded(self, name: str) -> bool:
+        """Return whether it contains an object of the index that no other one includes."""
+        return self.contained.get(name) == ""
 
     def mark_contained(self, names: Sequence[str]) -> None:
         """Record that the replica contains these objects, which were not read."""
@@ -511,7 +466,7 @@ class Replica:
         includers = dict.fromkeys(names, "")
         with self.rows(write=True) as rows:
             self._put_includers(rows, includers)
-        self._note_includers(includers)
+        self.contained.update(includers)
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget the names of index objects that no longer exist. Their content stays."""
@@ -519,7 +474,6 @@ class Replica:
             for name in names:
                 rows.delete(CONTAINED, name.encode())
                 self.contained.pop(name, None)
-                self.includers.pop(name, None)
 
     def content_of(self, forgotten: ForgottenTenants) -> Removals:
         """Return the packs and requests of forgotten tenants in the replica."""
@@ -608,65 +562,6 @@ class Replica:
             ) from None
         finally:
             self._env.close()
-
-
-class _Goal:
-    """Goal of an eviction: the bound of all content.
-
-    :param removed: names of the packs that the transaction has removed; it grows.
-    """
-
-    def __init__(
-        self, rows: TableRows, order: TimedOrder, removed: Sequence[bytes], bound: Bound
-    ) -> None:
-        self._rows = rows
-        self._order = order
-        self._removed = removed
-        self._bound = bound
-        self._excess = read_bytes(rows) - bound.num_bytes
-        self._counted = 0
-
-    def is_met(self) -> bool:
-        """Return whether the removals so far reach the goal."""
-        rows = self._rows
-        new = self._removed[self._counted :]
-        for pack in new:
-            pack_id = pack[ID_BYTES:]
-            for name in names_of(rows, pack_id):
-                self._excess -= blob_row(rows, name).counted
-        self._counted = len(self._removed)
-        if self._excess > 0:
-            return False
-        return _is_kept(self._order.oldest(), self._bound)
-
-
-class _TenantGoal:
-    """Goal of an eviction of one tenant's packs: its bound; ``tenant``: digest of its name."""
-
-    def __init__(
-        self, order: TimedOrder, quotas: Quotas, tenant: bytes, bound: Bound
-    ) -> None:
-        self._order = order
-        self._quotas = quotas
-        self._tenant = tenant
-        self._bound = bound
-
-    def is_met(self) -> bool:
-        """Return whether the removals so far reach the goal."""
-        totals = self._quotas.at(self._tenant)
-        if totals is None:
-            return True
-        if totals.stored_bytes > self._bound.num_bytes:
-            return False
-        return _is_kept(self._order.oldest_of(self._tenant), self._bound)
-
-
-def _is_kept(order: Iterator[tuple[bytes, Use | Chain]], bound: Bound) -> bool:
-    """Return whether the first one in an eviction order was last used after the horizon of a
-    bound."""
-    for _, use in order:
-        return use.time >= bound.horizon
-    return True
 
 
 def _moments(keys: Iterable[Buffer]) -> list[int]:

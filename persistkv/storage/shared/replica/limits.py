@@ -1,0 +1,111 @@
+"""Limits of what a namespace may keep, and eviction until its content is within them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from persistkv.storage.catalog.order import TimedOrder
+from persistkv.storage.catalog.rows import Chain, TableRows, Use
+from persistkv.storage.catalog.transaction import CatalogTransaction
+from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.shared.replica.rows import blob_row, names_of, read_bytes
+
+
+class Bound(NamedTuple):
+    """How much of some content a namespace keeps."""
+
+    limit: int
+    """Most bytes in all namespaces."""
+    num_bytes: int
+    """Most bytes in this one; what exceeds them is evicted, least recently used first."""
+    horizon: float = -math.inf
+    """What was last used before this time is evicted."""
+    share: int = 0
+    """Bytes of the free space that are part of ``num_bytes``."""
+
+
+class Limits(NamedTuple):
+    """Limits that a merge enforces."""
+
+    ttl_s: float | None = None
+    """Content expires this many seconds after its last use; None: requests by their own ttl
+    only."""
+    whole: Bound | None = None
+    """What this namespace may keep; None: the store has no capacity."""
+    tenants: Mapping[bytes, Bound] = MappingProxyType({})
+    """What this namespace may keep of each tenant with a quota, by the digest of its name."""
+
+
+Candidates: TypeAlias = Iterator[tuple[bytes, Use | Chain]]
+
+
+def evict(
+    transaction: CatalogTransaction,
+    rows: TableRows,
+    order: TimedOrder,
+    limits: Limits,
+    at_most: int,
+) -> None:
+    """Evict what exceeds limits: first what exceeds those of tenants.
+
+    :param order: of the transaction.
+    :param at_most: maximum number of packs and requests, of each tenant and altogether.
+    """
+    for tenant, bound in sorted(limits.tenants.items()):
+        goal = _Goal(
+            bound,
+            partial(_bytes_of, transaction, tenant),
+            partial(order.oldest_of, tenant),
+        )
+        transaction.evict_of(tenant, goal.is_met, at_most)
+    if limits.whole is not None:
+        goal = _Goal(limits.whole, _WholeBytes(rows, transaction), order.oldest)
+        transaction.evict(goal.is_met, at_most)
+
+
+class _Goal(NamedTuple):
+    """Goal of an eviction."""
+
+    bound: Bound
+    num_bytes: Callable[[], int]
+    """Returns the bytes after the removals so far."""
+    candidates: Callable[[], Candidates]
+    """Begins the eviction order anew."""
+
+    def is_met(self) -> bool:
+        """Return whether the removals so far reach the goal."""
+        if self.num_bytes() > self.bound.num_bytes:
+            return False
+        for _, oldest in self.candidates():
+            return oldest.time >= self.bound.horizon
+        return True
+
+
+def _bytes_of(transaction: CatalogTransaction, tenant: bytes) -> int:
+    """Return the bytes of a tenant's packs; ``tenant``: digest of its name."""
+    totals = transaction.quotas.at(tenant)
+    return 0 if totals is None else totals.stored_bytes
+
+
+class _WholeBytes:
+    """Bytes that the namespace takes on the medium, less those of the packs that a transaction has
+    removed."""
+
+    def __init__(self, rows: TableRows, transaction: CatalogTransaction) -> None:
+        self._rows = rows
+        self._removed = transaction.removed
+        self._num_bytes = read_bytes(rows)
+        self._counted = 0
+
+    def __call__(self) -> int:
+        rows = self._rows
+        new = self._removed[self._counted :]
+        for pack in new:
+            for name in names_of(rows, pack[ID_BYTES:]):
+                self._num_bytes -= blob_row(rows, name).counted
+        self._counted = len(self._removed)
+        return self._num_bytes

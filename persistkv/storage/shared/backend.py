@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,10 +59,7 @@ from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.clock import Clock
 from persistkv.storage.shared.forgetting.forget import Forgetting
-from persistkv.storage.shared.format import (
-    MAX_SMALL_BYTES,
-)
-from persistkv.storage.shared.index.rebuild import UnnamedPack
+from persistkv.storage.shared.format import MAX_SMALL_BYTES
 from persistkv.storage.shared.namespace import SharedNamespace
 from persistkv.storage.shared.opened import OpenedNamespaces
 from persistkv.storage.shared.options import SharedOptions, parse_shared
@@ -213,14 +211,8 @@ class SharedBackend(Backend):
         cls, url: StoreUrl, progress: Callable[[int, int], None]
     ) -> Rebuilt | None:
         """See ``Backend``. Engines may use the store meanwhile."""
-        options, rest = cls.split_options(url)
-        blobs = cls.open_blobs(url, rest, read_only=False)
-        place = f"{url.scheme}://{url.location}"
-        backend = cls(blobs, options, place, background=False)
-        try:
+        with closing(cls.open(url)) as backend:
             return backend.rebuild_index(progress)
-        finally:
-            backend.close()
 
     def rebuild_index(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
         """Name all packs again that no index names; None: there are none, and no other traces of
@@ -228,19 +220,19 @@ class SharedBackend(Backend):
 
         :raises StoreError: the medium failed; packs that were named before stay.
         """
-        found: list[UnnamedPack] = []
+        found: list[PackTable] = []
         skipped: Counter[str] = Counter()
         namespaces = 0
         for namespace in self.namespaces():
-            packs, ignored = self._open(namespace.id).rebuild(progress)
-            found += packs
+            tables, ignored = self._open(namespace.id).rebuild(progress)
+            found += tables
             skipped += ignored
-            namespaces += bool(packs)
+            namespaces += bool(tables)
         if not found and not skipped:
             return None
-        blocks = sum(len(pack.table.keys) for pack in found)
-        stored_bytes = sum(pack.table.payload_length for pack in found)
-        read_bytes = sum(len(pack.entry.body) for pack in found)
+        blocks = sum(len(table.keys) for table in found)
+        stored_bytes = sum(table.payload_length for table in found)
+        read_bytes = sum(len(table.encode()) for table in found)
         return Rebuilt(
             packs=len(found),
             blocks=blocks,
@@ -271,16 +263,11 @@ class SharedBackend(Backend):
         """Do the background work that is due; return the seconds until more is due. Failures are
         only logged."""
         try:
-            if self._policy.is_due():
-                self._refresh_policy()
-                if not self._read_only:
-                    self._opened.care_for_abandoned()
-            if self._policy.is_known:
-                self._identities.write_new()
+            self._step_store()
         except (StoreError, ConfigurationError) as error:
             # the latter: the key was replaced before the medium has answered
             self._log(error)
-        due = [self._policy.due_at]
+        due_at = self._policy.due_at
         for namespace in self._opened:
             if self._closed:
                 break
@@ -288,10 +275,23 @@ class SharedBackend(Backend):
                 namespace.step(self._policy.now())
             except StoreError as error:
                 self._log(error)
-                due.append(self._medium.clock.monotonic() + _LEAST_PAUSE_S)
-            due.append(namespace.due_at())
-        pause_s = min(due) - self._medium.clock.monotonic()
+                # soon
+                due_at = -math.inf
+            due_at = min(due_at, namespace.due_at())
+        pause_s = due_at - self._medium.clock.monotonic()
         return min(max(_LEAST_PAUSE_S, pause_s), _LONGEST_PAUSE_S)
+
+    def _step_store(self) -> None:
+        """Read the policy if that is due, and write new identities.
+
+        :raises StoreError: the medium failed.
+        """
+        if self._policy.is_due():
+            self._refresh_policy()
+            if not self._read_only:
+                self._opened.care_for_abandoned()
+        if self._policy.is_known:
+            self._identities.write_new()
 
     def _log(self, error: PersistKVError) -> None:
         is_temporary = isinstance(error, UnavailableError)

@@ -164,20 +164,20 @@ class Medium:
         """
         found = self._list(prefix)
         if not stable:
-            return found
-        shown = {info.name: info for info in found}
+            return list(found.values())
+        shown = dict(found)
         for _ in range(_MOST_LISTS - 1):
-            before = [info.name for info in found]
+            before = found.keys()
             found = self._list(prefix)
-            names = {info.name for info in found}
-            if names.issuperset(before):
-                return found
-            shown.update({info.name: info for info in found})
+            if found.keys() >= before:
+                return list(found.values())
+            shown.update(found)
         return sorted(shown.values())
 
-    def _list(self, prefix: str) -> list[BlobInfo]:
-        found = list(self.blobs.list(prefix))
-        times = [info.time for info in found]
+    def _list(self, prefix: str) -> dict[str, BlobInfo]:
+        """Return the blobs in a list by name."""
+        found = {info.name: info for info in self.blobs.list(prefix)}
+        times = [info.time for info in found.values()]
         self.time.learn_least(max(times, default=0.0))
         return found
 

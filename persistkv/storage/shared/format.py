@@ -224,7 +224,7 @@ class Latest(ArrayStruct, frozen=True):
     """Names and sizes in bytes of index objects that were written recently, newest last."""
 
 
-def union(deltas: Iterable[Delta], includes: Sequence[str]) -> Delta:
+def union(deltas: Iterable[Delta], includes: Sequence[str] = ()) -> Delta:
     """Return a delta that contains the content of several, and includes the objects with these
     names."""
     packs: list[PackEntry] = []

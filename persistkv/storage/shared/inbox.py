@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import msgspec
+
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.catalog.rows import manifest_row
@@ -30,14 +32,12 @@ from persistkv.storage.shared.format import (
     Delta,
     ManifestEntry,
     Names,
-    PackEntry,
     Pin,
     Tombstone,
     UseEntry,
     union,
 )
 from persistkv.storage.shared.index.merge import Merger, OwnCommit
-from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.packs import PackBlobs, Upload
 from persistkv.storage.shared.replica import CommitPlan, KeysPlace, Replica
@@ -80,7 +80,7 @@ class Inbox:
         self._reader = reader
         self._merger = merger
         self._clock = medium.clock
-        self._objects = IndexObjects(medium, replica.namespace)
+        self._objects = reader.objects
         self._touch_s = touch_s
         self._uses: dict[bytes, float] = {}
         """Unpublished uses, oldest first: pack id → time on the medium's clock."""
@@ -143,9 +143,7 @@ class Inbox:
         :param used: packs that it uses, besides those that its requests name.
         """
         now = self._medium.time.time_of_use() or LATEST_TIME
-        packs: list[PackEntry] = []
-        for entry in upload.entries:
-            packs.append(PackEntry(entry.pack_id, entry.nonce, entry.body, now))
+        packs = [msgspec.structs.replace(entry, time=now) for entry in upload.entries]
         named = dict.fromkeys(used)
         for write in batch.manifests:
             named.update(dict.fromkeys(write.packs))
@@ -171,8 +169,8 @@ class Inbox:
             versions[digest] += 1
             pins.append(Pin(digest, versions[digest], pinned))
         content = Delta(packs, uses, manifests=manifests, pins=pins)
-        removals = self._merger.tombstones(plan.removals)
-        return union([content, removals], ())
+        removals = self._replica.tombstones(plan.removals, now)
+        return union([content, removals])
 
     def _least_version(self) -> int:
         """Return the least version of a request. Where tenants were forgotten, it is the medium's
@@ -195,7 +193,7 @@ class Inbox:
         """
         uses = dict(self._uses)
         lost = dict(self._lost)
-        delta = union([delta, _waiting(uses, lost)], ())
+        delta = union([delta, _waiting(uses, lost)])
         name = self._names.new_commit(self._clock.random)
         body = self._objects.encode(name, delta)
         if len(body) > _MOST_BODY_BYTES:

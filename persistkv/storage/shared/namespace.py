@@ -11,6 +11,7 @@ from pathlib import Path
 from persistkv.errors import QuotaExceededError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog.transaction import bytes_by_tenant
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.forgetting.erasing import Erased, Eraser
@@ -19,7 +20,7 @@ from persistkv.storage.shared.inbox import Inbox
 from persistkv.storage.shared.index.follower import Follower
 from persistkv.storage.shared.index.merge import Merger
 from persistkv.storage.shared.index.reader import IndexReader
-from persistkv.storage.shared.index.rebuild import Rebuilder, UnnamedPack
+from persistkv.storage.shared.index.rebuild import Rebuilder
 from persistkv.storage.shared.index.sweep import Sweeper
 from persistkv.storage.shared.index.totals import NamespaceLimits, TotalsBoard
 from persistkv.storage.shared.options import SharedOptions
@@ -106,7 +107,7 @@ class SharedNamespace:
             now = self._medium.clock.monotonic()
             self._open_at = now + _RETRY_S
             self._remove_forgotten()
-            inbox = self.reader.open()
+            inbox = self.reader.refresh(inbox_age_s=0.0, stable=True)
             self.merger.followed(None)
             self.is_open = True
             self.follower.start()
@@ -250,9 +251,9 @@ class SharedNamespace:
 
     def rebuild(
         self, progress: Callable[[int, int], None]
-    ) -> tuple[list[UnnamedPack], Counter[str]]:
-        """Name packs again that the index does not name; return them, and the number of skipped
-        blobs by reason.
+    ) -> tuple[list[PackTable], Counter[str]]:
+        """Name packs again that the index does not name; return their tables, and the number of
+        skipped blobs by reason.
 
         :raises StoreError: the medium failed; packs that were named before stay.
         """

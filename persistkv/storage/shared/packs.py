@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
@@ -25,7 +24,6 @@ from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import (
     LATEST_TIME,
-    MAX_OBJECT_BYTES,
     NONCE_BYTES,
     Names,
     PackEntry,
@@ -121,20 +119,25 @@ class PackBlobs:
             pieces.append(sealed)
             offset += len(sealed)
 
-        def put(pack: NewPack | None) -> tuple[float, PackEntry | None]:
-            # None: the blob with the keys
+        times: list[float] = []
+
+        def put(pack: NewPack | None) -> PackEntry | None:
+            """Upload a pack; None: the keys."""
             if pack is None:
                 blob = self._names.keys_blob(nonce)
-                return self._medium.put(blob, pieces), None
+                times.append(self._medium.put(blob, pieces))
+                return None
             with budget.reserved(pack):
-                return self._upload_pack(pack)
+                entry = self._upload_pack(pack)
+            times.append(entry.time)
+            return entry
 
         todo: list[NewPack | None] = list(packs)
         if pieces:
             todo.append(None)
         done = self._medium.uploads.all(put, todo)
-        entries = [entry for _, entry in done if entry is not None]
-        first = min((time for time, _ in done), default=LATEST_TIME)
+        entries = [entry for entry in done if entry is not None]
+        first = min(times, default=LATEST_TIME)
         return Upload(entries, places, first)
 
     def _sealed_keys(self, write: ManifestWrite, data_key: bytes) -> bytes:
@@ -146,9 +149,9 @@ class PackBlobs:
     def _keys_name(self, manifest_id: str) -> bytes:
         return record_name(self._replica.namespace, f"keys of {manifest_id}")
 
-    def _upload_pack(self, pack: NewPack) -> tuple[float, PackEntry]:
-        """Upload a pack to a blob of its own; return the medium's time, and the pack's entry in the
-        index."""
+    def _upload_pack(self, pack: NewPack) -> PackEntry:
+        """Upload a pack to a blob of its own; return its entry in the index, with the medium's
+        time."""
         payload: list[Buffer] = list(pack.stream())
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
         # The table behind the payload describes the pack, so that a rebuild can find it without the
@@ -156,27 +159,26 @@ class PackBlobs:
         table = self._medium.seal.encode_table(pack.table)
         blob = self._names.pack(pack.pack_id + nonce)
         time = self._medium.put(blob, [*payload, table])
-        return time, PackEntry(pack.pack_id, nonce, pack.table.encode(), time)
+        return PackEntry(pack.pack_id, nonce, pack.table.encode(), time)
 
     # Reads
 
     def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
         """See ``Backend.read``."""
         filled = [False] * len(spans)
-        fetch = partial(self._fetch, filled=filled)
+
+        def fetch(run: _Range) -> None:
+            if self._fill(run, filter(len, run.buffers)):
+                for index in run.spans:
+                    filled[index] = True
+
         # again while a pack is in another blob than that of the last attempt
         for _ in range(_MOST_BLOBS):
-            ranges = self._ranges(spans, filled, None)
+            ranges = self._ranges(spans, filled)
             self._medium.loads.all(fetch, ranges)
             if all(filled) or not self._have_other_blobs(ranges):
                 break
         return filled
-
-    def _fetch(self, run: _Range, filled: list[bool]) -> None:
-        """Read a range, and mark its spans if the bytes arrived."""
-        if self._fill(run, None):
-            for index in run.spans:
-                filled[index] = True
 
     def _have_other_blobs(self, ranges: Sequence[_Range]) -> bool:
         """Return whether a pack was read from a blob that turned out to be missing, and another
@@ -195,7 +197,6 @@ class PackBlobs:
             # all frames use the same memory, one after another
             memory = buffer[: frame.stored_length]
             spans.append(ReadSpan(pack_id, frame.offset, [memory]))
-        gap_memory = memoryview(bytearray(max(1, self._gap_bytes)))
         is_read = [False] * len(spans)
 
         def take_span(index: int, stored: memoryview) -> None:
@@ -203,19 +204,18 @@ class PackBlobs:
             is_read[index] = True
 
         for _ in range(_MOST_BLOBS):
-            ranges = self._ranges(spans, is_read, gap_memory)
+            ranges = self._ranges(spans, is_read)
             for run in ranges:
-                if not self._fill(run, run.passed_to(take_span)):
+                if not self._fill(run, run.followed(take_span)):
                     break
             if all(is_read) or not self._have_other_blobs(ranges):
                 break
 
-    def _fill(self, run: _Range, take: Take | None) -> bool:
-        """Read the range of a run; return False if its blob is missing or too short."""
+    def _fill(self, run: _Range, buffers: Iterator[memoryview]) -> bool:
+        """Read a range into its buffers; return False if its blob is missing or too short."""
         name = run.pack_id + run.blob.nonce
         blob = self._names.pack(name)
         length = run.end - run.start
-        buffers = _followed(run.buffers, take)
         is_too_short = False
         with suppress(BlobMissingError):
             done = self._medium.blobs.read(blob, run.start, length, buffers)
@@ -235,17 +235,9 @@ class PackBlobs:
             return False
         return is_too_short or not medium.exists(blob)
 
-    def _ranges(
-        self,
-        spans: Sequence[ReadSpan],
-        filled: list[bool],
-        gap_memory: memoryview | None,
-    ) -> list[_Range]:
+    def _ranges(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_Range]:
         """Group the spans that are not filled into calls; mark empty spans as filled; skip spans of
-        missing packs or beyond the payload.
-
-        :param gap_memory: as for ``_Range``.
-        """
+        missing packs or beyond the payload."""
         ranges: list[_Range] = []
         held = self._replica.blobs({span.pack_id for span in spans})
         for index in _reading_order(spans):
@@ -262,14 +254,14 @@ class PackBlobs:
                 continue
             is_new = not ranges or not ranges[-1].is_followed_by(span, self._gap_bytes)
             if is_new:
-                ranges.append(_Range(span.pack_id, blob, span.offset, gap_memory))
+                ranges.append(_Range(span.pack_id, blob, span.offset))
             ranges[-1].add(index, span, length)
         return ranges
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
         place = self._replica.keys_place(manifest_id)
-        if place is None or place.length > MAX_OBJECT_BYTES:
+        if place is None:
             return None
         buffer = bytearray(place.length)
         try:
@@ -292,16 +284,15 @@ class _Range:
     and of the gaps between them. The range is empty at first.
 
     :param blob: the blob that holds the pack.
-    :param gap_memory: receives the bytes of every gap; None: each gap gets new memory.
     """
 
-    def __init__(
-        self, pack_id: bytes, blob: PackBlob, start: int, gap_memory: memoryview | None
-    ) -> None:
+    def __init__(self, pack_id: bytes, blob: PackBlob, start: int) -> None:
         self.pack_id = pack_id
         self.blob = blob
         self.start = self.end = start
-        self._gap_memory = gap_memory
+        self._gap_memory = memoryview(b"")
+        """Receives the bytes of all gaps between spans, which are ignored. A larger read is faster
+        than two."""
         self.buffers: list[memoryview] = []
         """Receive the bytes, in order: those of the spans and of the gaps."""
         self.spans: list[int] = []
@@ -317,32 +308,25 @@ class _Range:
     def add(self, index: int, span: ReadSpan, length: int) -> None:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
         span and it."""
-        self._skip(span.offset - self.end)
+        gap = span.offset - self.end
+        if gap > len(self._gap_memory):
+            self._gap_memory = memoryview(bytearray(gap))
+        if gap:
+            self.buffers.append(self._gap_memory[:gap])
         self.first_buffers[len(self.buffers)] = index
         self.buffers += [buffer.cast("B") for buffer in span.buffers]
         self.end = span.offset + length
         self.spans.append(index)
 
-    def passed_to(self, take: Take) -> Take:
-        """Return a function of the index of a full buffer, which passes the buffer to ``take`` if
-        it is that of a span, with the index of the span."""
-
-        def pass_span(number: int, stored: memoryview) -> None:
+    def followed(self, take: Take) -> Iterator[memoryview]:
+        """Yield the buffers that are not empty; pass the first one of each span to ``take`` when it
+        is full, which the next step shows."""
+        for number, buffer in enumerate(self.buffers):
+            if len(buffer):
+                yield buffer
             index = self.first_buffers.get(number)
             if index is not None:
-                take(index, stored)
-
-        return pass_span
-
-    def _skip(self, length: int) -> None:
-        """Append memory for a gap, whose bytes are ignored. A larger read is faster than two."""
-        if length <= 0:
-            return
-        memory = self._gap_memory
-        if memory is None:
-            memory = memoryview(bytearray(length))
-        self.buffers.append(memory[:length])
-        self.end += length
+                take(index, buffer)
 
 
 def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:
@@ -352,13 +336,3 @@ def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:
         return spans[index].pack_id, spans[index].offset
 
     return sorted(range(len(spans)), key=place)
-
-
-def _followed(buffers: Sequence[memoryview], take: Take | None) -> Iterator[memoryview]:
-    """Yield buffers that are not empty, and pass each to ``take`` when it is full."""
-    for number, buffer in enumerate(buffers):
-        if len(buffer):
-            yield buffer
-        # here again: the reader asks for the next buffer when this one is full
-        if take is not None:
-            take(number, buffer)

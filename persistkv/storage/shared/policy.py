@@ -96,9 +96,12 @@ class RecordedPolicy:
 
         :raises UnavailableError: the medium has not answered yet.
         """
+        return self._known().store
+
+    def _known(self) -> StoredPolicy:
         if self._stored is None:
             raise UnavailableError(f"{self._place} has not answered yet")
-        return self._stored.store
+        return self._stored
 
     def has_answered(self) -> bool:
         """Return whether the medium has answered this handle. If it has not, try again.
@@ -179,11 +182,12 @@ class RecordedPolicy:
         :raises StoreError: the medium failed; the policy is as before, or (``UnavailableError``)
             the other one.
         """
-        name = self.store_name()
-        before = self._stored
-        changed = _stored(name, policy)
-        if before is not None:
-            changed = msgspec.structs.replace(changed, forgotten=before.forgotten)
+        changed = msgspec.structs.replace(
+            self._known(),
+            capacity=policy.capacity,
+            ttl_s=policy.ttl_s,
+            quotas=policy.quotas,
+        )
         self._write(changed)
         self._stored = changed
 
@@ -201,7 +205,7 @@ class RecordedPolicy:
             self._medium.records.write_again()
             self._medium.keys.write_again()
         name = self._clock.random.randbytes(NONCE_BYTES)
-        created = _stored(name, policy)
+        created = StoredPolicy(name, policy.capacity, policy.ttl_s, policy.quotas)
         self._write(created)
         self._created_at = self._clock.monotonic()
         return created
@@ -268,11 +272,6 @@ class RecordedPolicy:
         level = logging.DEBUG if is_new else logging.WARNING
         text = "%s: the store was deleted or replaced; its content is read again"
         logger.log(level, text, self._place)
-
-
-def _stored(store: bytes, policy: Policy) -> StoredPolicy:
-    """Return a policy as the store with the random name ``store`` records it."""
-    return StoredPolicy(store, policy.capacity, policy.ttl_s, policy.quotas)
 
 
 _DECODER = msgspec.msgpack.Decoder(StoredPolicy)

@@ -11,7 +11,7 @@ from persistkv.storage.format.pack import SEALED_TABLE, without_trailer
 from persistkv.storage.format.seal import record_key
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import Names
-from persistkv.storage.shared.index.tails import read_tail
+from persistkv.storage.shared.index.unnamed import read_tail, unnamed_packs
 from persistkv.storage.shared.replica import Removals, Replica
 
 
@@ -60,7 +60,9 @@ class Eraser:
         """
         packs: list[str] = []
         stored_bytes = 0
-        found = self._medium.maintenance.each(self._payload_bytes, self._unnamed())
+        blobs = unnamed_packs(self._medium, self._names, self._replica)
+        candidates = list(blobs.values())
+        found = self._medium.maintenance.each(self._payload_bytes, candidates)
         for info, payload_bytes in found:
             if payload_bytes is not None:
                 packs.append(info.name)
@@ -70,17 +72,6 @@ class Eraser:
 
     def _erase(self, prefix: str, names: Sequence[str]) -> Sequence[str]:
         return self._medium.blobs.erase(prefix, names) if names else []
-
-    def _unnamed(self) -> list[BlobInfo]:
-        """Return the blobs of packs that the index does not name."""
-        blobs: dict[bytes, BlobInfo] = {}
-        for info in self._medium.listed(self._names.packs):
-            name = self._names.pack_name(info.name)
-            if name is not None:
-                blobs[name] = info
-        for name in self._replica.live_names(blobs):
-            del blobs[name]
-        return list(blobs.values())
 
     def _payload_bytes(self, info: BlobInfo) -> int | None:
         """Return the bytes of the payload in a pack of the tenant; None: it is not one."""

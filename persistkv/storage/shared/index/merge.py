@@ -35,18 +35,15 @@ from persistkv.storage.shared.format import (
     LATEST_TIME,
     NONCE_BYTES,
     Delta,
-    Dropped,
     Latest,
     Names,
-    Tombstone,
     encode,
     union,
 )
 from persistkv.storage.shared.index.deletions import Deletions
 from persistkv.storage.shared.index.merge_schedule import MergeSchedule
-from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.index.reader import IndexReader
-from persistkv.storage.shared.replica import Limits, Removals, Replica
+from persistkv.storage.shared.replica import Limits, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +86,7 @@ class Merger:
         self._replica = replica
         self._reader = reader
         self._clock = medium.clock
-        self._objects = IndexObjects(medium, replica.namespace)
+        self._objects = reader.objects
         self.writer = self._clock.random.randbytes(NONCE_BYTES)
         """Random name of this handle in ``latest``."""
         self.schedule = MergeSchedule(self._clock.random.random)
@@ -241,7 +238,8 @@ class Merger:
         planned = self._clock.monotonic()
         now = self._expiry_time()
         removals = self._replica.plan_eviction(limits, now, at_most=_MOST_EVICTED)
-        evictions = self.tombstones(removals)
+        at = self._medium.time.time_of_use() or LATEST_TIME
+        evictions = self._replica.tombstones(removals, at)
         contents = [*deltas.values(), evictions, *older.values()]
         carried = self._included_in(older.values())
         includes = [*deltas, *older, *carried]
@@ -373,17 +371,6 @@ class Merger:
         now = self._medium.time.now()
         difference_s = abs(now - self._clock.wall())
         return now if difference_s < AGREEING_S else 0.0
-
-    def tombstones(self, removals: Removals) -> Delta:
-        """Return a delta that removes packs and requests."""
-        now = self._medium.time.time_of_use() or LATEST_TIME
-        removed = [Tombstone(name, now) for name in removals.packs]
-        dropped: list[Dropped] = []
-        versions = self._replica.versions(removals.manifests)
-        for digest, version in versions.items():
-            if version:
-                dropped.append(Dropped(digest, version, now))
-        return Delta(removed=removed, dropped=dropped)
 
     def _publish(self, segment: Delta, began: float, planned: float) -> None:
         """Write a segment. The replica has its content already, except for the evictions.

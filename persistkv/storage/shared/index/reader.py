@@ -53,7 +53,7 @@ class IndexReader:
         self._names = names
         self._replica = replica
         self._clock = medium.clock
-        self._objects = IndexObjects(medium, replica.namespace)
+        self.objects = IndexObjects(medium, replica.namespace)
         self.unreadable: dict[str, float] = {}
         """Objects that were listed and could not be read → monotonic time of the next try."""
         self.listed: dict[str, BlobInfo] = {}
@@ -69,22 +69,16 @@ class IndexReader:
             replica.contained, self._clock.monotonic()
         )
 
-    def open(self) -> list[BlobInfo]:
-        """Read the whole index; return the commits in the inbox, without those that cannot be read.
-
-        :raises StoreError: the medium or the replica failed; the replica keeps the objects that
-            were read before.
-        """
-        return self.refresh(inbox_age_s=0.0, stable=True)
-
     def refresh(
         self, *, inbox_age_s: float | None = None, stable: bool = False
     ) -> list[BlobInfo]:
-        """Read new objects. Result and errors are as in ``open``.
+        """Read new objects; return the commits in the inbox, without those that cannot be read.
 
         :param inbox_age_s: read and return the commits in the inbox that are as old, in seconds on
             the medium's clock. Younger ones are soon in a segment. None: no commits.
-        :param stable: see ``Medium.listed``.
+        :param stable: see ``Medium.listed``; opening reads the whole index, and needs it.
+        :raises StoreError: the medium or the replica failed; the replica keeps the objects that
+            were read before.
         """
         inbox: list[BlobInfo] = []
         missing: set[str] = set()
@@ -227,7 +221,7 @@ class IndexReader:
         """Return the content of an object; None if it is missing, or cannot be read, which is
         reported. Any thread may call this."""
         try:
-            return self._objects.read(info)
+            return self.objects.read(info)
         except BlobMissingError:
             return None
         except (RefusedError, CorruptPackError) as error:

@@ -9,33 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,
-    NONCE_BYTES,
     Delta,
     Names,
     PackEntry,
 )
 from persistkv.storage.shared.index.objects import IndexObjects
-from persistkv.storage.shared.index.tails import read_tail
+from persistkv.storage.shared.index.unnamed import read_tail, unnamed_packs
 from persistkv.storage.shared.replica import Replica
 
 _COMMIT_BYTES = 4 << 20  # 4 MiB of tables per commit
-
-
-class UnnamedPack(NamedTuple):
-    """A pack that the index did not name."""
-
-    entry: PackEntry
-    table: PackTable
-    size: int
-    """Bytes of its blob."""
 
 
 class Rebuilder:
@@ -60,18 +49,19 @@ class Rebuilder:
         self.skipped: Counter[str] = Counter()
         """Reason → number of blobs that are not packs of the namespace, or stay deleted."""
 
-    def rebuild(self) -> list[UnnamedPack]:
-        """Commit all packs that the index does not name; return them.
+    def rebuild(self) -> list[PackTable]:
+        """Commit all packs that the index does not name; return their tables.
 
         :raises StoreError: the medium failed; packs that were committed before stay.
         """
-        found: list[UnnamedPack] = []
+        found: list[PackTable] = []
         waiting: list[PackEntry] = []
         waiting_bytes = 0
-        for pack in self._unnamed():
-            found.append(pack)
-            waiting.append(pack.entry)
-            waiting_bytes += len(pack.entry.body)
+        for name, time, table in self._unnamed():
+            found.append(table)
+            entry = PackEntry(table.pack_id, name[ID_BYTES:], table.encode(), time)
+            waiting.append(entry)
+            waiting_bytes += len(entry.body)
             if waiting_bytes >= _COMMIT_BYTES:
                 self._commit(waiting)
                 waiting = []
@@ -80,47 +70,40 @@ class Rebuilder:
             self._commit(waiting)
         return found
 
-    def _unnamed(self) -> Iterator[UnnamedPack]:
-        """Iterate over the packs that the index does not name."""
-        candidates = self._candidates()
-        total = sum(info.size for info in candidates)
-        done = 0
-        tables = self._medium.maintenance.each(self._table_of, candidates)
-        for info, table in tables:
-            done += info.size
-            self._progress(done, total)
-            name = self._names.pack_name(info.name)
-            if table is None or name is None:
-                self.skipped["blobs without a readable table"] += 1
-                continue
-            pack_id = name[:-NONCE_BYTES]
-            nonce = name[-NONCE_BYTES:]
-            is_here = table.namespace == self._replica.namespace
-            if not is_here or table.pack_id != pack_id:
-                self.skipped["packs of another place"] += 1
-                continue
-            forgotten = self._medium.records.forgotten
-            if forgotten.covers(table.tenant, table.data_key, info.time):
-                self.skipped["packs of forgotten tenants"] += 1
-                continue
-            entry = PackEntry(pack_id, nonce, table.encode(), info.time)
-            yield UnnamedPack(entry, table, info.size)
-
-    def _candidates(self) -> list[BlobInfo]:
-        """Return the blobs of packs that the index neither names nor has ended."""
-        blobs: dict[bytes, BlobInfo] = {}
-        for info in self._medium.listed(self._names.packs):
-            name = self._names.pack_name(info.name)
-            if name is None:
-                self.skipped["blobs that are no packs"] += 1
-            else:
-                blobs[name] = info
-        for name in self._replica.live_names(blobs):
-            del blobs[name]
+    def _unnamed(self) -> Iterator[tuple[bytes, float, PackTable]]:
+        """Iterate over the packs that the index neither names nor has ended: pack id and nonce,
+        time of the blob, and table."""
+        blobs = unnamed_packs(self._medium, self._names, self._replica)
         for name in self._replica.ended_names(blobs):
             del blobs[name]
             self.skipped["deleted packs"] += 1
-        return list(blobs.values())
+        total = sum(info.size for info in blobs.values())
+        done = 0
+        tables = self._medium.maintenance.each(self._table_of, list(blobs.values()))
+        for name, (info, table) in zip(blobs, tables, strict=True):
+            done += info.size
+            self._progress(done, total)
+            reason = self._refusal(name, info.time, table)
+            if reason:
+                self.skipped[reason] += 1
+            elif table is not None:
+                yield name, info.time, table
+
+    def _refusal(self, name: bytes, time: float, table: PackTable | None) -> str:
+        """Return why a pack is not named; empty: it is.
+
+        :param name: pack id and nonce in the name of its blob; ``time``: of the blob.
+        :param table: None: it is unreadable.
+        """
+        if table is None:
+            return "blobs without a readable table"
+        is_here = table.namespace == self._replica.namespace
+        if not is_here or table.pack_id != name[:ID_BYTES]:
+            return "packs of another place"
+        forgotten = self._medium.records.forgotten
+        if forgotten.covers(table.tenant, table.data_key, time):
+            return "packs of forgotten tenants"
+        return ""
 
     def _table_of(self, info: BlobInfo) -> PackTable | None:
         """Return the table behind the payload of a pack; None: it is unreadable. Errors of the

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
@@ -27,6 +27,7 @@ from persistkv.storage.shared.format import (
     NewerFormatError,
 )
 from persistkv.storage.shared.index.objects import IndexObjects
+from persistkv.storage.shared.index.unnamed import unnamed_packs
 from persistkv.storage.shared.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -125,31 +126,15 @@ class Sweeper:
     def _old_blobs(self, now: float) -> set[str]:
         """Return the blobs of packs and keys that are old enough, and that the replica does not
         hold: the candidates for deletion."""
-        names = self._names
-        old_packs = self._old(names.packs, names.pack_name, now)
-        for name in self._replica.live_names(old_packs):
-            del old_packs[name]
-        old_keys = self._old(names.keys, names.keys_nonce, now)
-        for nonce in self._replica.keys_nonces():
-            # of any age: most are not in ``old_keys``
-            old_keys.pop(nonce, None)
-        return {*old_packs.values(), *old_keys.values()}
+        packs = unnamed_packs(self._medium, self._names, self._replica)
+        infos = list(packs.values())
+        held = self._replica.keys_nonces()
+        for info in self._medium.listed(self._names.keys):
+            nonce = self._names.keys_nonce(info.name)
+            if nonce is not None and nonce not in held:
+                infos.append(info)
+        return {info.name for info in infos if now - info.time > _LEAST_AGE_S}
 
-    def _old(
-        self,
-        prefix: str,
-        parse: Callable[[str], bytes | None],
-        now: float,
-    ) -> dict[bytes, str]:
-        """Return the blobs of one kind that are old enough: what ``parse`` finds in the name of a
-        blob → the name. Other blobs are ignored."""
-        found: dict[bytes, str] = {}
-        for info in self._medium.listed(prefix):
-            identifier = parse(info.name)
-            age_s = now - info.time
-            if identifier is not None and age_s > _LEAST_AGE_S:
-                found[identifier] = info.name
-        return found
 
     def _named(self, blobs: set[str], now: float) -> set[str]:
         """Return those of the blobs that the index names and has not ended.

@@ -22,6 +22,7 @@ import msgspec
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobMissingError
+from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import ArrayStruct, decode, encode
@@ -64,10 +65,6 @@ class Totals(ArrayStruct, frozen=True):
             found = total
         return found
 
-    def newer_than(self, time: float) -> int:
-        """Return the bytes that were last used after a time."""
-        return self.num_bytes - self.used_until(time)
-
     def later(self, seconds: float) -> Totals:
         """Return totals whose content has the same ages some seconds later."""
         ages: list[tuple[float, int]] = []
@@ -80,18 +77,21 @@ class Totals(ArrayStruct, frozen=True):
 
     def without(self, horizons: Mapping[bytes, float]) -> Totals:
         """Return totals without what tenants last used before their horizons."""
-        num_bytes = self.num_bytes
-        for tenant, horizon in horizons.items():
-            num_bytes -= self._of(tenant).used_until(horizon)
+        num_bytes = self.num_bytes - self._evicted(horizons, math.inf)
         ages: list[tuple[float, int]] = []
         for time, until in self.ages:
-            for tenant, horizon in horizons.items():
-                until -= self._of(tenant).used_until(min(time, horizon))
-            ages.append((time, max(0, until)))
+            rest = until - self._evicted(horizons, time)
+            ages.append((time, max(0, rest)))
         return Totals(max(0, num_bytes), ages)
 
-    def _of(self, tenant: bytes) -> Totals:
-        return self.tenants.get(tenant, _NOTHING)
+    def _evicted(self, horizons: Mapping[bytes, float], time: float) -> int:
+        """Return the bytes that tenants last used before their horizons, and at a time or
+        earlier."""
+        num_bytes = 0
+        for tenant, horizon in horizons.items():
+            totals = self.tenants.get(tenant, _NOTHING)
+            num_bytes += totals.used_until(min(time, horizon))
+        return num_bytes
 
 
 class PublishedTotals(NamedTuple):
@@ -323,12 +323,14 @@ class NamespaceLimits:
             growth = self._replica.disk_bytes() - self._known_bytes
             if growth > capacity // _GROWTH_SHARE or self._has_used_share(growth):
                 return True
-        quotas = self._policy.quotas
-        # one transaction, however many quotas there are
-        for totals in self._replica.tenants() if quotas else ():
-            quota = quotas.get(totals.tenant)
-            growth = totals.stored_bytes - self._known_tenants.get(totals.tenant, 0)
-            if quota is not None and growth > quota // _GROWTH_SHARE:
+        return self._has_tenant_grown()
+
+    def _has_tenant_grown(self) -> bool:
+        """Return whether the namespace has so much more of a tenant that a refresh is due."""
+        for totals in _with_quota(self._replica, self._policy):
+            tenant = totals.tenant
+            growth = totals.stored_bytes - self._known_tenants.get(tenant, 0)
+            if growth > self._policy.quotas[tenant] // _GROWTH_SHARE:
                 return True
         return False
 
@@ -343,10 +345,8 @@ class NamespaceLimits:
     def _note_size(self) -> None:
         """Remember the bytes of the namespace and of its tenants."""
         self._known_bytes = self._replica.disk_bytes()
-        known: dict[str, int] = {}
-        for totals in self._replica.tenants():
-            known[totals.tenant] = totals.stored_bytes
-        self._known_tenants = known
+        known = _with_quota(self._replica, self._policy)
+        self._known_tenants = {one.tenant: one.stored_bytes for one in known}
 
     def refresh(self, policy: Policy, *, is_idle: bool) -> None:
         """Exchange totals with the other namespaces, if anything is limited. If the medium fails,
@@ -370,14 +370,22 @@ class NamespaceLimits:
 _NOTHING = Totals(0, ())
 
 
-def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
+def _with_quota(replica: Replica, policy: Policy) -> list[TenantTotals]:
     """Return the totals of the tenants in a namespace that have a quota."""
+    if not policy.quotas:
+        return []
+    # one transaction, however many quotas there are
+    return [one for one in replica.tenants() if one.tenant in policy.quotas]
+
+
+def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
+    """Return what a namespace publishes of the tenants that have a quota."""
     found: dict[bytes, Totals] = {}
-    for totals in replica.tenants() if policy.quotas else ():
-        if totals.tenant in policy.quotas and totals.stored_bytes:
-            digest = tenant_digest(totals.tenant)
+    for one in _with_quota(replica, policy):
+        if one.stored_bytes:
+            digest = tenant_digest(one.tenant)
             ages = replica.tenant_ages(digest, _POINTS)
-            found[digest] = Totals(totals.stored_bytes, ages)
+            found[digest] = Totals(one.stored_bytes, ages)
     return found
 
 
@@ -427,7 +435,7 @@ def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> 
     everything = [mine, *others]
     horizon = _horizon(everything, limit, free=limit // _FREE_SHARE)
     used = sum(totals.num_bytes for totals in everything)
-    kept = mine.newer_than(horizon)
+    kept = mine.num_bytes - mine.used_until(horizon)
     if used > limit:
         kept = min(kept, mine.num_bytes * limit // used)
     share = max(0, limit - used) // sharing

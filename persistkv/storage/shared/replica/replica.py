@@ -415,6 +415,15 @@ class Replica:
             evict(transaction, rows, order, limits, at_most)
             return _removals(rows, transaction)
 
+    def tombstones(self, removals: Removals, time: float) -> Delta:
+        """Return a delta that removes packs and requests at a time."""
+        removed = [Tombstone(name, time) for name in removals.packs]
+        dropped: list[Dropped] = []
+        for digest, version in self.versions(removals.manifests).items():
+            if version:
+                dropped.append(Dropped(digest, version, time))
+        return Delta(removed=removed, dropped=dropped)
+
     # Changes
 
     def apply(self, objects: Iterable[tuple[str, Delta]]) -> tuple[bytes, bytes]:
@@ -506,17 +515,13 @@ class Replica:
         content = self.content_of(self._forgotten)
         if content.tables or content.manifests:
             self.has_traces = True
-        time = self._forgotten.time
+        ends = self.tombstones(content, self._forgotten.time)
+        most = max(len(ends.removed), len(ends.dropped))
         # in several transactions: commits wait for them
-        for start in range(0, len(content.packs), _FORGOTTEN_AT_ONCE):
-            names = content.packs[start : start + _FORGOTTEN_AT_ONCE]
-            removed = [Tombstone(name, time) for name in names]
-            self.apply([("", Delta(removed=removed))])
-        versions = self.versions(content.manifests)
-        for start in range(0, len(content.manifests), _FORGOTTEN_AT_ONCE):
-            digests = content.manifests[start : start + _FORGOTTEN_AT_ONCE]
-            dropped = [Dropped(digest, versions[digest], time) for digest in digests]
-            self.apply([("", Delta(dropped=dropped))])
+        for start in range(0, most, _FORGOTTEN_AT_ONCE):
+            some = slice(start, start + _FORGOTTEN_AT_ONCE)
+            part = Delta(removed=ends.removed[some], dropped=ends.dropped[some])
+            self.apply([("", part)])
         self._honoured = records
 
     def purge(self, before: float) -> None:

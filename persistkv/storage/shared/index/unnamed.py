@@ -1,13 +1,31 @@
-"""Tables of packs, read from the ends of their blobs."""
+"""Packs that the index does not name, and the tables at the ends of their blobs."""
 
 from __future__ import annotations
 
 from persistkv.storage.blobs import BlobInfo
 from persistkv.storage.format.pack import TRAILER_BYTES
 from persistkv.storage.shared.calls import Medium
-from persistkv.storage.shared.format import MAX_OBJECT_BYTES
+from persistkv.storage.shared.format import MAX_OBJECT_BYTES, Names
+from persistkv.storage.shared.replica import Replica
 
 _TAIL_BYTES = 64 << 10  # 64 KiB: most tables are shorter, and are read with one call
+
+
+def unnamed_packs(
+    medium: Medium, names: Names, replica: Replica
+) -> dict[bytes, BlobInfo]:
+    """Return the blobs of packs that a replica does not hold, by pack id and nonce.
+
+    :raises StoreError: the medium or the replica failed.
+    """
+    blobs: dict[bytes, BlobInfo] = {}
+    for info in medium.listed(names.packs):
+        name = names.pack_name(info.name)
+        if name is not None:
+            blobs[name] = info
+    for name in replica.live_names(blobs):
+        del blobs[name]
+    return blobs
 
 
 def read_tail(medium: Medium, info: BlobInfo) -> bytes:

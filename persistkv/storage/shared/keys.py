@@ -122,9 +122,7 @@ class StoreKeys:
             if not lacking:
                 return
             # first the keys that other engines have made
-            known = {self._names.tenant(key_id) for key_id in self._known().keys}
-            listed = self._medium.listed(self._names.tenants)
-            self._add(info.name for info in listed if info.name not in known)
+            self._add_listed()
             for tenant in self._known().lacking(lacking):
                 data_key = DataKey.new(tenant)
                 # it seals nothing before it is durable
@@ -173,9 +171,7 @@ class StoreKeys:
         if self._key is None:
             return {}
         with self._lock:
-            infos = self._listed()
-            unknown = infos.keys() - self._known().keys.keys()
-            self._add(self._names.tenant(key_id) for key_id in sorted(unknown))
+            infos = self._add_listed()
             known = self._known()
         own = {key.id for key in known.of_tenants() if key.tenant == tenant}
         return {key_id: info for key_id, info in infos.items() if key_id in own}
@@ -209,6 +205,13 @@ class StoreKeys:
             if key_id is not None:
                 found[key_id] = info
         return found
+
+    def _add_listed(self) -> dict[bytes, BlobInfo]:
+        """Add the data keys of all tenants in the store; return what ``_listed`` returns."""
+        infos = self._listed()
+        unknown = infos.keys() - self._known().keys.keys()
+        self._add(self._names.tenant(key_id) for key_id in sorted(unknown))
+        return infos
 
     def are_complete(self) -> bool:
         """Return whether this handle knows all data keys of the store's records. After a rotation,

@@ -9,6 +9,8 @@ key: with the key, it is destroyed in all objects, older versions of them and co
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -48,24 +50,26 @@ class IndexObjects:
         if not self._medium.seal.encrypts:
             forgotten = self._medium.records.forgotten
             return encode(_remembered(delta, forgotten))
+        seal_with = self._medium.seal.sealed_with
         # content of each data key apart: without the key, it is not readable any more
         sealed: list[bytes] = []
         for data_key, content in _by_data_key(delta).items():
-            record = self._sealed(name, data_key, content)
+            body = encode(content)
+            seal = partial(seal_with, data_key, self._record(name), body)
+            record = self._unless_destroyed(data_key, seal)
             if record is not None:
                 sealed.append(record)
         stored = msgspec.structs.replace(delta, packs=(), manifests=(), sealed=sealed)
         return encode(stored)
 
-    def _sealed(
-        self, name: str, data_key: bytes, content: TenantContent
+    def _unless_destroyed(
+        self, data_key: bytes, use: Callable[[], bytes]
     ) -> bytes | None:
-        """Return the content of a tenant as a record; None: its data key is destroyed."""
+        """Return the result of a call that uses a data key; None: the key is destroyed."""
         if not self._medium.keys.holds(data_key):
             return None
-        body = encode(content)
         try:
-            return self._medium.seal.sealed_with(data_key, self._record(name), body)
+            return use()
         except CorruptPackError:
             # it was destroyed in this moment
             if self._medium.keys.holds(data_key):
@@ -91,30 +95,19 @@ class IndexObjects:
             return stored
         if not self._medium.seal.encrypts:
             raise CorruptPackError("index object", "data keys seal some of it")
+        opened = self._medium.seal.opened
         packs: list[PackEntry] = []
         manifests: list[ManifestEntry] = []
         for record in stored.sealed:
-            content = self._opened(info.name, record)
-            if content is not None:
+            open_record = partial(opened, self._record(info.name), record)
+            content_body = self._unless_destroyed(record_key(record), open_record)
+            if content_body is not None:
+                content = decode_content(content_body)
                 packs += content.packs
                 manifests += content.manifests
         return msgspec.structs.replace(
             stored, packs=packs, manifests=manifests, sealed=()
         )
-
-    def _opened(self, name: str, record: bytes) -> TenantContent | None:
-        """Return the content of a tenant; None: its data key is destroyed."""
-        data_key = record_key(record)
-        if not self._medium.keys.holds(data_key):
-            return None
-        try:
-            body = self._medium.seal.opened(self._record(name), record)
-        except CorruptPackError:
-            # it was destroyed in this moment
-            if self._medium.keys.holds(data_key):
-                raise
-            return None
-        return decode_content(body)
 
     def _record(self, name: str) -> bytes:
         """Return the name under which the content of a tenant in an object is sealed."""

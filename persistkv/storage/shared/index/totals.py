@@ -84,6 +84,12 @@ class Totals(ArrayStruct, frozen=True):
             ages.append((time, max(0, rest)))
         return Totals(max(0, num_bytes), ages)
 
+    def exceeds(self, horizon: float, horizons: Mapping[bytes, float]) -> bool:
+        """Return whether any content was last used before the horizon of all content, or of its
+        tenant."""
+        kept = self.without(horizons)
+        return kept.num_bytes < self.num_bytes or self.used_until(horizon) > 0
+
     def _evicted(self, horizons: Mapping[bytes, float], time: float) -> int:
         """Return the bytes that tenants last used before their horizons, and at a time or
         earlier."""
@@ -265,10 +271,8 @@ class TotalsBoard:
         if policy.ttl_s is not None:
             horizon = max(horizon, now - policy.ttl_s)
         for name, published in self._published.items():
-            totals = published.totals
             is_abandoned = now - published.written > _ABANDONED_S
-            exceeds_quota = totals.without(horizons).num_bytes < totals.num_bytes
-            if is_abandoned and (exceeds_quota or totals.used_until(horizon)):
+            if is_abandoned and published.totals.exceeds(horizon, horizons):
                 return name
         return None
 
@@ -394,8 +398,7 @@ def _tenant_bounds(
 ) -> dict[bytes, Bound]:
     """Return what a namespace may keep of each tenant with a quota, by the digest of its name."""
     bounds: dict[bytes, Bound] = {}
-    for tenant, quota in policy.quotas.items():
-        digest = tenant_digest(tenant)
+    for digest, quota in _quotas(policy):
         own = mine.tenants.get(digest, _NOTHING)
         # only namespaces with content of the tenant share its quota
         shares = _shares(digest, others)
@@ -409,13 +412,18 @@ def _tenant_horizons(
     """Return for each tenant that exceeds its quota the time before which its content is evicted,
     by the digest of its name."""
     horizons: dict[bytes, float] = {}
-    for tenant, quota in policy.quotas.items():
-        digest = tenant_digest(tenant)
+    for digest, quota in _quotas(policy):
         shares = _shares(digest, all_totals)
         horizon = _horizon(shares, quota, free=0)
         if horizon > -math.inf:
             horizons[digest] = horizon
     return horizons
+
+
+def _quotas(policy: Policy) -> Iterator[tuple[bytes, int]]:
+    """Iterate over the quotas, by the digests of the tenants' names."""
+    for tenant, quota in policy.quotas.items():
+        yield tenant_digest(tenant), quota
 
 
 def _shares(tenant: bytes, all_totals: Sequence[Totals]) -> list[Totals]:
@@ -449,23 +457,26 @@ def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
     excess = num_bytes - limit + free
     if excess <= 0:
         return -math.inf
+    used = 0
+    horizon = -math.inf
+    for time, step_bytes in _steps(all_totals):
+        used += step_bytes
+        horizon = math.nextafter(time, math.inf)
+        if used >= excess:
+            break
+    return horizon
+
+
+def _steps(all_totals: Sequence[Totals]) -> list[tuple[float, int]]:
+    """Return (time, bytes that were last used at it, or since the time before it in the same
+    totals), ascending."""
     steps: list[tuple[float, int]] = []
     for totals in all_totals:
         before = 0
         for time, until in totals.ages:
             steps.append((time, until - before))
             before = until
-    if not steps:
-        return -math.inf
-    steps.sort()
-    used = 0
-    horizon = steps[-1][0]
-    for time, step_bytes in steps:
-        used += step_bytes
-        if used >= excess:
-            horizon = time
-            break
-    return math.nextafter(horizon, math.inf)
+    return sorted(steps)
 
 
 _DECODER = msgspec.msgpack.Decoder(Totals)

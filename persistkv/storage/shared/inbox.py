@@ -43,6 +43,8 @@ from persistkv.storage.shared.packs import PackBlobs, Upload
 from persistkv.storage.shared.replica import CommitPlan, KeysPlace, Replica
 
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours
+# after which the next use publishes the waiting uses in a commit of their own
+_TOUCH_S = 600.0
 # of a commit: a merge writes several into one object
 _MOST_BODY_BYTES = MAX_OBJECT_BYTES // 4
 
@@ -57,11 +59,7 @@ class _Start(NamedTuple):
 
 
 class Inbox:
-    """Writer of commits, see the top of this file. Only one thread at a time may commit.
-
-    :param touch_s: time after which the next use publishes the waiting uses in a commit of their
-        own.
-    """
+    """Writer of commits, see the top of this file. Only one thread at a time may commit."""
 
     def __init__(
         self,
@@ -71,7 +69,6 @@ class Inbox:
         packs: PackBlobs,
         reader: IndexReader,
         merger: Merger,
-        touch_s: float,
     ) -> None:
         self._medium = medium
         self._names = names
@@ -81,7 +78,6 @@ class Inbox:
         self._merger = merger
         self._clock = medium.clock
         self._objects = reader.objects
-        self._touch_s = touch_s
         self._uses: dict[bytes, float] = {}
         """Unpublished uses, oldest first: pack id → time on the medium's clock."""
         self._lost: dict[bytes, float] = {}
@@ -236,7 +232,7 @@ class Inbox:
             self._uses.pop(pack_id, None)
             self._uses[pack_id] = now
         waited_s = self._clock.monotonic() - self._published_at
-        if self._uses and waited_s >= self._touch_s:
+        if self._uses and waited_s >= _TOUCH_S:
             self.write_uses()
 
     def write_uses(self) -> None:

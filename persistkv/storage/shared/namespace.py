@@ -68,7 +68,6 @@ class SharedNamespace:
             self.packs,
             self.reader,
             self.merger,
-            options.touch_s,
         )
         self.follower = Follower(
             medium,

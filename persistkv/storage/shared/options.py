@@ -16,8 +16,7 @@ from persistkv.storage.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-_DURATIONS = ("refresh", "touch", "ttl", "status")
-_MAY_BE_ZERO = ("refresh", "touch")
+_DURATIONS = ("refresh", "ttl", "status")
 
 
 class SharedOptions(KeyOptions, frozen=True):
@@ -29,9 +28,6 @@ class SharedOptions(KeyOptions, frozen=True):
     refresh_s: float = msgspec.field(default=1.0, name="refresh")
     """Seconds between two searches for commits of other engines. 0: the store is also searched at
     every commit and every query of changes, requests or totals."""
-    touch_s: float = msgspec.field(default=600.0, name="touch")
-    """After this time, the next use publishes the waiting uses in a commit of their own; so does
-    the closing of the store."""
     capacity: int | None = None
     ttl_s: float | None = msgspec.field(default=None, name="ttl")
     status_s: float | None = msgspec.field(default=None, name="status")
@@ -99,13 +95,12 @@ def parse_shared(
     for name, value in options.items():
         if name not in SHARED_NAMES:
             rest[name] = value
+        elif name == "refresh" and value == "0s":
+            values[name] = 0.0
         elif name == "capacity":
             values[name] = parse_size(value, name=f"{where} option capacity")
         elif name in _DURATIONS:
-            is_zero = name in _MAY_BE_ZERO and value == "0s"
-            values[name] = (
-                0.0 if is_zero else parse_duration(value, name=f"{where} option {name}")
-            )
+            values[name] = parse_duration(value, name=f"{where} option {name}")
         else:
             values[name] = value
     return convert_options(SharedOptions, values, where=where), rest

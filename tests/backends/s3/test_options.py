@@ -101,7 +101,6 @@ def test_parse_invalid_option_raises_and_names_it(options: str, field: str) -> N
     "option",
     [
         "refresh=2",
-        "touch=x",
         "read_only=maybe",
         "capacity=much",
         "key_env=A&key_file=b",

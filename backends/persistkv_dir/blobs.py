@@ -111,11 +111,8 @@ class _OpenBlob:
     def __init__(self, place: _Place, descriptor: int, status: os.stat_result) -> None:
         self.place = place
         self.descriptor = descriptor
-        self.status = status
-
-    def is_same(self, other: _OpenBlob) -> bool:
-        """Return whether the other one, opened later at the same place, is the same blob."""
-        return _version(self.status) == _version(other.status)
+        self.version = (status.st_ino, status.st_size, status.st_mtime_ns)
+        """Another blob at the same place has another one."""
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -406,13 +403,14 @@ class DirBlobs(Blobs):
                 raise
         # another machine deleted or replaced the file, or the server started again
         fresh = self._open_blob(blob.place)
-        if not is_first and not blob.is_same(fresh):
+        if not is_first and blob.version != fresh.version:
             fresh.close()
             raise UnavailableError(
                 f"{self.root / str(blob.place)} was replaced while it was read"
             )
         blob.close()
-        blob.descriptor, blob.status = fresh.descriptor, fresh.status
+        blob.descriptor = fresh.descriptor
+        blob.version = fresh.version
         return os.preadv(blob.descriptor, [buffer], offset)
 
     # Listing
@@ -562,10 +560,6 @@ def _closing(descriptor: int) -> Iterator[int]:
 def _identity(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
-
-
-def _version(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _reason(error: OSError) -> str:

@@ -85,16 +85,13 @@ class Medium:
         self.blobs = blobs
         self.clock = clock
         self.keys = StoreKeys(self, key)
+        self.seal: Seal = self.keys.seal
+        """Seal of all that the store writes."""
         self.records = ForgetRecords(self)
         self.time = ServerTime(clock)
         self.loads = Calls(blobs.connections, "persistkv-shared-load")
         self.uploads = Calls(blobs.connections, "persistkv-shared-upload")
         self.maintenance = Calls(blobs.connections, "persistkv-shared-index")
-
-    @property
-    def seal(self) -> Seal:
-        """Seal of all that the store writes."""
-        return self.keys.seal
 
     @property
     def names(self) -> StoreNames:

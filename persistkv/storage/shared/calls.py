@@ -127,18 +127,27 @@ class Medium:
         written = self.put(name, [data])
         return BlobInfo(name, len(data), written)
 
+    def read(self, name: str, start: int, length: int) -> bytearray:
+        """Return ``length`` bytes of a blob; fewer if it ends before.
+
+        :raises BlobMissingError: there is no such blob.
+        """
+        buffer = bytearray(length)
+        view = memoryview(buffer)
+        done = self.blobs.read(name, start, length, iter([view]))
+        # else a copy: the length is often a limit, and much larger than the blob
+        return buffer if done == length else buffer[:done]
+
     def whole(self, name: str, limit: int) -> bytearray:
         """Return the content of a blob of at most ``limit`` bytes.
 
         :raises BlobMissingError: there is no such blob.
         :raises CorruptPackError: it is larger.
         """
-        buffer = memoryview(bytearray(limit + 1))
-        length = self.blobs.read(name, 0, len(buffer), iter([buffer]))
-        if length > limit:
+        content = self.read(name, 0, limit + 1)
+        if len(content) > limit:
             raise CorruptPackError(name, f"it has more than {limit} bytes")
-        # a copy, because the limit is often much larger than the blob
-        return bytearray(buffer[:length])
+        return content
 
     def sealed(
         self, name: str, namespace: bytes, limit: int = MAX_SMALL_BYTES
@@ -180,9 +189,8 @@ class Medium:
 
     def exists(self, name: str) -> bool:
         """Return whether there is a blob with this name."""
-        byte = memoryview(bytearray(1))
         try:
-            self.blobs.read(name, 0, 1, iter([byte]))
+            self.read(name, 0, 1)
         except BlobMissingError:
             return False
         return True

@@ -263,18 +263,12 @@ class PackBlobs:
         place = self._replica.keys_place(manifest_id)
         if place is None:
             return None
-        buffer = bytearray(place.length)
+        blob = self._names.keys_blob(place.nonce)
+        name = self._keys_name(manifest_id)
         try:
-            done = self._medium.blobs.read(
-                self._names.keys_blob(place.nonce),
-                place.offset,
-                place.length,
-                iter([memoryview(buffer)]),
-            )
-            if done < place.length:
-                return None
-            opened = self._medium.seal.opened(self._keys_name(manifest_id), buffer)
-            return decode_manifest_keys(opened)
+            # one that is too short does not open
+            record = self._medium.read(blob, place.offset, place.length)
+            return decode_manifest_keys(self._medium.seal.opened(name, record))
         except (CorruptPackError, BlobMissingError):
             return None
 

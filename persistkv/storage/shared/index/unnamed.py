@@ -38,20 +38,12 @@ def read_tail(medium: Medium, info: BlobInfo) -> bytes:
     :raises StoreError: the medium failed; ``BlobMissingError``: there is no such blob.
     """
     length = min(info.size, _TAIL_BYTES)
-    tail = _read(medium, info, length)
+    tail = medium.read(info.name, info.size - length, length)
     trailer = tail[-TRAILER_BYTES:]
     # its first field is the length of the table without the trailer
     table_bytes = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES
     most_bytes = min(info.size, MAX_OBJECT_BYTES)
     if length < table_bytes <= most_bytes:
-        tail = _read(medium, info, table_bytes)
-    return tail[-table_bytes:]
-
-
-def _read(medium: Medium, info: BlobInfo, length: int) -> bytes:
-    """Return the last bytes of a blob."""
-    buffer = bytearray(length)
-    start = info.size - length
-    with memoryview(buffer) as view:
-        done = medium.blobs.read(info.name, start, length, iter([view]))
-    return bytes(buffer[:done])
+        start = info.size - table_bytes
+        tail = medium.read(info.name, start, table_bytes)
+    return bytes(tail[-table_bytes:])

@@ -264,9 +264,9 @@ class SharedNamespace:
     def merge_state(self) -> MergeState:
         """See ``Backend.merge_state``."""
         with self._lock:
-            infos = self._medium.listed(self._names.inbox)
+            commits = self.reader.list_commits()
             latest = self.reader.follow()
-        times = [info.time for info in infos if self._names.is_commit(info.name)]
+        times = [info.time for info in commits]
         oldest = min(times, default=None)
         if latest is None:
             return MergeState(len(times), oldest, None, None)

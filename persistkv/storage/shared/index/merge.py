@@ -227,7 +227,8 @@ class Merger:
         """
         began = self._clock.monotonic()
         self.schedule.begin_merge(began)
-        commits = self._list_commits(began)
+        commits = self._reader.list_commits()
+        self._forget_own({info.name for info in commits}, began)
         new = [info for info in commits if self._is_new(info.name)]
         some = _bounded(new)
         deltas = self._read(some)
@@ -272,20 +273,6 @@ class Merger:
         contained = self._replica.contained
         included = [info.name for info in commits if contained.get(info.name)]
         self.deletions.delete(included)
-
-    def _list_commits(self, began: float) -> list[BlobInfo]:
-        """Return the commits in the inbox, and record what the list shows.
-
-        :param began: monotonic time before the list.
-        """
-        commits: list[BlobInfo] = []
-        for info in self._medium.listed(self._names.inbox):
-            if self._names.is_commit(info.name):
-                commits.append(info)
-        self._reader.note_shown(commits)
-        listed = {info.name for info in commits}
-        self._forget_own(listed, began)
-        return commits
 
     def _is_new(self, name: str) -> bool:
         """Return whether the next segment includes a commit in the inbox."""

@@ -86,7 +86,7 @@ class IndexReader:
             missing_before = missing
             missing = set()
             if inbox_age_s is not None:
-                inbox = self._list_inbox(inbox_age_s, stable=stable)
+                inbox = self._old_commits(inbox_age_s, stable=stable)
                 missing.update(self.read_objects(inbox, is_inbox=True))
             # after the inbox: a commit that is merged meanwhile appears here
             index = self._medium.listed(self._names.index, stable=stable)
@@ -100,13 +100,29 @@ class IndexReader:
         contained = self._replica.contained
         return [info for info in inbox if info.name in contained]
 
-    def _list_inbox(self, least_age_s: float, *, stable: bool) -> list[BlobInfo]:
+    def list_commits(self, *, stable: bool = False) -> list[BlobInfo]:
+        """Return the commits in the inbox. The replica keeps the names of those that it contains as
+        long as lists show them, so that they are not read again.
+
+        :param stable: see ``Medium.listed``.
+        """
+        contained = self._replica.contained
+        commits: list[BlobInfo] = []
+        shown: list[str] = []
+        for info in self._medium.listed(self._names.inbox, stable=stable):
+            if self._names.is_commit(info.name):
+                commits.append(info)
+            if info.name in contained:
+                shown.append(info.name)
+        self._note_shown_now(shown)
+        return commits
+
+    def _old_commits(self, least_age_s: float, *, stable: bool) -> list[BlobInfo]:
         """Return the commits in the inbox that are at least ``least_age_s`` old."""
-        listed = self._medium.listed(self._names.inbox, stable=stable)
-        self.note_shown(listed)
+        commits = self.list_commits(stable=stable)
         now = self._medium.time.now()
         old: list[BlobInfo] = []
-        for info in listed:
+        for info in commits:
             age_s = now - info.time
             # negative: the medium's clock was wrong, and the true age is unknown
             is_young = 0 <= age_s < least_age_s
@@ -271,13 +287,6 @@ class IndexReader:
             if self._names.level(info.name):
                 self.recent.append(info)
         del self.recent[:-_KNOWN_NAMES]
-
-    def note_shown(self, commits: Iterable[BlobInfo]) -> None:
-        """Remember that a list of the inbox has shown commits. The replica keeps the names of those
-        that it contains as long as lists show them, so that they are not read again."""
-        contained = self._replica.contained
-        shown = [info.name for info in commits if info.name in contained]
-        self._note_shown_now(shown)
 
     def _check_includers(self) -> None:
         """Find objects whose includer has vanished, deleted by an operator or a rule of the bucket:

@@ -135,7 +135,6 @@ class Sweeper:
                 infos.append(info)
         return {info.name for info in infos if now - info.time > _LEAST_AGE_S}
 
-
     def _named(self, blobs: set[str], now: float) -> set[str]:
         """Return those of the blobs that the index names and has not ended.
 

@@ -37,7 +37,7 @@ from itertools import islice
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
-from persistkv.storage.catalog import CatalogTransaction, Evicted, TableRows
+from persistkv.storage.catalog import CatalogTransaction, EvictionEnd, TableRows
 from persistkv.storage.catalog.catalogue import tenants_of
 from persistkv.storage.catalog.quotas import Quotas
 from persistkv.storage.catalog.rows import (
@@ -257,7 +257,7 @@ class BatchCommit:
                 raise room.full()
             goal = room.limit.minus(room.need)
             result = commit.evict(lambda: room.fits(goal), self._at_once)
-            if result is not Evicted.ENOUGH:
+            if result is not EvictionEnd.GOAL_MET:
                 raise room.full()
             lacking = self._added(transaction)
             taken = room.payloads.take(bound_pages(lacking))
@@ -426,9 +426,9 @@ class BatchCommit:
             totals = quotas.at(tenant)
             if totals is None or totals.quota is None:
                 continue
-            if result is Evicted.SOME:
+            if result is EvictionEnd.LIMIT_REACHED:
                 raise _TenantAboveError(totals.tenant, num_bytes)
-            if result is Evicted.ALL:
+            if result is EvictionEnd.NOTHING_LEFT:
                 raise QuotaExceededError(totals.tenant, num_bytes, totals.quota)
         commit.evict_above(self._at_once)
 
@@ -616,12 +616,14 @@ class BatchCommit:
         """Delete, in short transactions, manifests that name packs which the batch deletes, except
         packs that at most ``shared_by`` manifests name: the batch's own transaction handles them.
         """
+        # second values: ``keep_later``, as in ``CatalogTransaction.remove``
         deletions = ((self._batch.deletions, False), (self._batch.bad, True))
-        for pack_ids, alone in deletions:
+        for pack_ids, keep_later in deletions:
             if not pack_ids:
                 continue
             for pack_id in self._shared(pack_ids, shared_by):
-                self._repeat(partial(self._drop_some, pack_id, alone), _DROPPED_AT_ONCE)
+                drop = partial(self._drop_some, pack_id, keep_later)
+                self._repeat(drop, _DROPPED_AT_ONCE)
 
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         """Return the packs that more than ``shared_by`` manifests name."""
@@ -634,11 +636,12 @@ class BatchCommit:
                     shared.append(pack_id)
         return shared
 
-    def _drop_some(self, pack_id: bytes, alone: bool, at_most: int) -> bool:
-        """Delete manifests that name a pack in one transaction; return whether more name it."""
+    def _drop_some(self, pack_id: bytes, keep_later: bool, at_most: int) -> bool:
+        """Delete manifests that name a pack in one transaction; return whether more name it.
+        Parameters as in ``CatalogTransaction.drop_manifests_of``."""
         with self._environment.transaction(write=True) as transaction:
             commit, _ = self._begin(transaction)
-            more = commit.drop_manifests_of(pack_id, at_most, alone=alone)
+            more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
             self._erase(transaction, commit)
             commit.finish()
         self._note(commit)
@@ -664,7 +667,7 @@ class BatchCommit:
                 raise _NothingLeftError(str(room.full()))
             goal = self._goal
             result = commit.evict(lambda: room.fits(goal), at_most)
-            if result is Evicted.ALL:
+            if result is EvictionEnd.NOTHING_LEFT:
                 fits = room.fits(room.limit.minus(room.need))
                 has_evicted = bool(self._evicted or commit.evicted)
                 # otherwise the batch may fit now
@@ -674,7 +677,7 @@ class BatchCommit:
             commit.finish()
             self._freed_by = transaction.txn.id()
         self._note(commit)
-        return result is Evicted.SOME or holes_remain
+        return result is EvictionEnd.LIMIT_REACHED or holes_remain
 
     def _evict_some_of(self, tenant: str, num_bytes: int, at_most: int) -> bool:
         """Evict some packs of a tenant in one transaction, so that ``num_bytes`` more will fit its
@@ -687,7 +690,7 @@ class BatchCommit:
             commit.finish()
         self._note(commit)
         time.sleep(_TURN_S)
-        return result is Evicted.SOME
+        return result is EvictionEnd.LIMIT_REACHED
 
     def _goal_of(self, room: Room, transaction: TableRows, more: int) -> Amount:
         """Return the used bytes down to which the evictions for the batch go; see ``_evict_some``
@@ -722,13 +725,12 @@ def _evict_excess(environment: Environment) -> bool:
         )
         of_tenants = commit.evict_above(_EVICTED_AT_ONCE)
         result = of_tenants
-        if of_tenants is not Evicted.SOME:
+        if of_tenants is not EvictionEnd.LIMIT_REACHED:
             result = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
         holes_remain = room.payloads.shrink(room.payloads.limit)
         commit.finish()
     environment.forget_namespaces(commit.ended)
-    # SOME: stopped at the bound of one transaction
-    return result is Evicted.SOME or holes_remain
+    return result is EvictionEnd.LIMIT_REACHED or holes_remain
 
 
 def release_free(environment: Environment) -> None:

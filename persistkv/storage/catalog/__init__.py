@@ -36,7 +36,7 @@ from persistkv.storage.catalog.rows import TABLES, TableRows
 from persistkv.storage.catalog.transaction import (
     LOG_ENTRIES,
     CatalogTransaction,
-    Evicted,
+    EvictionEnd,
     Payloads,
 )
 
@@ -45,7 +45,7 @@ __all__ = [
     "TABLES",
     "CatalogTransaction",
     "Catalogue",
-    "Evicted",
+    "EvictionEnd",
     "Payloads",
     "TableRows",
 ]

@@ -68,13 +68,14 @@ _FRAME_BYTES = 64  # of a frame in the table of its pack, rounded up
 _LINK_BYTES = 160  # of the rows for each pack that a manifest names
 
 
-class Evicted(enum.Enum):
-    """Result of eviction."""
+class EvictionEnd(enum.Enum):
+    """Reason for which an eviction ended."""
 
-    ENOUGH = "enough"  # the goal is met
-    # the limit of one transaction is reached; more may be evicted in another one
-    SOME = "some"
-    ALL = "all"  # nothing else may be evicted, and the goal is not met
+    GOAL_MET = "goal met"
+    LIMIT_REACHED = "limit reached"
+    """The goal is not met, and this transaction may evict no more: the next one may."""
+    NOTHING_LEFT = "nothing left"
+    """The goal is not met, and no candidate is left, in any transaction."""
 
 
 class Payloads(Protocol):
@@ -169,14 +170,16 @@ class CatalogTransaction:
         for pack_id in batch.deletions:
             self._delete(self._namespace + pack_id)
         for pack_id in batch.bad:
-            self._delete(self._namespace + pack_id, alone=True)
+            # engines store its blocks again, and then find those after it
+            self._delete(self._namespace + pack_id, keep_later=True)
         for manifest_id in batch.manifest_deletions:
             self.drop_manifest(manifest_row(self._namespace, manifest_id))
         self.touch(batch.touches)
 
     def add(self, batch: CommitBatch) -> None:
         """Write the packs and manifests of a batch, then apply its pins."""
-        # from now on, they count when they are written
+        # ``quotas.expect`` had announced these packs to the eviction. Each one counts when it is
+        # written, and must not count twice.
         self.quotas.expect({})
         for pack in batch.packs:
             self._add(pack)
@@ -199,7 +202,7 @@ class CatalogTransaction:
                 lacking.append(pack)
         return lacking
 
-    def evict(self, is_enough: Callable[[], bool], at_most: int) -> Evicted:
+    def evict(self, is_enough: Callable[[], bool], at_most: int) -> EvictionEnd:
         """Evict in eviction order until a goal is met: first packs of tenants that are above their
         quotas, until they are not.
 
@@ -212,16 +215,16 @@ class CatalogTransaction:
 
     def evict_of(
         self, tenant: bytes, is_enough: Callable[[], bool], at_most: int
-    ) -> Evicted:
+    ) -> EvictionEnd:
         """Evict packs of one tenant as ``evict`` does; ``tenant`` is the digest of its name."""
         return self._evict(self._order.oldest_of(tenant), is_enough, at_most)
 
-    def fit_quota(self, tenant: bytes, at_most: int) -> Evicted:
+    def fit_quota(self, tenant: bytes, at_most: int) -> EvictionEnd:
         """Evict packs of one tenant until it is not above its quota; parameters as in
         ``evict_of``."""
         return self.evict_of(tenant, lambda: not self.quotas.is_above(tenant), at_most)
 
-    def evict_above(self, at_most: int) -> Evicted:
+    def evict_above(self, at_most: int) -> EvictionEnd:
         """Evict packs of the tenants that are above their quotas, until none of them is; parameter
         as in ``evict``."""
         candidates = self._above_quota()
@@ -240,22 +243,22 @@ class CatalogTransaction:
         candidates: Iterable[tuple[bytes, Use | Chain]],
         is_enough: Callable[[], bool],
         at_most: int,
-    ) -> Evicted:
+    ) -> EvictionEnd:
         """Remove candidates, in their order, until the goal is met; parameters as in ``evict``. No
         pack or manifest of the transaction's own batch is removed."""
         if is_enough():
-            return Evicted.ENOUGH
+            return EvictionEnd.GOAL_MET
         num_left = at_most
         for name, row in candidates:
             if name in self._keep:
                 continue
             if not num_left:
-                return Evicted.SOME
+                return EvictionEnd.LIMIT_REACHED
             num_left -= 1
             self._remove(name, row)
             if is_enough():
-                return Evicted.ENOUGH
-        return Evicted.ALL
+                return EvictionEnd.GOAL_MET
+        return EvictionEnd.NOTHING_LEFT
 
     def expire(self, ttl_s: float | None, at_most: int) -> None:
         """Remove expired content: manifests whose own ttl has passed, with those of their packs
@@ -312,13 +315,14 @@ class CatalogTransaction:
         self._delete_pack(self._namespace + pack_id)
 
     def drop_manifests_of(
-        self, pack_id: bytes, at_most: int, *, alone: bool = False
+        self, pack_id: bytes, at_most: int, *, keep_later: bool = False
     ) -> bool:
         """Delete at most ``at_most`` manifests that name a pack. Several transactions do so before
         the deletion of a pack that many requests share, so that no transaction gets too large.
 
-        :param alone: keep the packs that follow this one in the deleted manifests, as if its bytes
-            are bad (``CommitBatch.bad``); False: delete those of them that no manifest names now.
+        :param keep_later: keep the packs that follow this one in the deleted manifests, as for
+            ``CommitBatch.bad``; False: delete those of them that no manifest names now, as for
+            ``CommitBatch.deletions``.
         :returns: whether more manifests name the pack, except those in ``keep``, which are not
             deleted.
         """
@@ -330,7 +334,7 @@ class CatalogTransaction:
                 naming.append(manifest)
             if len(naming) > at_most:
                 break
-        self._drop_all(naming[:at_most], name, alone=alone)
+        self._drop_all(naming[:at_most], name, keep_later=keep_later)
         return len(naming) > at_most
 
     def finish(self) -> None:
@@ -398,17 +402,19 @@ class CatalogTransaction:
         else:
             self._delete(name)
 
-    def _delete(self, name: bytes, *, alone: bool = False) -> None:
-        """Delete a pack and the manifests that name it; unless ``alone``, also their later packs
-        that no other manifest names.
+    def _delete(self, name: bytes, *, keep_later: bool = False) -> None:
+        """Delete a pack and the manifests that name it; unless ``keep_later``, also their later
+        packs that no other manifest names, which are of no use without it.
         """
         # a list: the deletions change the table
         naming = list(manifests_of(self._rows, name))
-        self._drop_all(naming, name, alone=alone)
+        self._drop_all(naming, name, keep_later=keep_later)
         self._delete_pack(name)
 
-    def _drop_all(self, manifests: list[bytes], pack: bytes, *, alone: bool) -> None:
-        """Delete manifests that name a pack; unless ``alone``, also their later packs that no
+    def _drop_all(
+        self, manifests: list[bytes], pack: bytes, *, keep_later: bool
+    ) -> None:
+        """Delete manifests that name a pack; unless ``keep_later``, also their later packs that no
         manifest names now."""
         # distinct names, in order: manifests share packs
         later: dict[bytes, None] = {}
@@ -417,7 +423,7 @@ class CatalogTransaction:
             later.update(dict.fromkeys(packs_after))
             # also if the manifest's rows are damaged
             self._rows.delete(LINKS, pack + manifest[ID_BYTES:])
-        if alone:
+        if keep_later:
             return
         # only packs that no manifest names: nothing else must be deleted with them
         for name in later:
@@ -577,6 +583,7 @@ class CatalogTransaction:
             keys = [bytes(key) for key, _ in self._rows.starting_with(table, prefix)]
             for key in keys:
                 self._rows.delete(table, key)
+        # for ``cursor``: the position in a namespace that the store does not hold
         state.generation = NO_GENERATION
         state.sequence = 0
         self.ended.append(name)

@@ -161,7 +161,7 @@ class Database:
         self._policy = policy
         self.keys = keys
         self._keyring_id: str | None = None
-        """Of the keys with which ``seal`` was made."""
+        """Id of the keys with which ``seal`` was made."""
         self.seal: Seal = PLAIN
         """Seals rows and packs; valid while the environment is open."""
         self.map_lock = MapLock()
@@ -171,11 +171,13 @@ class Database:
         """LMDB's database of each table, by name."""
         self._file_ids: Sequence[files.FileId | None] = ()
         """Ids of the open files, to notice other files in their place."""
-        self.shares = Shares(0, False, 0)  # valid within a write transaction
-        # present bound of ``data.mdb``; valid within a write transaction
+        self.shares = Shares(0, False, 0)
+        """Division of the capacity; valid within a write transaction."""
         self.map_bytes = 0
-        # a wait for readers with a snapshot of this transaction, or of an older one, timed out
+        """Present bound of ``data.mdb`` in bytes; valid within a write transaction."""
         self._stuck = 0
+        """Number of a transaction: waits for readers whose snapshot is as old have timed out, and
+        are not repeated."""
 
     # Opening
 

@@ -640,8 +640,10 @@ class OffloadingConnectorScheduler:
         """
         if not request.context.store:
             return None
+        # copied, because ``filled_blocks`` moves it on
         firsts = list(request.next_store)
         filled = request.filled_blocks()
+        # refused before, and gone from the sliding window since: no offer contains them
         self.stats.dropped_blocks += request.num_lost(firsts, filled)
         request.refused_ends = []
 
@@ -652,6 +654,7 @@ class OffloadingConnectorScheduler:
         while output is None and any(offers):
             offers = [_first_half(offer) for offer in offers]
             output = self._prepare_store(request, offers)
+        # halved: the other blocks found no room
         if offers is not filled:
             self._refuse(request, filled, offers)
         if output is None or not output.keys_to_store:

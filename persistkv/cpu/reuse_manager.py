@@ -13,7 +13,6 @@ from persistkv.base import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
-    RequestDescription,
     RequestOffloadingContext,
 )
 from persistkv.errors import ConfigurationError
@@ -67,30 +66,26 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._counted: dict[str, set[OffloadKey]] = {}  # by request with a description
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        description = req_context.description
-        to_count = [key]
-        if description is not None:
-            counted = self._counted.setdefault(req_context.req_id, set())
-            to_count = []
-            # the first lookup of the request, or the first of blocks that it has got since
-            if key not in counted:
-                to_count = self._uncounted(key, counted, description)
-            counted.update(to_count)
         num_lookups = self._num_lookups
         # removed and added again, so that the least recently counted are first
-        for block in to_count:
+        for block in self._to_count(key, req_context):
             num_lookups[block] = num_lookups.pop(block, 0) + 1
         while len(num_lookups) > self.max_tracker_size:
             num_lookups.popitem(last=False)
         return self.backing.lookup(key, req_context)
 
-    @staticmethod
-    def _uncounted(
-        key: OffloadKey, counted: set[OffloadKey], description: RequestDescription
-    ) -> list[OffloadKey]:
-        """Return ``key`` and the blocks of ``description`` that are not in ``counted``, deepest
-        first: the tracker forgets these first.
+    def _to_count(self, key: OffloadKey, req_context: ReqContext) -> list[OffloadKey]:
+        """Return the blocks for which a lookup of ``key`` counts: ``key`` alone for a request
+        without a description, otherwise all blocks of the request that were not counted yet. The
+        deepest are first, because the tracker forgets the first ones first.
         """
+        description = req_context.description
+        if description is None:
+            return [key]
+        counted = self._counted.setdefault(req_context.req_id, set())
+        # counted by an earlier lookup of the request, with all blocks that it had then
+        if key in counted:
+            return []
         new: list[OffloadKey] = []
         for keys in description.group_keys:
             new += [block for block in keys if block not in counted]
@@ -101,6 +96,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
             return description.depth(block) or 0
 
         new.sort(key=depth, reverse=True)
+        counted.update(new)
         return new
 
     def prepare_store(

@@ -57,13 +57,13 @@ def number_layout(
         name = _dtype_name(engine.cache_config, attention)
         if name not in _DTYPES:
             return None
-        dtype, item = _DTYPES[name]
+        dtype, number_bytes = _DTYPES[name]
         dtypes.add(dtype)
         vectors = _vectors(
             offloading,
             group,
             attention,
-            item,
+            number_bytes,
             (workers, worker_stride),
             device=device,
         )
@@ -102,55 +102,63 @@ def _vectors(
     offloading: Any,
     group: Any,
     attention: Any,
-    item: int,
+    number_bytes: int,
     workers: tuple[int, int],
     *,
     device: str,
 ) -> VectorLayout | None:
-    """Return the vectors of one group in a row; None if a worker's part contains anything else,
-    such as padding.
+    """Return where the vectors of one group are in a row; None if a worker's part of the row
+    contains anything else, such as padding.
 
-    :param item: bytes of a number.
-    :param workers: number of workers, and bytes from one worker's part to the next.
+    A worker's part is an array of numbers, whose dimensions ``kv_cache_layout`` names from the
+    outermost to the innermost (``_LAYOUTS``). Each dimension of the result is a pair, as in
+    ``VectorLayout``: a count, and the bytes from one element to the next.
+
+    :param workers: dimension of the workers' parts.
     """
-    layout = offloading.kv_cache_layout  # such as LBHNC, see ``_LAYOUTS``
     blocks = offloading.cache.blocks_per_chunk
     tokens = group.tokens_per_block
     if not _is_plain(attention, tokens, device):
         return None
-    keys = attention.head_size
-    values = attention.head_size_v
+    key_length = attention.head_size
+    value_length = attention.head_size_v
     heads = attention.num_kv_heads
     if getattr(attention, "num_head_slots", None):
         heads = attention.num_heads
     counts = {
+        # groups share the tensors, of which each layer of the largest group has one
         "L": max(len(other.layer_names) for other in offloading.groups),
         "B": blocks,
         "H": heads,
         "N": tokens,
     }
-    # in bytes, from the innermost dimension, the numbers of a token, outwards
+    # outwards from the innermost dimension (C): the keys and values of one head of a token
     strides: dict[str, int] = {}
-    stride = (keys + values) * item
-    for letter in reversed(layout[:-1]):
-        strides[letter] = stride
-        stride *= counts[letter]
-    if stride != offloading.worker_kv_bytes_per_block * blocks:
-        return None  # padding, or tensors of several sizes
+    num_bytes = (key_length + value_length) * number_bytes
+    for dimension in reversed(offloading.kv_cache_layout[:-1]):
+        strides[dimension] = num_bytes
+        num_bytes *= counts[dimension]
+    # now the bytes of all dimensions: the real part has padding, or tensors of several sizes
+    if num_bytes != offloading.worker_kv_bytes_per_block * blocks:
+        return None
 
-    # the parts of a cell: their number, and the bytes from one to the next
-    if device == "cpu":  # all keys of a head, then all its values
-        length = keys
-        parts = (2, tokens * keys * item)
-        token_stride = keys * item
-    else:  # keys and values of a token are neighbours; each is a multiple of a vector
-        length = gcd(keys, values or _LATENT_PART)
-        parts = ((keys + values) // length, length * item)
-        token_stride = strides["N"]
+    # one head of one layer consists of parts, which are the cells of a ``VectorLayout``
+    if device == "cpu":
+        # two: the keys of all tokens, then the values of all tokens, which are as long
+        vector_length = key_length
+        token_bytes = key_length * number_bytes
+        parts = (2, tokens * token_bytes)
+    else:
+        # The keys of a token are followed by its values. They may differ in length: both are
+        # divided into vectors of their greatest common divisor.
+        vector_length = gcd(key_length, value_length or _LATENT_PART)
+        num_parts = (key_length + value_length) // vector_length
+        parts = (num_parts, vector_length * number_bytes)
+        token_bytes = strides["N"]
     layers = (len(group.layer_names), strides["L"])
     cells = (workers, layers, (heads, strides["H"]), parts)
-    places = ((blocks, strides["B"]), (tokens, token_stride))
-    return VectorLayout(0, cells, places, length)
+    places = ((blocks, strides["B"]), (tokens, token_bytes))
+    return VectorLayout(0, cells, places, vector_length)
 
 
 def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:

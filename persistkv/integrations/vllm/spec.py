@@ -83,6 +83,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> None:
         pages = []
         for canonical in kv_caches.tensors:
+            # one line of bytes for each block, which may be longer than its page
             blocks = canonical.tensor.view(canonical.tensor.shape[0], -1)
             pages.append(blocks[:, : canonical.page_size_bytes])
         memory = KVMemory(

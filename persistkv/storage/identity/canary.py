@@ -315,10 +315,10 @@ class Canary:
         return len(self._layout.groups)
 
     def _may_compare(self) -> bool:
-        """Return whether blocks may be compared, and the layout of numbers is known for all
-        groups."""
+        """Return whether the options allow comparisons, and the engine has described where the
+        numbers of all groups are in its memory."""
         layout = self._layout
-        # comparisons need the arrangement of numbers in rows
+        # a description is of rows; other memory has a list of regions for each block
         if layout.numbers is None or not isinstance(self._rows, Rows):
             return False
         if self._options.adopt != "canary":

@@ -194,14 +194,15 @@ class Committer:
     def _after_failure(
         self, failed: Transaction, error: StoreError, waiting: deque[Transaction]
     ) -> deque[Transaction]:
-        """Return the transactions to try next; drop content that is not tried again."""
+        """Return the transactions to try next: the parts of the failed one, then those that wait. A
+        single pack or end of a request has no parts: it is dropped."""
         if isinstance(error, TenantForgottenError):
             return self._without(error.tenants, [failed, *waiting])
         refused = error.tenant if isinstance(error, QuotaExceededError) else None
         parts = failed.split(refused)
         if not parts:
             self._drop(failed, refused)
-        # before the others, in their order
+        # reversed, because ``extendleft`` adds one after the other in front
         waiting.extendleft(reversed(parts))
         return waiting
 

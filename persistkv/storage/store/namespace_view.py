@@ -254,7 +254,8 @@ class NamespaceView:
         logged_at = self._failures_logged_at.get(kind, -math.inf)
         if now - logged_at >= _FAILURE_LOG_S:
             self._failures_logged_at[kind] = now
-            # str: the error references rows
+            # as text: a log record with the error would keep its traceback, and so the memory of
+            # blocks, alive
             logger.warning("%s (%s): new blocks are dropped", kind, str(error))
 
     async def refresh(self) -> None:
@@ -400,25 +401,26 @@ class NamespaceView:
         return found
 
     async def _find_others(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
-        """Return, for each key, the pack that holds it, of all packs with its fingerprint; None if
-        no pack does. Lookups no longer find keys that are in no pack.
+        """Search all packs with the fingerprint of a key, not only the first one. Return the pack
+        that holds it, for each key; None if no pack does. A key that is certainly in no pack is
+        remembered as a collision, so that lookups do not find it again.
         """
         candidates = [self.index.candidates(key) for key in keys]
         packs = await self._packs(chain.from_iterable(candidates))
         found: list[HeldPack | None] = []
         collided: list[bytes] = []
         for key, pack_ids in zip(keys, candidates, strict=True):
-            are_read = True
+            all_read = True
             holder = None
             for pack_id in pack_ids:
                 pack = packs.get(pack_id)
                 if pack is None:
-                    are_read = False
+                    all_read = False
                 elif holder is None and key in pack.places:
                     holder = pack
             found.append(holder)
-            # all packs with its fingerprint are known, and have other keys
-            if holder is None and are_read:
+            # a pack that could not be read may hold it
+            if holder is None and all_read:
                 collided.append(key)
         self._set_collisions(collided, collided=True)
         return found

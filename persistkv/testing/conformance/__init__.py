@@ -393,7 +393,8 @@ class BackendConformance(BackendSuite):
         second = rig.pack(2)
         cursor = rig.commit(first, seen=seen).cursor
         manifests = [sample_manifest("r1")]
-        batch = CommitBatch([second], manifests, [first.pack_id], seen=seen)
+        # ``seen`` is from before the commit of ``first``
+        batch = CommitBatch([second], manifests, deletions=[first.pack_id], seen=seen)
         result = rig.commit_batch(batch)
         assert result.stale
         assert rig.added_since(result.cursor) == [first.table]

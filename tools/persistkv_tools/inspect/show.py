@@ -284,20 +284,22 @@ def show_context(
     chains = [group.unpack() for group in keys]
     catalogue = backend.catalogue(namespace)
     # the packs that it names are nearly always those that hold its blocks
-    named = catalogue.chain(manifest.id) or []
-    # other requests that may share blocks
-    others = [head.id for head in catalogue.manifests_naming(named)]
+    named_packs = catalogue.chain(manifest.id) or []
+    named_tables = backend.tables(namespace, named_packs)
+    places = _places(backend, namespace, named_tables, chains)
+    # requests that name one of these packs, too, may share blocks
+    others = [head.id for head in catalogue.manifests_naming(named_packs)]
     if manifest.id in others:
         others.remove(manifest.id)
-    places = _places(backend, namespace, backend.tables(namespace, named), chains)
     sharers = _sharers(backend, namespace, others, chains)
     groups = []
     for group, group_keys in enumerate(chains):
         groups.append(_group_view(group, group_keys, places, key_limit))
     copies = found.copies(backend)
-    # A request with the same context counts as a hit of its oldest copy, which has the hits of all.
-    (oldest,) = catalogue.uses([copies[0].id])
-    copies_hits = None if oldest is None else oldest.hits
+    # a later request with the same context counts as a hit of the oldest copy alone: its hits are
+    # those of all copies
+    (oldest_use,) = catalogue.uses([copies[0].id])
+    copies_hits = None if oldest_use is None else oldest_use.hits
     return ContextView(
         url,
         found.namespace.identity.model_name,

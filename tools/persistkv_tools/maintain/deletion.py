@@ -425,10 +425,11 @@ class Prune:
 
     def _sort_and_shorten(self) -> None:
         """Sort the requests of the plan by age, and set their short ids."""
-        names: list[str] = []
+        # of all requests, also those that stay: a short id stands for one request of the store
+        all_ids: list[str] = []
         for usage in self._usages:
-            names.extend(usage.manifests)
-        shorts = short_ids(names)
+            all_ids.extend(usage.manifests)
+        shorts = short_ids(all_ids)
         views = self.plan.requests
         views.sort(key=_age_order)
         for place, view in enumerate(views):

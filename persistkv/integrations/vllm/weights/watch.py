@@ -69,6 +69,10 @@ class WeightsWatch:
     """State of the workers' weights, in the engine's process. Must be used from its scheduler's
     thread.
 
+    When it asks, each worker compares a sample of its parameters with an earlier one, and answers
+    in its ``WeightsWord``. The number of a question is its *ticket*. An *epoch* is the time for
+    which the weights have one name.
+
     :param words: those of all workers; empty if they are not known. Then calls alone notice
         changes, and an unknown method counts as a change.
     :param weights: name of the weights at the start; None: those of the checkpoint.
@@ -91,7 +95,7 @@ class WeightsWatch:
         self._is_only_source = is_only_source
         self._words = tuple(words)
         self._asked = max((word.asked for word in words), default=0)
-        """Number of comparisons that were asked for: the ticket of the last one."""
+        """Ticket of the last comparison that was asked for."""
         self._suspected = 0
         """Ticket of the comparison that must end before the weights are known again."""
         self._calls = 0
@@ -100,7 +104,7 @@ class WeightsWatch:
         """Whether the workers sleep: their parameters and their KV may not be readable."""
         self._epoch = max((word.epoch for word in words), default=0)
         self._reason: str | None = None
-        """See ``change``."""
+        """Why the weights count as changed in this epoch; None: no reason is known."""
 
     @property
     def epoch(self) -> int:

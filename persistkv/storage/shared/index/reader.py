@@ -142,13 +142,14 @@ class IndexReader:
             latest = decode_latest(body)
         except (BlobMissingError, CorruptPackError):
             return None
-        # not again: the objects that it names may have been deleted since
+        # read before, and not again: the objects that it names may have been deleted since
         if latest == self._followed:
             return latest
         named: list[BlobInfo] = []
         for name, size in latest.recent:
+            # level 0: no object of the index, so not one that ``latest`` may name
             if self._names.level(name):
-                # the time is that of a commit's arrival: objects of the index need none
+                # without a time: only that of a commit matters, which bounds the times in it
                 named.append(BlobInfo(name, size, 0.0))
         missing = self.read_objects(named)
         if missing:

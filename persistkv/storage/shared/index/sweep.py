@@ -102,12 +102,13 @@ class Sweeper:
             text = "%s: no sweep, because the clocks of the medium and of this machine differ"
             logger.warning(text, self._names.base)
             return 0
-        # a request that was executed late may have written one again
+        # an upload that the medium executed late may have restored a destroyed data key
         self._medium.keys.destroy(self._medium.keys.destroyed())
         old = self._old_blobs(now)
         if not old:
             return 0
         try:
+            # two readings of the whole index, by rule 1
             for _ in range(2):
                 old -= self._named(old, now)
         except _BlockedError as blocked:

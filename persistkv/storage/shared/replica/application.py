@@ -1,5 +1,19 @@
 """Applies the content of index objects to the rows of a replica, by the rules at the top of
-``replica``: the result does not depend on the order of the objects."""
+``replica``.
+
+The order of the objects does not matter, nor how often each is applied, because each kind of
+content is merged by a union or a maximum:
+
+1. A blob of a pack is held if the blob has arrived and its tombstone has not: a tombstone that
+   arrives first is recorded, and the blob is then refused. Of the held blobs of a pack, the
+   catalogue shows the one with the smallest name; the others keep their tables (``BLOBS``).
+2. Of the uses of a pack, the latest counts. Before the pack arrives, and between two blobs of it,
+   its time is kept in ``EARLY``.
+3. A request has three versions (``Version``), of its last write, deletion and pin. Each is the
+   greatest that arrived. Whether the request is shown and pinned is computed from the three.
+4. Equal versions occur if two engines write at the same time. Of two writes, the one with the
+   greater digest of its content counts, and of a pin and an unpin, the pin.
+"""
 
 from __future__ import annotations
 

@@ -401,9 +401,9 @@ class NamespaceView:
         return found
 
     async def _find_others(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
-        """Search all packs with the fingerprint of a key, not only the first one. Return the pack
-        that holds it, for each key; None if no pack does. A key that is certainly in no pack is
-        remembered as a collision, so that lookups do not find it again.
+        """Return, for each key, the pack that holds it, of all packs with its fingerprint; None if
+        no pack does. A key that is certainly in no pack is remembered as a collision: lookups no
+        longer find it.
         """
         candidates = [self.index.candidates(key) for key in keys]
         packs = await self._packs(chain.from_iterable(candidates))

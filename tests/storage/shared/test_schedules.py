@@ -11,7 +11,14 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
-from tests.storage.shared.simulation import HOUR_S, Hang, Process, SimulatedBlobs, World
+from tests.storage.shared.simulation import (
+    DAY_S,
+    HOUR_S,
+    Hang,
+    Process,
+    SimulatedBlobs,
+    World,
+)
 from tests.storage.shared.town import NAMESPACE, Town
 
 
@@ -22,6 +29,22 @@ def test_commit_of_a_killed_engine_is_merged_by_a_running_one(town: Town) -> Non
     town.kill(first)
     town.run(900)
     assert second.held() == {pack.pack_id}
+    assert town.names("/inbox/") == []
+
+
+def test_commit_of_a_killed_engine_with_a_date_in_the_future_is_merged(
+    town: Town,
+) -> None:
+    second = town.engine()
+    town.server_ahead_s = 200 * DAY_S
+    first = town.engine()
+    first.store(sample_pack(NAMESPACE, 1))
+    town.kill(first)
+    town.server_ahead_s = 0.0
+    for _ in range(90):
+        # the reply shows the right date again
+        second.backend.publish_status("second", b"idle")
+        town.run(10)
     assert town.names("/inbox/") == []
 
 

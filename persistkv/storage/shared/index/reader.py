@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError, RefusedError
 from persistkv.storage.shared.calls import Medium
+from persistkv.storage.shared.clock import AGREEING_S
 from persistkv.storage.shared.format import (
     BASE_LEVEL,
     Delta,
@@ -118,15 +119,19 @@ class IndexReader:
         return commits
 
     def _old_commits(self, least_age_s: float, *, stable: bool) -> list[BlobInfo]:
-        """Return the commits in the inbox that are at least ``least_age_s`` old."""
+        """Return the commits in the inbox that are at least ``least_age_s`` old, and those whose
+        age is unknown."""
+        before = self._medium.time.now()
         commits = self.list_commits(stable=stable)
+        # not before the newest commit: the list has shown its time
         now = self._medium.time.now()
         old: list[BlobInfo] = []
         for info in commits:
-            age_s = now - info.time
-            # negative: the medium's clock was wrong, and the true age is unknown
-            is_young = 0 <= age_s < least_age_s
-            if not is_young:
+            is_young = now - info.time < least_age_s
+            # otherwise the medium's clock was wrong when the commit was written, or this handle has
+            # not known the time
+            is_age_known = info.time - before < AGREEING_S
+            if not (is_young and is_age_known):
                 old.append(info)
         return old
 

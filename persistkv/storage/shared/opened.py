@@ -95,13 +95,7 @@ class OpenedNamespaces:
         as the blobs of evicted packs are needed, and a sweep.
         """
         now = self._medium.clock.monotonic()
-        for name, abandoned in list(self._abandoned.items()):
-            if name in self._opened or now > abandoned.until:
-                del self._abandoned[name]
-                abandoned.namespace.close()
-            else:
-                # the namespaces in use may grow only by what it has evicted
-                abandoned.namespace.exchange_totals()
+        self._release_abandoned(now)
         found = self._board.abandoned(self._policy.now())
         if found is None or found in self._opened or found in self._abandoned:
             return
@@ -109,6 +103,17 @@ class OpenedNamespaces:
         is_turn = self._medium.clock.random.random() < _CARE_CHANCE
         if is_turn and len(self._abandoned) < _MOST_ABANDONED:
             self._abandoned[found] = _Abandoned(self._make(found), now + _CARE_S)
+
+    def _release_abandoned(self, now: float) -> None:
+        """Close the namespaces without engines whose time is over, or that have an engine again;
+        let the others publish their totals."""
+        for name, abandoned in list(self._abandoned.items()):
+            if name in self._opened or now > abandoned.until:
+                del self._abandoned[name]
+                abandoned.namespace.close()
+            else:
+                # the namespaces in use may grow only by what it has evicted
+                abandoned.namespace.exchange_totals()
 
     def close(self) -> None:
         """Publish waiting uses, and release the replicas. Failures are only logged."""

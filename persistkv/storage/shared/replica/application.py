@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -418,14 +418,8 @@ class _Additions:
         """Bytes that the blobs count for."""
         self._state = state
         self._order = order
-        self._packs: list[tuple[bytes, bytes]] = []
-        """Rows of ``PACKS``; the next lists are rows of the tables of their names."""
-        self._blobs: list[tuple[bytes, bytes]] = []
-        self._uses: list[tuple[bytes, bytes]] = []
-        self._places: list[tuple[bytes, bytes]] = []
-        """Rows of ``ORDER``: places in the eviction order."""
-        self._tenant_places: list[tuple[bytes, bytes]] = []
-        """Rows of ``TENANT_ORDER``."""
+        self._new: defaultdict[str, list[tuple[bytes, bytes]]] = defaultdict(list)
+        """Rows by their tables."""
         self._tenants: dict[str, TenantTotals] = {}
         """What the new packs add to the totals of each tenant except the default one."""
 
@@ -450,19 +444,19 @@ class _Additions:
 
         key = namespace + entry.pack_id
         sequence = SEQUENCE.pack(state.sequence)
-        self._packs.append((key, sequence + entry.body))
+        self._new[PACKS].append((key, sequence + entry.body))
         blob = BlobRow(counted, b"")
-        self._blobs.append((entry.name, blob.encode()))
+        self._new[BLOBS].append((entry.name, blob.encode()))
         self._order.set_time(entry.time)
         tenant = b""
         if head.tenant != DEFAULT_TENANT:
             tenant = tenant_digest(head.tenant)
         use = Use(self._order.moment, entry.time, head.depth, 0, 0, tenant)
-        self._uses.append((key, use.encode()))
+        self._new[USES].append((key, use.encode()))
         place = use.order_key(key)
-        self._places.append((place, b""))
+        self._new[ORDER].append((place, b""))
         if tenant:
-            self._tenant_places.append((tenant + place, b""))
+            self._new[TENANT_ORDER].append((tenant + place, b""))
             new = TenantTotals(head.tenant)
             totals = self._tenants.setdefault(head.tenant, new)
             totals.packs += 1
@@ -470,11 +464,10 @@ class _Additions:
         return True
 
     def write(self, rows: TableRows, namespace: bytes) -> None:
-        rows.put_many(PACKS, self._packs)
-        rows.put_many(BLOBS, self._blobs)
-        rows.put_many(USES, self._uses)
-        rows.put_many(ORDER, sorted(self._places))
-        rows.put_many(TENANT_ORDER, sorted(self._tenant_places))
+        for table, new in self._new.items():
+            # in the order of the table
+            new.sort()
+            rows.put_many(table, new)
         rows.put(STATES, namespace, self._state.encode())
         quotas = Quotas(rows)
         for tenant, added in self._tenants.items():

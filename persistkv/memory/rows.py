@@ -76,9 +76,10 @@ class Rows(BlockMemory):
             return
         lowest = min(block_ids)
         highest = max(block_ids)
-        if lowest < 0 or highest >= len(self):
+        num_rows = len(self.array)
+        if lowest < 0 or highest >= num_rows:
             raise ValueError(
-                f"rows {lowest} to {highest} do not exist: there are {len(self)} rows"
+                f"rows {lowest} to {highest} do not exist: there are {num_rows} rows"
             )
 
     def places(self, group: int, block_id: int) -> list[memoryview]:

@@ -49,8 +49,6 @@ class StoreThreads:
         :raises RuntimeError: the system cannot start so many threads; none is left.
         """
         self.readers = readers
-        self._begun_at: dict[int, float] = {}
-        """Thread id → ``time.monotonic()`` at the start of the call that the thread is running."""
         self._writer = ThreadPool(1, "persistkv-writer")
         try:
             self._readers = ThreadPool(readers, "persistkv-reader")
@@ -61,8 +59,7 @@ class StoreThreads:
     async def write(self, call: Callable[[], T]) -> T:
         """Run a call after all earlier ones of this method; return its result, or raise its
         exception."""
-        futures = self._submit(self._writer, [call])
-        (result,) = await _all_ended(futures)
+        (result,) = await _run_all(self._writer, [call])
         return result
 
     async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -71,7 +68,7 @@ class StoreThreads:
         If a call raises, its exception is raised here after all of them have ended; of several, the
         first in order.
         """
-        return await _all_ended(self._submit(self._readers, calls))
+        return await _run_all(self._readers, calls)
 
     async def read_until(
         self, calls: Sequence[AbandonableCall[T]], deadline: float | None
@@ -81,13 +78,13 @@ class StoreThreads:
 
         :param deadline: time of the event loop, which is ``time.monotonic``; None: no deadline.
         """
-        loop = asyncio.get_running_loop()
-        if deadline is not None and loop.time() >= deadline:
-            return [None] * len(calls)
-        futures = self._submit(self._readers, calls)
         if deadline is None:
-            return [*await _all_ended(futures)]
+            return [*await _run_all(self._readers, calls)]
+        loop = asyncio.get_running_loop()
+        if loop.time() >= deadline:
+            return [None] * len(calls)
 
+        futures = list(map(self._readers.submit, calls))
         # a copy: the list is emptied when the calls have ended
         running = list(zip(calls, futures, strict=True))
         timer = loop.call_at(deadline, self._abandon, running)
@@ -95,8 +92,11 @@ class StoreThreads:
         try:
             await _ends(futures)
             while futures:
-                result = _result_or_none(futures.pop(0))
-                results.append(result)
+                if futures[0].cancelled():
+                    del futures[0]
+                    results.append(None)
+                else:
+                    results.append(futures.pop(0).result())
         finally:
             timer.cancel()
             running.clear()
@@ -117,51 +117,33 @@ class StoreThreads:
         """Start a call that may run concurrently with the caller. Return a function that waits for
         it, and returns its result or raises its exception. Thread-safe.
         """
-        return self._readers.submit(self._run, call).result
+        return self._readers.submit(call).result
 
     def longest_s(self) -> float:
         """Return for how many seconds the oldest call has been running; 0 if there is none."""
-        # a copy: other threads begin and end calls
-        begun_at = self._begun_at.copy().values()
-        if not begun_at:
-            return 0.0
-        return time.monotonic() - min(begun_at)
+        return max(self._writer.longest_s(), self._readers.longest_s())
 
     def close(self) -> None:
         """Wait for the submitted calls, then end the threads. Idempotent."""
         self._writer.shutdown()
         self._readers.shutdown()
 
-    def _submit(
-        self, pool: ThreadPool, calls: Sequence[Callable[[], T]]
-    ) -> list[Future[T]]:
-        return [pool.submit(self._run, call) for call in calls]
 
-    def _run(self, call: Callable[[], T]) -> T:
-        thread = threading.get_ident()
-        self._begun_at[thread] = time.monotonic()
-        try:
-            return call()
-        finally:
-            del self._begun_at[thread]
+async def _run_all(pool: ThreadPool, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run calls, and wait until all have ended; return their results in order.
 
-
-async def _all_ended(futures: list[Future[T]]) -> list[T]:
-    """Wait until all futures are done; return their results in order.
-
-    The list is emptied, and no variable refers to a future, so that an exception is in no reference
-    cycle that keeps the rows of its call alive.
+    The list of futures is emptied, and no variable refers to one, so that an exception is in no
+    reference cycle that keeps the rows of its call alive.
     """
+    futures = list(map(pool.submit, calls))
+    results: list[T] = []
     try:
         await _ends(futures)
-        return [futures.pop(0).result() for _ in range(len(futures))]
+        while futures:
+            results.append(futures.pop(0).result())
+        return results
     finally:
         futures.clear()
-
-
-def _result_or_none(future: Future[T]) -> T | None:
-    """Return the result of a future that is done; None if it was cancelled."""
-    return None if future.cancelled() else future.result()
 
 
 def _ends(futures: Sequence[Future[T]]) -> asyncio.Future[None]:
@@ -288,6 +270,16 @@ class ThreadPool:
             self._replaced.append(worker)
             worker.is_replaced = True
 
+    def longest_s(self) -> float:
+        """Return for how many seconds the oldest call has been running, abandoned ones included; 0
+        if there is none. Not thread-safe."""
+        now = time.monotonic()
+        oldest = now
+        for worker in (*self._workers, *self._replaced):
+            begun_at = worker.begun_at
+            oldest = min(oldest, now if begun_at is None else begun_at)
+        return now - oldest
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse further calls, and end the threads once the queued calls have run. Idempotent.
 
@@ -327,6 +319,8 @@ class _Worker(threading.Thread):
         self.abandoned: Future[Any] | None = None
         """Future of the last call that was abandoned; it may be running still."""
         self.is_replaced = False
+        self.begun_at: float | None = None
+        """When the running call began, by ``time.monotonic``; None: no call runs."""
 
     @property
     def is_abandoned(self) -> bool:
@@ -345,12 +339,15 @@ class _Worker(threading.Thread):
             if future.set_running_or_notify_cancel():
                 # here, not in a function: an exception references the frame, and so its arguments
                 call = pending.call
+                self.begun_at = time.monotonic()
                 try:
                     result = call()
                 except BaseException as error:  # ``Future.result`` raises it
+                    self.begun_at = None
                     with suppress(InvalidStateError):  # the call was abandoned
                         future.set_exception(error)
                 else:
+                    self.begun_at = None
                     with suppress(InvalidStateError):
                         future.set_result(result)
                     del result

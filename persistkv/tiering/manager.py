@@ -392,7 +392,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Queue the promotion of the next recently used context once all promotions of the previous
         one have ended."""
         is_idle = prewarming.ended and not prewarming.waits
-        if is_idle or self._is_prewarming():
+        is_queued = self._promotions.has_queued(_PREWARM.req_id)
+        if is_idle or is_queued or self._jobs.has_jobs_of(_PREWARM):
             return
         context = prewarming.next_context()
         if context is None:
@@ -401,11 +402,6 @@ class TieringOffloadingManager(OffloadingManager):
             is_absent = self.primary_tier.lookup(key, _PREWARM) is False
             if is_absent and key not in self._promotions.waiters:
                 self._queue_prewarmed(key)
-
-    def _is_prewarming(self) -> bool:
-        if self._promotions.has_queued(_PREWARM.req_id):
-            return True
-        return self._jobs.has_jobs_of(_PREWARM)
 
     def _queue_prewarmed(self, key: OffloadKey) -> None:
         for tier in self._tiers:
@@ -616,14 +612,9 @@ class TieringOffloadingManager(OffloadingManager):
             limit_s = min(limit_s, request.decision.deadline_s)
         return limit_s
 
-    def _give_up_late(self) -> None:
-        """Make the blocks of promotions that exceed their deadline misses. Their tiers may still
-        write the rows."""
-        for job in self._jobs.take_late():
-            self._give_up(job)
-
     def _give_up(self, job: TierJob) -> None:
-        """Make the blocks of a promotion misses, although its end has not been reported."""
+        """Make the blocks of a promotion misses, although its end has not been reported. Its tier
+        may still write the rows."""
         keys = job.data.keys
         job.tier.on_load_abandoned(job.data.job_id)
         self._promotions.lost.update(keys)
@@ -644,14 +635,9 @@ class TieringOffloadingManager(OffloadingManager):
             for result in tier.finished_jobs():
                 self._end_job(result)
             if tier.poll_failed:
-                self._lose_promotions(tier)
+                for job in self._jobs.promotions_of(tier):
+                    self._give_up(job)
             self._submit_cascades(tier)
-
-    def _lose_promotions(self, tier: IsolatedTier) -> None:
-        """Treat the promotions of a tier that cannot be polled as misses. It may still write to
-        their rows."""
-        for job in self._jobs.promotions_of(tier):
-            self._give_up(job)
 
     def _end_job(self, result: JobResult) -> None:
         """Process the result of a job of a secondary tier."""
@@ -814,7 +800,8 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled:
             self._poll()
         self._polled = False
-        self._give_up_late()
+        for job in self._jobs.take_late():
+            self._give_up(job)
         self._expire_holds()
         if self._prewarming is not None:
             self._prewarm(self._prewarming)

@@ -296,7 +296,11 @@ class PersistentTier(SecondaryTierManager):
             return
         if context.description is None:
             self._blocks_of(context).stored_keys.extend(keys)
-        if self._detached or self._holds_all(keys):
+        # then the host need not be asked
+        holds_all = not self.client.wants_all and self.client.table.prefix(keys) == len(
+            keys
+        )
+        if self._detached or holds_all:
             self.touch(keys, context)
             self._finished.append(JobResult(job_metadata.job_id, not self._detached))
             return
@@ -309,13 +313,6 @@ class PersistentTier(SecondaryTierManager):
             self._num_bytes(keys),
             tenant=context.tenant or DEFAULT_TENANT,
         )
-
-    def _holds_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Return whether the store probably holds all blocks, so that the host need not be
-        asked."""
-        if self.client.wants_all:
-            return False
-        return self.client.table.prefix(keys) == len(keys)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         if self._detached:

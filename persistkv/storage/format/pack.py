@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, starmap
 from typing import NamedTuple
 
 import msgspec
@@ -131,14 +131,15 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         """Return the keys of several packed sequences, one after the other; faster than ``unpack``
         for each."""
         # one split for all, if their keys have one length: the usual case in a store
-        lengths = {keys.key_length for keys in many}
-        length = lengths.pop() if len(lengths) == 1 else 0
-        # malformed data is left to ``unpack``, whose error names the field
-        if length > 0 and not any(len(keys.data) % length for keys in many):
-            joined = b"".join([keys.data for keys in many])
-            return _cut(joined, length)
-        unpacked = map(PackedKeys.unpack, many)
-        return list(chain.from_iterable(unpacked))
+        length = many[0].key_length if many else 0
+        parts: list[bytes] = []
+        for keys in many:
+            # malformed data is left to ``unpack``, whose error names the field
+            if not length == keys.key_length > 0 or len(keys.data) % length:
+                unpacked = map(PackedKeys.unpack, many)
+                return list(chain.from_iterable(unpacked))
+            parts.append(keys.data)
+        return _cut(b"".join(parts), length)
 
     @property
     def fingerprints(self) -> bytes:
@@ -208,7 +209,7 @@ class PlacedFrame(NamedTuple):
 
 def pack_frames(frames: Iterable[Frame]) -> bytes:
     """Encode frames as in a pack's table."""
-    return b"".join([_FRAME.pack(*frame) for frame in frames])
+    return b"".join(starmap(_FRAME.pack, frames))
 
 
 def align(length: int) -> int:

@@ -28,7 +28,8 @@ class Answers:
         """Contexts in the answer to ``AskRecent``, until they are taken."""
         self.probed: protocol.Probed | None = None
         """The answer to ``Probe``, until it is taken."""
-        self._probe_began: float | None = None  # None: no probe runs
+        self.probe_began: float | None = None
+        """``time.monotonic`` time of the probe that the host has to answer; None: there is none."""
         self._token = GLANCE_TOKEN
         self._next_glance = 0.0
 
@@ -40,28 +41,23 @@ class Answers:
 
     # Probes
 
-    @property
-    def is_probing(self) -> bool:
-        """Whether the host has to answer a probe."""
-        return self._probe_began is not None
-
     def begin_probe(self, now: float) -> None:
         """A probe is sent. One at a time.
 
         :param now: ``time.monotonic`` time.
         """
-        self._probe_began = now
+        self.probe_began = now
         self.probed = None
 
     def end_probe(self, probed: protocol.Probed) -> None:
         """Add the answer to a probe."""
-        self._probe_began = None
+        self.probe_began = None
         self.probed = probed
 
     def fail_probe(self) -> None:
         """The host has ended: a probe that was sent has read nothing."""
-        if self._probe_began is not None:
-            seconds = time.monotonic() - self._probe_began
+        if self.probe_began is not None:
+            seconds = time.monotonic() - self.probe_began
             self.end_probe(protocol.Probed(0, seconds))
 
     # Totals

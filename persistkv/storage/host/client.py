@@ -11,8 +11,7 @@ Invariants of this file:
    bound is refused unless its queue is empty. Load jobs are not bounded.
 
 Must be used from one thread, the scheduler's. A second thread looks after the host while that one
-does not ``poll``; ``_exclusive`` methods run one at a time. In a forked child they raise HostError,
-as ``open`` does.
+does not ``poll``; ``_exclusive`` methods run one at a time. In a forked child they raise HostError.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -42,7 +42,7 @@ from persistkv.storage.host.connection import CONGESTED_BYTES, discard
 from persistkv.storage.host.idle import IdleSupervision
 from persistkv.storage.host.in_flight import InFlight, JobOutcome
 from persistkv.storage.host.stored_keys import StoredKeys
-from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
+from persistkv.storage.host.supervisor import KILL_S, RUNNING, Host, State, Supervisor
 from persistkv.storage.records import (
     Choice,
     LoadReport,
@@ -95,21 +95,16 @@ class StoreStats(msgspec.Struct, frozen=True):
     """Raw bytes of store jobs in flight; set by ``glance`` only."""
 
 
+@dataclass
 class _OpenFailures:
-    """Why the store at ``place`` does not open."""
+    """Why a store does not open."""
 
-    def __init__(self, place: str) -> None:
-        self._place = place
-        self.last: PersistKVError | None = None
-        """The host's error, until it is taken."""
-        # kind of the last logged error, until the store is open
-        self._reported: type[PersistKVError] | None = None
-
-    def take(self) -> PersistKVError | None:
-        """Return ``last`` and forget it."""
-        error = self.last
-        self.last = None
-        return error
+    place: str
+    """URL of the store, without its options."""
+    last: PersistKVError | None = None
+    """The host's error, until it is reported or raised."""
+    reported: type[PersistKVError] | None = None
+    """Kind of the last logged error, until the store is open."""
 
     def may_retry(self, attempt: int) -> bool:
         """Return whether another host process may help: the last one died, or found its PID in use
@@ -122,10 +117,10 @@ class _OpenFailures:
 
     def report(self, error: PersistKVError) -> None:
         """Log an error: once for each kind, since each further attempt may find it."""
-        if type(error) is self._reported:
+        if type(error) is self.reported:
             logger.debug("the store still does not open: %s", error)
             return
-        self._reported = type(error)
+        self.reported = type(error)
         logger.error(
             "the store does not open (%s): until it does, lookups miss and new blocks are dropped. "
             "It is tried again in the background; required=true refuses to start instead",
@@ -134,11 +129,11 @@ class _OpenFailures:
 
     def end(self) -> None:
         """Log that the store is open, if an error was logged."""
-        if self._reported is not None:
-            self._reported = None
+        if self.reported is not None:
+            self.reported = None
             logger.warning(
                 "%s is open now: lookups find its blocks, and new ones are stored",
-                self._place,
+                self.place,
             )
 
 
@@ -150,7 +145,10 @@ def _exclusive(
     @wraps(call)
     def alone(self: StoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         # before the lock, which a forked child may inherit in the hands of a thread that it lacks
-        self._check_process()
+        if os.getpid() != self._pid:
+            raise HostError(
+                "this store was opened before a fork; open it again in the child"
+            )
         with self.idle.lock:
             return call(self, *args, **kwargs)
 
@@ -209,6 +207,7 @@ class StoreClient:
 
     # Opening
 
+    @_exclusive
     def open(self, timeout_s: float = 60.0, *, required: bool = True) -> None:
         """Start the host and wait until the store is open, at most ``timeout_s`` seconds; an error
         may take a few seconds more.
@@ -230,7 +229,6 @@ class StoreClient:
             answer in time. After an error, no host process is left running; a thread that did not
             answer may continue to run.
         """
-        self._check_process()
         if self.state is State.CLOSED:
             raise HostError("the client is closed, or its open failed: create another")
         may_continue = not required or self.host.restartable
@@ -278,7 +276,9 @@ class StoreClient:
         reason = "died while it opened"
         if self.state is State.OPENING:
             reason = f"did not open within {timeout_s} s"
-        return self._open_failures.take() or HostError(f"the store's host {reason}")
+        error = self._open_failures.last
+        self._open_failures.last = None
+        return error or HostError(f"the store's host {reason}")
 
     def _may_start_another(self, attempt: int) -> bool:
         """Return whether another host process may help; wait for the exit of the last one."""
@@ -296,12 +296,6 @@ class StoreClient:
         """State of the host as known from the last look, ``poll`` or blocking call."""
         return self.supervisor.state
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise HostError(
-                "this store was opened before a fork; open it again in the child"
-            )
-
     def __len__(self) -> int:
         return len(self.table)
 
@@ -313,7 +307,7 @@ class StoreClient:
     @property
     def has_pending_work(self) -> bool:
         """Whether jobs or request ends are in flight, or ``poll`` has outcomes to return."""
-        return self._in_flight.owes or self._in_flight.has_outcomes
+        return self._in_flight.owes or bool(self._in_flight.outcomes)
 
     @_exclusive
     def submit_store(
@@ -383,7 +377,7 @@ class StoreClient:
 
     def _refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
         self.counters.refused_jobs += 1
-        self._in_flight.refuse_job(job_id, keys)
+        self._in_flight.outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
 
     @_exclusive
     def probe(self, keys: Sequence[bytes], timeout_s: float) -> bool:
@@ -463,7 +457,7 @@ class StoreClient:
         has_room = self.state is State.OPEN and self._in_flight.fits_end(end)
         if not (has_room and is_encodable):
             self.counters.refused_ends += 1
-            self._in_flight.refuse_end(end.request)
+            self._in_flight.persisted[end.request] = False
             return
         self._expect_reply()
         self._in_flight.add_end(end)
@@ -477,7 +471,7 @@ class StoreClient:
     @property
     def _owes(self) -> bool:
         """Whether the host has to answer."""
-        return self._in_flight.owes or self._answers.is_probing
+        return self._in_flight.owes or self._answers.probe_began is not None
 
     # The step
 
@@ -489,37 +483,42 @@ class StoreClient:
         Most steps of a decoding engine have nothing in flight: they skip the rest, unless the last
         poll is too old.
         """
-        is_due = self.idle.note_poll() >= self._next_look
-        if is_due or self.has_pending_work or self._stored_keys.has_touched:
+        now = self.idle.polled_at = time.monotonic()
+        is_due = now >= self._next_look
+        if is_due or self.has_pending_work or self._stored_keys.touched:
             self._look()
-        return self._in_flight.take_outcomes()
+        outcomes = self._in_flight.outcomes
+        self._in_flight.outcomes = []
+        return outcomes
 
     def _look(self) -> bool:
         """Process messages and supervise the host; return whether the store is open."""
         # one that is not open is checked in each step: lookups miss meanwhile
-        delay = self.host.idle_look_s if self.state is State.OPEN else 0.0
+        delay = self.supervisor.host.idle_look_s if self.state is State.OPEN else 0.0
         self._next_look = time.monotonic() + delay
-        if self.supervisor.is_running and self._receive():
+        if self.supervisor.state in RUNNING and self._receive():
             self._next_look = 0.0  # more messages may be waiting
-        error = self._open_failures.take()
-        if error is not None:
-            self._open_failures.report(error)
-        self._send_touched()
+        if self._open_failures.last is not None:
+            self._open_failures.report(self._open_failures.last)
+            self._open_failures.last = None
+        if self._stored_keys.touched:
+            self._send_touched()
         self.table.release_some()
+        if self.state in RUNNING:
+            return self.state is State.OPEN
         if self.supervisor.has_exited():
             self.counters.lost_jobs += self._in_flight.fail_all()
             self._answers.fail_probe()
         elif self.supervisor.maybe_restart():
             self.counters.restarts += 1
-        return self.state is State.OPEN
+        return False
 
     def _send_touched(self) -> None:
         """Send some keys recorded by ``touch``, unless the host is slow to receive: the outbox must
         stay bounded."""
-        if not self._stored_keys.has_touched or self.state is not State.OPEN:
-            return
         connection = self.supervisor.connection
-        if connection.outbox_bytes <= CONGESTED_BYTES:
+        is_congested = connection.outbox_bytes > CONGESTED_BYTES
+        if self.state is State.OPEN and not is_congested:
             touched = self._stored_keys.take_touched()
             packed = PackedKeys.of(touched)
             connection.send(protocol.Touch(packed))
@@ -544,7 +543,9 @@ class StoreClient:
         """Return ids of requests whose end was processed since the last call. True: all their
         blocks are durable; False: some are not, or the end was refused or lost with the host.
         """
-        return self._in_flight.take_persisted()
+        persisted = self._in_flight.persisted
+        self._in_flight.persisted = {}
+        return persisted
 
     @_exclusive
     def ask_recent(self, max_blocks: int, choice: Choice | None = None) -> bool:
@@ -572,7 +573,7 @@ class StoreClient:
             if messages:
                 supervisor.watchdog.restart_timer()
             for message in messages:
-                if protocol.table_of(message) is not None and not supervisor.is_running:
+                if protocol.table_of(message) is not None and self.state not in RUNNING:
                     discard([message])  # an earlier one of them had the host killed
                     continue
                 handle = self._HANDLERS[type(message)]

@@ -43,7 +43,7 @@ class Connection:
     """One end of a message connection between the engine and the host. This class: an end that
     leads nowhere."""
 
-    ended = False
+    ended = True
     """True: this end was closed, or the other side has closed and all its messages were
     received."""
     outbox_bytes = 0
@@ -66,7 +66,6 @@ class Connection:
 
     def close(self) -> None:
         """Close this end; idempotent."""
-        self.ended = True
 
 
 class SocketConnection(Connection):
@@ -76,6 +75,7 @@ class SocketConnection(Connection):
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         """:param receives: the union of message types that may arrive."""
         sock.setblocking(False)
+        self.ended = False
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()

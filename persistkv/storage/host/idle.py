@@ -28,7 +28,8 @@ class IdleSupervision:
         """Held during a look, so that the engine's thread can exclude one."""
         self.callback: Callable[[], None] | None = None
         """Called by the thread after each look, without the lock."""
-        self._polled = 0.0
+        self.polled_at = 0.0
+        """Time of the engine's last poll, by ``time.monotonic``; the engine sets it."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         # a host without supervision would stay down for ever
@@ -43,11 +44,6 @@ class IdleSupervision:
             )
             self._thread.start()
 
-    def note_poll(self) -> float:
-        """Record a poll of the engine; return the time of the monotonic clock."""
-        self._polled = time.monotonic()
-        return self._polled
-
     def stop(self) -> None:
         """Wait for a running look, and make no further one. Idempotent."""
         self._stopped.set()
@@ -59,7 +55,7 @@ class IdleSupervision:
         """Check the host while the engine does not poll, until the object of ``look`` is gone."""
         seconds = _IDLE_S
         while not self._stopped.wait(seconds):
-            if time.monotonic() - self._polled < _IDLE_S:
+            if time.monotonic() - self.polled_at < _IDLE_S:
                 seconds = _IDLE_S
                 continue
             look = self._look()

@@ -67,10 +67,11 @@ class InFlight:
         """Number of load jobs that the host has not answered."""
         self._ends: dict[str, int] = {}  # bytes of the request ends in flight
         self._end_bytes = 0
-        self._outcomes: list[JobOutcome] = []
-        """Of jobs that have ended, for ``take_outcomes``."""
-        self._persisted: dict[str, bool] = {}
-        """By request whose end was answered, whether all its blocks are durable."""
+        self.outcomes: list[JobOutcome] = []
+        """Outcomes of jobs, until they are taken; also of those that were not sent."""
+        self.persisted: dict[str, bool] = {}
+        """Results of request ends, until they are taken: whether all blocks of the request are
+        durable."""
 
     @property
     def num_jobs(self) -> int:
@@ -81,10 +82,6 @@ class InFlight:
     def owes(self) -> bool:
         """Whether the host has to answer a job or the end of a request."""
         return bool(self._jobs or self._ends)
-
-    @property
-    def has_outcomes(self) -> bool:
-        return bool(self._outcomes)
 
     # Jobs
 
@@ -114,10 +111,6 @@ class InFlight:
             return math.inf
         return min(job.deadline for job in self._jobs.values())
 
-    def refuse_job(self, job_id: int, keys: Sequence[bytes]) -> None:
-        """Add the outcome of a job that is not sent."""
-        self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
-
     def answer_job(self, answer: protocol.JobDone) -> None:
         """Add the outcome of a job that the host has answered."""
         failed = None if answer.failed is None else answer.failed.unpack()
@@ -135,13 +128,7 @@ class InFlight:
         outcome = JobOutcome(
             answer.job_id, failed, False, num_bytes, seconds, answer.is_late
         )
-        self._outcomes.append(outcome)
-
-    def take_outcomes(self) -> list[JobOutcome]:
-        """Return the outcomes since the last call."""
-        outcomes = self._outcomes
-        self._outcomes = []
-        return outcomes
+        self.outcomes.append(outcome)
 
     # Ends of requests
 
@@ -161,17 +148,7 @@ class InFlight:
     def answer_end(self, request: str, whole: bool) -> None:
         """Record whether all blocks of a request are durable."""
         self._end_bytes -= self._ends.pop(request, 0)
-        self._persisted[request] = whole
-
-    def refuse_end(self, request: str) -> None:
-        """Record that the end of a request is not sent."""
-        self._persisted[request] = False
-
-    def take_persisted(self) -> dict[str, bool]:
-        """Return the results of request ends since the last call."""
-        persisted = self._persisted
-        self._persisted = {}
-        return persisted
+        self.persisted[request] = whole
 
     # The end of the host
 
@@ -183,8 +160,8 @@ class InFlight:
             seconds = now - job.begin
             failed = list(job.keys)
             outcome = JobOutcome(job_id, failed, True, 0, seconds, job.is_load)
-            self._outcomes.append(outcome)
-        self._persisted.update(dict.fromkeys(self._ends, False))
+            self.outcomes.append(outcome)
+        self.persisted.update(dict.fromkeys(self._ends, False))
         num_jobs = len(self._jobs)
         self._jobs.clear()
         self._ends.clear()

@@ -24,29 +24,25 @@ class StoredKeys:
         """Fingerprints of the keys that are durable and can be loaded; empty while the host is
         down."""
         self._reports_events = reports_events
-        self._touched: set[bytes] = set()
+        self.touched: set[bytes] = set()
+        """Stored keys with a use that is not sent to the host yet; at most 65,536."""
         self._events = StoreReport()
 
     # Uses
 
-    @property
-    def has_touched(self) -> bool:
-        """Whether ``take_touched`` has keys to return."""
-        return bool(self._touched)
-
     def touch(self, keys: Collection[bytes]) -> None:
         """Record the use of those keys that are stored; of none if more than 65,536 keys would wait
         for ``take_touched``."""
-        if len(self._touched) + len(keys) > _MOST_TOUCHED:
+        if len(self.touched) + len(keys) > _MOST_TOUCHED:
             return
         keys = list(keys)
         are_held = self.table.held(keys)
-        self._touched.update(compress(keys, are_held))
+        self.touched.update(compress(keys, are_held))
 
     def take_touched(self) -> list[bytes]:
         """Return some used keys, at most 2,048, and forget their use."""
-        count = min(len(self._touched), _TOUCHED_A_STEP)
-        return [self._touched.pop() for _ in range(count)]
+        count = min(len(self.touched), _TOUCHED_A_STEP)
+        return [self.touched.pop() for _ in range(count)]
 
     # Changes
 
@@ -73,5 +69,5 @@ class StoredKeys:
         """Forget which keys are stored and used. Changes from now on are missing: the events are
         marked as lost."""
         self.table.clear()
-        self._touched.clear()
+        self.touched.clear()
         self._events.lost |= self._reports_events

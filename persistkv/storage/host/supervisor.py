@@ -384,6 +384,10 @@ class State(enum.Enum):
     """The host is not restarted."""
 
 
+RUNNING = (State.OPENING, State.OPEN)
+"""States in which the host opens the store or has it open."""
+
+
 class _Event(enum.Enum):
     STARTED = "started"
     OPENED = "opened"
@@ -426,7 +430,6 @@ class Supervisor:
         self.hello = hello
         self.connection = Connection()
         """Connection to the host; closed while no host runs."""
-        self.connection.close()
         self.state = State.DOWN
         self.watchdog_s = watchdog_s
         self.opening_watchdog_s = max(watchdog_s, least_start_s)
@@ -458,11 +461,6 @@ class Supervisor:
 
     def _enter(self, event: _Event) -> None:
         self.state = _NEXT_STATE[self.state, event]
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the host opens the store or has it open."""
-        return self.state in (State.OPENING, State.OPEN)
 
     def send_hello(self) -> bool:
         """Send the host its first message if it is ready and has not received it; return whether it
@@ -588,7 +586,7 @@ class Supervisor:
         :param load_due: whether it has to answer a load job.
         :param deadline: see ``Watchdog.is_late``.
         """
-        if not self.is_running:
+        if self.state not in RUNNING:
             return False
         if self.connection.ended:
             return True

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -306,18 +307,14 @@ class Canary:
         requests, including those that a lookup finds."""
 
     @property
-    def _layout(self) -> RowLayout:
-        return self._rows.layout
-
-    @property
     def _groups(self) -> int:
         """Number of KV cache groups."""
-        return len(self._layout.groups)
+        return len(self._rows.layout.groups)
 
     def _may_compare(self) -> bool:
         """Return whether the options allow comparisons, and the engine has described where the
         numbers of all groups are in its memory."""
-        layout = self._layout
+        layout = self._rows.layout
         # a description is of rows; other memory has a list of regions for each block
         if layout.numbers is None or not isinstance(self._rows, Rows):
             return False
@@ -362,7 +359,9 @@ class Canary:
             return
 
     def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
-        return OtherNamespace(self._own, namespace, self._layout, self._options, depths)
+        return OtherNamespace(
+            self._own, namespace, self._rows.layout, self._options, depths
+        )
 
     def _no_evidence(self) -> _Evidence:
         return _Evidence(tokens=[0] * self._groups, depths=[0] * self._groups)
@@ -402,7 +401,7 @@ class Canary:
         # the fields of ``blocks`` are those of ``Block``, as columns
         offered = map(Block._make, zip(*blocks, strict=True))
         comparable: list[Block] = []
-        for block in sorted(offered, key=_depth_of):
+        for block in sorted(offered, key=attrgetter("depth")):
             is_held = block.key in held
             is_foreign = block.depth == UNKNOWN_DEPTH or block.key in self._loaded
             state.foreign |= is_foreign
@@ -486,7 +485,7 @@ class Canary:
             if pack is not None:
                 pairs.append((block, pack))
         chosen = _spread(pairs)
-        batch_blocks = max(1, _BATCH_BYTES // self._layout.row_stride)
+        batch_blocks = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
         for start in range(0, len(chosen), batch_blocks):
             batch = chosen[start : start + batch_blocks]
             if not await self._compare(request, self.other, batch):
@@ -534,7 +533,7 @@ class Canary:
     ) -> tuple[Rows, set[bytes]]:
         """Read blocks of the other namespace; return rows with them, in order, and the keys that
         failed."""
-        layout = self._layout
+        layout = self._rows.layout
         backend = self._own.backend
         memory = bytearray(len(batch) * layout.row_stride)
         theirs = Rows(memoryview(memory), layout)
@@ -560,7 +559,7 @@ class Canary:
         self, pairs: Iterable[tuple[int, ByteArray, ByteArray]]
     ) -> list[Agreement]:
         """Compare blocks of two namespaces, given as (KV cache group, our bytes, their bytes)."""
-        number_layout = self._layout.numbers
+        number_layout = self._rows.layout.numbers
         assert number_layout is not None  # see ``_may_compare``
         return [
             compare(number_layout, group, ours, theirs) for group, ours, theirs in pairs
@@ -699,10 +698,6 @@ class Canary:
             self._refused.pop().close()
         if self.other is not None:
             self.other.close()
-
-
-def _depth_of(block: Block) -> int:
-    return block.depth
 
 
 def _spread(pairs: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -110,10 +110,7 @@ class BlockingStore:
     def add_savings(self, identity: Identity, source: str, part: Savings) -> None:
         """Record savings; see ``persistkv.storage.store.savings.add_savings``."""
         add = partial(add_savings, self.catalogue.backend, identity, source, part)
-        self._wait(self._call(add))
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        return await self.catalogue.call(function)
+        self._wait(self.catalogue.call(add))
 
     def work(self) -> None:
         """Do the due commits and refreshes; see ``Committer.work``."""

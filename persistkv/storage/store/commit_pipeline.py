@@ -8,6 +8,7 @@ packs, under the same names.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -143,11 +144,11 @@ class Staging:
                 due.append(pack)
         return due
 
-    def seconds_to_due(self) -> float | None:
-        """Return the seconds until the oldest waiting pack is due by its age; None if there is
+    def seconds_to_due(self) -> float:
+        """Return the seconds until the oldest waiting pack is due by its age; infinite if there is
         none."""
         if not self._waiting:
-            return None
+            return math.inf
         oldest = min(pack.since for pack in self._waiting)
         return max(0.0, oldest + self._max_age_s - time.monotonic())
 
@@ -208,10 +209,6 @@ class Transaction(NamedTuple):
     packs: Sequence[PackWriter]
     ends: Sequence[RequestEnd] = ()
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.packs or self.ends)
-
     def divided(self, tenants: Collection[str]) -> tuple[Transaction, Transaction]:
         """Return the content of these tenants, and that of all others."""
         own_packs = [pack for pack in self.packs if pack.tenant in tenants]
@@ -243,20 +240,21 @@ class Transaction(NamedTuple):
 def divide(
     writers: Iterable[PackWriter], ends: Sequence[RequestEnd], max_bytes: int
 ) -> deque[Transaction]:
-    """Divide packs in order into at least one transaction, each of at most ``max_bytes`` raw bytes
-    or one larger pack. The last one also commits the ends of requests.
+    """Divide packs in order into transactions, each of at most ``max_bytes`` raw bytes or one
+    larger pack. The last one also commits the ends of requests.
     """
-    slices: list[list[PackWriter]] = [[]]
+    transactions: deque[Transaction] = deque()
+    packs: list[PackWriter] = []
     size = 0
     for writer in writers:
-        if slices[-1] and size + writer.raw_length > max_bytes:
-            slices.append([])
+        if packs and size + writer.raw_length > max_bytes:
+            transactions.append(Transaction(packs))
+            packs = []
             size = 0
-        slices[-1].append(writer)
+        packs.append(writer)
         size += writer.raw_length
-    last = slices.pop()
-    transactions = deque(map(Transaction, slices))
-    transactions.append(Transaction(last, ends))
+    if packs or ends:
+        transactions.append(Transaction(packs, ends))
     return transactions
 
 
@@ -344,19 +342,16 @@ def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
 
 
 def _segments(
-    rows: BlockMemory, blocks: Blocks, places: Iterable[int]
+    rows: BlockMemory, blocks: Blocks, places: Sequence[int]
 ) -> list[Segment]:
     """Return the blocks at these places as segments: runs of one group with consecutive depths, as
     frames require."""
 
-    def order(place: int) -> tuple[int, int, int]:
-        return blocks.groups[place], blocks.depths[place], place
-
+    pack = blocks.at(places)
+    order = sorted(zip(pack.groups, pack.depths, places, strict=True))
     runs: list[list[int]] = []
     following = None  # group and depth of the block that continues the last run
-    for place in sorted(places, key=order):
-        group = blocks.groups[place]
-        depth = blocks.depths[place]
+    for group, depth, place in order:
         if (group, depth) != following:
             runs.append([])
         runs[-1].append(place)

@@ -15,10 +15,10 @@ held       a committed pack                            absent, if the pack is re
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
 
 from persistkv.config import parse_durability
 from persistkv.memory.budget import MemoryShares
@@ -65,10 +65,10 @@ class RequestEnds:
         self._ends.append(end)
         self._num_bytes += end.num_bytes
 
-    def seconds_to_due(self) -> float | None:
-        """Return the seconds until the ends are to be written; None if there are none."""
+    def seconds_to_due(self) -> float:
+        """Return the seconds until the ends are to be written; infinite if there are none."""
         if not self._ends:
-            return None
+            return math.inf
         # full: the interval ends early, or no further request could end
         if self._interval_s is None or not self.has_room:
             return 0.0
@@ -130,8 +130,8 @@ class CommitQueue:
         """Key of a block in flight → future of its pack."""
         self.losses: Counter[str] = Counter()
         """Tenant → how often its content was dropped because it was forgotten."""
-        self._touched: dict[bytes, None] = {}
-        """Ids of used packs, for the next commit; an ordered set."""
+        self.uses: dict[bytes, None] = {}
+        """Ids of used packs, whose uses no commit has recorded yet; at most 4,096."""
         self._freed = asyncio.Event()
 
     # Blocks
@@ -156,15 +156,10 @@ class CommitQueue:
             self._in_flight.update(dict.fromkeys(segment.keys, write))
         return write
 
-    def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return the keys whose blocks are still to be written from their rows. These rows must not
-        change."""
-        return self._in_flight.keys() & set(keys)
-
-    def writes_of(self, keys: Iterable[bytes]) -> set[asyncio.Future[bool]]:
-        """Return the futures of the packs with these blocks, which are all in flight; see
-        ``add``."""
-        return {self._in_flight[key] for key in keys}
+    def in_flight(self, keys: Iterable[bytes]) -> dict[bytes, asyncio.Future[bool]]:
+        """Return those of the keys whose blocks are still to be written from their rows, with the
+        futures of their packs; see ``add``. These rows must not change."""
+        return {key: self._in_flight[key] for key in keys if key in self._in_flight}
 
     def take_direct(self) -> list[PackWriter]:
         """Remove and return the packs to be written from rows that no commit has taken yet."""
@@ -203,25 +198,10 @@ class CommitQueue:
     # Uses
 
     def touch(self, pack_ids: Iterable[bytes | None]) -> None:
-        """Record uses of packs, at most 4,096 of them until the next ``take_uses``."""
-        # distinct ids, in order
-        used: dict[bytes, None] = {}
+        """Record uses of packs; ignored while 4,096 of them wait for a commit."""
         for pack_id in pack_ids:
-            if pack_id is not None:
-                used[pack_id] = None
-        room = _MAX_TOUCHED - len(self._touched)
-        recorded = islice(used, room)
-        self._touched.update(dict.fromkeys(recorded))
-
-    @property
-    def has_uses(self) -> bool:
-        return bool(self._touched)
-
-    def take_uses(self) -> list[bytes]:
-        """Remove and return the ids of the packs that were used."""
-        taken = list(self._touched)
-        self._touched = {}
-        return taken
+            if pack_id is not None and len(self.uses) < _MAX_TOUCHED:
+                self.uses[pack_id] = None
 
     # Time and room
 
@@ -232,17 +212,11 @@ class CommitQueue:
             return False
         return not self.ends and not self.staging.num_bytes
 
-    def seconds_to_due(self) -> float | None:
-        """Return the seconds until packs or ends are to be written; None if none wait."""
+    def seconds_to_due(self) -> float:
+        """Return the seconds until packs or ends are to be written; infinite if none wait."""
         if self._direct or (self.staging.num_bytes and self.staging.due()):
             return 0.0
-        until_ends = self.ends.seconds_to_due()
-        until_packs = self.staging.seconds_to_due()
-        if until_ends is None:
-            return until_packs
-        if until_packs is None:
-            return until_ends
-        return min(until_ends, until_packs)
+        return min(self.ends.seconds_to_due(), self.staging.seconds_to_due())
 
     @property
     def has_room(self) -> bool:
@@ -258,7 +232,7 @@ class CommitQueue:
 
     def take(self, *, everything: bool) -> deque[Transaction]:
         """Remove the due packs, and all ends of requests with the staged blocks of their contexts;
-        return at least one transaction.
+        return their transactions.
 
         :param everything: take all staged blocks.
         """

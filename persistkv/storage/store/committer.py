@@ -35,16 +35,10 @@ class _Attempt(NamedTuple):
     """A commit that was executed."""
 
     batch: CommitBatch
-    writers: Sequence[PackWriter]
-    """The packs of the batch; other packs of the transaction were held already."""
+    """Without the packs of the transaction whose blocks were all held already."""
     persisted: Sequence[tuple[str, bool]]
     """``StoreReport.persisted`` of the requests."""
     result: CommitResult
-
-    @property
-    def followed(self) -> bool:
-        """Whether certainly no other process committed between the last refresh and this commit."""
-        return self.batch.seen is not None and not self.result.interleaved
 
 
 class Committer:
@@ -66,30 +60,27 @@ class Committer:
         self._touch_s = max(_TOUCH_S, parse_durability(options.durability) or 0.0)
         self._refresh_s = options.refresh_s
         self._committed_at = time.monotonic()
-        self._refreshed_at = self._committed_at
+        self._refresh_at = self._committed_at + options.refresh_s
         self._flushes: list[asyncio.Future[None]] = []
         """Of the calls of ``flush``: each is set at the end of the commit that it waits for."""
-        self._has_work = asyncio.Event()
+        self.has_work = asyncio.Event()
+        """Set by other tasks to have ``run`` look for due work now."""
         self.turn = asyncio.Lock()
         """Held during ``work``. Another task that changes the catalogue acquires it, too."""
         self.changed = asyncio.Event()
         """Set when the index or the report may have changed; the owner clears it."""
-
-    def wake(self) -> None:
-        """Have ``run`` look for due work now."""
-        self._has_work.set()
 
     async def run(self) -> None:
         """Do the work as it becomes due, until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             # cleared first: what becomes due from here on sets it again
-            self._has_work.clear()
+            self.has_work.clear()
             seconds = self.seconds_to_work()
             if seconds > 0:
                 # several times cheaper than ``asyncio.timeout``
-                timer = loop.call_later(seconds, self.wake)
-                await self._has_work.wait()
+                timer = loop.call_later(seconds, self.has_work.set)
+                await self.has_work.wait()
                 timer.cancel()
             else:
                 await self.work()
@@ -101,56 +92,47 @@ class Committer:
             return 0.0
         if self._sources.needs_update:
             return 0.0
-        seconds = min(self._seconds_to_refresh(), self._seconds_to_upkeep())
-        due = self._queue.seconds_to_due()
-        return seconds if due is None else min(seconds, due)
+        seconds = min(self._refresh_at, self._upkeep_at()) - time.monotonic()
+        return max(0.0, min(seconds, self._queue.seconds_to_due()))
 
-    def _seconds_to_refresh(self) -> float:
-        return max(0.0, self._refreshed_at + self._refresh_s - time.monotonic())
-
-    def _seconds_to_upkeep(self) -> float:
-        """Return the seconds until a commit without blocks is due, for uses or the expiry of
-        packs."""
+    def _upkeep_at(self) -> float:
+        """Return when a commit without blocks is due, for uses or the expiry of packs, by
+        ``time.monotonic``."""
         if not self._catalogue.backend.capabilities.writable:
             return math.inf
-        wait_s = self._touch_s if self._queue.has_uses else _EXPIRE_S
-        return max(0.0, self._committed_at + wait_s - time.monotonic())
+        wait_s = self._touch_s if self._queue.uses else _EXPIRE_S
+        return self._committed_at + wait_s
 
     async def flush(self) -> None:
         """Have the next round of ``work`` commit all accepted work; return when it is durable, or
         dropped and counted. Errors are not raised."""
         flushed = asyncio.get_running_loop().create_future()
         self._flushes.append(flushed)
-        self.wake()
+        self.has_work.set()
         await flushed
 
     async def work(self) -> None:
         """Do the due work: a slice of the index's replacement, the removal of damaged packs, a
         commit, a refresh."""
-        async with self.turn:
-            await self._work()
-
-    async def _work(self) -> None:
-        """Do the work that is due: a slice of the index, repairs, upkeep, a commit, and a refresh
-        for the changes of other engines."""
         catalogue = self._catalogue
-        # one slice per round, so that a large table delays no commit by more than some ms
-        if catalogue.index.replacing:
-            catalogue.index.replace_some()
-            await asyncio.sleep(0)  # other tasks run between two slices
-        # before the commit: a block that was damaged must not count as held
-        if catalogue.needs_repair:
-            await self.repair()
-        if self._sources.needs_update:
-            await self._forgetting(self._sources.update())
-        is_due = self._queue.seconds_to_due() == 0.0 or not self._seconds_to_upkeep()
-        if self._flushes or is_due:
-            await self._commit()
-        if not self._seconds_to_refresh():
-            self._refreshed_at = time.monotonic()
-            await catalogue.refresh_or_log()
-            await self._sources.refresh()
-        self.changed.set()
+        async with self.turn:
+            # one slice per round, so that a large table delays no commit by more than some ms
+            if catalogue.index.replacing:
+                catalogue.index.replace_some()
+                await asyncio.sleep(0)  # other tasks run between two slices
+            # before the commit: a block that was damaged must not count as held
+            if catalogue.needs_repair:
+                await self.repair()
+            if self._sources.needs_update:
+                await self._forgetting(self._sources.update())
+            is_upkeep_due = time.monotonic() >= self._upkeep_at()
+            if self._flushes or is_upkeep_due or not self._queue.seconds_to_due():
+                await self._commit()
+            if time.monotonic() >= self._refresh_at:
+                self._refresh_at = time.monotonic() + self._refresh_s
+                await catalogue.refresh_or_log()
+                await self._sources.refresh()
+            self.changed.set()
 
     async def repair(self) -> None:
         """Call ``NamespaceView.repair``. The caller holds ``turn``, or no other task commits."""
@@ -175,10 +157,11 @@ class Committer:
         flushes = self._flushes
         self._flushes = []
         waiting = self._queue.take(everything=bool(flushes))
-        is_due = self._queue.has_uses or not self._seconds_to_upkeep()
-        if waiting[0].is_empty and not is_due:
-            waiting.clear()
-        uses = self._queue.take_uses() if waiting else []
+        is_upkeep_due = time.monotonic() >= self._upkeep_at()
+        if not waiting and (self._queue.uses or is_upkeep_due):
+            waiting.append(Transaction([]))
+        uses = list(self._queue.uses)
+        self._queue.uses = {}
         while waiting:
             # not kept: copies of blocks are freed after their transaction
             transaction = waiting.popleft()
@@ -229,9 +212,12 @@ class Committer:
     async def _apply(self, transaction: Transaction, done: _Attempt) -> None:
         """Apply the result of a commit that succeeded."""
         catalogue = self._catalogue
-        await catalogue.committed(done.writers, done.result, followed=done.followed)
+        batch = done.batch
+        # whether no other process committed between the last refresh and this commit
+        followed = batch.seen is not None and not done.result.interleaved
+        await catalogue.committed(batch.packs, done.result, followed=followed)
         for writer in transaction.packs:
-            if writer not in done.writers:
+            if writer not in batch.packs:
                 self._counters.held_blocks += len(writer.keys)
             self._queue.end(writer, is_durable=True)
         catalogue.report.persisted += done.persisted
@@ -247,7 +233,7 @@ class Committer:
         for transaction in waiting:
             own, others = transaction.divided(tenants)
             self._drop(own, None)
-            if not others.is_empty:
+            if others.packs or others.ends:
                 kept.append(others)
         return kept
 
@@ -329,7 +315,7 @@ class Committer:
             memory=self._memory,
         )
         result = await self._catalogue.commit(batch)
-        return _Attempt(batch, writers, persisted, result)
+        return _Attempt(batch, persisted, result)
 
     async def _without_held(
         self, packs: Iterable[PackWriter]
@@ -342,25 +328,15 @@ class Committer:
         lacking: list[PackWriter] = []
         holding: set[bytes] = set()
         for writer in packs:
-            holders = await self._holders(writer)
-            if holders is None:
-                lacking.append(writer)
+            pack_of: dict[bytes, bytes] = {}
+            # new packs are the usual case: one probe instead of one for each block
+            if writer.segments[0].keys[0] in self._catalogue.index:
+                pack_of = await self._catalogue.pack_of(writer.keys.unpack())
+            if len(pack_of) == len(writer.keys):
+                holding.update(pack_of.values())
             else:
-                holding.update(holders)
+                lacking.append(writer)
         return lacking, holding
-
-    async def _holders(self, writer: PackWriter) -> list[bytes] | None:
-        """Return the ids of packs that hold all blocks of a pack to write; None if a block is not
-        held."""
-        # new packs are the usual case: one probe instead of one for each block
-        if writer.segments[0].keys[0] not in self._catalogue.index:
-            return None
-        ids: list[bytes] = []
-        for holder in await self._catalogue.holders(writer.keys.unpack()):
-            if holder is None:
-                return None
-            ids.append(holder.pack_id)
-        return ids
 
     async def _pack_of(
         self, writers: Iterable[PackWriter], ends: Sequence[RequestEnd]

@@ -425,10 +425,12 @@ class _PackNumbers:
 class HeldPack:
     """A pack of the index and its key table. Immutable."""
 
-    __slots__ = ("keys", "number", "places", "table")
+    __slots__ = ("keys", "number", "pack_id", "places", "table")
 
     def __init__(self, table: PackTable, number: int) -> None:
         self.table = table
+        self.pack_id = table.pack_id
+        """The pack's id, 16 bytes."""
         self.number = number
         """The pack's ``Index.number_of`` when this object was made; 0: the index did not hold
         it."""
@@ -437,11 +439,6 @@ class HeldPack:
         places = range(len(self.keys))
         self.places: Mapping[bytes, int] = dict(zip(self.keys, places, strict=True))
         """Position of each key in ``keys``."""
-
-    @property
-    def pack_id(self) -> bytes:
-        """The pack's id, 16 bytes."""
-        return self.table.pack_id
 
 
 class Index:
@@ -575,7 +572,7 @@ class Index:
     def _insert_all(self, batch: Mapping[int, PackedKeys]) -> None:
         """Insert the keys of packs, given by the numbers of the packs."""
         keys_of_packs = list(batch.values())
-        counts = [len(packed) for packed in keys_of_packs]
+        counts = list(map(len, keys_of_packs))
         numbers = np.array(list(batch), np.uint32)
         packs = np.repeat(numbers, counts)
         keys = PackedKeys.unpack_all(keys_of_packs)

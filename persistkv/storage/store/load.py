@@ -147,15 +147,10 @@ class FrameRead:
     frame: Frame
     keys: Sequence[bytes]
     rows: list[int]
-
-    @property
-    def whole(self) -> bool:
-        return _UNWANTED not in self.rows
-
-    @property
-    def direct(self) -> bool:
-        """Whether the stored bytes are read straight into rows, unless they are streamed."""
-        return self.whole and not self.frame.encoded
+    whole: bool
+    """Whether all blocks are wanted."""
+    direct: bool
+    """Whether the stored bytes are read straight into rows, unless they are streamed."""
 
     @property
     def wanted(self) -> list[bytes]:
@@ -269,8 +264,12 @@ def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
     for number, frame in enumerate(pack.table.frames):
         stop = start + frame.block_count
         of_frame = rows[start:stop]
-        if of_frame.count(_UNWANTED) < len(of_frame):
-            yield FrameRead(pack, number, frame, pack.keys[start:stop], of_frame)
+        keys = pack.keys[start:stop]
+        num_unwanted = of_frame.count(_UNWANTED)
+        if num_unwanted < len(of_frame):
+            whole = not num_unwanted
+            direct = whole and not frame.encoded
+            yield FrameRead(pack, number, frame, keys, of_frame, whole, direct)
         start = stop
 
 
@@ -385,7 +384,9 @@ class PartRead:
         # for each span, and each of its frames: the memory to read it into
         buffers: list[list[list[memoryview]]] = []
         for run in _runs(self._part, 0):
-            of_run = [self._buffers(read, take) for read in run]
+            of_run: list[list[memoryview]] = []
+            for read in run:
+                of_run.append(self._buffers(read, take))
             buffers.append(of_run)
             spans.append(_span(run, of_run, padding))
         number = 0  # of the frame in the part

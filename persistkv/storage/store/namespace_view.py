@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, takewhile, zip_longest
 from pathlib import Path
@@ -73,19 +73,19 @@ class _Suspect(NamedTuple):
     """Frames that did not verify and that no counter contains yet."""
 
 
+@dataclass
 class _RepairWork:
     """Packs that a read or a lookup of their tables has found missing or damaged."""
 
-    def __init__(self) -> None:
-        self.suspects: dict[bytes, _Suspect] = {}
-        """Packs, by id, that were removed from the index because a read of them failed, until the
-        backend reports their removal or replacement, or ``quarantine`` decides about them."""
-        self.undecided = False
-        """Whether ``quarantine`` has to decide about some of them."""
-        self.unread: dict[bytes, int] = {}
-        """Number in the index of each pack, by id, whose table could not be read."""
-        self.index_lacks = False
-        """Whether packs were removed from the index that the store may still hold."""
+    suspects: dict[bytes, _Suspect] = field(default_factory=dict)
+    """Packs, by id, that were removed from the index because a read of them failed, until the
+    backend reports their removal or replacement, or ``quarantine`` decides about them."""
+    undecided: bool = False
+    """Whether ``quarantine`` has to decide about some of them."""
+    unread: dict[bytes, int] = field(default_factory=dict)
+    """Number in the index of each pack, by id, whose table could not be read."""
+    index_lacks: bool = False
+    """Whether packs were removed from the index that the store may still hold."""
 
 
 class _RecentTables:
@@ -110,35 +110,23 @@ class _RecentTables:
             self._keys -= len(oldest.keys)
 
 
+@dataclass
 class _IndexFile:
-    """File in which the index of a namespace is saved between two openings.
+    """File in which the index of a namespace is saved between two openings."""
 
-    :param seal: of the store.
-    """
-
-    def __init__(self, path: Path, namespace: bytes, seal: Seal) -> None:
-        self._path = path
-        self._name = b"index of " + namespace
-        """Under which the content is sealed."""
-        self._seal = seal
-        self._saved: bytes | None = None
-        """Position in the change log of the index in the file; None: no valid file."""
-
-    def load(self, index: Index) -> bytes | None:
-        """Fill an empty index, and return its position in the change log; None: no valid file."""
-        self._saved = index.load(self._path, self._seal, self._name)
-        return self._saved
+    path: Path
+    name: bytes
+    """Under which the content is sealed."""
+    seal: Seal
+    """Seal of the store."""
+    saved: bytes | None = None
+    """Position in the change log of the index in the file; None: no valid file."""
 
     def save(self, index: Index, cursor: bytes | None) -> None:
         """Save an index with its position in the change log, unless it is unknown, or that of the
         file."""
-        if cursor is not None and cursor != self._saved:
-            index.save(self._path, cursor, self._seal, self._name)
-
-    def delete(self) -> None:
-        """Delete the file, if that is possible."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        if cursor is not None and cursor != self.saved:
+            index.save(self.path, cursor, self.seal, self.name)
 
 
 class NamespaceView:
@@ -197,12 +185,15 @@ class NamespaceView:
         path = self.backend.index_file(self.namespace)
         if path is not None:
             # the seal of now: a backend that is closed has none
-            self._file = _IndexFile(path, self.namespace, self.backend.seal)
-            self.cursor = self._file.load(self.index)
+            name = b"index of " + self.namespace
+            seal = self.backend.seal
+            self.cursor = self.index.load(path, seal, name)
+            self._file = _IndexFile(path, name, seal, self.cursor)
         changes = self.backend.changes(self.namespace, self.cursor)
-        if self._file is not None and changes.reset:
+        if path is not None and changes.reset:
             # its cursor must not become valid later, in a store that is restored from a copy
-            self._file.delete()
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         return changes
 
     def close(self, *, saves: bool = True) -> None:
@@ -379,11 +370,12 @@ class NamespaceView:
         :raises StoreError: the key tables could not be read.
         """
         candidates = self.index.first_candidates(keys)
-        ids = [pack_id for pack_id in candidates if pack_id is not None]
         found: list[HeldPack | None] = [None] * len(keys)
-        if not ids:
+        # consecutive keys are mostly in one pack
+        distinct = dict.fromkeys(filter(None, candidates))
+        if not distinct:
             return found
-        packs = await self._packs(ids)
+        packs = await self._packs(distinct)
         unsure: list[int] = []
         for place, pack_id in enumerate(candidates):
             if pack_id is None:
@@ -576,7 +568,7 @@ class NamespaceView:
         for pack in result.evicted:
             if pack.namespace == self.namespace:
                 evicted[pack.pack_id] = pack
-        self._counters.evicted_blocks += sum(map(_num_keys, evicted.values()))
+                self._counters.evicted_blocks += len(pack.keys)
         self._forget(evicted)
 
     def suspect(
@@ -698,10 +690,6 @@ def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
     if capacity is None:
         return None
     return capacity // min(group.block_bytes for group in layout.groups)
-
-
-def _num_keys(table: PackTable) -> int:
-    return len(table.keys)
 
 
 def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:

@@ -24,6 +24,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -53,7 +54,6 @@ from persistkv.storage.store.commit_pipeline import Blocks, plan_packs
 from persistkv.storage.store.commit_queue import CommitQueue
 from persistkv.storage.store.committer import Committer, describe_shortage
 from persistkv.storage.store.deletion import Deleter
-from persistkv.storage.store.index import Index
 from persistkv.storage.store.load import ReadOutcome
 from persistkv.storage.store.loading import Loader
 from persistkv.storage.store.namespace_view import NamespaceView
@@ -131,6 +131,9 @@ class Store:
         self.catalogue = NamespaceView(
             backend, self.namespace, threads, self.counters, rows.layout, options
         )
+        self.index = self.catalogue.index
+        """Index of the packs that are durable in this namespace and can be read; with an adopted
+        namespace, ``in`` and ``len`` include its keys."""
         self.sources = Canary(self.catalogue, identity, rows, options)
         """The namespaces that serve loads: the own one, and one of another engine release."""
         self._is_writable = backend.capabilities.writable
@@ -157,17 +160,11 @@ class Store:
             options,
             self.sources.readable,
         )
-        self._deleter = Deleter(
-            self.catalogue, self.committer, self.queue, options, make_writer
+        self._new_deleter = partial(
+            Deleter, self.catalogue, self.committer, self.queue, options, make_writer
         )
 
     # Index
-
-    @property
-    def index(self) -> Index:
-        """Index of the packs that are durable in this namespace and can be read; with an adopted
-        namespace, ``in`` and ``len`` include its keys."""
-        return self.catalogue.index
 
     def contains(self, key: bytes) -> bool:
         """Whether the key, or one with the same fingerprint, is durable here or in an adopted
@@ -273,8 +270,9 @@ class Store:
             await self.sources.examine(request, blocks)
             held = await self._held(blocks.keys)
             # no other task runs from here on, so the states of the keys stay as they are
-            borrowed = self.queue.in_flight(blocks.keys)
-            writes = self.queue.writes_of(borrowed)
+            in_flight = self.queue.in_flight(blocks.keys)
+            borrowed = set(in_flight)
+            writes = set(in_flight.values())
             new = self._new(blocks, held, borrowed)
             self.counters.held_blocks += len(blocks.keys) - len(new.keys)
             for segments in plan_packs(self.rows, new, self._max_pack_bytes):
@@ -286,7 +284,7 @@ class Store:
             logger.warning("the blocks of a store job are dropped: %s", why)
             lost = self.missing(blocks.keys)
             # a pack may have been queued in part
-            writes = self.queue.writes_of(self.queue.in_flight(blocks.keys))
+            writes = set(self.queue.in_flight(blocks.keys).values())
         self._announce()
         losses = self.queue.losses[tenant]
         return StoredJob(tenant, request, blocks, borrowed, writes, lost, losses)
@@ -329,7 +327,7 @@ class Store:
     def _touch(self, pack_ids: Iterable[bytes | None]) -> None:
         if self._is_writable:
             self.queue.touch(pack_ids)
-            self.committer.wake()
+            self.committer.has_work.set()
 
     def end_request(self, end: RequestEnd) -> None:
         """End a request: the next commit writes its staged blocks and its manifest.
@@ -361,7 +359,7 @@ class Store:
         :raises StoreError: the medium failed, a pack with other blocks could not be read, or the
             store is read-only. Some blocks may have been deleted; no other block is lost.
         """
-        return await self._deleter.delete(keys)
+        return await self._new_deleter().delete(keys)
 
     def refuse_rows(self) -> None:
         """Drop the packs that wait to be written from rows and that no commit has taken yet. Later
@@ -421,19 +419,13 @@ class Store:
 
     def _announce(self) -> None:
         """Have the other tasks look for due work, and for a report to send."""
-        self.committer.wake()
+        self.committer.has_work.set()
         if self.catalogue.report != StoreReport():
             self.committer.changed.set()
 
-    @property
-    def report(self) -> StoreReport:
-        """Changes since the last ``take_report``. The caller may drop keys from it to bound
-        memory."""
-        return self.catalogue.report
-
     def take_report(self) -> StoreReport:
-        """Return and clear ``report``. Keys that the store held when it was opened are not
-        included."""
+        """Return the changes since the last call, and clear ``catalogue.report``, in which they
+        are. Keys that the store held when it was opened are not included."""
         report = self.catalogue.report
         self.catalogue.report = StoreReport()
         return report

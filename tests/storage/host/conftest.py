@@ -96,7 +96,8 @@ def hosted() -> Iterator[Hosted]:
 def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
     medium = Medium()
     monkeypatch.setattr(
-        "persistkv.storage.host.server.session.open_backend", lambda url: medium.backend
+        "persistkv.storage.host.server.event_loop.open_backend",
+        lambda url: medium.backend,
     )
     yield medium
     medium.open()

@@ -44,7 +44,7 @@ from persistkv.storage.host.protocol import (
     ToEngine,
     ToStore,
 )
-from persistkv.storage.host.server import session
+from persistkv.storage.host.server import event_loop
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
@@ -362,7 +362,7 @@ def block_open_backend(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert gate.wait(90)
         return open_backend(url)
 
-    monkeypatch.setattr(session, "open_backend", late)
+    monkeypatch.setattr(event_loop, "open_backend", late)
     return gate
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
-from persistkv.storage.host.server import session
+from persistkv.storage.host.server import event_loop
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.records import LoadReport
 from persistkv.testing import FaultyBackend, MemoryBackend
@@ -55,7 +55,7 @@ def test_status_failed_row_logs_once_and_next_is_published(
     caplog.set_level(logging.INFO)
     backend = FaultyBackend.of(MemoryBackend())
     monkeypatch.setattr(backend.inner, "status_interval_s", INTERVAL_S)
-    monkeypatch.setattr(session, "open_backend", lambda url: backend)
+    monkeypatch.setattr(event_loop, "open_backend", lambda url: backend)
     failed: list[str] = []
 
     def refuse(*_: object) -> None:

@@ -44,7 +44,7 @@ def test_stats_while_medium_fails_have_no_size_and_log_no_line(
 ) -> None:
     backend = FaultyBackend.of(MemoryBackend())
     monkeypatch.setattr(
-        "persistkv.storage.host.server.session.open_backend", lambda url: backend
+        "persistkv.storage.host.server.event_loop.open_backend", lambda url: backend
     )
     client = hosted.connect("memory://outage", "thread")
     client.open()

@@ -14,16 +14,19 @@ import asyncio
 import gc
 import logging
 import traceback
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 from persistkv.errors import HostError, PersistKVError
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.server.channel import Channel
-from persistkv.storage.host.server.session import Session, close_store, open_store
-from persistkv.storage.store.store import Store
-from persistkv.storage.threads import StoreThreads
+from persistkv.storage.host.server.session import Session
+from persistkv.storage.identity import Identity
+from persistkv.storage.store.store import Store, start_threads
+from persistkv.storage.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class _Server:
         self._channel = channel
         self._buffer: memoryview | None = rows_buffer
         self._lifecycle = lifecycle
-        self._opener: StoreThreads | None = None
+        self._opener: ThreadPool | None = None
         self._opening: asyncio.Task[None] | None = None
         self._store: Store | None = None
         self._session: Session | None = None
@@ -117,24 +120,42 @@ class _Server:
 
     async def _open(self, hello: protocol.Hello, tasks: asyncio.TaskGroup) -> None:
         """Open the store in a thread, and begin its session; answer if it cannot be opened."""
-        opener = StoreThreads(1)
+        opener = ThreadPool(1, "persistkv-opener")
         self._opener = opener
         try:
-            store = await opener.write(partial(self._open_store, hello))
+            # no variable for the future: its error would be in a reference cycle
+            store = await asyncio.wrap_future(opener.submit(self._open_store, hello))
         except (PersistKVError, ValueError) as error:
             # its frames would keep the rows mapped
             traceback.clear_frames(error.__traceback__)
             self._channel.send(protocol.OpenFailed.of(error))
             return
         finally:
-            opener.close()
+            opener.shutdown()
         self._session = Session(store, self._channel, tasks, hello)
         self._lifecycle.opened()
 
     def _open_store(self, hello: protocol.Hello) -> Store:
-        """Open the store, on the opener's thread."""
-        # set here: the task that waits for the store may be cancelled
-        self._store = open_store(self._buffer, hello)
+        """Open the backend and the store, on the opener's thread.
+
+        :raises PersistKVError, ValueError: the store cannot be opened; nothing is left open.
+        """
+        if self._buffer is None:
+            raise HostError("the host has released its rows")
+        rows = Rows(self._buffer, hello.layout)
+        identity = Identity.decode(hello.identity)
+        options = hello.options
+        url = hello.url.partition("?")[0]
+        with ExitStack() as opened:
+            backend = open_backend(hello.url)
+            opened.callback(backend.close)
+            threads = start_threads(backend, options)
+            opened.callback(threads.close)
+            # set here: the task that waits for the store may be cancelled
+            self._store = Store(
+                backend, identity, rows, options, url=url, threads=threads
+            )
+            opened.pop_all()
         return self._store
 
     # The end
@@ -169,13 +190,14 @@ class _Server:
             self._begin_end()
         try:
             if self._opener is not None:
-                self._opener.close()
+                self._opener.shutdown()
             # not before: its thread may have been opening the store
             store = self._store
             self._store = None
             self._session = None
             if store is not None:
-                close_store(store, is_sound=is_sound)
+                store.catalogue.threads.close()
+                store.close(is_sound=is_sound)
         finally:
             # not before: cancelled tasks leave calls on threads, which may still use rows
             self._release()

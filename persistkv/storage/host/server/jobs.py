@@ -14,6 +14,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from persistkv.errors import CorruptPackError, HostError
@@ -59,48 +60,12 @@ ROWS_IN_USE = frozenset({JobState.ACCEPTING, JobState.WRITING, JobState.READING}
 """The states in which the store may read or write the rows of a job."""
 
 
+@dataclass(eq=False)
 class _Job:
     """A job of the engine."""
 
-    def __init__(
-        self, message: protocol.StoreJob | protocol.LoadJob, counts: JobCounts
-    ) -> None:
-        self.message = message
-        self._state = JobState.QUEUED
-        self._counts = counts
-        counts.add(self._state)
-
-    def move(self, state: JobState) -> None:
-        """Enter the next state."""
-        if state not in NEXT_STATES[self._state]:
-            raise HostError(f"a job that is {self._state.value} becomes {state.value}")
-        self._counts.move(self._state, state)
-        self._state = state
-
-
-class JobCounts:
-    """The number of jobs in each state."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[JobState] = Counter()
-        self._moved = asyncio.Event()
-
-    def __getitem__(self, state: JobState) -> int:
-        return self._counts[state]
-
-    def add(self, state: JobState) -> None:
-        self._counts[state] += 1
-
-    def move(self, before: JobState, after: JobState) -> None:
-        self._counts[before] -= 1
-        self._counts[after] += 1
-        self._moved.set()
-
-    async def wait_until_none(self, states: frozenset[JobState]) -> None:
-        """Wait until no job is in one of these states."""
-        while any(self._counts[state] for state in states):
-            self._moved.clear()
-            await self._moved.wait()
+    message: protocol.StoreJob | protocol.LoadJob
+    state: JobState = JobState.QUEUED
 
 
 class Jobs:
@@ -118,7 +83,9 @@ class Jobs:
         self._channel = channel
         self._publisher = publisher
         self._tasks = tasks
-        self.counts = JobCounts()
+        self.counts: Counter[JobState] = Counter()
+        """Number of jobs in each state."""
+        self._moved = asyncio.Event()
         self.num_loads = 0
         """Load jobs that are not answered yet."""
         self.load_counts: Counter[str] = Counter()
@@ -140,11 +107,14 @@ class Jobs:
         """Process a message from the engine about jobs; ignore other messages."""
         match message:
             case protocol.StoreJob():
-                self._enqueue(_Job(message, self.counts))
+                self.counts[JobState.QUEUED] += 1
+                self._enqueue(_Job(message))
             case RequestEnd() | protocol.Flush():
                 self._enqueue(message)
             case protocol.LoadJob():
-                self._begin_load(message)
+                self.counts[JobState.QUEUED] += 1
+                self.num_loads += 1
+                self._tasks.create_task(self._load(_Job(message)))
             case protocol.Probe():
                 # without a slot: a medium whose loads hang must show when it is fast again
                 self._tasks.create_task(self._probe(message))
@@ -157,10 +127,20 @@ class Jobs:
         self._queue.append(entry)
         self._has_arrived.set()
 
-    def _begin_load(self, message: protocol.LoadJob) -> None:
-        self.num_loads += 1
-        job = _Job(message, self.counts)
-        self._tasks.create_task(self._load(job))
+    def _move(self, job: _Job, state: JobState) -> None:
+        """Have a job enter the next state."""
+        if state not in NEXT_STATES[job.state]:
+            raise HostError(f"a job that is {job.state.value} becomes {state.value}")
+        self.counts[job.state] -= 1
+        self.counts[state] += 1
+        job.state = state
+        self._moved.set()
+
+    async def _wait_until_none(self, states: frozenset[JobState]) -> None:
+        """Wait until no job is in one of these states."""
+        while any(self.counts[state] for state in states):
+            self._moved.clear()
+            await self._moved.wait()
 
     async def run(self) -> None:
         """Pass the queued work to the store, in order, until the engine ends."""
@@ -168,20 +148,17 @@ class Jobs:
             if not self._queue:
                 self._has_arrived.clear()
                 await self._has_arrived.wait()
-            elif self._store.queue.has_room:
-                await self._begin(self._queue.popleft())
-            else:
+                continue
+            if not self._store.queue.has_room:
                 await self._store.queue.wait_for_room()
-
-    async def _begin(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
-        """Begin queued work; return when the next one may begin."""
-        match entry:
-            case _Job():
-                await self._store_blocks(entry)
-            case RequestEnd():
-                self._end_request(entry)
-            case protocol.Flush():
-                await self._flush(entry)
+                continue
+            match self._queue.popleft():
+                case _Job() as job:
+                    await self._store_blocks(job)
+                case RequestEnd() as end:
+                    self._end_request(end)
+                case protocol.Flush() as flush:
+                    await self._flush(flush)
 
     # Stores
 
@@ -190,7 +167,7 @@ class Jobs:
         later."""
         message = job.message
         assert isinstance(message, protocol.StoreJob)
-        job.move(JobState.ACCEPTING)
+        self._move(job, JobState.ACCEPTING)
         try:
             keys = message.keys.unpack()
             block_ids = array("I", message.block_ids)
@@ -204,7 +181,7 @@ class Jobs:
             self._answer(job, None)
             return
         if accepted.writes:
-            job.move(JobState.WRITING)
+            self._move(job, JobState.WRITING)
             self._tasks.create_task(self._finish_store(job, accepted))
         else:
             self._answer(job, accepted.lost)
@@ -222,7 +199,7 @@ class Jobs:
         except ValueError as error:
             why = str(error)
             logger.error("the end of request %s is refused: %s", end.request, why)
-            self._store.report.persisted.append((end.request, False))
+            self._store.catalogue.report.persisted.append((end.request, False))
 
     async def _flush(self, message: protocol.Flush) -> None:
         """Commit until no accepted work is left, then answer.
@@ -233,7 +210,7 @@ class Jobs:
         # loads are not waited for: they change nothing
         while self.counts[JobState.WRITING] or not self._store.queue.is_empty:
             await self._store.flush()
-            await self.counts.wait_until_none(frozenset({JobState.WRITING}))
+            await self._wait_until_none(frozenset({JobState.WRITING}))
         await self._publisher.wait_until_sent()
         self._channel.send(protocol.Flushed(message.token))
 
@@ -259,17 +236,17 @@ class Jobs:
     def _drop_late(self, job: _Job) -> None:
         """End a load whose deadline has passed before it began."""
         if self._is_ending:
-            job.move(JobState.DROPPED)
+            self._move(job, JobState.DROPPED)
             return
-        job.move(JobState.READING)
+        self._move(job, JobState.READING)
         self._answer(job, None, is_late=True)
 
     async def _read(self, job: _Job, deadline: float | None) -> None:
         """Fill the rows of a load job, and answer it; drop it if the engine has ended."""
         if self._is_ending:
-            job.move(JobState.DROPPED)
+            self._move(job, JobState.DROPPED)
             return
-        job.move(JobState.READING)
+        self._move(job, JobState.READING)
         message = job.message
         try:
             keys = message.keys.unpack()
@@ -313,7 +290,7 @@ class Jobs:
         job_id = job.message.job_id
         # before the state changes: the end of an engine waits for it, and sends nothing afterwards
         self._channel.send(protocol.JobDone(job_id, packed, num_bytes, is_late))
-        job.move(JobState.ANSWERED)
+        self._move(job, JobState.ANSWERED)
 
     # The end
 
@@ -328,6 +305,6 @@ class Jobs:
             if isinstance(entry, RequestEnd):
                 self._end_request(entry)
             elif isinstance(entry, _Job):
-                entry.move(JobState.DROPPED)
+                self._move(entry, JobState.DROPPED)
         self._queue.clear()
-        await self.counts.wait_until_none(ROWS_IN_USE)
+        await self._wait_until_none(ROWS_IN_USE)

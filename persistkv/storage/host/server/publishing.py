@@ -52,7 +52,7 @@ class ReportPublisher:
                 # the error references rows
                 logger.warning("the new lookup table is not sent yet: %s", str(error))
                 is_sent = False
-        if self._store.report != StoreReport():
+        if self._store.catalogue.report != StoreReport():
             self._channel.send(self._store.take_report())
         self._sent.set()
         return is_sent
@@ -72,13 +72,13 @@ class ReportPublisher:
         self._is_mapping = False
         # only now: the engine has read the replaced table until this message
         self._store.index.release_retired()
-        self._store.committer.wake()
+        self._store.committer.has_work.set()
         self._store.committer.changed.set()
 
     async def wait_until_sent(self) -> None:
         """Wait until the engine has been sent all changes."""
         self.send_report()
-        while self._has_new_table or self._store.report != StoreReport():
+        while self._has_new_table or self._store.catalogue.report != StoreReport():
             self._sent.clear()
             await self._sent.wait()
 

@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any
 
 from persistkv.base import StoredContext
-from persistkv.errors import CorruptPackError, HostError, StoreError
-from persistkv.memory.rows import Rows
-from persistkv.storage import open_backend
+from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.host import protocol
 from persistkv.storage.host.server.channel import Channel
 from persistkv.storage.host.server.jobs import Jobs
@@ -23,46 +21,12 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.stats import BackendStats
 from persistkv.storage.store.namespace_view import NamespaceView
 from persistkv.storage.store.savings import SavingsRecorder
-from persistkv.storage.store.store import Store, start_threads
+from persistkv.storage.store.store import Store
 
 logger = logging.getLogger(__name__)
 
 _SHORT_ID = 8  # hexadecimal digits of a namespace's id in log lines
 _GIB = 1 << 30
-
-
-def open_store(buffer: memoryview | None, hello: protocol.Hello) -> Store:
-    """Open the backend and the store of a message. Blocks; ``close_store`` is its opposite.
-
-    :param buffer: the primary tier's rows; None: they are released already.
-    :raises PersistKVError, ValueError: the store cannot be opened; nothing is left open.
-    """
-    if buffer is None:
-        raise HostError("the host has released its rows")
-    rows = Rows(buffer, hello.layout)
-    identity = Identity.decode(hello.identity)
-    url = hello.url.partition("?")[0]
-    backend = open_backend(hello.url)
-    try:
-        threads = start_threads(backend, hello.options)
-    except BaseException:
-        backend.close()
-        raise
-    try:
-        return Store(backend, identity, rows, hello.options, url=url, threads=threads)
-    except BaseException:
-        threads.close()
-        backend.close()
-        raise
-
-
-def close_store(store: Store, *, is_sound: bool) -> None:
-    """Wait for the running calls of a store, end its threads, and close it.
-
-    :param is_sound: see ``Store.close``.
-    """
-    store.catalogue.threads.close()
-    store.close(is_sound=is_sound)
 
 
 def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
@@ -119,7 +83,7 @@ class Session:
             # not a method: in a reference cycle, a closed session would keep the rows mapped
             _record_savings(store.savings, store.catalogue),
         )
-        self._running = [tasks.create_task(task) for task in endless]
+        self._running = list(map(tasks.create_task, endless))
         tasks.create_task(self._log_opening(hello))
 
     def handle(self, message: Any) -> None:
@@ -223,7 +187,7 @@ class Session:
         released()
         await flushing
         # what jobs added after the flush had taken its work: accepted blocks, and uses
-        while not self.store.queue.is_empty or self.store.queue.has_uses:
+        while not self.store.queue.is_empty or self.store.queue.uses:
             await self.store.flush()
         # they wait; a refresh may still run on the writer's thread, but its result is not needed
         for task in self._running:

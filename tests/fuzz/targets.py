@@ -16,6 +16,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -723,7 +724,7 @@ class SealedFrames(Target):
         if sealed:
             frame = frame._replace(stored_length=len(stored))
         try:
-            changed = placed._replace(frame=frame)
+            changed = replace(placed, frame=frame)
             KEY_SEAL.of_pack(table).open(changed, [stored])
         except CorruptPackError:
             return False

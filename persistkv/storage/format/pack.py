@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, starmap
 from typing import NamedTuple
@@ -198,7 +199,8 @@ class Frame(NamedTuple):
         return self.block_count * self.block_bytes
 
 
-class PlacedFrame(NamedTuple):
+@dataclass(slots=True)
+class PlacedFrame:
     """A frame with its place in its pack, and the keys of its blocks."""
 
     number: int

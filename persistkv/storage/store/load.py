@@ -34,7 +34,6 @@ from persistkv.rounding import divide_up
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
-    Frame,
     PlacedFrame,
     align,
     decode_frame,
@@ -137,16 +136,12 @@ class ReadOutcome:
 
 
 @dataclass(slots=True)
-class FrameRead:
-    """One frame, and for each of its blocks the key and the row to fill; ``_UNWANTED`` for other
-    blocks."""
+class FrameRead(PlacedFrame):
+    """One frame, and the rows to fill."""
 
     pack: HeldPack
-    number: int
-    """Index of the frame in the pack."""
-    frame: Frame
-    keys: Sequence[bytes]
     rows: list[int]
+    """For each block, the row to fill; ``_UNWANTED``: none."""
     whole: bool
     """Whether all blocks are wanted."""
     direct: bool
@@ -269,7 +264,7 @@ def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
         if num_unwanted < len(of_frame):
             whole = not num_unwanted
             direct = whole and not frame.encoded
-            yield FrameRead(pack, number, frame, keys, of_frame, whole, direct)
+            yield FrameRead(number, frame, keys, pack, of_frame, whole, direct)
         start = stop
 
 
@@ -438,10 +433,9 @@ class PartRead:
         try:
             # not under the lock: a shared store may read its keys again
             seal = self._seal_of(read.pack)
-            placed = PlacedFrame(read.number, frame, read.keys)
             with self._lock:
                 rows = self._memory()
-                seal.open(placed, stored)
+                seal.open(read, stored)
                 if not in_rows:
                     _decode(read, stored[0], rows, raw)
                 self._count(read, rows)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -200,7 +201,7 @@ def test_plain_seal_other_keys_or_namespace_raise_corrupt() -> None:
     other = msgspec.structs.replace(table, namespace=bytes(16))
     for wrong, names in ((seal, keys[::-1]), (PLAIN.of_pack(other), keys)):
         with pytest.raises(CorruptPackError, match="frame"):
-            wrong.open(placed._replace(keys=names), [stored])
+            wrong.open(replace(placed, keys=names), [stored])
     with pytest.raises(CorruptPackError, match="frame"):
         seal.open(placed, [stored[:-1]])
 

@@ -353,8 +353,11 @@ class PartRead:
     def abandon(self) -> ReadOutcome | None:
         """See ``AbandonableCall``. Frames that are not verified yet have failed. Waits until the
         frame that is being decoded is in its rows."""
-        if not self._may_abandon:
-            return None
+        return self.drop() if self._may_abandon else None
+
+    def drop(self) -> ReadOutcome:
+        """End a read at its deadline that has not begun, or that is abandoned; return the
+        result."""
         return self._end(is_lost=False, is_late=True)
 
     def _stream(self, take: Take) -> None:

@@ -42,13 +42,6 @@ class _Wanted(NamedTuple):
     """See ``StoreThreads.read_until``."""
 
 
-class _Part(NamedTuple):
-    """Frames of one namespace to read with one call."""
-
-    source: NamespaceView
-    frames: Sequence[FrameRead]
-
-
 class Loader:
     """Loads blocks of a store's own namespace, and of an adopted one, into rows."""
 
@@ -103,53 +96,34 @@ class Loader:
         return outcome
 
     async def _read(self, wanted: _Wanted) -> ReadOutcome:
+        """Find the packs that hold the keys, and read them into the rows until the deadline."""
         try:
-            return await self._fill(wanted)
+            # a search for packs uses no row, so it need not end
+            async with asyncio.timeout_at(wanted.deadline):
+                reads, missing = await self._find(wanted)
+            threads = self._catalogue.threads
+            results = await threads.read_until(reads, wanted.deadline)
+        except TimeoutError:
+            return ReadOutcome(list(wanted.keys), is_late=True)
         except (OSError, MemoryError) as error:
             # no row is in use: the parts of a read raise nothing
             why = describe_shortage(error)
             logger.warning("the blocks of a load job are misses: %s", why)
             return ReadOutcome(list(wanted.keys))
-
-    async def _fill(self, wanted: _Wanted) -> ReadOutcome:
-        """Find the packs that hold the keys, and read them into the rows until the deadline."""
-        try:
-            # a search for packs uses no row, so it need not end
-            async with asyncio.timeout_at(wanted.deadline):
-                parts, missing = await self._find(wanted)
-        except TimeoutError:
-            return ReadOutcome(list(wanted.keys), is_late=True)
-        reads = []
-        for part in parts:
-            read = PartRead(
-                part.source.backend,
-                part.source.namespace,
-                wanted.rows,
-                self._scratch,
-                part.frames,
-                is_timed=wanted.deadline is not None,
-                is_private=wanted.rows is not self._rows,
-            )
-            reads.append(read)
-        threads = self._catalogue.threads
-        results = await threads.read_until(reads, wanted.deadline)
         outcome = ReadOutcome(missing)
-        for part, result in zip(parts, results, strict=True):
-            if result is not None:
-                outcome.add(result)
-                continue
-            outcome.is_late = True
-            for frame_read in part.frames:
-                outcome.failed += frame_read.wanted
+        for read, result in zip(reads, results, strict=True):
+            outcome.add(read.drop() if result is None else result)
         return outcome
 
-    async def _find(self, wanted: _Wanted) -> tuple[list[_Part], list[bytes]]:
-        """Return the parts to read, and the keys that no namespace holds."""
+    async def _find(self, wanted: _Wanted) -> tuple[list[PartRead], list[bytes]]:
+        """Return the reads of the parts, and the keys that no namespace holds."""
         num_bytes = len(wanted.keys) * wanted.rows.layout.row_stride
         num_threads = self._catalogue.threads.readers
         size = part_bytes(num_bytes, num_threads, remote=self._remote)
         row_of = dict(zip(wanted.keys, wanted.block_ids, strict=True))
-        found: list[_Part] = []
+        is_timed = wanted.deadline is not None
+        is_probe = wanted.rows is not self._rows
+        reads: list[PartRead] = []
         missing = list(wanted.keys)
         for source in self._sources():
             if not missing:
@@ -169,13 +143,22 @@ class Loader:
                 size,
                 self._scratch_bytes,
                 remote=self._remote,
-                is_timed=wanted.deadline is not None,
+                is_timed=is_timed,
             )
-            if wanted.rows is self._rows:  # a probe is no use
+            if not is_probe:
                 self._record_uses(source, parts)
             for part in parts:
-                found.append(_Part(source, part))
-        return found, missing
+                read = PartRead(
+                    source.backend,
+                    source.namespace,
+                    wanted.rows,
+                    self._scratch,
+                    part,
+                    is_timed=is_timed,
+                    is_private=is_probe,
+                )
+                reads.append(read)
+        return reads, missing
 
     def _record_uses(
         self, source: NamespaceView, parts: Iterable[Sequence[FrameRead]]

@@ -195,8 +195,6 @@ class Deleter:
             result = await self._commit_all(others, checked, writers)
             if not result.stale:
                 return
-            for each in writers:
-                each.restart()
         # a busy store: a simultaneous deletion from these packs is less likely than no end
         await self._commit_all(others, last, writers)
 

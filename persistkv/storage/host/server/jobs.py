@@ -148,17 +148,20 @@ class Jobs:
             if not self._queue:
                 self._has_arrived.clear()
                 await self._has_arrived.wait()
-                continue
-            if not self._store.queue.has_room:
+            elif self._store.queue.has_room:
+                await self._begin(self._queue.popleft())
+            else:
                 await self._store.queue.wait_for_room()
-                continue
-            match self._queue.popleft():
-                case _Job() as job:
-                    await self._store_blocks(job)
-                case RequestEnd() as end:
-                    self._end_request(end)
-                case protocol.Flush() as flush:
-                    await self._flush(flush)
+
+    async def _begin(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
+        """Begin queued work; return when the next one may begin."""
+        match entry:
+            case _Job():
+                await self._store_blocks(entry)
+            case RequestEnd():
+                self._end_request(entry)
+            case protocol.Flush():
+                await self._flush(entry)
 
     # Stores
 

@@ -88,25 +88,29 @@ class Quotas:
         self._before: dict[bytes, TenantTotals] = {}
         """The same totals as they were read."""
         self._expected: dict[bytes, int] = {}
-        # bytes of the packs that this transaction has added, by the tenant's digest
-        self._added: dict[bytes, int] = {}
 
     def of(self, tenant: str) -> TenantTotals:
-        """Return the totals of a tenant, which the caller may change and ``finish`` writes."""
+        """Return the totals of a tenant, which the caller may change and ``finish`` writes. Damaged
+        ones are computed again, without the quota."""
         digest = self._rows.tenant_digest(tenant)
-        if digest not in self._found:
-            self._found[digest] = self._read(digest, tenant)
-        return self._found[digest]
+        if digest in self._found:
+            return self._found[digest]
+        recorded = self.at(digest)
+        totals = recorded or TenantTotals(tenant)
+        self._found[digest] = totals
+        # a copy, because the caller changes the other one
+        self._before[digest] = replace(totals)
+        if recorded is None and self._rows.get(TENANTS, digest) is not None:
+            logger.warning(
+                "the quota of a tenant could not be read: it has none until persistkv set"
+            )
+            self.recount()
+        return totals
 
     def count(self, table: PackTable, sign: int) -> None:
         """Add a pack to the totals of its tenant (``sign`` 1), or subtract it (-1)."""
-        if table.tenant == DEFAULT_TENANT:
-            return
-        self.of(table.tenant).count(table, sign)
-        if sign > 0:
-            digest = self._rows.tenant_digest(table.tenant)
-            num_bytes = self._added.get(digest, 0)
-            self._added[digest] = num_bytes + table.payload_length
+        if table.tenant != DEFAULT_TENANT:
+            self.of(table.tenant).count(table, sign)
 
     def expect(self, sizes: Mapping[str, int]) -> None:
         """Set the bytes that will be added in this transaction or the next one, by tenant: they
@@ -123,10 +127,10 @@ class Quotas:
 
     def grown(self) -> Iterator[tuple[bytes, int]]:
         """Iterate over the digests of the tenants of which this transaction has added more than it
-        has removed, with the bytes of the added packs."""
-        for digest, num_bytes in self._added.items():
-            before = self._before[digest].stored_bytes
-            if self._found[digest].stored_bytes > before:
+        has removed, with the bytes of the difference. The caller may evict meanwhile."""
+        for digest, totals in list(self._found.items()):
+            num_bytes = totals.stored_bytes - self._before[digest].stored_bytes
+            if num_bytes > 0:
                 yield digest, num_bytes
 
     def above(self) -> list[bytes]:
@@ -168,24 +172,6 @@ class Quotas:
             return self._found[digest]
         row = self._rows.get(TENANTS, digest)
         return None if row is None else TenantTotals.decode(row)
-
-    def _read(self, digest: bytes, tenant: str) -> TenantTotals:
-        """Return the recorded totals of a tenant. A damaged row is computed again, without its
-        quota."""
-        row = self._rows.get(TENANTS, digest)
-        totals = None if row is None else TenantTotals.decode(row)
-        is_damaged = row is not None and totals is None
-        totals = totals or TenantTotals(tenant)
-        # a copy, because the caller changes the other one
-        self._before[digest] = replace(totals)
-        if is_damaged:
-            logger.warning(
-                "the quota of a tenant could not be read: it has none until persistkv set"
-            )
-            for table in _tables(self._rows):
-                if table.tenant == tenant:
-                    totals.count(table, 1)
-        return totals
 
 
 def _tables(rows: TableRows) -> Iterator[PackTable]:

@@ -334,7 +334,7 @@ class LmdbBackend(Backend):
         return iter(namespaces)
 
     def catalogue(self, namespace: bytes) -> Catalogue:
-        return Catalogue(namespace, self.rows, self.disk_bytes)
+        return Catalogue(namespace, self.rows)
 
     def open_namespace(self, identity: Identity) -> Namespace:
         name = identity.digest

@@ -65,18 +65,15 @@ class Catalogue:
     :param read: returns a read transaction for a ``with`` block. Any thread may begin one, also
         during a write transaction, for which it must not wait: a commit may wait for packs that are
         encoded in the threads that read.
-    :param disk_bytes: returns the bytes that the store takes on its medium.
     """
 
     def __init__(
         self,
         namespace: bytes,
         read: Callable[[], AbstractContextManager[TableRows]],
-        disk_bytes: Callable[[], int],
     ) -> None:
         self._namespace = namespace
         self._read = read
-        self._disk_bytes = disk_bytes
 
     def changes(self, cursor: bytes | None) -> Changes:
         """See ``Backend.changes``."""
@@ -89,8 +86,8 @@ class Catalogue:
                 changes = _changes_since(rows, self._namespace, since, state)
                 if changes is not None:
                     return changes
-        # the count may be damaged, and a reader allocates memory for so many blocks
-        max_blocks = self._disk_bytes() // _KEY_BYTES
+            # the count may be damaged, and a reader allocates memory for so many blocks
+            max_blocks = rows.used_bytes() // _KEY_BYTES
         blocks = min(state.blocks, max_blocks)
         added = self._all(PACKS, pack_table)
         return Changes(state.cursor, added, reset=True, blocks=blocks)

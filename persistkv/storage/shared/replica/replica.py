@@ -181,7 +181,7 @@ class Replica:
             raise StoreError(
                 f"{directory}: the replica of the index failed ({error})"
             ) from None
-        self.catalogue = Catalogue(namespace, self.rows, self.disk_bytes)
+        self.catalogue = Catalogue(namespace, self.rows)
         """Queries of what the replica shows."""
         self._prepare()
         self.contained = self._read_contained()

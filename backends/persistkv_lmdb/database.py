@@ -224,7 +224,7 @@ class Database:
             self._databases = create_databases(env, txn, self._policy)
             if is_new:
                 # durable before the row: without the keys, the store could never be read
-                keyring_id = self.keys.prepare()
+                keyring_id = self.keys.prepare(create=True)
                 write_keyring(TableRows(txn, self._databases), keyring_id)
 
     def close(self) -> None:

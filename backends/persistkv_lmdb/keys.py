@@ -73,35 +73,26 @@ class KeyFile:
         # for the keys of tenants: it searches no other key, which would read the file again
         self._records = KeySeal(self._known)
 
-    def prepare(self) -> str:
-        """Return the id of the keyring for a new store, after making it, unless it is there; empty:
-        the store gets no key.
+    def prepare(self, *, create: bool) -> str:
+        """Return the id of the keyring of a store without a catalogue; empty: it has no key.
 
-        :raises ConfigurationError: data keys are there, and the user's key does not unwrap them.
+        :param create: make one for a new store, unless it is there or the user gave no key.
+        :raises ConfigurationError: data keys are there, and the user's key does not unwrap them; or
+            there are none, and the user gave a key, and not ``create``.
         """
         there = self._read()
         if there.wrapped:
             return self._unwrapped(there).id
         if self._key is None:
             return ""
+        if not create:
+            raise ConfigurationError(
+                "key", self._key.id, f"no key: there is no {self._path}"
+            )
         data_keys = self._key.new_keyring().keys.values()
         keyring = Keyring(os.urandom(_ID_BYTES).hex(), data_keys)
         self._write(self._wrapped(self._key, keyring, ()))
         return keyring.id
-
-    def known(self) -> str:
-        """Return the id of the keyring of a store without a catalogue; empty: it has no key.
-
-        :raises ConfigurationError: the user's key is missing, another one, or not for this store.
-        """
-        there = self._read()
-        if there.wrapped:
-            return self._unwrapped(there).id
-        if self._key is not None:
-            raise ConfigurationError(
-                "key", self._key.id, f"no key: there is no {self._path}"
-            )
-        return ""
 
     def seal(self, keyring_id: str) -> Seal:
         """Return the seal of a store.
@@ -239,8 +230,7 @@ class KeyFile:
 
     def _reload(self, key_id: bytes) -> Keyring:
         """Read the keys of tenants again."""
-        with self._lock, suppress(CorruptStoreError, OSError):
-            self._add(self._present().tenants)
+        self.refresh()
         return self._known()
 
     def _add(self, tenants: Iterable[TenantKey]) -> None:

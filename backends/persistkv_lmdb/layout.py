@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,6 +82,7 @@ _FIELDS = struct.Struct("<IIIIQ")
 _END = struct.Struct("<Q8s")
 _TRAILER_MAGIC = b"PKVXTNT1"
 _TRAILER_BYTES = _FIELDS.size + _END.size
+_PAGE_WORDS = PAGE_BYTES // 8
 
 
 class OtherReleaseError(CorruptStoreError):
@@ -277,14 +279,10 @@ def encode_tail(
 def find_trailers(pages: memoryview) -> list[int]:
     """Return the indices of the pages that end with the magic number of a trailer. ``pages`` are
     whole pages."""
-    import numpy as np  # other users of this module do not need numpy
-
-    # a row for each page
-    words = np.frombuffer(pages, "<u8").reshape(-1, PAGE_BYTES // 8)
-    last_words = words[:, -1]
-    magic = int.from_bytes(_TRAILER_MAGIC, "little")
-    found: list[int] = np.flatnonzero(last_words == magic).tolist()
-    return found
+    # one word of each page
+    last_words = pages.cast("Q")[_PAGE_WORDS - 1 :: _PAGE_WORDS]
+    magic = int.from_bytes(_TRAILER_MAGIC, sys.byteorder)
+    return [number for number, word in enumerate(last_words) if word == magic]
 
 
 def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import groupby, islice
@@ -34,7 +34,6 @@ from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.catalog.rows import NamespaceState, TableRows
-from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import (
     ID_BYTES,
     PackTable,
@@ -45,12 +44,13 @@ from persistkv.storage.format.seal import Seal
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import Rebuilt
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Allocator, pages_for, without
+from persistkv_lmdb.allocator import Allocator, pages_for
 from persistkv_lmdb.fsck import DAMAGE, CheckResult, inspect
 from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
     DATABASES,
     DEFAULT_CAPACITY,
+    Trailer,
     create_databases,
     decode_table,
     decode_trailer,
@@ -60,7 +60,7 @@ from persistkv_lmdb.layout import (
     write_policy,
 )
 from persistkv_lmdb.opening import Guard, quarantine_directory
-from persistkv_lmdb.recovery import Erasures, RecoveryFiles
+from persistkv_lmdb.recovery import RecoveryFiles
 from persistkv_lmdb.segments import Extent, segment_number
 
 INVALID = "overwritten or damaged"
@@ -92,14 +92,6 @@ class ScannedPack(NamedTuple):
     """As in ``Trailer``."""
 
 
-class _InvalidError(Exception):
-    """A trace of a pack is not to be listed."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 def rebuild(
     path: Path, policy: Policy, keys: KeyFile, progress: Callable[[int, int], None]
 ) -> Rebuilt | None:
@@ -118,7 +110,8 @@ def rebuild(
     with closing(Guard(path)) as guard, guard.alone(), files.translated_io(path):
         if not _is_lost(path):
             return None
-        return _Rebuild(path, policy, keys).run(progress)
+        with closing(_Rebuild(path, policy, keys)) as running:
+            return running.run(progress)
 
 
 def _is_lost(path: Path) -> bool:
@@ -144,50 +137,103 @@ class _Rebuild:
     def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
         self._path = path
         self._policy = policy
-        self._keyring_id = keys.known()
+        self._keyring_id = keys.prepare(create=False)
         self._seal = keys.seal(self._keyring_id)
         recovery = RecoveryFiles(path)
         self._namespaces = recovery.identities()
         self._erasures = recovery.erasures()
         self._skipped: Counter[str] = Counter()
+        self._totals = NamespaceState(b"")  # of all namespaces
+        self._segments = _open_segments(path)
+        num_pages = sum(segment.pages for segment in self._segments.values())
+        self._read_bytes = num_pages * PAGE_BYTES
+
+    def close(self) -> None:
+        """Close the segment files."""
+        for segment in self._segments.values():
+            # leaves the page cache to other files
+            os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(segment.fd)
 
     def run(self, progress: Callable[[int, int], None]) -> Rebuilt:
-        segments = _open_segments(self._path)
+        found = self._chosen(self._packs(progress))
+        if not found:
+            return Rebuilt(0, 0, 0, 0, self._read_bytes, self._skipped, 0, None)
+        namespaces = {pack.name[:ID_BYTES] for pack in found}
+        part = self._path / _PART_FILE
+        part.unlink(missing_ok=True)  # of a rebuild that was killed
         try:
-            scan = SegmentScan(segments, self._erasures, self._skipped, self._seal)
-            found = self._chosen(scan.packs(progress))
-            if not found:
-                return Rebuilt(0, 0, 0, 0, scan.num_bytes, self._skipped, 0, None)
-            part = self._path / _PART_FILE
-            with suppress(FileNotFoundError):
-                part.unlink()  # of a rebuild that was killed
-            try:
-                builder = _Builder(
-                    part, self._policy, segments, self._seal, self._keyring_id
-                )
-                with files.translated(self._path):
-                    # The list may be lost. Later erasures must have larger numbers than the packs.
-                    last = max(self._erasures.last, *(pack.erasures for pack in found))
-                    builder.build(found, self._namespaces, last)
-                damaged = self._replace_catalogue(part)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-        finally:
-            for segment in segments.values():
-                # leaves the page cache to other files
-                os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(segment.fd)
+            with files.translated(self._path):
+                capacity = self._build(part, found)
+            damaged = self._replace_catalogue(part)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
         return Rebuilt(
-            packs=builder.totals.packs,
-            blocks=builder.totals.blocks,
-            namespaces=builder.namespaces,
-            stored_bytes=builder.totals.stored_bytes,
-            read_bytes=scan.num_bytes,
+            packs=self._totals.packs,
+            blocks=self._totals.blocks,
+            namespaces=len(namespaces),
+            stored_bytes=self._totals.stored_bytes,
+            read_bytes=self._read_bytes,
             skipped=self._skipped,
-            capacity=builder.capacity,
+            capacity=capacity,
             damaged=None if damaged is None else str(damaged),
         )
+
+    # Packs in the segment files. They are read through the page cache: a pack is verified soon
+    # after its trailer was read, and its table is read again for the new catalogue.
+
+    def _packs(self, progress: Callable[[int, int], None]) -> Iterator[ScannedPack]:
+        """Iterate over the verified packs that were not deleted, by the place of their trailers;
+        count the traces that are no such packs."""
+        done = 0
+        memory = memoryview(bytearray(_READ_BYTES))
+        pages_at_once = _READ_BYTES // PAGE_BYTES
+        for number, segment in self._segments.items():
+            for first in range(0, segment.pages, pages_at_once):
+                count = min(pages_at_once, segment.pages - first)
+                view = memory[: count * PAGE_BYTES]
+                for index in self._trailers(segment.fd, view, first * PAGE_BYTES):
+                    start = index * PAGE_BYTES
+                    page = view[start : start + PAGE_BYTES]
+                    found = self._pack_at(segment.fd, number, first + index, page)
+                    if isinstance(found, str):
+                        self._skipped[found] += 1
+                    else:
+                        yield found
+                done += len(view)
+                progress(done, self._read_bytes)
+
+    def _pack_at(
+        self, fd: int, segment: int, number: int, page: memoryview
+    ) -> ScannedPack | str:
+        """Return the pack whose trailer is at the end of a page, or the reason why it is not to be
+        listed."""
+        trailer = decode_trailer(page, segment, number)
+        if trailer is None:
+            return INVALID
+        if trailer.extents > 1:
+            return SPLIT
+        try:
+            table = read_table(fd, trailer, self._seal)
+            name = table.namespace + table.pack_id
+            if self._erasures.covers(name, trailer.erasures):
+                return DELETED
+            verify_payload(fd, trailer.extent, table, self._seal)
+        except (CorruptPackError, OSError):  # the second one: a bad sector
+            return INVALID
+        return ScannedPack(trailer.extent, name, trailer.erasures, trailer.tail_length)
+
+    def _trailers(self, fd: int, view: memoryview, offset: int) -> list[int]:
+        """Fill ``view`` with pages of a file; return the indices of those that may end a pack. If
+        they cannot be read, count that, and return none."""
+        num_read = 0
+        with suppress(OSError):  # a bad sector
+            num_read = os.preadv(fd, [view], offset)
+        if num_read < len(view):
+            self._skipped[UNREADABLE] += 1
+            return []
+        return find_trailers(view)
 
     def _chosen(self, packs: Iterator[ScannedPack]) -> list[ScannedPack]:
         """Return the packs to list, ordered by name."""
@@ -222,6 +268,96 @@ class _Rebuild:
                 continue
             begins[extent.segment] = extent.page
             yield pack
+
+    # The new catalogue
+
+    def _build(self, file: Path, packs: Sequence[ScannedPack]) -> int:
+        """Write a catalogue of packs, ordered by name, durably to a new file; return its capacity.
+        All uses are at one moment."""
+        tables = sum(pack.tail_length for pack in packs)
+        map_bytes = _FIRST_MAP_BYTES + 4 * tables + len(packs) * _ROWS_BYTES
+        # The list may be lost. Later erasures must have larger numbers than the packs.
+        last_erasure = max(self._erasures.last, *(pack.erasures for pack in packs))
+        with lmdb.open(
+            str(file),
+            subdir=False,
+            lock=False,
+            sync=False,
+            map_size=align(map_bytes),
+            max_dbs=len(DATABASES),
+            mode=0o600,
+        ) as env:
+            with env.begin(write=True, buffers=True) as txn:
+                # the capacity follows from the size of the catalogue, at the end
+                policy = replace(self._policy, capacity=DEFAULT_CAPACITY)
+                databases = create_databases(env, txn, policy)
+                rows = TableRows(txn, databases, self._seal)
+                write_keyring(rows, self._keyring_id)
+                used_bytes = self._record_space(rows, packs)
+                write_erasures(rows, last_erasure)
+            for namespace, page in _pages_of(packs):
+                with env.begin(write=True, buffers=True) as txn:
+                    rows = TableRows(txn, databases, self._seal)
+                    self._add(rows, self._namespaces[namespace], page)
+            with env.begin(write=True, buffers=True) as txn:
+                rows = TableRows(txn, databases)
+                moment, clock = read_clock(rows)
+                write_clock(rows, moment + 1, clock)
+                num_pages = env.info()["last_pgno"] + 1
+                catalogue_bytes = num_pages * env.stat()["psize"]
+                capacity = self._capacity(catalogue_bytes, used_bytes)
+                write_policy(rows, replace(self._policy, capacity=capacity))
+            env.sync(True)
+        return capacity
+
+    def _record_space(self, rows: TableRows, packs: Sequence[ScannedPack]) -> int:
+        """Record the segments; their pages that no pack has are holes. Return the bytes of the
+        packs."""
+        allocator = Allocator(rows)
+        segments: list[Extent] = []
+        used = [pack.extent for pack in packs]
+        for number, segment in self._segments.items():
+            segments.append(Extent(number, 0, segment.pages))
+            # of no pages: the last hole ends there
+            used.append(Extent(number, segment.pages, 0))
+        holes: list[Extent] = []
+        begins = dict.fromkeys(self._segments, 0)
+        for extent in sorted(used):
+            begin = begins[extent.segment]
+            if extent.page > begin:
+                holes.append(Extent(extent.segment, begin, extent.page - begin))
+            begins[extent.segment] = extent.end
+        allocator.adopt(segments, holes)
+        allocator.finish()
+        return allocator.total * PAGE_BYTES
+
+    def _add(
+        self, rows: TableRows, namespace: Namespace, packs: Sequence[ScannedPack]
+    ) -> None:
+        """Add packs of one namespace to the catalogue, in the caller's transaction."""
+        allocator = Allocator(rows)
+        copies = []
+        for pack in packs:
+            segment = self._segments[pack.extent.segment]
+            table = read_table(segment.fd, pack, self._seal)
+            self._totals.count(table, 1)
+            # without payload, which is in place
+            copies.append(PlacedPack(table))
+            allocator.publish(pack.name, [pack.extent])
+        # the first page of a namespace adds its row, too
+        opened = {namespace.id: namespace}
+        commit = CatalogTransaction(rows, None, namespace.id, opened=opened)
+        commit.add(CommitBatch(copies))
+        commit.finish()
+
+    def _capacity(self, catalogue_bytes: int, used_bytes: int) -> int:
+        """Return the given capacity; without one, the default, or as much as the found content
+        needs."""
+        # the catalogue may grow to twice its size, and takes a quarter of the capacity at most
+        grown_bytes = 2 * catalogue_bytes
+        for_content = grown_bytes + used_bytes + _GROWTH_BYTES
+        needed = max(4 * grown_bytes, for_content)
+        return self._policy.capacity or max(DEFAULT_CAPACITY, align(needed))
 
     def _replace_catalogue(self, part: Path) -> Path | None:
         """Rename the damaged catalogue, if there is one, then the new one; return the directory of
@@ -263,91 +399,7 @@ def _open_segments(path: Path) -> dict[int, OpenSegment]:
     return found
 
 
-class SegmentScan:
-    """A search for packs in segment files, through the page cache: a pack is verified soon after
-    its trailer was read, and its table is read again for the new catalogue.
-
-    :param skipped: number of traces that are not valid packs, by reason; increased by ``packs``.
-    """
-
-    def __init__(
-        self,
-        segments: Mapping[int, OpenSegment],
-        erasures: Erasures,
-        skipped: Counter[str],
-        seal: Seal,
-    ) -> None:
-        num_pages = sum(segment.pages for segment in segments.values())
-        self.num_bytes = num_pages * PAGE_BYTES
-        """Bytes of all segments."""
-        self._segments = segments
-        self._erasures = erasures
-        self._skipped = skipped
-        self._seal = seal
-
-    def packs(self, progress: Callable[[int, int], None]) -> Iterator[ScannedPack]:
-        """Iterate over the verified packs that were not deleted, by the place of their trailers."""
-        done = 0
-        memory = memoryview(bytearray(_READ_BYTES))
-        pages_at_once = _READ_BYTES // PAGE_BYTES
-        for number, segment in self._segments.items():
-            for first in range(0, segment.pages, pages_at_once):
-                count = min(pages_at_once, segment.pages - first)
-                view = memory[: count * PAGE_BYTES]
-                for index in self._trailers(segment.fd, view, first * PAGE_BYTES):
-                    start = index * PAGE_BYTES
-                    page = view[start : start + PAGE_BYTES]
-                    pack = self._pack_at(segment.fd, number, first + index, page)
-                    if pack is not None:
-                        yield pack
-                done += len(view)
-                progress(done, self.num_bytes)
-
-    def _pack_at(
-        self, fd: int, segment: int, number: int, page: memoryview
-    ) -> ScannedPack | None:
-        """Return the pack whose trailer is at the end of a page; None, after counting the reason,
-        if it is not to be listed."""
-        try:
-            return self._verified(fd, segment, number, page)
-        except _InvalidError as error:
-            self._skipped[error.reason] += 1
-        except (CorruptPackError, OSError):  # the second one: a bad sector
-            self._skipped[INVALID] += 1
-        return None
-
-    def _trailers(self, fd: int, view: memoryview, offset: int) -> list[int]:
-        """Fill ``view`` with pages of a file; return the indices of those that may end a pack. If
-        they cannot be read, count that, and return none."""
-        num_read = 0
-        with suppress(OSError):  # a bad sector
-            num_read = os.preadv(fd, [view], offset)
-        if num_read < len(view):
-            self._skipped[UNREADABLE] += 1
-            return []
-        return find_trailers(view)
-
-    def _verified(
-        self, fd: int, segment: int, number: int, page: memoryview
-    ) -> ScannedPack:
-        """Return the pack whose trailer is at the end of a page; raise _InvalidError or
-        CorruptPackError if it is not valid.
-        """
-        trailer = decode_trailer(page, segment, number)
-        if trailer is None:
-            raise _InvalidError(INVALID)
-        if trailer.extents > 1:
-            raise _InvalidError(SPLIT)
-        found = ScannedPack(trailer.extent, b"", trailer.erasures, trailer.tail_length)
-        table = read_table(fd, found, self._seal)
-        name = table.namespace + table.pack_id
-        if self._erasures.covers(name, trailer.erasures):
-            raise _InvalidError(DELETED)
-        verify_payload(fd, trailer.extent, table, self._seal)
-        return found._replace(name=name)
-
-
-def read_table(fd: int, pack: ScannedPack, seal: Seal) -> PackTable:
+def read_table(fd: int, pack: Trailer | ScannedPack, seal: Seal) -> PackTable:
     """Return the table of a pack.
 
     :raises CorruptPackError: it is not valid, or does not fit the extent.
@@ -393,138 +445,6 @@ def _read(fd: int, offset: int, length: int) -> bytes:
     if len(content) < length:
         raise CorruptPackError("length", f"the file ends before byte {offset + length}")
     return content
-
-
-class _Placed:
-    """Payloads that are in segment files already (a ``catalog.Payloads``).
-
-    :param extents: by namespace and pack id.
-    """
-
-    def __init__(self, allocator: Allocator, extents: Mapping[bytes, Extent]) -> None:
-        self._allocator = allocator
-        self._extents = extents
-
-    def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
-        self._allocator.publish(name, [self._extents[name]])
-
-    def delete(self, name: bytes) -> None:
-        """Do nothing: an added pack was not in the catalogue before."""
-
-
-class _Builder:
-    """Builds a catalogue in a new file.
-
-    :param file: path of the file.
-    :param policy: without capacity: the default, or more if the present content needs it.
-    :param seal: of the store; ``keyring_id``: of its keys.
-    """
-
-    def __init__(
-        self,
-        file: Path,
-        policy: Policy,
-        segments: Mapping[int, OpenSegment],
-        seal: Seal,
-        keyring_id: str,
-    ) -> None:
-        self._file = file
-        self._policy = policy
-        self._segments = segments
-        self._seal = seal
-        self._keyring_id = keyring_id
-        self.totals = NamespaceState(b"")
-        """Totals of all namespaces."""
-        self.namespaces = 0
-        """Number of namespaces with packs."""
-        self.capacity = 0
-        """Recorded capacity in bytes."""
-        self._used_bytes = 0  # of the segments, by packs
-
-    def build(
-        self,
-        packs: Sequence[ScannedPack],
-        namespaces: Mapping[bytes, Namespace],
-        erasures: int,
-    ) -> None:
-        """Write the rows of all packs durably. All uses are at one moment.
-
-        :param packs: ordered by name.
-        :param erasures: number of the last erasure.
-        """
-        self.namespaces = len({pack.name[:ID_BYTES] for pack in packs})
-        tables = sum(pack.tail_length for pack in packs)
-        map_bytes = _FIRST_MAP_BYTES + 4 * tables + len(packs) * _ROWS_BYTES
-        with lmdb.open(
-            str(self._file),
-            subdir=False,
-            lock=False,
-            sync=False,
-            map_size=align(map_bytes),
-            max_dbs=len(DATABASES),
-            mode=0o600,
-        ) as env:
-            with env.begin(write=True, buffers=True) as txn:
-                # the capacity follows from the size of the catalogue, at the end
-                policy = replace(self._policy, capacity=DEFAULT_CAPACITY)
-                databases = create_databases(env, txn, policy)
-                rows = TableRows(txn, databases, self._seal)
-                write_keyring(rows, self._keyring_id)
-                self._record_space(rows, packs)
-                write_erasures(rows, erasures)
-            for namespace, page in _pages_of(packs):
-                with env.begin(write=True, buffers=True) as txn:
-                    rows = TableRows(txn, databases, self._seal)
-                    self._add(rows, namespaces[namespace], page)
-            with env.begin(write=True, buffers=True) as txn:
-                rows = TableRows(txn, databases)
-                moment, clock = read_clock(rows)
-                write_clock(rows, moment + 1, clock)
-                num_pages = env.info()["last_pgno"] + 1
-                self._record_capacity(rows, num_pages * env.stat()["psize"])
-            env.sync(True)
-
-    def _record_space(self, rows: TableRows, packs: Sequence[ScannedPack]) -> None:
-        """Record the segments; their pages that no pack has are holes."""
-        allocator = Allocator(rows)
-        segments: list[Extent] = []
-        for number, segment in self._segments.items():
-            segments.append(Extent(number, 0, segment.pages))
-        used = [pack.extent for pack in packs]
-        holes = without(segments, used)
-        allocator.adopt(segments, holes)
-        allocator.finish()
-        self._used_bytes = allocator.total * PAGE_BYTES
-
-    def _add(
-        self, rows: TableRows, namespace: Namespace, packs: Sequence[ScannedPack]
-    ) -> None:
-        """Add packs of one namespace to the catalogue, in the caller's transaction."""
-        extents = {pack.name: pack.extent for pack in packs}
-        payloads = _Placed(Allocator(rows), extents)
-        copies = []
-        for pack in packs:
-            segment = self._segments[pack.extent.segment]
-            table = read_table(segment.fd, pack, self._seal)
-            self.totals.count(table, 1)
-            # without payload, which is in place
-            copies.append(PlacedPack(table))
-        # the first page of a namespace adds its row, too
-        opened = {namespace.id: namespace}
-        commit = CatalogTransaction(rows, payloads, namespace.id, opened=opened)
-        commit.add(CommitBatch(copies))
-        commit.finish()
-
-    def _record_capacity(self, rows: TableRows, catalogue_bytes: int) -> None:
-        """Record the given capacity; without one, the default, or as much as the found content
-        needs."""
-        # the catalogue may grow to twice its size, and takes a quarter of the capacity at most
-        grown_bytes = 2 * catalogue_bytes
-        for_content = grown_bytes + self._used_bytes + _GROWTH_BYTES
-        needed = max(4 * grown_bytes, for_content)
-        capacity = self._policy.capacity or max(DEFAULT_CAPACITY, align(needed))
-        self.capacity = capacity
-        write_policy(rows, replace(self._policy, capacity=capacity))
 
 
 def _pages_of(

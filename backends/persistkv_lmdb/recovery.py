@@ -142,25 +142,18 @@ class RecoveryFiles:
 
         :raises OSError: it cannot be read, or is no regular file.
         """
-        import numpy as np  # commits do not need numpy
-
         held = _content(self._erased, _MOST_ERASED_BYTES)
         # a killed process may have left a part of a record
         num_records = len(held) // _RECORD.size
         whole = held[: num_records * _RECORD.size]
-        # columns: number, checksum of the name
-        records = np.frombuffer(whole, "<u8").reshape(-1, 2)
-        is_valid = records[:, 0] < _END_OF_NUMBERS
-        records = records[is_valid]
-        # by number: the last one of a name remains in the dictionary
-        order = np.argsort(records[:, 0], kind="stable")
-        records = records[order]
-        numbers = records[:, 0]
-        names = records[:, 1]
-        last = int(numbers.max(initial=0))
-        of_all = int(numbers[names == _ALL].max(initial=0))
-        by_name = dict(zip(names.tolist(), numbers.tolist(), strict=True))
-        return Erasures(last, of_all, by_name)
+        last_of: dict[int, int] = {}
+        for number, name in _RECORD.iter_unpack(whole):
+            if number < _END_OF_NUMBERS:
+                before = last_of.get(name, 0)
+                last_of[name] = max(before, number)
+        last = max(last_of.values(), default=0)
+        of_all = last_of.get(_ALL, 0)
+        return Erasures(last, of_all, last_of)
 
     def _identity_path(self, namespace: bytes) -> Path:
         return self._directory / f"{namespace.hex()}{_IDENTITY_SUFFIX}"

@@ -16,7 +16,6 @@ changed in the same transactions as the rows of packs.
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,24 +111,6 @@ def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Ext
     return first, []
 
 
-def without(extents: Iterable[Extent], removed: Iterable[Extent]) -> list[Extent]:
-    """Return the extents without the pages of ``removed``, by place. Each removed extent is a part
-    of one of them."""
-    gaps = deque(sorted(removed))
-    left: list[Extent] = []
-    for extent in sorted(extents):
-        rest = extent
-        while gaps and rest.contains(gaps[0]):
-            gap = gaps.popleft()
-            kept, rest = rest.split(gap.page - rest.page)
-            _, rest = rest.split(gap.pages)
-            if kept.pages:
-                left.append(kept)
-        if rest.pages:
-            left.append(rest)
-    return left
-
-
 class Space(NamedTuple):
     """Counts of 4 KiB pages over all segments, as the last transaction recorded them."""
 
@@ -139,13 +120,6 @@ class Space(NamedTuple):
     """Pages that can be allocated without growing a file."""
     reserved: int = 0
     """Pages that writers have reserved, and that no pack has yet."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the segment pages that payloads of packs occupy."""
-        pages = self.total - self.free - self.reserved
-        # negative: the row is damaged
-        return max(0, pages) * PAGE_BYTES
 
 
 def read_space(rows: TableRows) -> Space:
@@ -219,7 +193,9 @@ class Allocator:
         taken: list[Extent] = []
         while pages and len(taken) != most_extents:
             free = self._best(pages)
-            extent = self._cut(free, pages)
+            extent, rest = free.split(min(pages, free.pages))
+            self._replace([free], rest)
+            self.free -= extent.pages
             taken.append(extent)
             pages -= extent.pages
         return taken
@@ -249,14 +225,6 @@ class Allocator:
         self.reserve(writer, ())
         self.free_now(extents)
 
-    def _cut(self, free: Extent, pages: int) -> Extent:
-        """Allocate the first ``pages`` pages of a free extent, or all if it has fewer."""
-        count = min(pages, free.pages)
-        taken, rest = free.split(count)
-        self._replace([free], rest)
-        self.free -= taken.pages
-        return taken
-
     def free_now(self, extents: Iterable[Extent]) -> None:
         """Make allocated extents free."""
         for extent in extents:
@@ -276,14 +244,6 @@ class Allocator:
             # freed
             if extent.pages > 0 and extent.end <= segment_end:
                 self.free_now([extent])
-
-    def extend(self, segment: int, before: int, pages: int) -> None:
-        """Record that a segment has ``pages`` pages instead of ``before``; the added ones are
-        free."""
-        added = Extent(segment, before, pages - before)
-        self._record_segment(segment, pages)
-        self.total += added.pages
-        self.free_now([added])
 
     def empty(self, pages: int, at_most: int) -> list[Extent]:
         """Turn free pages into holes, from the largest extents on, and return these holes.
@@ -305,11 +265,16 @@ class Allocator:
         return holes
 
     def fill(self, hole: Extent, pages: int) -> None:
-        """Record that the first ``pages`` pages of a hole have disk space again, and are free."""
-        self._rows.delete(HOLES, hole.place)
+        """Record that the first pages of a hole, or of the space after the end of a segment, have
+        disk space, and are free."""
         filled, rest = hole.split(pages)
-        if rest.pages:
-            self._put_hole(rest)
+        segment_end = self.segments().get(hole.segment, 0)
+        if hole.page >= segment_end:
+            self._record_segment(hole.segment, filled.end)
+        else:
+            self._rows.delete(HOLES, hole.place)
+            if rest.pages:
+                self._put_hole(rest)
         self.total += pages
         self.free_now([filled])
 
@@ -448,24 +413,6 @@ class ExtentPayloads:
         else:
             raise NotPlacedError
 
-    @property
-    def published_bytes(self) -> int:
-        """Bytes of the extents of the packs that this transaction has added."""
-        return pages_of(self._published_extents()) * PAGE_BYTES
-
-    def _published_extents(self) -> list[Extent]:
-        extents: list[Extent] = []
-        for name in self.published:
-            extents += self.placed[name]
-        return extents
-
-    def release_rest(self, writer: int) -> None:
-        """End the reservation of a writer: extents of no added pack become free."""
-        reserved = read_reserved(self._rows, writer)
-        unused = without(reserved, self._published_extents())
-        self.allocator.reserve(writer, ())
-        self.allocator.free_now(unused)
-
     def take(self, pages: int, most_extents: int | None = None) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
@@ -515,9 +462,12 @@ class ExtentPayloads:
             while wanted > 0:
                 hole = next(self.allocator.holes(), None)
                 if hole is None:
-                    wanted -= self._extend(wanted)
-                else:
-                    wanted -= self._fill(hole, wanted)
+                    hole = self._beyond()
+                part = hole._replace(pages=min(wanted, hole.pages))
+                # the file first: if the disk has no space, nothing is recorded
+                self._files.allocate(part)
+                self.allocator.fill(hole, part.pages)
+                wanted -= part.pages
         except StoreFullError:
             if pages > self.allocator.free:
                 raise
@@ -534,17 +484,8 @@ class ExtentPayloads:
             step = max(step, 4 * pages)
         return min(step, most, limit_pages // _STEPS)
 
-    def _fill(self, hole: Extent, wanted: int) -> int:
-        """Allocate disk space for the first pages of a hole; return their number, at most
-        ``wanted``."""
-        count = min(wanted, hole.pages)
-        part = hole._replace(pages=count)
-        self._files.fill(part)
-        self.allocator.fill(hole, part.pages)
-        return part.pages
-
-    def _extend(self, wanted: int) -> int:
-        """Let a segment grow that is not full, or create one; return the number of added pages."""
+    def _beyond(self) -> Extent:
+        """Return the space after the end of a segment that is not full, or of a new one."""
         limit_pages = self.limit // PAGE_BYTES
         share = divide_up(limit_pages, _MOST_SEGMENTS)
         full = max(SEGMENT_BYTES // PAGE_BYTES, share)
@@ -553,11 +494,7 @@ class ExtentPayloads:
         new_number = max(segments, default=-1) + 1
         number = growing[0] if growing else new_number
         held = segments.get(number, 0)
-        count = min(wanted, full - held)
-        # the file first: if the disk has no space, nothing is recorded
-        self._files.grow(number, held, held + count)
-        self.allocator.extend(number, held, held + count)
-        return count
+        return Extent(number, held, full - held)
 
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:

@@ -91,7 +91,6 @@ from persistkv_lmdb.layout import (
 )
 from persistkv_lmdb.opening import delete_quarantined, quarantined
 from persistkv_lmdb.rebuild import rebuild
-from persistkv_lmdb.segments import Extent, PayloadPart
 
 logger = logging.getLogger(__name__)
 
@@ -451,25 +450,26 @@ class LmdbBackend(Backend):
             raise environment.database.pinned_error(reader) from None
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        filled: list[bool] = []
         with self._transaction() as (environment, rows):
-            parts: list[PayloadPart] = []
-            inline: list[int] = []
-            for number, span in enumerate(spans):
-                extents = _extents_of(rows, namespace, span)
-                if extents is None:
-                    inline.append(number)
-                parts.append(PayloadPart(extents or (), span.offset, span.buffers))
-            filled = environment.files.read(parts, direct=self._direct)
-            for number in inline:
-                span = spans[number]
+            for span in spans:
                 name = namespace + span.pack_id
-                filled[number] = read_pieces(rows, name, span.offset, span.buffers)
-            return filled
+                extents = read_extents(rows, name)
+                if extents is None:
+                    is_filled = read_pieces(rows, name, span.offset, span.buffers)
+                elif _is_within(rows, name, span):
+                    is_filled = environment.files.read(
+                        extents, span.offset, span.buffers, direct=self._direct
+                    )
+                else:
+                    is_filled = False
+                filled.append(is_filled)
+        return filled
 
     def stats(self) -> BackendStats:
         damaged = quarantined(self._path)
         with self.rows() as rows:
-            states = [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+            states = _states(rows)
             capacity = read_capacity(rows)
         stats = totals(states, self.disk_bytes(), capacity)
         return replace(
@@ -480,7 +480,7 @@ class LmdbBackend(Backend):
 
     def tenants(self) -> list[TenantTotals]:
         with self.rows() as rows:
-            states = [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+            states = _states(rows)
             tenants = list(read_tenants(rows))
         packs = sum(state.packs for state in states)
         stored_bytes = sum(state.stored_bytes for state in states)
@@ -577,6 +577,11 @@ class LmdbBackend(Backend):
             ENVIRONMENTS.release(shared)
 
 
+def _states(rows: TableRows) -> list[NamespaceState]:
+    """Return the totals of all namespaces."""
+    return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+
+
 def _delete_old_statuses(directory: Path) -> None:
     """Delete the status files that killed engines left over a day ago."""
     oldest = time.time() - _STATUS_FORGOTTEN_S
@@ -601,25 +606,16 @@ def _path_of(url: StoreUrl) -> Path:
     return path
 
 
-def _extents_of(
-    rows: TableRows, namespace: bytes, span: ReadSpan
-) -> list[Extent] | None:
-    """Return the extents of the pack of a span; none if its payload ends before the span, None if
-    it is not in extents.
-
-    The extents are longer than the payload: they end with its table and a trailer.
-    """
-    name = namespace + span.pack_id
-    extents = read_extents(rows, name)
-    if not extents:
-        return extents
+def _is_within(rows: TableRows, name: bytes, span: ReadSpan) -> bool:
+    """Return whether a span ends within the payload of its pack. The pack's extents are longer:
+    they end with its table and a trailer."""
     row = rows.get(PACKS, name)
     if row is None:
-        return []
+        return False
     _, payload_length = table_lengths(row[SEQUENCE.size :])
     span_bytes = sum(buffer.nbytes for buffer in span.buffers)
     end = span.offset + span_bytes
-    return extents if end <= payload_length else []
+    return end <= payload_length
 
 
 def _refuse_remote(store: Path) -> None:

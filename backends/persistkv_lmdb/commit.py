@@ -30,6 +30,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -43,7 +44,6 @@ from persistkv.storage.catalog.quotas import Quotas
 from persistkv.storage.catalog.rows import (
     GENERATION_BYTES,
     LINKS,
-    NAME_BYTES,
     NAMESPACES,
     PACKS,
     TENANT_ORDER,
@@ -60,23 +60,21 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.allocator import (
+    ExtentPayloads,
     NotPlacedError,
     pages_for,
     pages_of,
     read_reserved,
     split,
-    without,
 )
 from persistkv_lmdb.environment import Environment
-from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.layout import (
     encode_tail,
     read_erasures,
     read_ttl,
     tail_pages,
-    write_erasures,
 )
-from persistkv_lmdb.room import Amount, Room, bound_pages
+from persistkv_lmdb.room import Room, bound_pages
 from persistkv_lmdb.segments import Extent
 
 # packs and manifests that one transaction evicts or deletes, in about 3 ms: other engines wait
@@ -150,9 +148,6 @@ class BatchCommit:
         """See ``CommitResult``."""
         self._evicted: list[PackTable] = []
         """Of all transactions of this commit."""
-        # used bytes at which the present entry of _MORE ends its evictions
-        self._goal: Amount | None = None
-        self._freed_by = 0  # number of the last transaction that evicted for this batch
         num_added = len(batch.packs) + len(batch.manifests)
         self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_PER_ADDED * num_added)
         """Maximum number of packs and manifests that one transaction evicts or expires: a large
@@ -161,12 +156,14 @@ class BatchCommit:
         self._keep.update(namespace + pack_id for pack_id in batch.needs or ())
         # packs that this batch deletes before it adds them
         self._rewritten = {*batch.deletions, *batch.bad}
+        self._lacking: list[NewPack] = []
+        """Packs that the store lacked in the last transaction."""
+        self._reserved: list[Extent] = []
+        """Extents that were reserved for this process when the present attempt began to write."""
         self._placed: dict[bytes, list[Extent]] = {}
         """Extents of the packs that the present attempt has written durably, by namespace and pack
-        id."""
+        id: the first ones of the reservation."""
         self._erasures = 0  # number of the last erasure before the packs are written
-        # of segment files, before the packs are written: later ones may lose their bytes
-        self._replacements = 0
 
     def write(self) -> CommitResult:
         """Write the batch, after short transactions that delete manifests if many name a pack that
@@ -190,14 +187,7 @@ class BatchCommit:
                     self._place()
                 return self._commit_within_quotas()
             except NotPlacedError:
-                pass
-            except ReplacedError:
-                if not self._environment.is_current():
-                    raise
-                with self._environment.transaction(write=True) as transaction:
-                    # only a segment was removed: creates it again
-                    self._environment.payloads(transaction)
-            self._restart_packs()
+                self._restart_packs()
         raise StoreError(
             f"{self._environment.path}: packs were deleted and stored again during {_PLACINGS} "
             f"attempts"
@@ -212,11 +202,8 @@ class BatchCommit:
         """Record the first uses of a batch with many of them in a short transaction. The batch's
         own transaction records the last ones."""
         early = self._batch.touches[:_TOUCHED_AT_ONCE]
-        with self._environment.transaction(write=True) as transaction:
-            commit, _ = self._begin(transaction)
+        with self._step() as (commit, _):
             commit.touch(early)
-            commit.finish()
-        self._note(commit)
         rest = self._batch.touches[_TOUCHED_AT_ONCE:]
         self._batch = replace(self._batch, touches=rest)
         time.sleep(_TURN_S)
@@ -226,32 +213,29 @@ class BatchCommit:
         process, without the writer lock."""
         self._placed.clear()
         environment = self._environment
-        self._replacements = environment.files.replacements
         with environment.transaction() as rows:
             # before the work of writing
             self._check_seen(rows, read_state(rows, self._namespace).cursor)
             self._erasures = read_erasures(rows)
-            extents = self._reserved(rows)
-            lacking = self._added(rows)
-            self._check_quotas(rows, bytes_by_tenant(lacking))
-        if bound_pages(lacking) > pages_of(extents):
-            lacking, extents = self._reserve()
-        if lacking:
-            self._write_packs(lacking, extents)
+            self._reserved = self._read_reserved(rows)
+            self._lacking = self._added(rows)
+            self._check_quotas(rows, bytes_by_tenant(self._lacking))
+        if bound_pages(self._lacking) > pages_of(self._reserved):
+            self._reserve()
+        if self._lacking:
+            self._write_packs(self._lacking)
 
-    def _reserve(self) -> tuple[list[NewPack], list[Extent]]:
+    def _reserve(self) -> None:
         """Reserve extents for the packs that the store lacks. If the segments are full, evict for
         them. Release the reservations of dead processes.
 
-        :returns: the packs, and the extents.
         :raises StoreFullError: more must be evicted than one transaction can; nothing changed.
         """
         environment = self._environment
-        with environment.transaction(write=True) as transaction:
-            commit, room = self._begin(transaction)
-            environment.release_reserved(transaction, own=True)
+        with self._step() as (commit, room):
+            environment.release_reserved(room.transaction, own=True)
             # only now: a dead process may have had the number
-            writer = environment.claim_writer(transaction)
+            writer = environment.claim_writer(room.transaction)
             commit.touch(self._batch.touches)
             if not room.fits_when_empty():
                 raise room.full()
@@ -259,21 +243,17 @@ class BatchCommit:
             result = commit.evict(lambda: room.fits(goal), self._at_once)
             if result is not EvictionEnd.GOAL_MET:
                 raise room.full()
-            lacking = self._added(transaction)
-            taken = room.payloads.take(bound_pages(lacking))
-            room.payloads.allocator.reserve(writer, taken)
-            commit.finish()
-        self._note(commit)
-        return lacking, taken
+            self._reserved = room.payloads.take(bound_pages(self._lacking))
+            room.payloads.allocator.reserve(writer, self._reserved)
 
-    def _write_packs(self, packs: Sequence[NewPack], extents: Sequence[Extent]) -> None:
+    def _write_packs(self, packs: Sequence[NewPack]) -> None:
         """Write packs and their trailers one behind the other, and sync the files.
 
         The checksums of a pack are computed while the disk writes its first part, and the packs
         before it.
         """
         files = self._environment.files
-        rest = extents
+        rest = self._reserved
         num_pages = sum(tail_pages(pack.table_length) for pack in packs)
         # aligned, so that the last pages are written without a copy
         tails = memoryview(mmap.mmap(-1, PAGE_BYTES * num_pages))
@@ -359,9 +339,8 @@ class BatchCommit:
                 raise room.full()
             if room.payloads.published:
                 self._describe_namespace(transaction, commit)
-            # Last: a segment that is removed after this check is noticed by the next transaction
-            # only.
-            segments = {extent.segment for extent in self._placed_extents()}
+            # Last: the rows of packs in removed files would make the next attempt skip them.
+            segments = {extent.segment for extent in self._reserved}
             environment.files.check_present(segments)
         self._note(commit)
         self._restart_unpublished(room)
@@ -378,20 +357,11 @@ class BatchCommit:
 
     def _check_placed(self, rows: TableRows) -> None:
         """Raise NotPlacedError if a pack that the store lacks was not written, or was written to
-        extents that are not reserved for this process, or to a file that was replaced since."""
-        if self._unplaced(self._added(rows)):
+        extents that are not reserved for this process any more."""
+        if self._unplaced():
             raise NotPlacedError
-        reserved = self._reserved(rows)
-        placed = self._placed_extents()
-        unused = without(reserved, placed)
-        # fewer are left out than were written: some are not reserved any more
-        if pages_of(unused) + pages_of(placed) != pages_of(reserved):
+        if self._read_reserved(rows) != self._reserved:
             raise NotPlacedError
-        if self._replacements != self._environment.files.replacements:
-            raise NotPlacedError
-
-    def _placed_extents(self) -> list[Extent]:
-        return [extent for place in self._placed.values() for extent in place]
 
     def _erase(
         self,
@@ -401,16 +371,9 @@ class BatchCommit:
     ) -> None:
         """Record that a rebuild must not find the packs that this transaction has deleted so far,
         nor these ones."""
-        # a rebuild finds no inline payloads
-        if self._environment.database.shares.inline:
-            return
         names = {self._namespace + pack_id for pack_id in pack_ids}
         names.update(table.namespace + table.pack_id for table in commit.evicted)
-        if not names:
-            return
-        number = read_erasures(transaction) + 1
-        self._environment.recovery.erase(names, number)
-        write_erasures(transaction, number)
+        self._environment.erase(transaction, names)
 
     def _fit_quotas(self, commit: CatalogTransaction) -> None:
         """Evict content of the tenants of which the batch has added packs until none of them is
@@ -435,17 +398,28 @@ class BatchCommit:
     def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
         """Free what the batch did not need, evict, and reserve extents, so that the next commit
         need not."""
-        environment = self._environment
-        environment.taken.append(room.payloads.published_bytes)
-        if environment.writer is not None:
-            room.payloads.release_rest(environment.writer)
+        writer = self._environment.writer
+        if writer is not None:
+            self._release_unused(room.payloads, writer)
 
         goal = room.low_watermark()
         commit.evict(lambda: room.fits(goal), self._at_once)
 
         room.payloads.shrink(room.payloads.limit)
-        if environment.writer is not None:
-            room.reserve_ahead(environment.writer)
+        if writer is not None:
+            room.reserve_ahead(writer)
+
+    def _release_unused(self, payloads: ExtentPayloads, writer: int) -> None:
+        """End the reservation of this process: extents of no added pack become free."""
+        written = sum(map(pages_of, self._placed.values()))
+        _, unused = split(self._reserved, written)
+        for name, extents in self._placed.items():
+            if name not in payloads.published:
+                unused += extents
+        taken = pages_of(self._reserved) - pages_of(unused)
+        self._environment.taken.append(taken * PAGE_BYTES)
+        payloads.allocator.reserve(writer, ())
+        payloads.allocator.free_now(unused)
 
     def _restart_unpublished(self, room: Room) -> None:
         """Mark the written packs that another process has stored meanwhile as not written by this
@@ -455,7 +429,7 @@ class BatchCommit:
             if name in self._placed and name not in room.payloads.published:
                 pack.restart()
 
-    def _reserved(self, rows: TableRows) -> list[Extent]:
+    def _read_reserved(self, rows: TableRows) -> list[Extent]:
         """Return the extents that are reserved for this process."""
         writer = self._environment.writer
         if writer is None:
@@ -476,11 +450,13 @@ class BatchCommit:
                 added[pack.pack_id] = pack
         return list(added.values())
 
-    def _unplaced(self, packs: Iterable[NewPack]) -> list[NewPack]:
-        """Return the packs that the present attempt has not written."""
-        return [
-            pack for pack in packs if self._namespace + pack.pack_id not in self._placed
-        ]
+    def _unplaced(self) -> list[NewPack]:
+        """Return the packs that the store lacks and that the present attempt has not written."""
+        unplaced: list[NewPack] = []
+        for pack in self._lacking:
+            if self._namespace + pack.pack_id not in self._placed:
+                unplaced.append(pack)
+        return unplaced
 
     def write_after_eviction(self, full: StoreFullError) -> CommitResult:
         """Evict in short transactions, and write a batch for which ``write`` raised ``full``.
@@ -500,12 +476,13 @@ class BatchCommit:
                 self._drop_shared_manifests(1)
                 return self.write()
             for more in _MORE:
-                self._goal = None
-                evict = partial(self._evict_some, more)
+                with environment.transaction() as rows:
+                    used_bytes = rows.used_bytes()
+                evict = partial(self._evict_some, more, used_bytes)
                 self._repeat(evict, self._at_once, _TRANSACTIONS)
                 # makes the pages of the evicted packs reusable
-                environment.commit_nothing()
-                are_reusable = database.wait_for_readers(self._freed_by, _PATIENCE_S)
+                evicted_by = environment.commit_nothing()
+                are_reusable = database.wait_for_readers(evicted_by, _PATIENCE_S)
                 self._restart_packs()
                 try:
                     return self.write()
@@ -544,6 +521,18 @@ class BatchCommit:
                 self._environment.commit_nothing()
             else:
                 at_most = min(4 * at_most, at_once)
+            time.sleep(_TURN_S)
+
+    @contextmanager
+    def _step(
+        self, *, as_it_is: bool = False
+    ) -> Iterator[tuple[CatalogTransaction, Room]]:
+        """Run a short transaction before the one that writes the batch; see ``_begin``."""
+        with self._environment.transaction(write=True) as transaction:
+            commit, room = self._begin(transaction, as_it_is=as_it_is)
+            yield commit, room
+            commit.finish()
+        self._note(commit)
 
     def _begin(
         self, transaction: TableRows, *, as_it_is: bool = False
@@ -559,15 +548,14 @@ class BatchCommit:
             transaction, room.payloads, self._namespace, self._keep, opened=opened
         )
         self._check_seen(transaction, commit.cursor)
-        added = self._added(transaction)
-        sizes = bytes_by_tenant(added)
+        self._lacking = self._added(transaction)
+        sizes = bytes_by_tenant(self._lacking)
         self._check_quotas(transaction, sizes)
         commit.quotas.expect(sizes)
-        unplaced = self._unplaced(added)
-        rows_bytes = rows_bound(added, self._batch.manifests)
+        rows_bytes = rows_bound(self._lacking, self._batch.manifests)
         if rows_bytes:
             rows_bytes += commit.beginning_bytes
-        room.expect(added, unplaced, rows_bytes)
+        room.expect(self._lacking, self._unplaced(), rows_bytes)
         return commit, room
 
     def _check_quotas(self, rows: TableRows, sizes: Mapping[str, int]) -> None:
@@ -581,16 +569,10 @@ class BatchCommit:
             totals = quotas.of(tenant)
             if totals.quota is None or not totals.is_above(num_bytes):
                 continue
-            if num_bytes > totals.quota or not self._has_evictable(rows, tenant):
+            # packs of this batch may be the only ones: its own transaction finds that
+            has_evictable = rows.has_prefix(TENANT_ORDER, rows.tenant_digest(tenant))
+            if num_bytes > totals.quota or not has_evictable:
                 raise QuotaExceededError(tenant, num_bytes, totals.quota)
-
-    def _has_evictable(self, rows: TableRows, tenant: str) -> bool:
-        """Return whether a tenant has packs that may be evicted for the batch."""
-        for key, _ in rows.starting_with(TENANT_ORDER, rows.tenant_digest(tenant)):
-            name = bytes(key[-NAME_BYTES:])
-            if name not in self._keep:
-                return True
-        return False
 
     def _check_seen(self, rows: TableRows, cursor: bytes) -> None:
         """Raise StaleError if other commits, up to the position ``cursor``, make the batch
@@ -639,33 +621,30 @@ class BatchCommit:
     def _drop_some(self, pack_id: bytes, keep_later: bool, at_most: int) -> bool:
         """Delete manifests that name a pack in one transaction; return whether more name it.
         Parameters as in ``CatalogTransaction.drop_manifests_of``."""
-        with self._environment.transaction(write=True) as transaction:
-            commit, _ = self._begin(transaction)
+        with self._step() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
-            self._erase(transaction, commit)
-            commit.finish()
-        self._note(commit)
-        time.sleep(_TURN_S)
+            self._erase(room.transaction, commit)
         return more
 
-    def _evict_some(self, more: int, at_most: int) -> bool:
+    def _evict_some(self, more: int, used_bytes: int, at_most: int) -> bool:
         """Make room for the batch in one transaction; return whether more must be evicted.
 
         :param more: 0: evict as much as the capacity requires. Otherwise the free pages were not
             usable: additionally evict this multiple of the batch's bytes, and assume that no file
             can grow.
+        :param used_bytes: those of the catalogue before the first of these transactions.
         :raises StoreFullError: nothing evictable is left, or the disk has no space for these
             deletions; nothing changed.
         """
-        with self._environment.transaction(write=True) as transaction:
-            commit, room = self._begin(transaction, as_it_is=more > 0)
-            self._environment.release_reserved(transaction, own=True)
+        with self._step(as_it_is=more > 0) as (commit, room):
+            self._environment.release_reserved(room.transaction, own=True)
             commit.touch(self._batch.touches)
-            if self._goal is None:
-                self._goal = self._goal_of(room, transaction, more)
             if not room.fits_when_empty():
                 raise _NothingLeftError(str(room.full()))
-            goal = self._goal
+            goal = room.low_watermark().minus(room.need)
+            if more:
+                left_bytes = used_bytes - more * room.need.catalogue
+                goal = goal._replace(catalogue=min(goal.catalogue, left_bytes))
             result = commit.evict(lambda: room.fits(goal), at_most)
             if result is EvictionEnd.NOTHING_LEFT:
                 fits = room.fits(room.limit.minus(room.need))
@@ -674,33 +653,17 @@ class BatchCommit:
                 if not fits or not has_evicted:
                     raise _NothingLeftError(str(room.full()))
             holes_remain = room.payloads.shrink(room.payloads.limit)
-            commit.finish()
-            self._freed_by = transaction.txn.id()
-        self._note(commit)
         return result is EvictionEnd.LIMIT_REACHED or holes_remain
 
     def _evict_some_of(self, tenant: str, num_bytes: int, at_most: int) -> bool:
         """Evict some packs of a tenant in one transaction, so that ``num_bytes`` more will fit its
         quota; return whether more must be evicted."""
-        with self._environment.transaction(write=True) as transaction:
-            commit, _ = self._begin(transaction)
+        with self._step() as (commit, room):
             commit.touch(self._batch.touches)
             commit.quotas.expect({tenant: num_bytes})
-            result = commit.fit_quota(transaction.tenant_digest(tenant), at_most)
-            commit.finish()
-        self._note(commit)
-        time.sleep(_TURN_S)
+            digest = room.transaction.tenant_digest(tenant)
+            result = commit.fit_quota(digest, at_most)
         return result is EvictionEnd.LIMIT_REACHED
-
-    def _goal_of(self, room: Room, transaction: TableRows, more: int) -> Amount:
-        """Return the used bytes down to which the evictions for the batch go; see ``_evict_some``
-        for ``more``."""
-        goal = room.low_watermark().minus(room.need)
-        if not more:
-            return goal
-        extra = more * room.need.catalogue
-        catalogue = transaction.used_bytes() - extra
-        return goal._replace(catalogue=min(goal.catalogue, catalogue))
 
 
 def fit_policy(environment: Environment) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
 
@@ -141,6 +141,10 @@ class MapLock:
                 self._changed.notify_all()
 
 
+class OtherTransactionError(Exception):
+    """``data.mdb`` holds another last transaction than LMDB's lock file names."""
+
+
 class Reader(NamedTuple):
     """A process that reads, and the number of the transaction that its snapshot shows."""
 
@@ -254,23 +258,27 @@ class Database:
     def begin(self, *, write: bool) -> lmdb.Transaction[memoryview]:
         """Begin an LMDB transaction, while ``map_lock`` is held.
 
-        :raises lmdb.MapResizedError: ``remap`` is needed first.
+        :raises lmdb.MapResizedError: ``remap`` is needed first: another process has let the file
+            grow, or has changed the capacity.
         :raises lmdb.PanicError: ``reopen`` is needed first.
+        :raises OtherTransactionError: that, and the newest transaction must be made durable.
         """
-        return self._env.begin(write=write, buffers=True)
+        begun = self._env.begin(write=write, buffers=True)
+        if not write:
+            return begun
+        try:
+            if not _is_next(self._env, begun):
+                raise OtherTransactionError
+            if _read_shares(self.rows(begun)) != self.shares:
+                raise lmdb.MapResizedError("the capacity has changed")
+        except BaseException:
+            begun.abort()  # not left to garbage collection: it holds LMDB's write lock
+            raise
+        return begun
 
     def rows(self, txn: lmdb.Transaction[memoryview]) -> TableRows:
         """Return the rows that a transaction sees."""
         return TableRows(txn, self._databases, self.seal)
-
-    def is_next(self, txn: lmdb.Transaction[memoryview]) -> bool:
-        """Return whether a write transaction follows the one that LMDB's lock file names."""
-        last = self._env.info()["last_txnid"]
-        return bool(txn.id() == last + 1)
-
-    def is_mapped_as_recorded(self, txn: lmdb.Transaction[memoryview]) -> bool:
-        """Return whether the map has the size that follows from the recorded capacity."""
-        return _read_shares(self.rows(txn)) == self.shares
 
     def remap(self) -> None:
         """Adapt the size of the map, after the running transactions."""
@@ -391,7 +399,12 @@ def _has_its_lock_file(env: lmdb.Environment) -> bool:
     """
     begun = env.begin(write=True)
     try:
-        last = env.info()["last_txnid"]
-        return bool(begun.id() == last + 1)
+        return _is_next(env, begun)
     finally:
         begun.abort()
+
+
+def _is_next(env: lmdb.Environment, begun: lmdb.Transaction[Any]) -> bool:
+    """Return whether a write transaction follows the one that LMDB's lock file names."""
+    last = env.info()["last_txnid"]
+    return bool(begun.id() == last + 1)

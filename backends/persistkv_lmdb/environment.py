@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -31,9 +31,9 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import lmdb
 
@@ -55,10 +55,20 @@ from persistkv_lmdb.allocator import (
     ExtentPayloads,
     read_space,
 )
-from persistkv_lmdb.database import LOCK_FILE_BYTES, Database
+from persistkv_lmdb.database import (
+    LOCK_FILE_BYTES,
+    Database,
+    OtherTransactionError,
+)
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.keys import KeyFile
-from persistkv_lmdb.layout import read_keyring, read_refusals, write_refusal
+from persistkv_lmdb.layout import (
+    read_erasures,
+    read_keyring,
+    read_refusals,
+    write_erasures,
+    write_refusal,
+)
 from persistkv_lmdb.opening import Guard
 from persistkv_lmdb.recovery import RecoveryFiles
 from persistkv_lmdb.segments import SegmentFiles
@@ -66,6 +76,14 @@ from persistkv_lmdb.segments import SegmentFiles
 # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
 _UNPUNCHED_BYTES = 1 << 20
 _BEGIN_ATTEMPTS = 8
+_NO_DAMAGE = (
+    StoreBusyError,
+    StoreFullError,
+    ReplacedError,
+    QuotaExceededError,
+    TenantForgottenError,
+)
+"""Errors of a store that is not damaged."""
 # wait for the writer lock when a namespace has ended
 _FORGET_PATIENCE_S = 0.2
 # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
@@ -109,10 +127,11 @@ class Environment:
                 undone.callback(self._guard.close)
             # the guard closes after LMDB, and its own close may fail
             undone.callback(self.database.close)
+            opened = partial(self.database.open, read_only=read_only)
             if self._guard is None:
-                self._open()
+                opened()
             else:
-                self._guard.open(self._open)
+                self._guard.open(opened)
             with files.translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
             undone.callback(self.files.close)
@@ -308,13 +327,30 @@ class Environment:
         grown_catalogue = min(grown_catalogue, self.database.map_bytes)
         return max(0, available - grown_catalogue)
 
-    def commit_nothing(self) -> None:
+    def erase(self, transaction: TableRows, names: Collection[bytes]) -> None:
+        """Record in a write transaction that a rebuild must not find these packs, which it deletes.
+
+        :param names: namespace and pack id of each.
+        :raises StoreError: it cannot be recorded durably.
+        """
+        # a rebuild finds no inline payloads
+        if names and not self.database.shares.inline:
+            number = read_erasures(transaction) + 1
+            self.recovery.erase(names, number)
+            write_erasures(transaction, number)
+
+    def commit_nothing(self) -> int:
         """Commit a transaction without changes. The next one can reuse the pages that the previous
-        one freed."""
+        one freed.
+
+        :returns: the number of the previous one.
+        """
         with self.transaction(write=True) as transaction:
             # LMDB does not write a transaction that puts no row
             moment, clock = read_clock(transaction)
             write_clock(transaction, moment, clock)
+            number = transaction.txn.id()
+        return number - 1
 
     def is_current(self) -> bool:
         """Return whether the open files are those at the store's path."""
@@ -323,6 +359,11 @@ class Environment:
         if self._guard is not None and not self._guard.is_current():
             return False
         return self.files.is_current()
+
+    def serves(self, *, read_only: bool) -> bool:
+        """Return whether another handle can share this environment."""
+        is_enough = read_only or not self.read_only
+        return is_enough and self.is_current()
 
     def _check_current(self) -> None:
         if not self.is_current():
@@ -376,20 +417,14 @@ class Environment:
     @contextmanager
     def _suspect_on_error(self) -> Iterator[None]:
         """Mark the store as possibly damaged if the ``with`` block raises a ``StoreError`` other
-        than busy, full, replaced, above a quota or of a forgotten tenant.
-        """
+        than ``_NO_DAMAGE``."""
         try:
             yield
-        except (StoreBusyError, StoreFullError, ReplacedError):
-            raise
-        except (QuotaExceededError, TenantForgottenError):
+        except _NO_DAMAGE:
             raise
         except StoreError:  # LMDB reports a damaged page with many different errors
             self.suspect()
             raise
-
-    def _open(self) -> None:
-        self.database.open(read_only=self.read_only)
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
         """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function
@@ -399,54 +434,36 @@ class Environment:
         if not database.is_open:
             return self._revive
         try:
-            begun = database.begin(write=write)
+            return database.begin(write=write)
         except lmdb.MapResizedError:
             return database.remap
         except lmdb.PanicError:
             # LMDB could not write one of its pages: the files are intact, the handle is not
             return self._revive
-        if not write:
-            return begun
-        try:
-            is_next = database.is_next(begun)
-            is_mapped = database.is_mapped_as_recorded(begun)
-        except BaseException:
-            begun.abort()  # not left to garbage collection: it holds LMDB's write lock
-            raise
-        if is_next and is_mapped:
-            return begun
-        begun.abort()
-        if not is_next:
-            # ``data.mdb`` holds another last transaction than the lock file names
-            return self._adopt
-        # another process has changed the capacity
-        return database.remap
+        except OtherTransactionError:
+            return partial(self._revive, adopts=True)
 
-    def _revive(self) -> None:
-        """Open the environment again, which was closed or cannot be used any more."""
+    def _revive(self, *, adopts: bool = False) -> None:
+        """Open the environment again, which was closed or cannot be used any more.
+
+        :param adopts: make the newest snapshot in ``data.mdb`` durable first, which LMDB's lock
+            file does not know, and continue from it.
+        """
         if self._guard is None:
             self.database.reopen(read_only=True)
             return
         with self._guard.lock.held():
-            self.database.reopen(read_only=False)
-
-    def _adopt(self) -> None:
-        """Continue from the newest snapshot in ``data.mdb``, which LMDB's lock file does not
-        know."""
-        if self._guard is None:
-            raise StoreError(f"{self.path} is open read-only")
-        with self._guard.lock.held():
-            self._guard.recover()
+            if adopts:
+                self._guard.recover()
             self.database.reopen(read_only=False)
 
 
-class _Slot(NamedTuple):
-    """The lock for opening and closing the environments of one store directory, and the open ones:
-    at most one of them is current.
-    """
+@dataclass
+class _Slot:
+    """The open environment of one store directory, and the lock for opening and closing it."""
 
-    lock: threading.Lock
-    environments: list[Environment]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    environment: Environment | None = None
 
 
 class Environments:
@@ -472,7 +489,7 @@ class Environments:
             status = path.stat()
         directory = (status.st_dev, status.st_ino)
         with self._lock:
-            slot = self._slots.setdefault(directory, _Slot(threading.Lock(), []))
+            slot = self._slots.setdefault(directory, _Slot())
         patience_s = files.OPENING_PATIENCE_S
         if not slot.lock.acquire(timeout=patience_s):
             raise StoreBusyError(
@@ -480,17 +497,15 @@ class Environments:
                 f"than {patience_s:g} s"
             )
         try:
-            for environment in list(slot.environments):
-                # before another opening: LMDB opens a file once per process. Handles of a closed
-                # one follow to the next.
-                is_too_little = environment.read_only and not read_only
-                if is_too_little or not environment.is_current():
-                    environment.close()
-                    slot.environments.remove(environment)
-            found = next(iter(slot.environments), None)
+            found = slot.environment
+            # before another opening: LMDB opens a file once per process. Handles of a closed one
+            # follow to the next.
+            if found is not None and not found.serves(read_only=read_only):
+                found.close()
+                slot.environment = found = None
             if found is None:
                 found = Environment(path, policy, keys, read_only=read_only)
-                slot.environments.append(found)
+                slot.environment = found
             else:
                 # the other handles may have been opened with another key
                 with found.transaction() as rows:
@@ -505,21 +520,26 @@ class Environments:
         closes it."""
         with self._lock:
             slots = list(self._slots.values())
-        found = [slot for slot in slots if environment in slot.environments]
-        for slot in found:  # one, or none in a fork
+        for slot in slots:
+            # in one, or none in a fork
+            if slot.environment is not environment:
+                continue
             with slot.lock:
                 environment.handles -= 1
-                if not environment.handles:
-                    slot.environments.remove(environment)
-                    environment.close()
+                if environment.handles:
+                    return
+                environment.close()
+                # otherwise another handle has opened the next one meanwhile
+                if slot.environment is environment:
+                    slot.environment = None
 
     def _forget(self) -> None:
         """Reset the registry in a forked child: another thread of the parent may have held a
         lock."""
         self._lock = threading.Lock()
         for slot in self._slots.values():
-            for environment in slot.environments:
-                environment.forget()
+            if slot.environment is not None:
+                slot.environment.forget()
         self._slots = {}
 
 

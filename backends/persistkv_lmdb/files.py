@@ -407,8 +407,8 @@ class WriterLock:
     3. Waits are bounded, and processes that wait take turns (``LockWait``). After a timeout, waits
        are short until one succeeds, so that a stopped process does not delay the other work of the
        waiting process.
-    4. If its file is deleted, writers exclude each other by LMDB's lock alone until the file is
-       created again.
+    4. If its file is deleted (``is_current``), writers exclude each other by LMDB's lock alone
+       until they have opened the store again.
     5. Its file records, for other processes, whether a commit was started and not completed; a
        machine crash may lose this record.
     """
@@ -419,8 +419,9 @@ class WriterLock:
         self._depth = 0
         # whether the last wait timed out
         self._timed_out = False
-        self._wait: LockWait | None = None  # pending, for the present file
+        self._wait: LockWait | None = None  # pending
         self._fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
+        self._id = file_id(self._fd)
 
     @contextmanager
     def held(
@@ -482,9 +483,12 @@ class WriterLock:
             self._fd = -1
             os.close(fd)
 
+    def is_current(self) -> bool:
+        """Return whether the file is still the one at its path."""
+        return self._id == file_id(self._file)
+
     def _lock(self, deadline: float, patience_s: float) -> None:
-        """Lock the file at the path; raise StoreBusyError at the deadline."""
-        self._follow()
+        """Lock the file; raise StoreBusyError at the deadline."""
         while not self._try_lock(deadline):
             if time.monotonic() >= deadline:
                 self._timed_out = True
@@ -492,40 +496,21 @@ class WriterLock:
         self._timed_out = False
 
     def _try_lock(self, deadline: float) -> bool:
-        """Try to lock the file at the path until the deadline; return whether it is locked."""
+        """Try to lock the file until the deadline; return whether it is locked."""
         try:
             flock(self._fd, LOCK_EX | LOCK_NB)
+            return True
         except BlockingIOError:
-            granted = self._granted(deadline)
-            if granted is None:
-                return False
-            os.close(self._fd)
-            self._fd = granted
-        return not self._follow()  # another process may have removed the file meanwhile
-
-    def _granted(self, deadline: float) -> int | None:
-        """Return a descriptor that holds the lock of the present file, or None at the deadline."""
-        if self._wait is None or self._wait.is_over:
-            self._wait = LockWait(self._fd)
+            if self._wait is None or self._wait.is_over:
+                self._wait = LockWait(self._fd)
         remaining_s = max(0.0, deadline - time.monotonic())
         granted = self._wait.result(remaining_s)
-        if granted is not None:
-            self._wait = None
-        return granted
-
-    def _follow(self) -> bool:
-        """Reopen the lock file if it was replaced or deleted; return whether it was."""
-        if file_id(self._fd) == file_id(self._file):
+        if granted is None:
             return False
-        # the store's directory is gone or read-only: the present file remains in use
-        with suppress(OSError):
-            fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
-            os.close(self._fd)
-            self._fd = fd
-            # the wait for the replaced file releases its lock as soon as it is granted
-            self._wait = None
-            return True
-        return False
+        self._wait = None
+        os.close(self._fd)
+        self._fd = granted
+        return True
 
     def _holder(self) -> str:
         """Return the process that holds the lock, with its PID if the kernel reports it."""

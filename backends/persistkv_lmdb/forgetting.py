@@ -18,7 +18,7 @@ last.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 
@@ -40,7 +40,6 @@ from persistkv.storage.format.pack import ID_BYTES, table_head
 from persistkv_lmdb.commit import release_free
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.files import INDEX_PREFIX
-from persistkv_lmdb.layout import read_erasures, write_erasures
 
 # of deletions in one transaction: other engines wait
 _DELETIONS_S = 0.003
@@ -124,7 +123,7 @@ class Forgetting:
                 if time.monotonic() > deadline:
                     break
             if table == PACKS:
-                self._erase(rows, deleted)
+                environment.erase(rows, set(deleted))
         environment.forget_namespaces(ended)
         return bool(deleted)
 
@@ -147,14 +146,6 @@ class Forgetting:
         self._requests += len(change.dropped)
         self._stored_bytes += sum(table.payload_length for table in change.evicted)
         return change.ended
-
-    def _erase(self, rows: TableRows, names: Sequence[bytes]) -> None:
-        """Record that a rebuild must not find these packs."""
-        if self._environment.database.shares.inline:
-            return
-        number = read_erasures(rows) + 1
-        self._environment.recovery.erase(set(names), number)
-        write_erasures(rows, number)
 
     # Rows
 

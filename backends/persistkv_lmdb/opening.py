@@ -98,9 +98,9 @@ class Guard:
         with files.translated_at_open(directory):
             self.lock = files.WriterLock(directory)
             try:
-                self._fd = files.open_regular(
-                    directory / files.GUARD_FILE, os.O_RDWR | os.O_CREAT
-                )
+                self._file = directory / files.GUARD_FILE
+                self._fd = files.open_regular(self._file, os.O_RDWR | os.O_CREAT)
+                self._id = files.file_id(self._fd)
             except BaseException:
                 self.lock.close()
                 raise
@@ -163,9 +163,8 @@ class Guard:
         self.lock.mark(begun=False)
 
     def is_current(self) -> bool:
-        """Return whether the guard file is still the one at its path."""
-        path = f"{self._directory}/{files.GUARD_FILE}"
-        return files.file_id(self._fd) == files.file_id(path)
+        """Return whether the lock file and the guard file are still those at their paths."""
+        return self._id == files.file_id(self._file) and self.lock.is_current()
 
     def claim(self, excluded: Collection[int] = ()) -> int:
         """Claim a writer's number for as long as the guard file is open, and return it: the

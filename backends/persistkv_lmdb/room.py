@@ -59,7 +59,7 @@ class Room:
         as_it_is: bool = False,
     ) -> None:
         self._environment = environment
-        self._transaction = transaction
+        self.transaction = transaction
         self.payloads = environment.payloads(transaction)
         self.is_inline = environment.database.shares.inline
         if self.is_inline:
@@ -91,7 +91,7 @@ class Room:
         used_payload = self.payloads.allocator.used * PAGE_BYTES
         if used_payload > goal.payload:
             return False
-        return self._transaction.used_bytes() <= goal.catalogue
+        return self.transaction.used_bytes() <= goal.catalogue
 
     def expect(
         self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], rows: int
@@ -122,7 +122,7 @@ class Room:
         if not any(self.need):
             return
         allocator = self.payloads.allocator
-        self._environment.database.check_growth(self._transaction)
+        self._environment.database.check_growth(self.transaction)
         # the bytes in use now, so that the batch fits beside them
         goal = self.limit.minus(self.need)
         if not self.fits(goal):

@@ -40,6 +40,7 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.threads import ThreadPool
 from persistkv_lmdb.files import (
     SEGMENT_DIRECTORY,
+    FileId,
     ReplacedError,
     allocated_bytes,
     file_id,
@@ -90,11 +91,6 @@ class Extent(NamedTuple):
         rest = Extent(self.segment, self.page + pages, self.pages - pages)
         return self._replace(pages=pages), rest
 
-    def contains(self, other: Extent) -> bool:
-        """Return whether the extent ``other`` is a part of this one."""
-        is_after = self.segment == other.segment and self.page <= other.page
-        return is_after and other.end <= self.end
-
     def touches(self, other: Extent) -> bool:
         """Return whether the extent ``other`` begins where this one ends."""
         return self.segment == other.segment and self.end == other.page
@@ -108,24 +104,13 @@ class _Run(NamedTuple):
     length: int
 
 
-class PayloadPart(NamedTuple):
-    """Part of a payload to read."""
-
-    extents: Sequence[Extent]
-    """All extents of the payload; none if it is not to be read."""
-    offset: int
-    """Offset of the part in the payload, in bytes."""
-    buffers: Sequence[memoryview]
-    """To fill, one after the other."""
-
-
 class _Descriptors(NamedTuple):
     buffered: int
     direct: int | None
 
 
 class SegmentFiles:
-    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``grow``, ``fill``,
+    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``allocate``,
     ``punch``, ``fit`` and ``sync_growth`` need the writer lock; one thread at a time may write
     payloads, from ``write`` to ``sync`` or ``abandon``.
 
@@ -139,13 +124,11 @@ class SegmentFiles:
         self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         # the directory of the files, once it exists; the same holds for it
         self._held: int | None = None
+        self._held_id: FileId | None = None
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}  # opened on first use
-        # of deleted files; open because other threads may be reading
-        self._deleted: list[_Descriptors] = []
-        self.replacements = 0
-        """Number of files that were deleted by others and created again. Earlier writes to them are
-        lost."""
+        # whether an open file was found to be removed
+        self._lacks_file = False
         self._touched: set[int] = set()
         self._grown: set[int] = set()
         # a power loss may remove new files: their directory was not synced since their creation
@@ -156,42 +139,26 @@ class SegmentFiles:
         self._bounce = Bounce(self.settle)
         self._direct = True
 
-    def grow(self, segment: int, before: int, pages: int) -> None:
-        """Extend a segment file from ``before`` pages, as LMDB records it, to ``pages`` pages;
-        allocate disk space for them. The transaction must call ``sync_growth`` before it commits.
+    def allocate(self, extent: Extent) -> None:
+        """Allocate disk space for pages of a hole, or for pages after the end of a file, which
+        grows. The transaction must call ``sync_growth`` before it commits.
 
-        :raises StoreFullError: the disk has no space for them; the file is truncated to ``before``
-            pages.
+        :raises StoreFullError: the disk has no space for them; the file is as before.
         """
-        old_bytes = before * PAGE_BYTES
-        added_bytes = (pages - before) * PAGE_BYTES
         with translated_io(self._path):
-            fd = self._descriptors(segment, create=True).buffered
+            fd = self._descriptors(extent.segment, create=True).buffered
+            old_bytes = os.fstat(fd).st_size
             try:
-                os.posix_fallocate(fd, old_bytes, added_bytes)
+                os.posix_fallocate(fd, extent.offset, extent.num_bytes)
             except OSError:
                 # a part may have been allocated
                 with suppress(OSError):
                     os.ftruncate(fd, old_bytes)
+                self.punch([extent])
                 raise
-            self._grown.add(segment)
-            if not before:
+            self._grown.add(extent.segment)
+            if not old_bytes:
                 self._unnamed = True
-
-    def fill(self, hole: Extent) -> None:
-        """Allocate disk space for a hole. The transaction must call ``sync_growth`` before it
-        commits.
-
-        :raises StoreFullError: the disk has no space for it; it stays a hole.
-        """
-        with translated_io(self._path):
-            fd = self._descriptors(hole.segment).buffered
-            try:
-                os.posix_fallocate(fd, hole.offset, hole.num_bytes)
-            except OSError:
-                self.punch([hole])
-                raise
-            self._grown.add(hole.segment)
 
     def punch(self, holes: Iterable[Extent]) -> None:
         """Return the disk space of pages to the file system. Without effect if it supports no
@@ -225,6 +192,7 @@ class SegmentFiles:
         read.
 
         :returns: the bytes of the files on disk.
+        :raises ReplacedError: an open file was removed.
         :raises StoreFullError: the disk has no space for a lost file.
         """
         on_disk = 0
@@ -237,12 +205,7 @@ class SegmentFiles:
     def _fit_one(self, segment: int, expected: int) -> int:
         """Give a file a length in bytes; return its bytes on disk."""
         fd = self._descriptors(segment, create=True).buffered
-        status = os.fstat(fd)
-        # deleted: it would accept writes that no reader finds
-        if not status.st_nlink:
-            self._replace_deleted(segment)
-            fd = self._descriptors(segment, create=True).buffered
-            status = os.fstat(fd)
+        status = self._status(segment, fd)
         held = status.st_size
         if held == expected:
             return allocated_bytes(status)
@@ -326,7 +289,6 @@ class SegmentFiles:
     def sync(self) -> None:
         """Make the written payloads durable.
 
-        :raises ReplacedError: a segment was removed.
         :raises StoreError: some of it may be lost. The caller must write it again: a second call
             would not report the loss.
         """
@@ -334,18 +296,25 @@ class SegmentFiles:
         with translated_io(self._path):
             for segment in sorted(self._touched):
                 os.fdatasync(self._descriptors(segment).buffered)
-        self.check_present(self._touched)
         self._touched.clear()
 
     def check_present(self, segments: Iterable[int]) -> None:
         """Raise a ReplacedError if one of these open files was removed."""
         with translated_io(self._path):
             for segment in segments:
-                fd = self._descriptors(segment).buffered
-                if not os.fstat(fd).st_nlink:
-                    raise ReplacedError(
-                        f"{self._path}: segment {segment} was removed while it was written"
-                    )
+                self._status(segment, self._descriptors(segment).buffered)
+
+    def _status(self, segment: int, fd: int) -> os.stat_result:
+        """Return the status of an open file. A removed one would accept writes that no reader
+        finds.
+
+        :raises ReplacedError: it was removed.
+        """
+        status = os.fstat(fd)
+        if not status.st_nlink:
+            self._lacks_file = True
+            raise ReplacedError(f"{self._path}: segment {segment} was removed")
+        return status
 
     def sync_growth(self) -> None:
         """Make the lengths of files that grew and the names of new ones durable. Otherwise a power
@@ -366,29 +335,32 @@ class SegmentFiles:
             os.fsync(directory)
         self._unnamed = False
 
-    def read(self, wanted: Sequence[PayloadPart], *, direct: bool) -> list[bool]:
-        """Read parts of payloads into buffers.
+    def read(
+        self,
+        extents: Sequence[Extent],
+        offset: int,
+        buffers: Sequence[memoryview],
+        *,
+        direct: bool,
+    ) -> bool:
+        """Fill buffers, one after the other, with a payload from byte ``offset`` on.
 
+        :param extents: all extents of the payload.
         :param direct: read with O_DIRECT if possible; False: through the page cache.
-        :returns: per part, True if all of its buffers were filled; False if the payload is too
-            short or lost.
+        :returns: whether all buffers were filled; False if the payload is too short or lost.
         :raises StoreError: the disk failed; the buffers have undefined content.
         """
-        with translated_io(self._path):
-            return [self._read_part(part, direct) for part in wanted]
-
-    def _read_part(self, part: PayloadPart, direct: bool) -> bool:
-        """Fill the buffers of a part; return False if the payload is too short or lost."""
-        rest = [_as_bytes(buffer) for buffer in part.buffers if buffer.nbytes]
+        rest = [_as_bytes(buffer) for buffer in buffers if buffer.nbytes]
         length = sum(map(len, rest))
-        for run in _runs_of(part.extents, part.offset, length):
-            buffers = rest
+        for run in _runs_of(extents, offset, length):
+            run_buffers = rest
             # usually there is one run, and nothing to split
             if run.length < length:
-                buffers = front(rest, run.length)
+                run_buffers = front(rest, run.length)
                 rest = after_bytes(rest, run.length)
-            if not self._read(run, buffers, direct):
-                return False
+            with translated_io(self._path):
+                if not self._read(run, run_buffers, direct):
+                    return False
             length -= run.length
         # otherwise the extents end too early
         return length == 0
@@ -404,34 +376,25 @@ class SegmentFiles:
         return lengths
 
     def is_current(self) -> bool:
-        """Return whether the directory of the files is still the one at its path."""
-        with self._lock:
-            held = self._held
-        if held is None:
-            return True
-        # text: joining paths takes three times as long as the system calls
-        return file_id(held) == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")
+        """Return whether the directory of the files is still the one at its path, and no file was
+        found to be removed."""
+        if self._lacks_file:
+            return False
+        held = self._held_id
+        # text: joining paths takes three times as long as the system call
+        return held is None or held == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")
 
     def close(self) -> None:
         """Close all descriptors; no other call may be running."""
         if self._pool is not None:
             self._pool.shutdown()
         descriptors = [self._store, self._held]
-        for opened in (*self._open.values(), *self._deleted):
+        for opened in self._open.values():
             descriptors += opened
         self._open.clear()
-        self._deleted.clear()
         for fd in descriptors:
             if fd is not None:
                 os.close(fd)
-
-    def _replace_deleted(self, segment: int) -> None:
-        """Have a file that a user deleted created again by its next use."""
-        with self._lock:
-            self._deleted.append(self._open.pop(segment))
-            self.replacements += 1
-        message = "%s: segment file %d was removed while the store was open: its packs are lost"
-        logger.warning(message, self._path, segment)
 
     def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
         with translated_io(self._path):
@@ -532,6 +495,7 @@ class SegmentFiles:
                     os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._held = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store)
+            self._held_id = file_id(self._held)
         return self._held
 
     def _existing(self) -> list[int]:
@@ -653,14 +617,15 @@ class Bounce:
 
     :param settle: waits until all writes from the memory have ended; called before the memory is
         reused.
-    :param batch_bytes: of a batch, which is written at once, and of the memory.
+    :param batch_bytes: of a batch, which is written at once, and of the memory; a multiple of
+        4 KiB.
     """
 
     def __init__(
         self, settle: Callable[[], None], batch_bytes: int = _BATCH_BYTES
     ) -> None:
         # backed by physical memory on first use
-        self.memory = memoryview(mmap.mmap(-1, batch_bytes))
+        self._memory = memoryview(mmap.mmap(-1, batch_bytes))
         self._settle = settle
         # whether a write may be using the memory
         self._lent = False
@@ -670,95 +635,51 @@ class Bounce:
         with zeros to a multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and
         are valid as long as the stream's buffers.
         """
-        batch = _Batch(self)
+        batch: list[memoryview] = []
+        length = 0  # of the batch
+        filled = 0  # bytes of the memory that are in use
+        listed = 0  # those of them that are in ``batch``
         for piece in stream:
             rest = _as_bytes(piece)
             while rest:
-                if batch.is_full():
-                    incomplete_page = batch.cut_incomplete_page()
-                    yield batch.buffers
-                    batch = _Batch(self, incomplete_page)
-                rest = batch.take(rest)
-        batch.pad()
-        if batch.buffers:
-            yield batch.buffers
+                room = len(self._memory) - length
+                whole_pages = len(rest) - len(rest) % PAGE_BYTES
+                is_at_page = length % PAGE_BYTES == 0
+                if is_at_page and whole_pages and starts_aligned(rest):
+                    count = min(whole_pages, room)
+                    batch += self._copied(listed, filled)
+                    listed = filled
+                    batch.append(rest[:count])
+                else:
+                    count = min(len(rest), room)
+                    self._copy(rest[:count], filled)
+                    filled += count
+                length += count
+                rest = rest[count:]
+                if count == room:
+                    batch += self._copied(listed, filled)
+                    yield batch
+                    batch = []
+                    length = filled = listed = 0
+        if length:
+            # an incomplete page consists of copied bytes
+            end = filled + -length % PAGE_BYTES
+            self._memory[filled:end] = bytes(end - filled)
+            batch += self._copied(listed, end)
+            yield batch
 
-    def copy(self, piece: Buffer, at: int) -> int:
-        """Copy as much of ``piece`` as fits to the memory, from byte ``at`` on; return the number
-        of bytes. Before the first copy of a batch, wait until the writes of earlier batches no
-        longer use the memory.
-        """
-        count = min(len(piece), len(self.memory) - at)
-        if count and not at:
-            if self._lent:
-                self._settle()
-            self._lent = True
-        self.memory[at : at + count] = piece[:count]
-        return count
+    def _copy(self, piece: Buffer, at: int) -> None:
+        """Copy bytes to the memory, from byte ``at`` on. Before the first copy of a batch, wait
+        until the writes of earlier batches no longer use the memory."""
+        if not at and self._lent:
+            self._settle()
+        self._memory[at : at + len(piece)] = piece
+        self._lent = True
 
-
-class _Batch:
-    """Aligned buffers of one write. Bytes that are not aligned are copied to the memory of
-    ``bounce``.
-
-    :param begin: first bytes, less than a page.
-    """
-
-    def __init__(self, bounce: Bounce, begin: bytes = b"") -> None:
-        self.buffers: list[memoryview] = []
-        self._bounce = bounce
-        self._filled = bounce.copy(begin, 0)  # bytes of the memory that are in use
-        self._listed = 0  # those of them that are in ``buffers``
-        self._length = self._filled
-
-    def is_full(self) -> bool:
-        # one buffer more may be needed for copied bytes
-        has_buffers = len(self.buffers) < _MOST_BUFFERS - 1
-        return self._length >= len(self._bounce.memory) or not has_buffers
-
-    def take(self, rest: memoryview) -> memoryview:
-        """Add bytes, without a copy if they are aligned; return those that it has not added."""
-        is_at_page = self._filled % PAGE_BYTES == 0
-        if not is_at_page or len(rest) < PAGE_BYTES or not starts_aligned(rest):
-            count = self._bounce.copy(rest, self._filled)
-            self._filled += count
-            self._length += count
-            return rest[count:]
-        if self._listed < self._filled:
-            self._list_copied()
-        whole_pages = len(rest) - len(rest) % PAGE_BYTES
-        count = min(whole_pages, len(self._bounce.memory) - self._length)
-        self._length += count
-        # the usual case
-        if count == len(rest):
-            self.buffers.append(rest)
-            return _NOTHING
-        self.buffers.append(rest[:count])
-        return rest[count:]
-
-    def cut_incomplete_page(self) -> bytes:
-        """End the batch with a whole page; return the bytes after it."""
-        end = self._filled - self._filled % PAGE_BYTES
-        rest = bytes(self._bounce.memory[end : self._filled])
-        self._filled = end
-        self._list_copied()
-        return rest
-
-    def pad(self) -> None:
-        """End the batch with zeros up to a whole page."""
-        padding = bytes(-self._filled % PAGE_BYTES)
-        self._filled += self._bounce.copy(padding, self._filled)
-        self._list_copied()
-
-    def _list_copied(self) -> None:
-        """Add the copied bytes that are not listed yet to ``buffers``."""
-        if self._listed < self._filled:
-            copied = self._bounce.memory[self._listed : self._filled]
-            self.buffers.append(copied)
-            self._listed = self._filled
-
-
-_NOTHING = memoryview(b"")
+    def _copied(self, start: int, end: int) -> list[memoryview]:
+        """Return the bytes of the memory between two places as one buffer; none if there are
+        none."""
+        return [self._memory[start:end]] if start < end else []
 
 
 def _as_bytes(piece: Buffer) -> memoryview:

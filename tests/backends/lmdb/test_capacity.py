@@ -37,9 +37,9 @@ def second_attempts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     commit_nothing = Environment.commit_nothing
 
-    def counted(self: Environment) -> None:
+    def counted(self: Environment) -> int:
         found.append(True)
-        commit_nothing(self)
+        return commit_nothing(self)
 
     monkeypatch.setattr(Environment, "commit_nothing", counted)
     return found

@@ -29,6 +29,8 @@ from persistkv.storage.blobs import (
 )
 from persistkv.storage.format.codec import Buffer
 
+T = TypeVar("T")
+
 METHODS = ("put", "read", "delete", "list")
 """Methods that can have faults."""
 
@@ -206,13 +208,7 @@ class FaultyBlobs(Blobs):
         ``run_postponed``."""
         if method not in ("put", "delete"):
             raise ValueError(f"{method} has no effect that could be postponed")
-        is_due = _Countdown(times, only)
-
-        def raise_if_due(subject: str) -> None:
-            if is_due(subject):
-                raise _PostponedError(f"{method} of {subject}: no reply")
-
-        self.before(method, raise_if_due)
+        self.fail(method, _PostponedError(), times=times, only=only)
 
     def run_postponed(self) -> int:
         """Execute the postponed calls in their order; return their number. They have no faults."""
@@ -246,16 +242,9 @@ class FaultyBlobs(Blobs):
     # Blobs
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
-        try:
-            self._begin("put", name)
-        except _PostponedError as error:
-            # a copy, because the caller may change the pieces after this call
-            data = b"".join(pieces)
-            self._postpone(lambda: self.inner.put(name, [data]))
-            raise UnavailableError(str(error)) from None
-        written = self.inner.put(name, pieces)
-        self._end("put", name)
-        return written
+        # a copy, because the caller may change the pieces after this call
+        data = b"".join(pieces)
+        return self._change("put", name, partial(self.inner.put, name, [data]))
 
     def read(
         self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
@@ -267,22 +256,11 @@ class FaultyBlobs(Blobs):
 
     def delete(self, names: Sequence[str]) -> None:
         names = tuple(names)
-        self._delete(names, partial(self.inner.delete, names))
+        self._change("delete", " ".join(names), partial(self.inner.delete, names))
 
     def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
-        return self._delete(names, partial(self.inner.erase, prefix, names))
-
-    def _delete(self, names: Iterable[str], effect: Callable[[], T]) -> T:
-        """Run a deletion between its faults, or postpone it; return its result."""
-        subject = " ".join(names)
-        try:
-            self._begin("delete", subject)
-        except _PostponedError as error:
-            self._postpone(effect)
-            raise UnavailableError(str(error)) from None
-        result = effect()
-        self._end("delete", subject)
-        return result
+        effect = partial(self.inner.erase, prefix, tuple(names))
+        return self._change("delete", " ".join(names), effect)
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         self._begin("list", prefix)
@@ -333,9 +311,17 @@ class FaultyBlobs(Blobs):
         for fault in list(self._after[method]):
             fault(subject)
 
-    def _postpone(self, execute: Callable[[], object]) -> None:
-        with self._lock:
-            self._postponed.append(execute)
+    def _change(self, method: str, subject: str, execute: Callable[[], T]) -> T:
+        """Make a call that changes the medium, with its faults."""
+        try:
+            self._begin(method, subject)
+        except _PostponedError:
+            with self._lock:
+                self._postponed.append(execute)
+            raise UnavailableError(f"{method} of {subject}: no reply") from None
+        result = execute()
+        self._end(method, subject)
+        return result
 
 
 def in_first_half(name: str) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from persistkv.errors import PersistKVError
+from persistkv.storage.inspection.requests import stored_requests
 from persistkv_tools.command import Command, store_of
 from persistkv_tools.names import named_stores
 from persistkv_tools.options import opened
@@ -54,13 +55,10 @@ def _takes_request(command: Command) -> bool:
 
 def _requests(url: str, begin: str) -> list[str]:
     """Return the ids of requests that begin with the text."""
-    found: list[str] = []
     try:
         with opened(url) as backend:
-            for space in backend.namespaces():
-                for manifest in backend.catalogue(space.id).manifests():
-                    if manifest.id.startswith(begin):
-                        found.append(manifest.id)
+            names = [found.manifest.id for found in stored_requests(backend)]
     except PersistKVError:  # a completion has no place for an error
         return []
-    return sorted(found)[:_MOST]
+    matching = [name for name in names if name.startswith(begin)]
+    return sorted(matching)[:_MOST]

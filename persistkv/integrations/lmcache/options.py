@@ -9,6 +9,7 @@ import msgspec
 
 from persistkv.config import convert_options
 from persistkv.errors import MissingOptionError
+from persistkv.integrations.block_options import BlockStoreOptions
 from persistkv.tenants import UnnamedTenant
 
 WHERE = "LMCache adapter persistkv"
@@ -16,11 +17,10 @@ NAME_OF_WEIGHTS = "name:"
 """Start of a value of ``models`` that is a name of the weights, not a directory."""
 
 
-class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the adapter ``persistkv`` for LMCache."""
+class LMCacheOptions(BlockStoreOptions, frozen=True, kw_only=True):
+    """Options of the adapter ``persistkv`` for LMCache: those of ``BlockStoreOptions``, for each
+    layout of objects, and the ones below."""
 
-    url: str
-    """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
     models: dict[str, str]
     """Name of each model, as the engine sends it → directory of its checkpoint, whose weights are
     fingerprinted; or ``name:`` and a name that changes whenever the weights change. Other models
@@ -28,15 +28,6 @@ class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """The engine, its release and its attention backend, e.g. ``vllm 0.32 FLASH_ATTN``: their KV
     may differ without notice."""
-    codec: str = "raw"
-    """Codec of new packs."""
-    io_threads: int | None = None
-    """Threads of each open layout that read and decode; a remote store has always 8. None: 4 on a
-    machine with 8 cores or more, otherwise 2."""
-    staging_bytes: int | str = "256MiB"
-    """Bound on the memory of the store beyond its index and LMCache's own."""
-    max_queue_bytes: int | str = "1GiB"
-    """Bound on the bytes of store tasks that wait or run; further ones fail."""
     lease_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Seconds after which the lock of a lookup expires if it is not unlocked."""
     delete_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
@@ -44,9 +35,6 @@ class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     tenant: UnnamedTenant = "default"
     """Tenant of objects without a ``cache_salt``, which is the name of the tenant for the others:
     ``default``, or ``required``: such objects are neither stored nor found."""
-    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
-    """Tokens per second that the engine computes: a lookup reports hits only if loading them is
-    expected to be faster. LMCache does not report the speed. None: it reports all hits."""
 
     def __post_init__(self) -> None:
         needed = {

@@ -94,7 +94,9 @@ class LayoutStores:
         try:
             if len(self._open) >= _MOST_LAYOUTS:
                 raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
-            store = self._open_store(place)
+            identity = self._identity(place)
+            num_bytes = place.layout.num_bytes
+            store = self._options.open(identity, num_bytes, tenant_of, events=True)
         except PersistKVError as error:
             self._failed_at[place] = time.monotonic()
             logger.error(
@@ -118,21 +120,6 @@ class LayoutStores:
                 self._open[place] = store
                 self._failed_at.pop(place, None)
             return not self._is_closed
-
-    def _open_store(self, place: Place) -> BlockStore:
-        """Open the store of the objects of one model and layout."""
-        options = self._options
-        return BlockStore.open(
-            options.url,
-            self._identity(place),
-            [place.layout.num_bytes],
-            codec=options.codec,
-            io_threads=options.io_threads,
-            staging_bytes=options.staging_bytes,
-            max_queue_bytes=options.max_queue_bytes,
-            events=True,
-            tenant_of=tenant_of,
-        )
 
     def _identity(self, place: Place) -> BlockIdentity:
         """Return the identity of the objects of one model and layout."""

@@ -9,6 +9,7 @@ import msgspec
 
 from persistkv.config import convert_options
 from persistkv.errors import MissingOptionError
+from persistkv.integrations.block_options import BlockStoreOptions
 from persistkv.tenants import DEFAULT_TENANT, check_tenant
 
 WHERE = "SGLang backend persistkv"
@@ -16,11 +17,10 @@ SECTION = "persistkv"
 """Name of the object with these options."""
 
 
-class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the backend ``persistkv`` for SGLang's HiCache."""
+class SGLangOptions(BlockStoreOptions, frozen=True, kw_only=True):
+    """Options of the backend ``persistkv`` for SGLang's HiCache: those of ``BlockStoreOptions``,
+    for each pool, and the ones below."""
 
-    url: str
-    """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
     model_path: str | None = None
     """Directory of the model's checkpoint, whose weights are fingerprinted."""
     weights: str | None = None
@@ -30,24 +30,12 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str | None = None
     """Type of the numbers in the KV cache, such as ``fp8_e4m3``. Required if SGLang's pools show
     only ``uint8``."""
-    codec: str = "raw"
-    """Codec of new packs."""
-    io_threads: int | None = None
-    """Threads of each pool that read and decode; a remote store has always 8. None: 4 on a machine
-    with 8 cores or more, otherwise 2."""
-    staging_bytes: int | str = "256MiB"
-    """Bound on the memory of the store of each pool beyond its index."""
-    max_queue_bytes: int | str = "1GiB"
-    """Bound on the bytes of pages that wait to be stored; further ones are not stored."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     """Time limit of each call that reads or writes. After it, pages are misses, or not stored."""
-    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
-    """Tokens per second that the engine computes: pages are hits only if loading them is expected
-    to be faster. SGLang does not report the speed. None: all held pages are hits."""
     tenant: str = DEFAULT_TENANT
     """Name of the tenant whose pages these are, 1 to 128 characters: SGLang does not tell backends
     whose request a page belongs to. Pages of other tenants are misses."""
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
     """Names and values that are stored with each context."""
 
     def __post_init__(self) -> None:

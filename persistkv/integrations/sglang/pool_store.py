@@ -85,17 +85,11 @@ class PoolStore:
             return None
 
     def _open(self) -> BlockStore:
-        options = self._options
-        return BlockStore.open(
-            options.url,
+        return self._options.open(
             self._identity,
-            [self._page_bytes],
-            codec=options.codec,
-            io_threads=options.io_threads,
-            staging_bytes=options.staging_bytes,
-            max_queue_bytes=options.max_queue_bytes,
+            self._page_bytes,
+            tenant_of,
             tokens_per_block=self.memory.page_size,
-            tenant_of=tenant_of,
         )
 
     def held(self, keys: PageKeys) -> list[bool]:

@@ -52,7 +52,6 @@ class PutJob(msgspec.Struct, frozen=True):
     keys: Keys
     """Keys with their KV cache group, all of one group."""
     group: int
-    memory: JobMemory
     depth: int | None
     """Number of blocks of the context before the first one; None: unknown."""
     labels: Mapping[str, str]
@@ -121,7 +120,7 @@ class BlockService:
 
     # Blocks
 
-    async def put(self, job: PutJob) -> list[bool]:
+    async def put(self, job: PutJob, memory: JobMemory) -> list[bool]:
         """Store blocks; return for each key whether it is durable. The blocks' memory is not in use
         after the return."""
         store = self.store
@@ -131,7 +130,7 @@ class BlockService:
             return [True] * len(keys)
         with self._call():
             await store.queue.wait_for_room()
-            places = self._register(job.memory)
+            places = self._register(memory)
             try:
                 is_whole = True
                 # a pack, and a context, has blocks of one tenant

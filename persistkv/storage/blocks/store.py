@@ -263,11 +263,8 @@ class BlockStore:
             is (``check_tenant``). Nothing is stored.
         """
         deadline = _deadline(timeout_s)
-        full = self._full_keys(keys, group)
-        regions = self._regions(full, blocks, group)
-        check_labels(labels)
-        positions = self._positions_by_tenant(keys)
-        job = PutJob(full, group, regions, depth, labels, retention, positions)
+        job = self._put_job(keys, group, depth, labels, retention)
+        regions = self._regions(job.keys, blocks, group)
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
             return self._refuse(len(keys))
@@ -278,14 +275,14 @@ class BlockStore:
             except OSError:  # no memory is left
                 self._queued.subtract(num_bytes)
                 return self._refuse(len(keys))
-            job = msgspec.structs.replace(job, memory=timed)
 
         def end() -> None:
             self._queued.subtract(num_bytes)
             if timed is not None:
                 timed.release()
 
-        put = self._service.put(job)
+        # with a deadline, without references to the caller's memory
+        put = self._service.put(job, regions if timed is None else timed)
         call = self._start(put, end)
         try:
             return self._result(call, len(keys), deadline)
@@ -345,21 +342,18 @@ class BlockStore:
     ) -> int:
         """Start a ``put`` without a deadline, and return its number without waiting. Its completion
         has the results; the memory must not change before that. Raises as ``put``."""
-        full = self._full_keys(keys, group)
-        regions = self._regions(full, blocks, group)
-        check_labels(labels)
-        positions = self._positions_by_tenant(keys)
-        job = PutJob(full, group, regions, depth, labels, retention, positions)
-        number = completions.new_number()
+        job = self._put_job(keys, group, depth, labels, retention)
+        regions = self._regions(job.keys, blocks, group)
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
+            number = completions.new_number()
             results = self._refuse(len(keys))
             completions.add(Completion(number, results))
             return number
-        put = self._service.put(job)
-        call = self._start(put, lambda: self._queued.subtract(num_bytes))
-        _complete(call, number, len(keys), completions)
-        return number
+        put = self._service.put(job, regions)
+        return self._submit(
+            completions, len(keys), put, lambda: self._queued.subtract(num_bytes)
+        )
 
     def submit_get(
         self,
@@ -372,11 +366,8 @@ class BlockStore:
         has the results; the memory is in use before that. Raises as ``get``."""
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
-        number = completions.new_number()
         get = self._service.get(full, regions)
-        call = self._start(get)
-        _complete(call, number, len(keys), completions)
-        return number
+        return self._submit(completions, len(keys), get)
 
     def submit_contains(
         self,
@@ -389,11 +380,8 @@ class BlockStore:
         """Start a ``contains``, and return its number without waiting. Its completion has the
         results."""
         full = self._full_keys(keys, group)
-        number = completions.new_number()
         lookup = self._service.contains(full, touch=touch)
-        call = self._start(lookup)
-        _complete(call, number, len(keys), completions)
-        return number
+        return self._submit(completions, len(keys), lookup)
 
     def delete(
         self,
@@ -584,12 +572,39 @@ class BlockStore:
         except CancelledError:
             return [False] * num_keys  # the store has failed, which is logged
 
+    def _submit(
+        self,
+        completions: CompletionQueue,
+        num_keys: int,
+        coroutine: Coroutine[Any, Any, list[bool]],
+        end: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Start a call whose results are added to a queue; return its number. See ``_start``."""
+        number = completions.new_number()
+        call = self._start(coroutine, end)
+        _complete(call, number, num_keys, completions)
+        return number
+
     def _refuse(self, num_keys: int) -> list[bool]:
         """Count blocks that are refused; return the results of their call."""
         self.counters.refused_blocks += num_keys
         return [False] * num_keys
 
     # Keys and memory
+
+    def _put_job(
+        self,
+        keys: Sequence[bytes],
+        group: int,
+        depth: int | None,
+        labels: Mapping[str, str],
+        retention: Retention,
+    ) -> PutJob:
+        """Return the job of a ``put``; parameters and errors as there."""
+        full = self._full_keys(keys, group)
+        check_labels(labels)
+        positions = self._positions_by_tenant(keys)
+        return PutJob(full, group, depth, labels, retention, positions)
 
     def _full_keys(self, keys: Sequence[bytes], group: int) -> list[bytes]:
         """Return the keys with their KV cache group."""

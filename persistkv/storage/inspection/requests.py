@@ -232,6 +232,21 @@ def chosen_namespaces(
     raise NotFoundError(f"namespace {wanted!r} {problem}; namespaces: {ids}")
 
 
+def request_ids(backend: Backend, namespace: bytes) -> list[str]:
+    """Return the ids of the requests of a namespace."""
+    manifests = backend.catalogue(namespace).manifests()
+    return [manifest.id for manifest in manifests]
+
+
+def stored_requests(
+    backend: Backend, namespace: str | None = None
+) -> Iterator[FoundRequest]:
+    """Yield the requests of the namespaces that ``chosen_namespaces`` returns."""
+    for space in chosen_namespaces(backend, namespace):
+        for manifest in backend.catalogue(space.id).manifests():
+            yield FoundRequest(space, manifest)
+
+
 def find_request(
     backend: Backend, wanted: str, namespace: str | None = None
 ) -> FoundRequest:
@@ -242,11 +257,11 @@ def find_request(
     """
     names = []
     similar = []
-    for space in chosen_namespaces(backend, namespace):
-        for manifest in backend.catalogue(space.id).manifests():
-            names.append(manifest.id)
-            if manifest.id.startswith(wanted):
-                similar.append(FoundRequest(space, manifest))
+    for found in stored_requests(backend, namespace):
+        name = found.manifest.id
+        names.append(name)
+        if name.startswith(wanted):
+            similar.append(found)
     # a whole id may begin another one
     equal = [found for found in similar if found.manifest.id == wanted]
     candidates = equal or similar
@@ -281,12 +296,8 @@ def chosen_requests(
         named[found.namespace.id, found.manifest.id] = found
     if named:
         return list(named.values())
-    chosen = []
-    for space in chosen_namespaces(backend, namespace):
-        for manifest in backend.catalogue(space.id).manifests():
-            if selection.takes(manifest):
-                chosen.append(FoundRequest(space, manifest))
-    return chosen
+    stored = stored_requests(backend, namespace)
+    return [found for found in stored if selection.takes(found.manifest)]
 
 
 def with_uses(

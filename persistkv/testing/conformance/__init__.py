@@ -41,7 +41,7 @@ from persistkv.storage.backend import (
     ReadSpan,
 )
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 from persistkv.storage.stats import BackendStats
 from persistkv.testing.conformance.suite import (
     BackendSuite,
@@ -98,11 +98,10 @@ class BackendConformance(BackendSuite):
         again = self.open_rig(url)
         assert list(again.backend.namespaces()) == [first.opened]
         assert again.opened == first.opened
-        assert again.tables() == {pack.pack_id: pack.table}
-        assert again.read(pack) == payload_of(pack)
+        again.check_holds(pack)
         assert again.manifests() == [manifest.manifest]
         assert again.manifest_keys(["r1"]) == [manifest.keys]
-        assert again.added_since(cursor) == []
+        again.check_added(cursor)
         assert _content(again.check_totals()) == _content(stats)
         again.close()
 
@@ -125,10 +124,10 @@ class BackendConformance(BackendSuite):
         reader = self.open_rig(url, read_only=True)
         assert not reader.backend.capabilities.writable
         assert reader.opened == writer.opened
-        assert reader.read(pack) == payload_of(pack)
+        reader.check_read(pack)
         with pytest.raises(StoreError):
             reader.commit(deletions=[pack.pack_id])
-        assert reader.tables() == {pack.pack_id: pack.table}
+        reader.check_holds(pack)
         assert list(reader.backend.namespaces()) == [writer.opened]
         reader.close()
 
@@ -146,8 +145,8 @@ class BackendConformance(BackendSuite):
         assert reader.tables_of([pack.pack_id]) == []
         assert list(reader.backend.namespaces()) == []
         writer.commit(pack)
-        assert reader.added_since(before.cursor) == [pack.table]
-        assert reader.read(pack) == payload_of(pack)
+        reader.check_added(before.cursor, pack)
+        reader.check_read(pack)
         reader.close()
         writer.close()
 
@@ -159,10 +158,10 @@ class BackendConformance(BackendSuite):
         pack, other = first.packs(2)
         first.commit(pack)
         assert second.commit(other, seen=cursor).stale
-        assert second.added_since(cursor) == [pack.table]
+        second.check_added(cursor, pack)
         # a handle outlives the others
         first.close()
-        assert second.read(pack) == payload_of(pack)
+        second.check_read(pack)
         assert not second.commit(other).stale
         second.check_totals()
         second.close()
@@ -174,8 +173,8 @@ class BackendConformance(BackendSuite):
         cursor = reader.changes(None).cursor
         pack, other = writer.packs(2)
         writer.commit(pack, manifests=[sample_manifest("r1")])
-        assert reader.added_since(cursor) == [pack.table]
-        assert reader.read(pack) == payload_of(pack)
+        reader.check_added(cursor, pack)
+        reader.check_read(pack)
         assert reader.manifest_ids() == {"r1"}
         # the reader outlives its first writer, and sees the next one
         writer.close()
@@ -218,9 +217,9 @@ class BackendConformance(BackendSuite):
     ) -> None:
         pack = rig.pack(1, blocks=3, block_bytes=block_bytes)
         rig.commit(pack)
-        assert rig.tables() == {pack.pack_id: pack.table}
+        rig.check_holds(pack)
         assert rig.tables_of([_UNKNOWN_PACK, pack.pack_id]) == [pack.table]
-        assert rig.read(pack) == payload_of(pack)
+        rig.check_read(pack)
 
     def test_commit_unknown_namespace_raises(self, backend: Backend) -> None:
         unknown = sample_identity(9).digest
@@ -232,7 +231,7 @@ class BackendConformance(BackendSuite):
         other = sample_identity(9).digest
         with pytest.raises(StoreError):
             rig.commit(sample_pack(other, 1))
-        assert rig.tables() == {}
+        rig.check_holds()
 
     def test_commit_existing_pack_id_keeps_first_pack(self, rig: NamespaceRig) -> None:
         self.need_plain(rig)
@@ -242,9 +241,8 @@ class BackendConformance(BackendSuite):
         assert first.pack_id == second.pack_id
         cursor = rig.commit(first, second).cursor
         rig.commit(second)
-        assert rig.tables() == {first.pack_id: first.table}
-        assert rig.read(first) == payload_of(first)
-        assert rig.added_since(cursor) == []
+        rig.check_holds(first)
+        rig.check_added(cursor)
         assert rig.check_totals().packs == 1
 
     def test_commit_failing_stream_changes_nothing(self, rig: NamespaceRig) -> None:
@@ -261,14 +259,13 @@ class BackendConformance(BackendSuite):
         with pytest.raises(_SourceFailure):
             rig.commit_batch(batch)
 
-        assert rig.tables() == {held.pack_id: held.table}
-        assert rig.read(held) == payload_of(held)
+        rig.check_holds(held)
         assert rig.read(good) is None
         assert rig.manifest_ids() == set()
-        assert rig.added_since(cursor) == []
+        rig.check_added(cursor)
         assert _content(rig.check_totals()) == _content(stats)
         rig.commit(good, seen=cursor)
-        assert rig.read(good) == payload_of(good)
+        rig.check_read(good)
 
     def test_commit_too_large_pack_raises_full_and_changes_nothing(
         self, small_rig: NamespaceRig
@@ -280,14 +277,13 @@ class BackendConformance(BackendSuite):
         batch = CommitBatch([large], [sample_manifest("r1")], [held.pack_id])
         with pytest.raises(StoreFullError):
             small_rig.commit_batch(batch)
-        assert small_rig.tables() == {held.pack_id: held.table}
-        assert small_rig.read(held) == payload_of(held)
+        small_rig.check_holds(held)
         assert small_rig.manifest_ids() == set()
         small_rig.check_totals()
 
         fits = small_rig.pack(3)
         assert not small_rig.commit(fits, seen=cursor).stale
-        assert small_rig.read(fits) == payload_of(fits)
+        small_rig.check_read(fits)
 
     def test_commit_emptied_store_can_be_refilled(
         self, small_rig: NamespaceRig
@@ -321,7 +317,7 @@ class BackendConformance(BackendSuite):
         assert evicted == candidates[: len(evicted)]
         held = candidates[len(evicted) :]
         assert set(small_rig.tables()) == {pinned.pack_id, *held}
-        assert small_rig.read(pinned) == payload_of(pinned)
+        small_rig.check_read(pinned)
         assert small_rig.manifest_ids() == {"r"}
 
     def test_eviction_reports_each_pack_that_it_removes(
@@ -345,16 +341,16 @@ class BackendConformance(BackendSuite):
         result = rig.commit(deletions=deletions)
         assert list(result.evicted) == [deleted.table]
         assert rig.read(deleted) is None
-        assert rig.read(kept) == payload_of(kept)
+        rig.check_read(kept)
         changes = rig.changes(cursor)
-        assert changes.removed == {deleted.pack_id: deleted.table.keys.fingerprints}
+        assert changes.removed == _removed(deleted)
         assert changes.cursor == result.cursor
         assert rig.check_totals().packs == 1
 
         # the same id can be stored again, with other bytes
         again = rig.pack(2, blocks=30, block_bytes=70_000, content=5)
         rig.commit(again)
-        assert rig.read(again) == payload_of(again)
+        rig.check_read(again)
 
     def test_commit_manifest_deletion_keeps_packs(self, rig: NamespaceRig) -> None:
         pack = rig.pack(1)
@@ -364,7 +360,7 @@ class BackendConformance(BackendSuite):
         # an unknown id is ignored
         batch = CommitBatch(manifest_deletions=["a", "absent"])
         assert not rig.commit_batch(batch).evicted
-        assert rig.read(pack) == payload_of(pack)
+        rig.check_read(pack)
         assert rig.manifest_ids() == {"b"}
         assert rig.manifest_keys(["a"]) == [None]
         assert rig.check_totals().requests == 1
@@ -382,9 +378,9 @@ class BackendConformance(BackendSuite):
         cursor = rig.commit(bad).cursor
         result = rig.commit(good, deletions=[bad.pack_id])
         assert list(result.evicted) == [bad.table]
-        assert rig.read(good) == payload_of(good)
+        rig.check_read(good)
         changes = rig.changes(cursor)
-        assert changes.removed == {bad.pack_id: bad.table.keys.fingerprints}
+        assert changes.removed == _removed(bad)
         assert list(changes.added) == [good.table]
 
     def test_commit_stale_cursor_changes_nothing(self, rig: NamespaceRig) -> None:
@@ -397,8 +393,8 @@ class BackendConformance(BackendSuite):
         batch = CommitBatch([second], manifests, deletions=[first.pack_id], seen=seen)
         result = rig.commit_batch(batch)
         assert result.stale
-        assert rig.added_since(result.cursor) == [first.table]
-        assert rig.tables() == {first.pack_id: first.table}
+        rig.check_added(result.cursor, first)
+        rig.check_holds(first)
         assert rig.manifest_ids() == set()
 
         # an empty batch changes nothing, so the cursor stays current
@@ -406,7 +402,7 @@ class BackendConformance(BackendSuite):
         assert not rig.commit(second, seen=cursor).stale
         # without ``seen``, no batch is stale
         assert not rig.commit(deletions=[first.pack_id]).stale
-        assert rig.tables() == {second.pack_id: second.table}
+        rig.check_holds(second)
 
     def test_commit_needed_pack_removed_is_stale(self, rig: NamespaceRig) -> None:
         needed, kept, pack = rig.packs(3)
@@ -455,8 +451,8 @@ class BackendConformance(BackendSuite):
         assert not changes.reset
         added = {table.pack_id for table in changes.added}
         assert added == {second.pack_id, third.pack_id}
-        assert changes.removed == {first.pack_id: first.table.keys.fingerprints}
-        assert rig.added_since(changes.cursor) == []
+        assert changes.removed == _removed(first)
+        rig.check_added(changes.cursor)
 
     @pytest.mark.parametrize(
         "cursor", [b"", b"x", bytes(15), b"\xff" * 16, bytes(15) + b"\1", b"\xff" * 64]
@@ -480,18 +476,14 @@ class BackendConformance(BackendSuite):
         rig.commit(rewritten, deleted, good)
         for pack in (rewritten, deleted):
             raw.flip(RawKind.TABLE, rig.namespace, pack.pack_id, -30)
-        assert rig.tables() == {good.pack_id: good.table}
-        assert rig.added_since(cursor) == [good.table]
+        rig.check_holds(good)
+        rig.check_added(cursor, good)
 
         # with the id of the first one, and other bytes
         again = rig.pack(0, content=9)
         assert again.pack_id == rewritten.pack_id
         rig.commit(again, deletions=[deleted.pack_id])
-        assert rig.tables() == {
-            good.pack_id: good.table,
-            again.pack_id: again.table,
-        }
-        assert rig.read(again) == payload_of(again)
+        rig.check_holds(good, again)
         assert rig.read(deleted) is None
         assert rig.check_totals().packs == 2
 
@@ -681,6 +673,11 @@ def _span(pack_id: bytes, offset: int, *lengths: int) -> ReadSpan:
     """Return a span of a pack to read into new buffers of these lengths."""
     buffers = [memoryview(bytearray(length)) for length in lengths]
     return ReadSpan(pack_id, offset, buffers)
+
+
+def _removed(*packs: NewPack) -> dict[bytes, bytes]:
+    """Return what ``Changes.removed`` has for these packs."""
+    return {pack.pack_id: pack.table.keys.fingerprints for pack in packs}
 
 
 def _evicted_by(result: CommitResult) -> list[bytes]:

@@ -21,10 +21,10 @@ import multiprocessing
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import pytest
 
@@ -63,6 +63,10 @@ _INVALID = (
 )
 
 
+Opener: TypeAlias = Callable[[], Blobs]
+"""Opens a handle of a medium."""
+
+
 class RawBlobs(ABC):
     """A medium's own client, without the code under test. Handles may be open meanwhile."""
 
@@ -78,6 +82,11 @@ class RawBlobs(ABC):
     def names(self) -> Sequence[str]:
         """Return the names of all blobs."""
 
+    def fill(self, names: Iterable[str]) -> None:
+        """Write blobs of these names with the bytes ``data``."""
+        for name in names:
+            self.put(name, b"data")
+
 
 class BlobsConformance:
     """Tests of the contract in ``persistkv.storage.blobs``; subclasses override ``opener`` and
@@ -89,7 +98,7 @@ class BlobsConformance:
     """Number of blobs in the test of a listing of several pages."""
 
     @pytest.fixture
-    def opener(self) -> Callable[[], Blobs]:
+    def opener(self) -> Opener:
         """Return a function that opens a handle of the test's medium. The suite closes handles."""
         raise NotImplementedError(
             "a subclass of BlobsConformance overrides the fixture opener"
@@ -103,7 +112,7 @@ class BlobsConformance:
         )
 
     @pytest.fixture
-    def blobs(self, opener: Callable[[], Blobs]) -> Iterator[Blobs]:
+    def blobs(self, opener: Opener) -> Iterator[Blobs]:
         """An open handle of the test's medium."""
         with closing(opener()) as blobs:
             yield blobs
@@ -130,7 +139,7 @@ class BlobsConformance:
     ) -> None:
         blobs.put("empty", pieces)
         assert raw.get("empty") == b""
-        assert _read(blobs, "empty", 0, 10) == b""
+        assert _read(blobs, "empty") == b""
         assert _sizes(blobs) == {"empty": 0}
 
     def test_put_many_small_pieces_stores_all(
@@ -149,7 +158,7 @@ class BlobsConformance:
         piece = bytearray(b"before")
         blobs.put("a", [piece])
         piece[:] = b"after!"
-        assert _read(blobs, "a", 0, 6) == b"before"
+        assert _read(blobs, "a") == b"before"
 
     def test_put_existing_name_replaces_blob(self, blobs: Blobs, raw: RawBlobs) -> None:
         blobs.put("a/b", [b"a long old value"])
@@ -172,10 +181,10 @@ class BlobsConformance:
         self, blobs: Blobs, raw: RawBlobs, name: str
     ) -> None:
         with pytest.raises(ValueError, match="name"):
-            blobs.put(name, [b"data"])
+            _put(blobs, name)
         with pytest.raises(ValueError, match="name"):
-            _read(blobs, name, 0, 1)
-        blobs.put("valid", [b"data"])
+            _read(blobs, name)
+        _put(blobs, "valid")
         with pytest.raises(ValueError, match="name"):
             blobs.delete(["valid", name])
         assert list(raw.names()) == ["valid"]
@@ -188,26 +197,24 @@ class BlobsConformance:
             list(blobs.list(prefix))
 
     def test_put_is_visible_to_another_handle(
-        self, blobs: Blobs, opener: Callable[[], Blobs]
+        self, blobs: Blobs, opener: Opener
     ) -> None:
         with closing(opener()) as other:
-            with pytest.raises(BlobMissingError):
-                _read(other, "a/b", 0, 1)
+            _check_missing(other, "a/b")
             assert not list(other.list(""))
 
-            blobs.put("a/b", [b"data"])
-            assert _read(other, "a/b", 0, 10) == b"data"
+            _put(blobs, "a/b")
+            assert _read(other, "a/b") == b"data"
             assert _names(other, "a/") == ["a/b"]
 
             other.put("a/b", [b"changed"])
-            assert _read(blobs, "a/b", 0, 10) == b"changed"
+            assert _read(blobs, "a/b") == b"changed"
 
             other.delete(["a/b"])
-            with pytest.raises(BlobMissingError):
-                _read(blobs, "a/b", 0, 1)
+            _check_missing(blobs, "a/b")
 
     def test_put_is_visible_to_another_process(
-        self, blobs: Blobs, opener: Callable[[], Blobs]
+        self, blobs: Blobs, opener: Opener
     ) -> None:
         if not self.crosses_processes:
             pytest.skip("the medium belongs to one process")
@@ -218,16 +225,14 @@ class BlobsConformance:
         process.start()
         process.join(_PATIENCE_S)
         assert process.exitcode == 0
-        assert _read(blobs, "a/from-there", 0, 10) == b"here"
+        assert _read(blobs, "a/from-there") == b"here"
         assert _names(blobs, "a/") == ["a/from-here", "a/from-there"]
 
-    def test_put_remains_after_close(
-        self, blobs: Blobs, opener: Callable[[], Blobs]
-    ) -> None:
-        blobs.put("a", [b"data"])
+    def test_put_remains_after_close(self, blobs: Blobs, opener: Opener) -> None:
+        _put(blobs, "a")
         blobs.close()
         with closing(opener()) as other:
-            assert _read(other, "a", 0, 10) == b"data"
+            assert _read(other, "a") == b"data"
 
     def test_put_replacing_under_reader_gives_whole_blobs(self, blobs: Blobs) -> None:
         # of different bytes and lengths
@@ -257,7 +262,7 @@ class BlobsConformance:
             assert listed[name] <= returned + _ROUNDING_S
             assert returned - listed[name] < _PATIENCE_S
 
-    def test_put_times_ascend(self, blobs: Blobs, opener: Callable[[], Blobs]) -> None:
+    def test_put_times_ascend(self, blobs: Blobs, opener: Opener) -> None:
         with closing(opener()) as other:
             first = blobs.put("a", [b"data"])
             time.sleep(2 * _ROUNDING_S + 0.1)
@@ -361,26 +366,22 @@ class BlobsConformance:
         assert _read(blobs, "a", 0, 5) == bytes(5)
 
     def test_read_missing_blob_raises(self, blobs: Blobs) -> None:
-        blobs.put("a/b", [b"data"])
+        _put(blobs, "a/b")
         for name in ("b", "a/c", "c/b", "c/d/e"):
-            with pytest.raises(BlobMissingError):
-                _read(blobs, name, 0, 1)
+            _check_missing(blobs, name)
 
     # delete
 
     def test_delete_removes_named_blobs_only(self, blobs: Blobs, raw: RawBlobs) -> None:
-        for name in _ORDER:
-            blobs.put(name, [b"data"])
+        _put(blobs, *_ORDER)
         deleted = ["a/b", "a-b"]
         blobs.delete(deleted)
         remaining = [name for name in _ORDER if name not in deleted]
         assert sorted(raw.names()) == remaining
-        with pytest.raises(BlobMissingError):
-            _read(blobs, "a/b", 0, 1)
+        _check_missing(blobs, "a/b")
 
     def test_delete_missing_names_is_ignored(self, blobs: Blobs, raw: RawBlobs) -> None:
-        blobs.put("a/b", [b"data"])
-        blobs.put("c", [b"data"])
+        _put(blobs, "a/b", "c")
         blobs.delete([])
         blobs.delete(["x", "a/x", "x/y/z", "a/b", "a/b"])
         blobs.delete(["a/b"])
@@ -390,8 +391,7 @@ class BlobsConformance:
         held = [f"packs/{number}" for number in range(20)]
         # more than one request of an object store can name
         missing = [f"packs/missing-{number}" for number in range(2100)]
-        for name in held:
-            raw.put(name, b"data")
+        raw.fill(held)
         blobs.delete([*missing, *held])
         assert not list(raw.names())
 
@@ -408,7 +408,7 @@ class BlobsConformance:
     def test_put_after_delete_stores_blob(self, blobs: Blobs) -> None:
         for content in (b"one", b"two"):
             blobs.put("a/b/c", [content])
-            assert _read(blobs, "a/b/c", 0, 10) == content
+            assert _read(blobs, "a/b/c") == content
             blobs.delete(["a/b/c"])
             assert not list(blobs.list(""))
 
@@ -431,8 +431,7 @@ class BlobsConformance:
     def test_list_prefix_selects_names(
         self, blobs: Blobs, raw: RawBlobs, prefix: str
     ) -> None:
-        for name in _ORDER:
-            raw.put(name, b"data")
+        raw.fill(_ORDER)
         expected = [name for name in _ORDER if name.startswith(prefix)]
         assert _names(blobs, prefix) == expected
 
@@ -440,8 +439,7 @@ class BlobsConformance:
     def test_list_after_excludes_smaller_and_equal_names(
         self, blobs: Blobs, raw: RawBlobs, prefix: str
     ) -> None:
-        for name in _ORDER:
-            raw.put(name, b"data")
+        raw.fill(_ORDER)
         selected = [name for name in _ORDER if name.startswith(prefix)]
         # names that no blob has, also outside of the prefix
         others = ("0", "a", "a-b-c", "a-b-c/", "a/", "a/bb", "a/c", "a/c/", "a/d", "zz")
@@ -461,11 +459,10 @@ class BlobsConformance:
         assert _names(blobs, "packs/", names[middle]) == names[middle + 1 :]
 
     def test_list_during_changes_includes_durable_blobs(
-        self, blobs: Blobs, opener: Callable[[], Blobs]
+        self, blobs: Blobs, opener: Opener
     ) -> None:
         durable = {f"{number % 3}/{number}" for number in range(120)}
-        for name in durable:
-            blobs.put(name, [b"data"])
+        _put(blobs, *durable)
         ended = threading.Event()
 
         def change(thread: int) -> None:
@@ -475,7 +472,7 @@ class BlobsConformance:
                 while not ended.is_set():
                     prefix = f"{number % 3}/"
                     name = f"{prefix}{thread}-{number}"
-                    other.put(name, [b"data"])
+                    _put(other, name)
                     assert name in _names(other, prefix)
                     other.delete([name])
                     number += 1
@@ -498,8 +495,7 @@ class BlobsConformance:
     ) -> None:
         names = [f"{number % 3}/{number:02}" for number in range(30)]
         deleted = {name for name in names if name.endswith("5")}
-        for name in names:
-            raw.put(name, b"data")
+        raw.fill(names)
         listed = set()
         for info in blobs.list(""):
             listed.add(info.name)
@@ -524,21 +520,21 @@ class BlobsConformance:
         assert len(_names(blobs)) == _THREADS
 
     def test_methods_after_close_raise(self, blobs: Blobs) -> None:
-        blobs.put("a", [b"data"])
+        _put(blobs, "a")
         # twice: closing is idempotent
         blobs.close()
         blobs.close()
         with pytest.raises(StoreError):
-            blobs.put("a", [b"data"])
+            _put(blobs, "a")
         with pytest.raises(StoreError):
-            _read(blobs, "a", 0, 1)
+            _read(blobs, "a")
         with pytest.raises(StoreError):
             blobs.delete(["a"])
         with pytest.raises(StoreError):
             list(blobs.list(""))
 
     def test_attributes_of_open_medium_have_valid_values(self, blobs: Blobs) -> None:
-        blobs.put("a", [b"data"])
+        _put(blobs, "a")
         assert blobs.latency_s >= 0
         assert blobs.connections >= 1
         assert blobs.state() == "closed"
@@ -572,7 +568,20 @@ def _use_all_methods(blobs: Blobs, prefix: str) -> None:
     assert _names(blobs, prefix) == names[:1]
 
 
-def _read(blobs: Blobs, name: str, offset: int, length: int, step: int = 0) -> bytes:
+def _put(blobs: Blobs, *names: str) -> None:
+    """Put blobs with the bytes ``data``."""
+    for name in names:
+        blobs.put(name, [b"data"])
+
+
+def _check_missing(blobs: Blobs, name: str) -> None:
+    with pytest.raises(BlobMissingError):
+        _read(blobs, name)
+
+
+def _read(
+    blobs: Blobs, name: str, offset: int = 0, length: int = 100, step: int = 0
+) -> bytes:
     """Return up to ``length`` bytes, read into buffers of ``step`` bytes; 0: into one buffer."""
     found = bytearray(length)
     view = memoryview(found)
@@ -582,7 +591,7 @@ def _read(blobs: Blobs, name: str, offset: int, length: int, step: int = 0) -> b
     return bytes(found[:count])
 
 
-def _copy_in_process(opener: Callable[[], Blobs], source: str, target: str) -> None:
+def _copy_in_process(opener: Opener, source: str, target: str) -> None:
     """Copy a blob, in a process that has opened a handle of its own."""
     with closing(opener()) as blobs:
-        blobs.put(target, [_read(blobs, source, 0, 100)])
+        blobs.put(target, [_read(blobs, source)])

@@ -28,7 +28,7 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.storage.stats import BackendStats
-from persistkv.testing.samples import open_payload, sample_pack
+from persistkv.testing.samples import open_payload, payload_of, sample_pack
 
 
 class RawKind(Enum):
@@ -253,9 +253,20 @@ class NamespaceRig:
     def changes(self, cursor: bytes | None) -> Changes:
         return self.backend.changes(self.namespace, cursor)
 
-    def added_since(self, cursor: bytes) -> list[PackTable]:
-        """Return the tables of the packs that were added after a cursor."""
-        return list(self.changes(cursor).added)
+    def check_holds(self, *packs: NewPack) -> None:
+        """Assert that the namespace holds these packs, with their bytes, and no others."""
+        assert self.tables() == {pack.pack_id: pack.table for pack in packs}
+        for pack in packs:
+            self.check_read(pack)
+
+    def check_read(self, pack: NewPack) -> None:
+        """Assert that the bytes of a pack can be read."""
+        assert self.read(pack) == payload_of(pack)
+
+    def check_added(self, cursor: bytes, *packs: NewPack) -> None:
+        """Assert that these packs were added after a cursor, in this order, and no others."""
+        added = [pack.table for pack in packs]
+        assert list(self.changes(cursor).added) == added
 
     def tables(self) -> dict[bytes, PackTable]:
         """Return the tables of all packs, by pack id."""

@@ -32,6 +32,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.checks import Check, Level
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import FRAME_BYTES, PackTable, align
+from persistkv.storage.inspection.requests import stored_requests
 from persistkv.storage.stats import BackendStats
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command
@@ -287,11 +288,8 @@ def _store(url: str) -> Iterator[Check]:
 
 def _newest_request(backend: Backend) -> float:
     """Return when the newest request was created: seconds since the epoch; 0: there is none."""
-    newest = 0.0
-    for space in backend.namespaces():
-        for head in backend.catalogue(space.id).manifests():
-            newest = max(newest, head.created)
-    return newest
+    times = [found.manifest.created for found in stored_requests(backend)]
+    return max(times, default=0.0)
 
 
 def _codec(stats: BackendStats, sample: bytes) -> Check:

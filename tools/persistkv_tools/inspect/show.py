@@ -23,6 +23,7 @@ from persistkv.storage.inspection.requests import (
     FoundRequest,
     RequestView,
     find_request,
+    request_ids,
     short_ids,
 )
 from persistkv_tools import render
@@ -141,8 +142,7 @@ def show(
     with opened(url) as backend:
         found = find_request(backend, request, namespace)
         if tree:
-            heads = backend.catalogue(found.namespace.id).manifests()
-            shorts = short_ids(head.id for head in heads)
+            shorts = short_ids(request_ids(backend, found.namespace.id))
         context = show_context(url, backend, found, key_limit=keys)
         top, group = prefix_tree(backend, found, nodes) if tree else (None, 0)
     if json:
@@ -463,7 +463,7 @@ def prefix_tree(
 def _chains_of_group(backend: Backend, namespace: bytes, group: int) -> list[_Chain]:
     """Return the keys of each request in one KV cache group with the request's id, sorted."""
     chains: list[_Chain] = []
-    names = (manifest.id for manifest in backend.catalogue(namespace).manifests())
+    names = request_ids(backend, namespace)
     for name, keys in keys_of(backend, namespace, names):
         if keys is not None and len(keys) > group and len(keys[group]):
             chains.append((keys[group].unpack(), name))

@@ -36,6 +36,7 @@ from persistkv.storage.inspection.requests import (
     chosen_namespaces,
     copy_group,
     find_request,
+    request_ids,
     short_ids,
     with_uses,
 )
@@ -248,8 +249,7 @@ class _Usage:
 
         :param backend: that commits, if any does: others may see its commits later.
         """
-        manifests = backend.catalogue(self.namespace.id).manifests()
-        return {manifest.id for manifest in manifests}
+        return set(request_ids(backend, self.namespace.id))
 
 
 def plan_prune(

@@ -42,6 +42,7 @@ from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.inspection.pack_tables import NamespacePacks, keys_of
+from persistkv.storage.inspection.requests import request_ids
 from persistkv.storage.threads import ThreadPool
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv_tools import options
@@ -165,8 +166,7 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] |
         packs = 0
         has_changed = len(list(backend.namespaces())) != len(spaces)
         for space in spaces:
-            manifests = backend.catalogue(space.namespace).manifests()
-            heads += sum(1 for _ in manifests)
+            heads += len(request_ids(backend, space.namespace))
             has_changed = space.refresh() or has_changed
             packs += len(space.tables)
         totals = attrgetter("packs", "requests", "stored_bytes")
@@ -439,7 +439,7 @@ def check_manifests(
     num_checked = 0
     findings: list[Defect] = []
     for space in spaces:
-        names = _names(backend, space)
+        names = request_ids(backend, space.namespace)
         num_checked += len(names)
         suspects = _suspects(backend, space, names, took)
         # others may have written, evicted or replaced what looks wrong
@@ -447,17 +447,11 @@ def check_manifests(
             if not suspects:
                 break
             space.refresh()
-            there = set(_names(backend, space))
+            there = set(request_ids(backend, space.namespace))
             left = [name for name in suspects if name in there]
             suspects = _suspects(backend, space, left, took)
         findings += suspects.values()
     return num_checked, findings
-
-
-def _names(backend: Backend, space: NamespacePacks) -> list[str]:
-    """Return the ids of the requests of a namespace."""
-    manifests = backend.catalogue(space.namespace).manifests()
-    return [manifest.id for manifest in manifests]
 
 
 def _suspects(

@@ -14,6 +14,7 @@ from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.inspection.pack_tables import NamespacePacks, Packs, all_keys
+from persistkv.storage.inspection.requests import request_ids
 from persistkv_tools import render
 from persistkv_tools.packs import Took, UnknownCodecError, check_pack
 from persistkv_tools.transfer.room import TargetRoom, capacity_for, store_bytes
@@ -291,8 +292,7 @@ def _held(source: Source, target: Backend | None) -> tuple[set[str], set[bytes]]
     namespace = source.namespace.id
     if target is None or not target.holds(namespace):
         return set(), set(source.packs.tables)
-    manifests = target.catalogue(namespace).manifests()
-    held_requests = {manifest.id for manifest in manifests}
+    held_requests = set(request_ids(target, namespace))
     held_packs = NamespacePacks(target, namespace)
     return held_requests, _lacking(source.packs, held_packs)
 

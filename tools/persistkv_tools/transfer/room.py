@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from persistkv.rounding import divide_up, round_up
 from persistkv.storage.backend import Backend
+from persistkv.storage.inspection.requests import stored_requests
 
 _PAGE_HEADERS = 64  # one page of 4 KiB for each piece of 256 KiB
 # 5 KiB: catalogue rows of a pack, and the unused part of its last page
@@ -60,10 +61,7 @@ class TargetRoom(NamedTuple):
         if stats.capacity is None:
             return None
 
-        named_blocks = 0
-        for namespace in backend.namespaces():
-            for manifest in backend.catalogue(namespace.id).manifests():
-                named_blocks += manifest.blocks
+        named_blocks = sum(found.manifest.blocks for found in stored_requests(backend))
         keys = stats.blocks + named_blocks
         content = store_bytes(stats.stored_bytes, stats.packs, stats.requests, keys)
 

@@ -23,6 +23,7 @@ from persistkv.storage.backend import (
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
+from persistkv.storage.inspection.requests import request_ids
 from persistkv_tools.packs import Took
 from persistkv_tools.transfer.plan import Copied, CopyPlan, Source
 from persistkv_tools.transfer.room import TargetRoom
@@ -144,8 +145,7 @@ class _NamespaceWriter:
 
     def _present(self) -> set[str]:
         """Return the ids of the requests that the target holds now."""
-        manifests = self._backend.catalogue(self._namespace).manifests()
-        return {manifest.id for manifest in manifests}
+        return set(request_ids(self._backend, self._namespace))
 
     def _commit(self, manifests: list[ManifestWrite]) -> None:
         """Commit the packs that wait, and requests; leave out what the quota of its tenant

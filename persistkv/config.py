@@ -325,12 +325,10 @@ class Registry(Generic[T]):
         base: type[Any],
         built_in: Mapping[str, type[T]] = MappingProxyType({}),
     ) -> None:
-        self._group, self._field, self._base, self._built_in = (
-            group,
-            field,
-            base,
-            built_in,
-        )
+        self._group = group
+        self._field = field
+        self._base = base
+        self._built_in = built_in
 
     def names(self) -> list[str]:
         """Return the names of the built-in classes and of the installed plug-ins, sorted."""
@@ -378,6 +376,12 @@ class GroupLayout(msgspec.Struct, frozen=True):
     ranges: tuple[tuple[int, int], ...]
     """(offset, length) in bytes, ascending, not overlapping. Bytes between them are stale and never
     persisted."""
+
+    @classmethod
+    def of_bytes(cls, num_bytes: int) -> GroupLayout:
+        """Return the layout of blocks that use the first bytes of a row."""
+        whole = (0, num_bytes)
+        return cls((whole,))
 
     @property
     def block_bytes(self) -> int:

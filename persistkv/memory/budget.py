@@ -60,7 +60,8 @@ def default_io_threads() -> int:
     times the throughput of the disk with 2, 4 and 8 threads (``benchmarks.gpu.restore``). Fewer
     cores are left to the engine.
     """
-    return 4 if (os.cpu_count() or 1) >= _MANY_CORES else 2
+    num_cores = os.cpu_count() or 1
+    return 4 if num_cores >= _MANY_CORES else 2
 
 
 @contextmanager

@@ -30,9 +30,7 @@ _MAX_PREFAULT_THREADS = 16
 logger = logging.getLogger(__name__)
 
 
-def use_huge_pages(
-    fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_THREADS
-) -> bool:
+def use_huge_pages(fds: Sequence[int], num_bytes: int) -> bool:
     """Move the content of shared memory files into huge pages, for all processes that map it. No
     byte changes.
 
@@ -49,7 +47,7 @@ def use_huge_pages(
     except OSError:
         return False
     try:
-        return collapse(address, whole, threads=threads)
+        return collapse(address, whole)
     finally:
         libc.unmap(address, whole)
 
@@ -73,9 +71,11 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
     # if the first step fails, all would: skip the others
     if not _collapse(steps[0]):
         return False
-    threads = min(threads, os.cpu_count() or 1)
+    others = steps[1:]
+    num_cpus = os.cpu_count() or 1
+    threads = min(threads, num_cpus)
     with ThreadPoolExecutor(threads) as pool:
-        collapsed = pool.map(_collapse, steps[1:])
+        collapsed = pool.map(_collapse, others)
         return all(collapsed)
 
 
@@ -122,7 +122,8 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
 def huge_memory(num_bytes: int) -> mmap.mmap:
     """Allocate at least ``num_bytes`` of private, zeroed memory, in huge pages if the kernel has
     some free."""
-    whole_pages = round_up(max(num_bytes, 1), HUGE_PAGE_BYTES)
+    least = max(num_bytes, 1)
+    whole_pages = round_up(least, HUGE_PAGE_BYTES)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, whole_pages, flags=private)
     with suppress(OSError):  # a kernel without huge pages
@@ -142,7 +143,8 @@ def prefer_huge_pages(address: int, num_bytes: int) -> bool:
     whole = end - end % mmap.PAGESIZE - begin
     if whole <= 0:
         return False
-    return libc.madvise(begin, whole, mmap.MADV_HUGEPAGE) == 0
+    code = libc.madvise(begin, whole, mmap.MADV_HUGEPAGE)
+    return code == 0
 
 
 def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
@@ -162,7 +164,8 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     array = np.frombuffer(memory, np.uint8)
     num_bytes = 0
     parts = []
-    for begin, end in _page_spans(len(memory), first, length, stride):
+    spans = _page_spans(len(memory), first, length, stride)
+    for begin, end in spans:
         num_bytes += end - begin
         for part_begin in range(begin, end, _PREFAULT_BYTES):
             part_end = min(part_begin + _PREFAULT_BYTES, end)
@@ -172,16 +175,19 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
         """Make a part resident; return 0, or the errno if its pages were read instead."""
         begin, end = part
         start = address + begin
-        code = libc.madvise(start, end - begin, libc.MADV_POPULATE_WRITE)
+        size = end - begin
+        code = libc.madvise(start, size, libc.MADV_POPULATE_WRITE)
         if code:
             # reading one byte of a page makes it resident; the maximum itself has no use
             one_byte_of_each_page = array[begin : end : mmap.PAGESIZE]
             one_byte_of_each_page.max()
         return code
 
-    threads = min(_MAX_PREFAULT_THREADS, os.cpu_count() or 1, len(parts))
+    num_cpus = os.cpu_count() or 1
+    threads = min(_MAX_PREFAULT_THREADS, num_cpus, len(parts))
     with ThreadPoolExecutor(threads, "persistkv-prefault") as pool:
-        code = max(pool.map(populate, parts))
+        codes = pool.map(populate, parts)
+        code = max(codes)
     if code:
         reason = errno.errorcode.get(code, "unknown")
         logger.info(

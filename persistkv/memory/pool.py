@@ -33,6 +33,7 @@ class BufferPool:
     def give_back(self, buffer: mmap.mmap) -> None:
         """Return a buffer that nothing uses any more."""
         with self._lock:
-            kept_bytes = sum(map(len, self._free))
+            sizes = map(len, self._free)
+            kept_bytes = sum(sizes)
             if kept_bytes + len(buffer) <= _KEPT_BYTES:
                 self._free.append(buffer)

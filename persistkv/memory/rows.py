@@ -90,7 +90,8 @@ class Rows(BlockMemory):
         for offset, size in self.layout.groups[group].ranges:
             start = row_start + offset
             end = start + size
-            places.append(self._bytes[start:end])
+            place = self._bytes[start:end]
+            places.append(place)
         return places
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -106,14 +107,16 @@ class Rows(BlockMemory):
         for first_row, end_row in runs(block_ids):
             start = first_row * stride
             end = end_row * stride
-            pieces.append(self._bytes[start:end])
+            piece = self._bytes[start:end]
+            pieces.append(piece)
         return pieces
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         ids = np.asarray(block_ids)
         parts = []
         for offset, size in self.layout.groups[group].ranges:
-            part: ByteArray = self.array[ids, offset : offset + size]
+            end = offset + size
+            part: ByteArray = self.array[ids, offset:end]
             parts.append(part)
         # without a copy of the only part
         if len(parts) == 1:
@@ -124,9 +127,11 @@ class Rows(BlockMemory):
         ids = np.asarray(block_ids)
         start = 0  # within a block of ``blocks``, which has no gaps between its ranges
         for offset, size in self.layout.groups[group].ranges:
-            part = blocks[:, start : start + size]
-            self.array[ids, offset : offset + size] = part
-            start += size
+            stop = start + size
+            part = blocks[:, start:stop]
+            end = offset + size
+            self.array[ids, offset:end] = part
+            start = stop
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -24,7 +24,8 @@ class _Run(NamedTuple):
 
     def part(self, first: int, count: int) -> memoryview:
         """Return the bytes of ``count`` blocks from number ``first`` on."""
-        return self.blocks.part(first - self.first, count)
+        place = first - self.first
+        return self.blocks.part(place, count)
 
 
 class ScatteredBlocks(BlockMemory):
@@ -40,15 +41,16 @@ class ScatteredBlocks(BlockMemory):
     def __init__(self, block_bytes: Sequence[int]) -> None:
         largest = max(block_bytes, default=1)
         row_stride = round_up(largest, PAGE_BYTES)
-        groups = tuple(GroupLayout(((0, size),)) for size in block_bytes)
-        self.layout = RowLayout(row_stride, groups)
+        groups = map(GroupLayout.of_bytes, block_bytes)
+        self.layout = RowLayout(row_stride, tuple(groups))
         self._places: dict[int, Regions | _Run] = {}
         self._next = 0
 
     def add(self, blocks: Sequence[Regions]) -> range:
         """Register blocks; return a new number for each, valid until ``remove``."""
         numbers = self._new_numbers(len(blocks))
-        self._places.update(zip(numbers, blocks, strict=True))
+        placed = zip(numbers, blocks, strict=True)
+        self._places.update(placed)
         return numbers
 
     def add_timed(self, blocks: TimedBlocks) -> range:
@@ -57,7 +59,8 @@ class ScatteredBlocks(BlockMemory):
         numbers = self._new_numbers(len(blocks))
         run = _Run(blocks, numbers.start)
         # no object for each block: hundreds of them make the garbage collector run
-        self._places.update(dict.fromkeys(numbers, run))
+        placed = dict.fromkeys(numbers, run)
+        self._places.update(placed)
         return numbers
 
     def _new_numbers(self, count: int) -> range:
@@ -79,9 +82,11 @@ class ScatteredBlocks(BlockMemory):
         first = block_ids[0]
         last = block_ids[-1]
         place = self._places[first]
-        are_adjacent = list(block_ids) == list(range(first, last + 1))
-        if isinstance(place, _Run) and place is self._places[last] and are_adjacent:
-            return [place.part(first, len(block_ids))]
+        if isinstance(place, _Run) and place is self._places[last]:
+            adjacent = range(first, last + 1)
+            if list(block_ids) == list(adjacent):
+                piece = place.part(first, len(block_ids))
+                return [piece]
         pieces: list[memoryview] = []
         for number in block_ids:
             pieces += self._regions(number)
@@ -98,15 +103,18 @@ class ScatteredBlocks(BlockMemory):
         shape = (len(block_ids), size)
         blocks = np.empty(shape, np.uint8)
         pieces = self.pieces(group, block_ids)
-        copy_in(pieces, blocks.data.cast("B"))
+        target = blocks.data.cast("B")
+        copy_in(pieces, target)
         return blocks
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
         for block, number in zip(blocks, block_ids, strict=True):
-            copy_out(block.data, self._regions(number))
+            regions = self._regions(number)
+            copy_out(block.data, regions)
 
     def _regions(self, number: int) -> Regions:
         place = self._places[number]
         if isinstance(place, _Run):
-            return [place.part(number, 1)]
+            block = place.part(number, 1)
+            return [block]
         return place

@@ -21,7 +21,7 @@ from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 NUM_ROWS = 48
 STRIDE = 12288  # bytes of a row
 # two groups: one with the first page of a row, one with two ranges and gaps
-_ONE_RANGE = GroupLayout(((0, 4096),))
+_ONE_RANGE = GroupLayout.of_bytes(4096)
 _TWO_RANGES = GroupLayout(((4096, 100), (8192, 4096)))
 LAYOUT = RowLayout(STRIDE, (_ONE_RANGE, _TWO_RANGES))
 TIMEOUT_S = 90.0

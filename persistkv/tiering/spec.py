@@ -125,7 +125,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         groups = self.group_layouts
         if not groups:
             all_cells = self.cpu_page_size * self.geometry.num_workers
-            groups = (GroupLayout(((0, all_cells),)),)
+            groups = (GroupLayout.of_bytes(all_cells),)
         return OffloadingConfig(
             self._identity_of_rows(),
             self.geometry.gpu_block_size * self.block_size_factor,

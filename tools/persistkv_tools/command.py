@@ -146,53 +146,57 @@ def add_flag(parser: ArgumentParser, name: str, help: str) -> None:
     parser.add_argument(name, action="store_true", help=help)
 
 
-def add_namespace(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--namespace",
-        metavar="ID",
-        help="Only this namespace: its id, or the first digits.",
-    )
+_SHARED: dict[str, dict[str, Any]] = {
+    "--namespace": {
+        "metavar": "ID",
+        "help": "Only this namespace: its id, or the first digits.",
+    },
+    "--label": {
+        "metavar": "NAME[=VALUE]",
+        "action": "append",
+        "help": "Only requests with this label; can be repeated.",
+    },
+    "--older-than": {
+        "metavar": "AGE",
+        "help": "Only requests older than this, e.g. 12h or 30d.",
+    },
+    "--newer-than": {
+        "metavar": "AGE",
+        "help": "Only requests younger than this, e.g. 12h or 30d.",
+    },
+    "--larger-than": {
+        "metavar": "SIZE",
+        "help": "Only requests with more raw bytes, e.g. 1GiB.",
+    },
+    "--never-hit": {
+        "action": "store_true",
+        "help": "Only requests that were never used after they were stored.",
+    },
+    "--expired": {
+        "action": "store_true",
+        "help": "Only requests whose ttl has passed, and that no commit has deleted yet.",
+    },
+    "--rate": {
+        "metavar": "SIZE",
+        "help": "Read at most this much per second, e.g. 200MiB.",
+    },
+    "--yes": {"action": "store_true", "help": "Do not ask for confirmation."},
+}
+SELECTION = (
+    "--namespace",
+    "--label",
+    "--older-than",
+    "--larger-than",
+    "--never-hit",
+    "--expired",
+)
+"""Options that choose requests in lists and for deletion."""
 
 
-def add_labels(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--label",
-        metavar="NAME[=VALUE]",
-        action="append",
-        help="Only requests with this label; can be repeated.",
-    )
-
-
-def add_older_than(parser: ArgumentParser) -> None:
-    help = "Only requests older than this, e.g. 12h or 30d."
-    parser.add_argument("--older-than", metavar="AGE", help=help)
-
-
-def add_newer_than(parser: ArgumentParser) -> None:
-    help = "Only requests younger than this, e.g. 12h or 30d."
-    parser.add_argument("--newer-than", metavar="AGE", help=help)
-
-
-def add_selection(parser: ArgumentParser) -> None:
-    """Add the options that choose requests in lists and for deletion."""
-    add_namespace(parser)
-    add_labels(parser)
-    add_older_than(parser)
-    larger = "Only requests with more raw bytes, e.g. 1GiB."
-    parser.add_argument("--larger-than", metavar="SIZE", help=larger)
-    never_hit = "Only requests that were never used after they were stored."
-    add_flag(parser, "--never-hit", never_hit)
-    expired = "Only requests whose ttl has passed, and that no commit has deleted yet."
-    add_flag(parser, "--expired", expired)
-
-
-def add_rate(parser: ArgumentParser) -> None:
-    help = "Read at most this much per second, e.g. 200MiB."
-    parser.add_argument("--rate", metavar="SIZE", help=help)
-
-
-def add_yes(parser: ArgumentParser) -> None:
-    add_flag(parser, "--yes", "Do not ask for confirmation.")
+def add_shared(parser: ArgumentParser, *names: str) -> None:
+    """Add options that several commands have."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:

@@ -64,10 +64,10 @@ def format_pace(num_bytes: int, seconds: float) -> str:
     return f"in {seconds:.1f} s ({format_size(round(rate))}/s)"
 
 
-def format_age(created: float, now: float | None = None) -> str:
+def format_age(created: float) -> str:
     """Return the time since ``created`` for people: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` if in
     the future."""
-    age = _now(now) - created
+    age = time.time() - created
     sign = "-" if age < 0 else ""
     seconds = abs(age)
     for unit, letter in _UNITS:
@@ -78,7 +78,7 @@ def format_age(created: float, now: float | None = None) -> str:
 
 def format_expiry(at: float, now: float | None = None) -> str:
     """Return the time until ``at`` for people: ``in 3d``; ``expired`` if it has passed."""
-    left_s = at - _now(now)
+    left_s = at - (time.time() if now is None else now)
     if left_s <= 0:
         return "expired"
     # rounded to the nearest day, hour or minute: a ttl of 7d is no 6d a moment after the store
@@ -86,10 +86,6 @@ def format_expiry(at: float, now: float | None = None) -> str:
         if left_s >= unit * _ALMOST:
             return f"in {round(left_s / unit)}{letter}"
     return f"in {math.ceil(left_s)}s"
-
-
-def _now(given: float | None) -> float:
-    return time.time() if given is None else given
 
 
 def format_time(seconds: float) -> str:
@@ -174,8 +170,9 @@ def _write(text: str) -> None:
     OUTPUT.flush()
 
 
-def say(text: str, *, stderr: bool = False) -> None:
-    console(stderr=stderr).print(plain(text))
+def say(text: str) -> None:
+    """Print one line for people."""
+    console().print(plain(text))
 
 
 Columns = Mapping[str, str | Callable[[Any], str]]
@@ -258,14 +255,10 @@ def cut(text: str) -> str:
     return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}…"
 
 
-def _format_id(value: object) -> str:
-    return str(value)[:8]
-
-
 _FORMATS_BY_NAME: tuple[tuple[tuple[str, ...], Callable[[Any], str]], ...] = (
     (("created", "updated", "last_used"), format_age),
     (("expires",), format_expiry),
-    (("namespace", "pack"), _format_id),
+    (("namespace", "pack"), lambda value: str(value)[:8]),
     (("bytes_per_s",), lambda value: f"{format_size(round(value))}/s"),
     (("_bytes",), lambda value: format_size(round(value))),
     (("seconds",), lambda value: f"{value * 1e3:,.1f} ms"),

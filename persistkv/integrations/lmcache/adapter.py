@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -99,8 +99,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._opener = ThreadPool(1, "persistkv-opener")
         self._announcer = Announcer(
             self._stores,
-            self._announce_stored,
-            self._announce_removed,
+            partial(_announce, self._notify_keys_stored),
+            partial(_announce, self._notify_keys_deleted),
             self.options.delete_timeout_s,
         )
         self._unknown: set[str] = set()
@@ -277,19 +277,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Announce all changes to a listener, beginning with the present content."""
         register = partial(super().register_listener, listener)
 
-        def announce(place: Place, stored: Sequence[bytes]) -> None:
-            keys = decode_keys(place.model_name, stored)
-            listener.on_l2_keys_stored(keys, place.sizes(keys))
-
-        self._announcer.add_listener(register, announce)
-
-    def _announce_stored(self, place: Place, stored: Sequence[bytes]) -> None:
-        keys = decode_keys(place.model_name, stored)
-        self._notify_keys_stored(keys, place.sizes(keys))
-
-    def _announce_removed(self, place: Place, removed: Sequence[bytes]) -> None:
-        keys = decode_keys(place.model_name, removed)
-        self._notify_keys_deleted(keys, place.sizes(keys))
+        stored = partial(_announce, listener.on_l2_keys_stored)
+        self._announcer.add_listener(register, stored)
 
     # The end
 
@@ -336,6 +325,17 @@ def _weights(models: Mapping[str, str]) -> dict[str, str]:
         is_name = source.startswith(NAME_OF_WEIGHTS)
         weights[name] = source if is_name else weights_of(source)
     return weights
+
+
+def _announce(
+    announce: Callable[[ObjectKeys, list[int]], None],
+    place: Place,
+    encoded: Sequence[bytes],
+) -> None:
+    """Pass keys of a store to a function of LMCache, with the bytes of their objects."""
+    keys = decode_keys(place.model_name, encoded)
+    sizes = [place.layout.num_bytes] * len(keys)
+    announce(keys, sizes)
 
 
 def _start_on(store: BlockStore, tasks: TaskQueue, task: int, part: Part) -> None:

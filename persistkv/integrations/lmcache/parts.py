@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from persistkv.integrations.lmcache.keys import (
     MemoryObjects,
@@ -75,23 +75,11 @@ class GetPart(Part):
 P = TypeVar("P", bound=Part)
 
 
-class _Parts(Generic[P]):
-    """Parts of one task by place."""
-
-    def __init__(self, kind: type[P]) -> None:
-        self._kind = kind
-        self._parts: dict[Place, P] = {}
-
-    def at(self, place: Place) -> P:
-        """Return the part of a place; create it if there is none."""
-        part = self._parts.get(place)
-        if part is None:
-            part = self._kind(place)
-            self._parts[place] = part
-        return part
-
-    def all(self) -> Collection[P]:
-        return self._parts.values()
+def _part_at(place: Place, parts: dict[Place, P], kind: type[P]) -> P:
+    """Return the part of a place; create it if there is none."""
+    if place not in parts:
+        parts[place] = kind(place)
+    return parts[place]
 
 
 def parts_of_objects(
@@ -99,17 +87,17 @@ def parts_of_objects(
 ) -> Collection[P]:
     """Return a part for each model and layout of objects, without the keys that ``rules`` refuses:
     these fail."""
-    parts = _Parts(kind)
+    parts: dict[Place, P] = {}
     for position, key in enumerate(keys):
         if not rules.accepts(key):
             continue
         memory = objects[position]
         layout = ObjectLayout.of_object(memory)
         place = Place(key.model_name, layout)
-        part = parts.at(place)
+        part = _part_at(place, parts, kind)
         part.add(position, key)
         part.memory.append(memory.byte_array)
-    return parts.all()
+    return parts.values()
 
 
 def parts_of_lookup(
@@ -124,7 +112,7 @@ def parts_of_lookup(
     :param descriptions: for each object group, LMCache's ``MemoryLayoutDesc``.
     """
     layouts = _layouts(descriptions)
-    parts = _Parts(FindPart)
+    parts: dict[Place, FindPart] = {}
     for position, key in enumerate(keys):
         if not rules.accepts(key):
             continue
@@ -135,9 +123,9 @@ def parts_of_lookup(
             # LMCache does not tell: a load checks the layout of its memory
             places = stores.places_of(key.model_name)
         for place in places:
-            part = parts.at(place)
+            part = _part_at(place, parts, FindPart)
             part.add(position, key)
-    return parts.all()
+    return parts.values()
 
 
 def _layouts(descriptions: Mapping[int, Any]) -> dict[int, ObjectLayout]:

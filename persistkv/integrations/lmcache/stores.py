@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from persistkv.errors import PersistKVError, StoreError
 from persistkv.integrations.lmcache.keys import ObjectLayout
@@ -31,10 +31,6 @@ class Place(NamedTuple):
 
     model_name: str
     layout: ObjectLayout
-
-    def sizes(self, keys: Sequence[Any]) -> list[int]:
-        """Return the bytes of the object of each key."""
-        return [self.layout.num_bytes] * len(keys)
 
 
 class LayoutStores:

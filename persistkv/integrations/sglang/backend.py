@@ -13,7 +13,8 @@ have a deadline, and pass through memory of the store: nothing is written to a p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -177,30 +178,29 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[Any, list[bool]]:
         """Read pages into their pools; return for each pool, and each of its pages, whether the
         pool holds it."""
-        results = {}
-        for transfer in transfers:
-            keys = transfer.keys or []
-            found = [False] * len(keys)
-            store = self._store_for(transfer)
-            if store is not None:
-                found = store.read(keys, transfer.host_indices)
-            results[transfer.name] = found
-        return results
+        return self._transfer(transfers, PoolStore.read)
 
     def batch_set_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[Any, list[bool]]:
         """Store pages of pools; return for each pool, and each of its pages, whether it is
         durable."""
-        depth = _depth(extra_info)
+        write = partial(PoolStore.write, depth=_depth(extra_info))
+        return self._transfer(transfers, write)
+
+    def _transfer(
+        self, transfers: Sequence[Any], call: Callable[..., list[bool]]
+    ) -> dict[Any, list[bool]]:
+        """Make a call for the store, the keys and the host indices of each transfer; return the
+        results by pool."""
         results = {}
         for transfer in transfers:
             keys = transfer.keys or []
-            stored = [False] * len(keys)
+            done = [False] * len(keys)
             store = self._store_for(transfer)
             if store is not None:
-                stored = store.write(keys, transfer.host_indices, depth)
-            results[transfer.name] = stored
+                done = call(store, keys, transfer.host_indices)
+            results[transfer.name] = done
         return results
 
     def _store_for(self, transfer: Any) -> PoolStore | None:

@@ -25,9 +25,6 @@ T = TypeVar("T")
 
 _POSITIONAL = ("prompt", "max_new_tokens")
 """Arguments of a request that are no ``GenerateOptions``."""
-# the seeds that a generator of torch accepts
-_MIN_SEED = -(1 << 63)
-_MAX_SEED = (1 << 64) - 1
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -142,11 +139,6 @@ def integer(name: str, value: object, least: int, most: int | None = None) -> in
     if isinstance(value, bool) or number < least or too_large:
         raise ConfigurationError(name, value, expected)
     return number
-
-
-def seed(name: str, value: object) -> int:
-    """Return a seed that a generator of torch accepts; raise ConfigurationError if it is none."""
-    return integer(name, value, _MIN_SEED, _MAX_SEED)
 
 
 def number(

@@ -416,8 +416,8 @@ class PersistentCache(RequestCache):
         """Open the store of this identity, with memory for the rows of single blocks; close it at
         the end."""
         stride = row_stride_bytes(1, max(self._block_bytes))
-        groups = tuple(GroupLayout(((0, size),)) for size in self._block_bytes)
-        layout = RowLayout(stride, groups)
+        groups = map(GroupLayout.of_bytes, self._block_bytes)
+        layout = RowLayout(stride, tuple(groups))
         num_bytes = max(1, _ROWS_BYTES // stride) * stride
         staging_bytes = max(StoreOptions().staging_bytes, BLOCKS_STAGED * stride)
         options = StoreOptions(codec=codec, staging_bytes=staging_bytes)

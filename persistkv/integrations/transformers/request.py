@@ -27,6 +27,9 @@ from persistkv.tenants import DEFAULT_TENANT
 
 HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the root"
 _ROOT = b"persistkv block chain 1\n"
+# the seeds that a generator of torch accepts
+_MIN_SEED = -(1 << 63)
+_MAX_SEED = (1 << 64) - 1
 
 BlockTable = list[int | None]
 """Device blocks of one KV cache group, in the order of the tokens; see ``Request.tables``."""
@@ -89,7 +92,7 @@ class Sampler:
         self._temperature = arguments.number("temperature", temperature, 0.0)
         self._top_p = arguments.number("top_p", top_p, 0.0, 1.0, above=True)
         self._top_k = arguments.integer("top_k", top_k, 0)
-        checked_seed = arguments.seed("seed", seed)
+        checked_seed = arguments.integer("seed", seed, _MIN_SEED, _MAX_SEED)
         self._generator = torch.Generator(device).manual_seed(checked_seed)
 
     def choose(self, logits: torch.Tensor) -> int:

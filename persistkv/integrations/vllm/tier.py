@@ -236,8 +236,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             numbers = number_layout(
                 engine, spec, find_kv_cache_config(), device=str(facts["device"])
             )
-        groups = (GroupLayout(((0, used),)),) * len(group_tokens)
-        layout = RowLayout(stride, groups, numbers)
+        group = GroupLayout.of_bytes(used)
+        layout = RowLayout(stride, (group,) * len(group_tokens), numbers)
         return OffloadingConfig(
             identity,
             tokens,

@@ -28,17 +28,9 @@ class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, ours: bytes, theirs: bytes, verdict: Verdict) -> AdoptionView:
         """Return the view of a verdict of namespace ``ours`` about ``theirs``."""
-        return cls(
-            ours=ours.hex(),
-            theirs=theirs.hex(),
-            verdict=verdict.verdict,
-            depths=verdict.depths,
-            final=verdict.final,
-            tokens=verdict.tokens,
-            error=verdict.error,
-            limit=verdict.limit,
-            at=verdict.at,
-        )
+        fields = msgspec.structs.asdict(verdict)
+        del fields["version"]
+        return cls(ours=ours.hex(), theirs=theirs.hex(), **fields)
 
 
 def adoptions(backend: Backend) -> list[AdoptionView]:

@@ -18,11 +18,11 @@ from persistkv.storage.inspection.requests import RequestView
 from persistkv.storage.inspection.selection import Selection
 from persistkv_tools import render
 from persistkv_tools.command import (
+    SELECTION,
     URL,
     Command,
     add_flag,
-    add_newer_than,
-    add_selection,
+    add_shared,
     number,
 )
 
@@ -112,8 +112,7 @@ def _add_options(parser: ArgumentParser) -> None:
         help=_SORT_HELP,
     )
     add_flag(parser, "--reverse", "Reverse the order.")
-    add_selection(parser)
-    add_newer_than(parser)
+    add_shared(parser, *SELECTION, "--newer-than")
     parser.add_argument(
         "--smaller-than",
         metavar="SIZE",

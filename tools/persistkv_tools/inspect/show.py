@@ -32,7 +32,7 @@ from persistkv_tools.command import (
     URL,
     Command,
     add_flag,
-    add_namespace,
+    add_shared,
     number,
 )
 from persistkv_tools.options import opened
@@ -174,7 +174,7 @@ def _add_options(parser: ArgumentParser) -> None:
         default=4,
         help="Keys to show of each group.",
     )
-    add_namespace(parser)
+    add_shared(parser, "--namespace")
 
 
 COMMAND = Command(show, (URL, REQUEST), _add_options)

@@ -13,16 +13,15 @@ import msgspec
 
 from persistkv.errors import FileError
 from persistkv.storage.backend import Backend, Namespace
-from persistkv.storage.host.status import EngineStatus, read_statuses
+from persistkv.storage.host.status import read_statuses
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv.storage.inspection.adoptions import adoptions
 from persistkv.storage.inspection.requests import NotFoundError, chosen_namespaces
-from persistkv.storage.records import LoadReport
 from persistkv_tools import render
 from persistkv_tools.command import (
     URL,
     Command,
-    add_namespace,
+    add_shared,
     looks_like_store,
     resolved,
 )
@@ -135,9 +134,10 @@ def _why_request(url: str, request: str, *, json: bool) -> None:
         statuses = read_statuses(backend)
     loads = []
     for status in statuses:
+        engine = {"engine": status.engine, "host": status.host}
         for found in status.load_reports:
             if found.request.startswith(request):
-                loads.append(_load_view(status, found))
+                loads.append(render.view_of(LoadView, found, **engine))
     if not loads:
         raise NotFoundError(
             f"no engine of {url} lists a request {request}: the store held no block for it, it is "
@@ -150,18 +150,6 @@ def _why_request(url: str, request: str, *, json: bool) -> None:
         return
     for load in loads:
         render.say(f"{load.request} on {load.host}: {_explain(load)}")
-
-
-def _load_view(status: EngineStatus, report: LoadReport) -> LoadView:
-    return LoadView(
-        status.engine,
-        status.host,
-        report.request,
-        report.reason,
-        report.load_s,
-        report.compute_s,
-        report.time,
-    )
 
 
 def _explain(load: LoadView) -> str:
@@ -262,7 +250,7 @@ def _namespaces_of(url: str) -> list[Namespace]:
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--against", metavar="WHAT", help=_AGAINST_HELP)
-    add_namespace(parser)
+    add_shared(parser, "--namespace")
     parser.add_argument("--request", metavar="ID", help=_REQUEST_HELP)
 
 

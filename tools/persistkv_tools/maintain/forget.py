@@ -19,7 +19,7 @@ from persistkv_tools.command import (
     URL,
     Command,
     Positional,
-    add_yes,
+    add_shared,
     confirm,
     ensure_consent,
 )
@@ -120,7 +120,7 @@ def _add_options(parser: ArgumentParser) -> None:
         metavar="PATH",
         help="Only check whether this store has signed the receipt in this file.",
     )
-    add_yes(parser)
+    add_shared(parser, "--yes")
 
 
 COMMAND = Command(forget, (URL, _TENANT), _add_options)

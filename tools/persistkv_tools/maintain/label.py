@@ -23,8 +23,7 @@ from persistkv_tools.command import (
     URL,
     Command,
     Positional,
-    add_labels,
-    add_namespace,
+    add_shared,
 )
 
 _WORDS = Positional(
@@ -76,14 +75,14 @@ def _check_changes(given: Mapping[str, str], removed: Sequence[str]) -> None:
 
 
 def _add_label_options(parser: ArgumentParser) -> None:
-    add_labels(parser)
+    add_shared(parser, "--label")
     parser.add_argument(
         "--remove",
         metavar="NAME",
         action="append",
         help="Remove this label; can be repeated.",
     )
-    add_namespace(parser)
+    add_shared(parser, "--namespace")
 
 
 LABEL = Command(label, (URL, _WORDS), _add_label_options)
@@ -121,8 +120,7 @@ def unpin(
 
 
 def _add_pin_options(parser: ArgumentParser) -> None:
-    add_labels(parser)
-    add_namespace(parser)
+    add_shared(parser, "--label", "--namespace")
 
 
 PIN = Command(pin, (URL, REQUESTS), _add_pin_options)

@@ -12,11 +12,11 @@ from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import BackendStats, FreeSpace
 from persistkv_tools import render
 from persistkv_tools.command import (
+    SELECTION,
     URL,
     Command,
     add_flag,
-    add_selection,
-    add_yes,
+    add_shared,
     confirm,
     ensure_consent,
     number,
@@ -181,7 +181,7 @@ def _add_options(parser: ArgumentParser) -> None:
         action="append",
         help="This request and its copies (same context and labels); can be repeated.",
     )
-    add_selection(parser)
+    add_shared(parser, *SELECTION)
     parser.add_argument(
         "--keep-size",
         metavar="SIZE",
@@ -206,7 +206,7 @@ def _add_options(parser: ArgumentParser) -> None:
         parser, "--quarantined", "Also delete the renamed files of damaged stores."
     )
     add_flag(parser, "--dry-run", "Only show what would be deleted.")
-    add_yes(parser)
+    add_shared(parser, "--yes")
 
 
 COMMAND = Command(prune, (URL,), _add_options)

@@ -24,7 +24,7 @@ from persistkv_tools.command import (
     Command,
     Positional,
     add_flag,
-    add_yes,
+    add_shared,
     confirm,
     ensure_consent,
 )
@@ -102,7 +102,7 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
 
 def _add_options(parser: ArgumentParser) -> None:
     add_flag(parser, "--dry-run", "Only show the consequences.")
-    add_yes(parser)
+    add_shared(parser, "--yes")
 
 
 COMMAND = Command(set_, (URL, _VALUES), _add_options)

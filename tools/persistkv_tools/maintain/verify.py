@@ -43,8 +43,7 @@ from persistkv_tools.command import (
     URL,
     Command,
     add_flag,
-    add_rate,
-    add_yes,
+    add_shared,
     confirm,
     ensure_consent,
 )
@@ -246,11 +245,11 @@ def _add_options(parser: ArgumentParser) -> None:
         default=1.0,
         help="Read only a random share of the packs, e.g. 0.05.",
     )
-    add_rate(parser)
+    add_shared(parser, "--rate")
     add_flag(
         parser, "--repair", "Delete bad packs; requests keep the blocks before them."
     )
-    add_yes(parser)
+    add_shared(parser, "--yes")
     parser.add_argument(
         "--resume",
         metavar="FILE",

@@ -30,11 +30,7 @@ from persistkv_tools.command import (
     Command,
     Positional,
     add_flag,
-    add_labels,
-    add_namespace,
-    add_newer_than,
-    add_older_than,
-    add_rate,
+    add_shared,
     number,
 )
 from persistkv_tools.options import open_if_exists
@@ -106,17 +102,14 @@ def copy(
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    add_namespace(parser)
-    add_labels(parser)
-    add_older_than(parser)
-    add_newer_than(parser)
+    add_shared(parser, "--namespace", "--label", "--older-than", "--newer-than")
     parser.add_argument(
         "--newest",
         metavar="N",
         type=number(1),
         help="Only the N newest of these requests.",
     )
-    add_rate(parser)
+    add_shared(parser, "--rate")
     add_flag(parser, "--dry-run", "Only show what would be copied.")
 
 

@@ -7,9 +7,10 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from persistkv.batches import batched
 from persistkv.errors import PersistKVError
 from persistkv.integrations.lmcache.stores import LayoutStores, Place
 from persistkv.storage.blocks import BlockStore
@@ -93,7 +94,7 @@ class Announcer:
             for place, store in self._stores.items():
                 try:
                     held = _held(store, self._list_timeout_s)
-                    for keys in _in_parts(held):
+                    for keys in batched(held, _AT_ONCE):
                         stored(place, keys)
                 except PersistKVError as error:
                     logger.warning("stored keys are not announced: %s", error)
@@ -118,9 +119,9 @@ class Announcer:
         else:
             changes = _content(store, self._list_timeout_s)
             self._known.add(place)
-        for keys in _in_parts(changes.stored):
+        for keys in batched(changes.stored, _AT_ONCE):
             self._stored(place, keys)
-        for keys in _in_parts(changes.removed):
+        for keys in batched(changes.removed, _AT_ONCE):
             self._removed(place, keys)
 
 
@@ -155,9 +156,3 @@ def _held(store: BlockStore, list_timeout_s: float) -> list[bytes]:
     # the list may be ahead of the store's index
     are_held = store.contains(listed)
     return list(itertools.compress(listed, are_held))
-
-
-def _in_parts(keys: Keys) -> Iterator[Keys]:
-    for start in range(0, len(keys), _AT_ONCE):
-        stop = start + _AT_ONCE
-        yield keys[start:stop]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from persistkv.batches import batched
 from persistkv.errors import PersistKVError, StoreError
 from persistkv.integrations.prefix_loads import PrefixLoads
 from persistkv.integrations.sglang.opening import StoreOpener
@@ -234,8 +235,7 @@ class PoolStore:
         blocks = store.stored_blocks(timeout_s=timeout_s)
         tenant = self._options.tenant
         keys = [block.key for block in blocks if tenant_of(block.key) == tenant]
-        for start in range(0, len(keys), _DELETED_AT_ONCE):
-            some_keys = keys[start : start + _DELETED_AT_ONCE]
+        for some_keys in batched(keys, _DELETED_AT_ONCE):
             left_s = max(0.0, deadline - time.monotonic())
             store.delete(some_keys, timeout_s=left_s)
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from persistkv.base import OffloadKey, make_offload_key
+from persistkv.batches import batched
 from persistkv.config import GroupLayout, RowLayout, store_url
 from persistkv.connector.matching import GroupBlocks, longest_match
 from persistkv.cpu.shared_offload_region import row_stride_bytes
@@ -325,8 +326,7 @@ class PersistentCache(RequestCache):
             for position in range(self._first_present[group], len(keys)):
                 if not store.contains(keys[position]):
                     absent.append((group, position))
-        for start in range(0, len(absent), len(store.rows)):
-            batch = absent[start : start + len(store.rows)]
+        for batch in batched(absent, len(store.rows)):
             keys = []
             positions = []
             for row, (group, position) in enumerate(batch):
@@ -387,8 +387,7 @@ class PersistentCache(RequestCache):
         wanted: list[tuple[int, int]] = []
         for group, positions in enumerate(needed):
             wanted += [(group, position) for position in positions]
-        for start in range(0, len(wanted), len(store.rows)):
-            batch = wanted[start : start + len(store.rows)]
+        for batch in batched(wanted, len(store.rows)):
             keys = [group_keys[group][position] for group, position in batch]
             failed = store.read(keys, range(len(batch)))
             if failed:

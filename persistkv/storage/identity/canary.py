@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from persistkv.batches import batched
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError
 from persistkv.memory.rows import BlockMemory, ByteArray, Rows
@@ -486,8 +487,7 @@ class Canary:
                 pairs.append((block, pack))
         chosen = _spread(pairs)
         batch_blocks = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
-        for start in range(0, len(chosen), batch_blocks):
-            batch = chosen[start : start + batch_blocks]
+        for batch in batched(chosen, batch_blocks):
             if not await self._compare(request, self.other, batch):
                 return
         self._judge(self.other)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 
+from persistkv.batches import batched
 from persistkv.storage.backend import Backend
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackTable
@@ -109,9 +110,9 @@ def keys_of(
 ) -> Iterator[tuple[str, ManifestKeys | None]]:
     """Yield request ids with their keys, read in batches; None instead of keys that are gone or
     damaged."""
-    waiting = iter(requests)
-    while some := list(islice(waiting, _REQUESTS_PER_CALL)):
-        yield from zip(some, backend.manifest_keys(namespace, some), strict=True)
+    for some in batched(requests, _REQUESTS_PER_CALL):
+        keys = backend.manifest_keys(namespace, some)
+        yield from zip(some, keys, strict=True)
 
 
 def all_keys(keys: ManifestKeys) -> list[bytes]:

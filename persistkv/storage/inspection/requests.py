@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
 
+from persistkv.batches import batched
 from persistkv.errors import PersistKVError
 from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
@@ -304,8 +305,7 @@ def with_uses(
     backend: Backend, namespace: bytes, manifests: Iterable[RequestManifest]
 ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
     """Yield the manifests with their use, read in batches; None for an unknown use."""
-    waiting = iter(manifests)
-    while batch := list(islice(waiting, _USES_PER_CALL)):
+    for batch in batched(manifests, _USES_PER_CALL):
         names = [manifest.id for manifest in batch]
         uses = backend.catalogue(namespace).uses(names)
         yield from zip(batch, uses, strict=True)

@@ -19,10 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
+from persistkv.batches import batched
 from persistkv.config import parse_size
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import Backend, CommitBatch, Namespace
@@ -42,8 +43,6 @@ from persistkv.storage.inspection.requests import (
 )
 from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import RequestUse
-
-T = TypeVar("T")
 
 _AT_ONCE = 64  # packs or requests of one commit
 _MOST_PAUSE_S = 0.2
@@ -439,14 +438,14 @@ class Prune:
         """Delete the chosen packs and requests of one namespace, in commits of a few each, and
         count the requests that are gone."""
         try:
-            for packs in _some_at_once(sorted(usage.deleted)):
+            for packs in batched(sorted(usage.deleted), _AT_ONCE):
                 # before each commit: engines store requests all the time
                 used = usage.used_since(backend)
                 wanted = [pack for pack in packs if pack not in used]
                 self._commit(backend, usage, CommitBatch(deletions=wanted))
             # the deletion of a pack has deleted the requests that name it
             left = usage.chosen & usage.present(backend)
-            for names in _some_at_once(sorted(left)):
+            for names in batched(sorted(left), _AT_ONCE):
                 self._commit(backend, usage, CommitBatch(manifest_deletions=names))
         except StoreError:
             with suppress(StoreError):  # the first error tells more
@@ -474,12 +473,6 @@ class Prune:
 
     def _count_requests(self, backend: Backend, usage: _Usage) -> None:
         self.done.requests += len(usage.going - usage.present(backend))
-
-
-def _some_at_once(items: list[T]) -> Iterator[list[T]]:
-    for start in range(0, len(items), _AT_ONCE):
-        stop = start + _AT_ONCE
-        yield items[start:stop]
 
 
 def _halves(batch: CommitBatch) -> list[CommitBatch]:

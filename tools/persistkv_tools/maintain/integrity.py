@@ -22,7 +22,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from persistkv.batches import batched
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, FileError
 from persistkv.memory.budget import no_collections
@@ -463,8 +464,8 @@ def _suspects(
     if not names:
         return found
     held = HeldKeys(table.keys for table in space.tables.values())
-    waiting = keys_of(backend, space.namespace, names)
-    while some := list(islice(waiting, _MANIFESTS_AT_ONCE)):
+    requests = keys_of(backend, space.namespace, names)
+    for some in batched(requests, _MANIFESTS_AT_ONCE):
         counts = held.missing([keys or () for _, keys in some])
         for (name, keys), num_missing in zip(some, counts, strict=True):
             if keys is None:

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 from rich.progress import Progress
 
+from persistkv.batches import batched
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import Backend, CommitBatch
@@ -555,8 +556,7 @@ def _shortenings(
     """
     heads = backend.catalogue(space.namespace).manifests_naming(bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]
-    for start in range(0, len(heads), SHORTENED_AT_ONCE):
-        some = heads[start : start + SHORTENED_AT_ONCE]
+    for some in batched(heads, SHORTENED_AT_ONCE):
         requests = read_requests(backend, space.namespace, some)
         wanted: set[bytes] = set()
         for request in requests:

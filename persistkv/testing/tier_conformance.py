@@ -98,6 +98,16 @@ class TierRig:
             assert time.monotonic() < deadline, "stored blocks do not become visible"
             time.sleep(_POLL_S)
 
+    def check_loaded(
+        self, key: OffloadKey, row: int, stored: npt.NDArray[np.uint8], source: int
+    ) -> None:
+        """Assert that a row holds the key's block of another row.
+
+        :param stored: a copy of the rows when row ``source`` was stored.
+        """
+        loaded = block_bytes(self.rows, key, row)
+        assert loaded == block_bytes(stored, key, source)
+
     def store_until_held(
         self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext
     ) -> None:
@@ -193,12 +203,13 @@ class SecondaryTierConformance(ABC):
         rig.rows[:] = _UNTOUCHED
         first_row = 20
         targets = range(first_row, first_row + len(keys))
-        result = rig.run(rig.load(keys, targets, request_of))
+        job_id = rig.load(keys, targets, request_of)
+        result = rig.run(job_id)
         assert result.success
         assert list(result.failed_keys) == []
         for source, key in enumerate(keys):
             row = first_row + source
-            assert block_bytes(rig.rows, key, row) == block_bytes(stored, key, source)
+            rig.check_loaded(key, row, stored, source)
             for offset, size in ranges_of(key):
                 rig.rows[row, offset : offset + size] = _UNTOUCHED
         # what remains was outside the ranges of the blocks' groups
@@ -216,8 +227,7 @@ class SecondaryTierConformance(ABC):
         rig.wait_held(keys, request_of)
         rig.run(rig.load(keys, [5, 6, 7], request_of))
         for number, key in enumerate(keys):
-            loaded = block_bytes(rig.rows, key, 5 + number)
-            assert loaded == block_bytes(stored, key, number)
+            rig.check_loaded(key, 5 + number, stored, number)
 
     def test_get_finished_jobs_returns_one_result_per_job(
         self, rig: TierRig, request_of: ReqContext
@@ -242,12 +252,13 @@ class SecondaryTierConformance(ABC):
         absent = make_offload_key(b"absent" * 5, 0)
         assert rig.tier.lookup(absent, request_of) is False
         mixed = [keys[0], absent, keys[1]]
-        result = rig.run(rig.load(mixed, [10, 11, 12], request_of))
+        job_id = rig.load(mixed, [10, 11, 12], request_of)
+        result = rig.run(job_id)
         assert result.success
         assert list(result.failed_keys) == [absent]
         # the blocks before and after the absent one
-        for key, source, row in ((keys[0], 0, 10), (keys[1], 1, 12)):
-            assert block_bytes(rig.rows, key, row) == block_bytes(stored, key, source)
+        rig.check_loaded(keys[0], 10, stored, 0)
+        rig.check_loaded(keys[1], 12, stored, 1)
 
     def test_store_request_without_description_succeeds(self, rig: TierRig) -> None:
         context = ReqContext("plain")

@@ -128,9 +128,9 @@ class _Evidence:
 
     def add(self, request: str, block: Block, tokens: int) -> None:
         """Add a block of which this many tokens agree."""
-        depth = max(self.depths[block.group], block.depth + 1)
-        self.tokens[block.group] += tokens
-        self.depths[block.group] = depth
+        group = block.group
+        self.tokens[group] += tokens
+        self.depths[group] = max(self.depths[group], block.depth + 1)
         self.requests.add(request)
 
 
@@ -198,7 +198,8 @@ class OtherNamespace(NamespaceView):
             keys += self._usable_keys(table)
         if self._own_events:
             # before they are added: afterwards no key is absent
-            self._own.report.add(stored=index.absent(keys))
+            absent = index.absent(keys)
+            self._own.report.add(stored=absent)
             self._own.report.lost |= bool(changes.removed)
         index.add_adopted(keys)
 
@@ -209,7 +210,8 @@ class OtherNamespace(NamespaceView):
         start = 0
         for frame in table.frames:
             if frame.depth != UNKNOWN_DEPTH and frame.group < len(self.depths):
-                below_limit = max(0, self.depths[frame.group] - frame.depth)
+                limit = self.depths[frame.group]
+                below_limit = max(0, limit - frame.depth)
                 count = min(frame.block_count, below_limit)
                 usable += keys[start : start + count]
             start += frame.block_count
@@ -226,7 +228,8 @@ class OtherNamespace(NamespaceView):
                 usable_holders.append(None)
                 continue
             if pack.pack_id not in usable:
-                usable[pack.pack_id] = set(self._usable_keys(pack.table))
+                usable_keys = self._usable_keys(pack.table)
+                usable[pack.pack_id] = set(usable_keys)
             is_usable = key in usable[pack.pack_id]
             usable_holders.append(pack if is_usable else None)
         return usable_holders
@@ -243,7 +246,8 @@ class OtherNamespace(NamespaceView):
             bad_count = bad_frames.get(pack.pack_id, 0)
             self._counters.verification_failures += bad_count
             # lookups must not find its keys again
-            self._own.index.remove_adopted(pack.table.keys.fingerprints)
+            fingerprints = pack.table.keys.fingerprints
+            self._own.index.remove_adopted(fingerprints)
 
     async def _quarantine(self) -> None:
         """Delete nothing: the engines of the other release decide about their packs."""
@@ -365,7 +369,9 @@ class Canary:
         )
 
     def _no_evidence(self) -> _Evidence:
-        return _Evidence(tokens=[0] * self._groups, depths=[0] * self._groups)
+        tokens = [0] * self._groups
+        depths = [0] * self._groups
+        return _Evidence(tokens, depths)
 
     def readable(self) -> list[NamespaceView]:
         """Return the namespaces that serve loads, in order: the own one, then an adopted one."""
@@ -400,7 +406,8 @@ class Canary:
             adopted_depths = self.verdict.depths
         held = self._held_keys(blocks.keys)
         # the fields of ``blocks`` are those of ``Block``, as columns
-        offered = map(Block._make, zip(*blocks, strict=True))
+        fields = zip(*blocks, strict=True)
+        offered = map(Block._make, fields)
         comparable: list[Block] = []
         for block in sorted(offered, key=attrgetter("depth")):
             is_held = block.key in held
@@ -417,7 +424,8 @@ class Canary:
     def _request(self, request: str) -> _Request:
         """Return the state of a request, new if it has offered no blocks yet."""
         if request not in self._requests:
-            self._requests[request] = _Request(counts=[0] * self._groups)
+            counts = [0] * self._groups
+            self._requests[request] = _Request(counts)
         state = self._requests[request]
         # the oldest one: it will not be compared any more
         if len(self._requests) > _MOST_REQUESTS:
@@ -517,15 +525,16 @@ class Canary:
                 pairs.append((block.group, our_row, their_row))
         compare_all = partial(self._agreements, pairs)
         (agreements,) = await self._own.threads.read([compare_all])
+        evidence = self._evidence
         for block, agreement in zip(readable, agreements, strict=True):
-            self._evidence.error = max(self._evidence.error, agreement.error)
-            self._evidence.limit = agreement.limit
+            evidence.error = max(evidence.error, agreement.error)
+            evidence.limit = agreement.limit
             if not agreement.agrees:
                 self._refuse(other, block, agreement)
                 return False
             # zero: the block proves nothing
             if agreement.tokens:
-                self._evidence.add(request, block, agreement.tokens)
+                evidence.add(request, block, agreement.tokens)
         return True
 
     async def _read_theirs(
@@ -550,8 +559,9 @@ class Canary:
         )
         scratch = Scratch(_BATCH_BYTES)
         read = partial(PartRead, backend, other.namespace, theirs, scratch)
+        reads = [read(part) for part in parts]
         failed = set(missing)
-        for outcome in await self._own.threads.read([read(part) for part in parts]):
+        for outcome in await self._own.threads.read(reads):
             failed.update(outcome.failed)
         return theirs, failed
 
@@ -573,7 +583,8 @@ class Canary:
             self._judge_candidate(other)
             return
         old_depths = self.verdict.depths
-        depths = tuple(map(max, self._evidence.depths, old_depths))
+        deeper = map(max, self._evidence.depths, old_depths)
+        depths = tuple(deeper)
         if depths == old_depths:
             return
         # each extension reads the other catalogue: only for much growth, or from time to time
@@ -704,7 +715,8 @@ def _spread(pairs: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPa
     """Return at most 32 blocks of each group: evenly spaced, the last one included."""
     by_group: dict[int, list[tuple[Block, HeldPack]]] = {}
     for block, pack in pairs:
-        by_group.setdefault(block.group, []).append((block, pack))
+        of_group = by_group.setdefault(block.group, [])
+        of_group.append((block, pack))
     chosen: list[tuple[Block, HeldPack]] = []
     for _, of_group in sorted(by_group.items()):
         step = max(1, divide_up(len(of_group), _MOST_BLOCKS))

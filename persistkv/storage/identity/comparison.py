@@ -135,7 +135,9 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
     for axis, (count, stride) in enumerate(layout.cells):
         if count == 1:
             continue
-        other_axes = (*layout.cells[:axis], *layout.cells[axis + 1 :])
+        before = layout.cells[:axis]
+        after = layout.cells[axis + 1 :]
+        other_axes = (*before, *after)
         slices = []
         for number in range(count):
             offset = layout.offset + number * stride
@@ -163,14 +165,16 @@ def _errors(
         their_vectors = _decode(their_items, dtype)
         lengths = np.maximum(lengths, _lengths(their_vectors))
         differences = _lengths(our_vectors - their_vectors)
-        least_lengths = _LEAST_LENGTH * np.median(lengths, axis=1, keepdims=True)
+        medians = np.median(lengths, axis=1, keepdims=True)
+        least_lengths = _LEAST_LENGTH * medians
         errors = differences / np.maximum(lengths, least_lengths)
         errors[differences == 0] = 0  # also where both lengths are 0
     is_finite = np.isfinite(lengths)
     errors[~is_finite] = np.inf
     num_tokens = errors.shape[1]
     place = math.ceil(_SHARE * num_tokens) - 1
-    worst = np.partition(errors, place, axis=1)[:, place]
+    partitioned = np.partition(errors, place, axis=1)
+    worst = partitioned[:, place]
     # A value that is not finite fails its cell, even among the 10 % of tokens that may differ.
     is_finite_cell = is_finite.all(axis=1)
     worst[~is_finite_cell] = np.inf
@@ -180,7 +184,8 @@ def _errors(
 def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.generic]:
     """Return the undecoded numbers of a row as an array of shape (cells, tokens, length)."""
     item = _ITEM_BYTES[dtype]
-    axes = (*layout.cells, *layout.tokens, (layout.length, item))
+    numbers = (layout.length, item)
+    axes = (*layout.cells, *layout.tokens, numbers)
     shape = [count for count, _ in axes]
     strides = [stride for _, stride in axes]
     items = row[layout.offset :].view(f"u{item}")
@@ -195,7 +200,8 @@ def _lengths(vectors: Floats) -> Floats:
     """Return the lengths of vectors, shape (cells, tokens), given as (cells, tokens, numbers)."""
     # The squares of float32 numbers exceed its range; those of bfloat16 have the same exponents.
     squares = np.einsum("ctv,ctv->ct", vectors, vectors, dtype=np.float64)
-    lengths: Floats = np.sqrt(squares).astype(np.float32)
+    roots = np.sqrt(squares)
+    lengths: Floats = roots.astype(np.float32)
     return lengths
 
 

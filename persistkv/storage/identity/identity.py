@@ -84,15 +84,17 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         :raises ValueError: the bytes are not a JSON object.
         """
         try:
-            return cls(msgspec.json.decode(bytes(data), type=dict[str, Any]))
+            fields = msgspec.json.decode(bytes(data), type=dict[str, Any])
         except RecursionError as error:
             raise ValueError(f"too deeply nested ({error})") from None
+        return cls(fields)
 
     @property
     def digest(self) -> bytes:
         """Digest of ``properties``, 16 bytes: the id of the namespace."""
         head = f"persistkv identity {IDENTITY_VERSION}\n".encode()
-        digest = hashlib.sha256(head + _canonical(self.properties))
+        encoded = _canonical(self.properties)
+        digest = hashlib.sha256(head + encoded)
         return digest.digest()[:ID_BYTES]
 
     @property
@@ -190,7 +192,8 @@ def fingerprint_tensors(
     entries = []
     for name, dtype, shape, data in tensors:
         digest = xxhash.xxh3_128_hexdigest(data)
-        entries.append(_TensorEntry(name, dtype, tuple(shape), digest))
+        entry = _TensorEntry(name, dtype, tuple(shape), digest)
+        entries.append(entry)
     return "state-dict:" + _combine(entries)
 
 
@@ -296,7 +299,8 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
     for name, tensor in tensors.items():
         start, stop = tensor.data_offsets
         digest = _hash_span(path, descriptor, base + start, base + stop, buffer)
-        entries.append(_TensorEntry(name, tensor.dtype, tensor.shape, digest))
+        entry = _TensorEntry(name, tensor.dtype, tensor.shape, digest)
+        entries.append(entry)
     return entries
 
 
@@ -330,7 +334,8 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
         fields = [entry.name, entry.dtype, list(entry.shape), entry.digest]
         lines.append(json.dumps(fields))
     text = "\n".join(sorted(lines))
-    return hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(text.encode())
+    return digest.hexdigest()
 
 
 class _TensorEntry(NamedTuple):
@@ -388,9 +393,10 @@ def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | No
         # RuntimeError: no home directory, or too deeply nested
         return None
     # the path too: the file's name is only a part of its hash
-    if record.version != _CACHE_VERSION or record.path != str(path.absolute()):
+    found = (record.version, record.path, record.stamp)
+    if found != (_CACHE_VERSION, str(path.absolute()), _stamp(status)):
         return None
-    return record.entries if record.stamp == _stamp(status) else None
+    return record.entries
 
 
 def _save_entries(
@@ -405,8 +411,9 @@ def _save_entries(
     record = _CachedFingerprints(
         _CACHE_VERSION, str(path.absolute()), _stamp(status), entries
     )
+    content = msgspec.json.encode(record)
     with suppress(OSError, RuntimeError):
-        replace_file(_cache_file(path), [msgspec.json.encode(record)])
+        replace_file(_cache_file(path), [content])
 
 
 class _Tensor(msgspec.Struct, frozen=True):

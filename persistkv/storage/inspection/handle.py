@@ -132,7 +132,8 @@ class StoreHandle:
         :param pinned: False: unpin.
         """
         found = find_request(self.backend, request, namespace)
-        batch = CommitBatch(pins=[(found.manifest.id, pinned)])
+        change = (found.manifest.id, pinned)
+        batch = CommitBatch(pins=[change])
         self.writable().commit(found.namespace.id, batch)
         return found.view(self.backend)
 
@@ -147,7 +148,8 @@ class StoreHandle:
         """Set labels of a request and remove others; return the request. This counts as a use of
         it."""
         found = find_request(self.backend, request, namespace)
-        relabel(self.writable(), found, labels or {}, set(remove))
+        given = labels or {}
+        relabel(self.writable(), found, given, set(remove))
         space = found.namespace.id.hex()
         # the new row has another use: read it again
         changed = find_request(self.backend, found.manifest.id, space)
@@ -167,7 +169,8 @@ class StoreHandle:
 
         :raises ConfigurationError: it is no receipt.
         """
-        return is_genuine(parse_receipt(receipt), self.backend.seal)
+        parsed = parse_receipt(receipt)
+        return is_genuine(parsed, self.backend.seal)
 
     def close(self) -> None:
         """Close the store. Idempotent."""

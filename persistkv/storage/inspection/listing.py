@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from persistkv.storage.backend import Backend
-from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.inspection.requests import (
     NamespaceSummary,
     RequestView,
@@ -85,7 +83,6 @@ def list_requests(
     Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
     """
     namespaces = chosen_namespaces(backend, namespace)
-    # the use of a request costs several reads, its head one
     by_use = sort in (Sort.USED, Sort.HITS) or selection.needs_use
     ttl_s = backend.policy().ttl_s
     total = 0
@@ -93,15 +90,13 @@ def list_requests(
     names: list[str] = []
     for space in namespaces:
         manifests = backend.catalogue(space.id).manifests()
-        uses: Iterable[tuple[RequestManifest, RequestUse | None]]
-        uses = zip(manifests, repeat(None))
-        if by_use:
-            uses = with_uses(backend, space.id, manifests)
+        uses = with_uses(backend, space.id, manifests, needed=by_use)
         for manifest, use in uses:
             total += 1
             names.append(manifest.id)
             if selection.takes(manifest, use, ttl_s):
-                views.append(RequestView.of(space.id, manifest, use, ttl_s))
+                view = RequestView.of(space.id, manifest, use, ttl_s)
+                views.append(view)
 
     is_descending = (sort in _DESCENDING) != reverse
     views.sort(key=_KEYS[sort], reverse=is_descending)
@@ -127,7 +122,9 @@ def _rows(views: list[RequestView], *, merge_copies: bool) -> list[list[RequestV
         return [[view] for view in views]
     groups: dict[object, list[RequestView]] = {}
     for view in views:
-        groups.setdefault((view.namespace, copy_group(view)), []).append(view)
+        place = (view.namespace, copy_group(view))
+        group = groups.setdefault(place, [])
+        group.append(view)
     return list(groups.values())
 
 
@@ -142,20 +139,24 @@ def _with_uses_and_copies(
     # one call for each namespace: it reads the uses of many requests in a transaction
     names: dict[str, set[str]] = {}
     for row in rows:
-        ids = names.setdefault(row[0].namespace, set())
-        ids.update((row[0].id, _oldest(row).id))
+        first = row[0]
+        ids = names.setdefault(first.namespace, set())
+        ids.add(first.id)
+        ids.add(_oldest(row).id)
     uses: dict[tuple[str, str], RequestUse | None] = {}
     for namespace, wanted in names.items():
         ordered = sorted(wanted)
-        found = backend.catalogue(bytes.fromhex(namespace)).uses(ordered)
+        catalogue = backend.catalogue(bytes.fromhex(namespace))
+        found = catalogue.uses(ordered)
         for name, use in zip(ordered, found, strict=True):
             uses[namespace, name] = use
 
     shown = []
     for row in rows:
-        namespace = row[0].namespace
-        view = row[0].with_use(uses[namespace, row[0].id], ttl_s)
-        oldest = uses[namespace, _oldest(row).id]
+        first = row[0]
+        own_use = uses[first.namespace, first.id]
+        view = first.with_use(own_use, ttl_s)
+        oldest = uses[first.namespace, _oldest(row).id]
         hits = view.hits if oldest is None else oldest.hits
         changed = msgspec.structs.replace(
             view, copies=len(row), short_id=shorts[view.id], hits=hits

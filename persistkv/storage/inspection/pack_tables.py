@@ -32,7 +32,8 @@ class Packs:
         if table is None or self._holders is None:
             return
         for key in table.keys.unpack():
-            others = [holder for holder in self._holders.pop(key) if holder != pack]
+            holders = self._holders.pop(key)
+            others = [holder for holder in holders if holder != pack]
             # most keys are in one pack: without an entry, ``hold`` need not look at it
             if others:
                 self._holders[key] = tuple(others)
@@ -61,7 +62,8 @@ class Packs:
         """Return the ids of all packs that hold at least one of the keys."""
         found: set[bytes] = set()
         for key in keys:
-            found.update(self.holders.get(key, ()))
+            holders = self.holders.get(key, ())
+            found.update(holders)
         return found
 
     def in_order(self, keys: ManifestKeys) -> list[bytes]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import pairwise, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,10 +42,11 @@ def short_ids(requests: Iterable[str]) -> dict[str, str]:
 
 
 def _shared_length(left: str, right: str) -> int:
-    for place, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
+    length = min(len(left), len(right))
+    for place in range(length):
+        if left[place] != right[place]:
             return place
-    return min(len(left), len(right))
+    return length
 
 
 class NamespaceSummary(msgspec.Struct, frozen=True):
@@ -196,7 +198,7 @@ class FoundRequest(NamedTuple):
     def keys(self, backend: Backend) -> ManifestKeys:
         """Return the keys; raise ``NotFoundError`` if the request was deleted meanwhile or its keys
         are unreadable."""
-        keys = backend.manifest_keys(self.namespace.id, [self.manifest.id])[0]
+        (keys,) = backend.manifest_keys(self.namespace.id, [self.manifest.id])
         if keys is None:
             raise NotFoundError(
                 f"the keys of {self.manifest.id} were deleted or cannot be read; persistkv"
@@ -206,10 +208,12 @@ class FoundRequest(NamedTuple):
 
     def view(self, backend: Backend) -> RequestView:
         """Return the view of the request, with its use."""
-        uses = backend.catalogue(self.namespace.id).uses([self.manifest.id])
+        catalogue = backend.catalogue(self.namespace.id)
+        (use,) = catalogue.uses([self.manifest.id])
         ttl_s = backend.policy().ttl_s
-        view = RequestView.of(self.namespace.id, self.manifest, uses[0], ttl_s)
-        return msgspec.structs.replace(view, short_id=self.short_id or view.id)
+        view = RequestView.of(self.namespace.id, self.manifest, use, ttl_s)
+        short_id = self.short_id or view.id
+        return msgspec.structs.replace(view, short_id=short_id)
 
 
 def chosen_namespaces(
@@ -221,14 +225,15 @@ def chosen_namespaces(
     :param otherwise: continues the error that no namespace matches.
     :raises NotFoundError: no namespace matches, or more than one.
     """
-    found = sorted(backend.namespaces(), key=lambda space: (space.created, space.id))
+    found = sorted(backend.namespaces(), key=attrgetter("created", "id"))
     if wanted is None:
         return found
     prefix = wanted.lower()  # ids are hexadecimal
     matching = [space for space in found if space.id.hex().startswith(prefix)]
     if wanted and len(matching) == 1:
         return matching
-    ids = _some(space.id.hex() for space in (matching or found))
+    named = matching or found
+    ids = _some(space.id.hex() for space in named)
     problem = "is ambiguous" if len(matching) > 1 else f"does not exist{otherwise}"
     raise NotFoundError(f"namespace {wanted!r} {problem}; namespaces: {ids}")
 
@@ -272,7 +277,8 @@ def find_request(
         )
     if len(candidates) == 1:
         found = candidates[0]
-        return found._replace(short_id=short_ids(names)[found.manifest.id])
+        shorts = short_ids(names)
+        return found._replace(short_id=shorts[found.manifest.id])
     meant = _some(
         f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})"
         for found in candidates
@@ -302,9 +308,19 @@ def chosen_requests(
 
 
 def with_uses(
-    backend: Backend, namespace: bytes, manifests: Iterable[RequestManifest]
+    backend: Backend,
+    namespace: bytes,
+    manifests: Iterable[RequestManifest],
+    *,
+    needed: bool = True,
 ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-    """Yield the manifests with their use, read in batches; None for an unknown use."""
+    """Yield the manifests with their use, read in batches; None for an unknown use.
+
+    :param needed: False: read no use, and yield None for all. A use costs several reads.
+    """
+    if not needed:
+        yield from zip(manifests, repeat(None))
+        return
     for batch in batched(manifests, _USES_PER_CALL):
         names = [manifest.id for manifest in batch]
         uses = backend.catalogue(namespace).uses(names)

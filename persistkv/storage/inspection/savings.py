@@ -34,12 +34,14 @@ def saved_totals(backend: Backend) -> list[SavedTotals]:
     """
     rows = []
     for total in read_savings(backend):
-        rows.append(_row(total, None, total.requests, total.tokens))
+        whole = _row(total, None, total.requests, total.tokens)
+        rows.append(whole)
         labels = [
             _row(total, label, restored.requests, restored.tokens)
             for label, restored in total.labels.items()
         ]
-        rows += sorted(labels, key=lambda row: row.tokens, reverse=True)
+        labels.sort(key=lambda row: row.tokens, reverse=True)
+        rows += labels
     return rows
 
 

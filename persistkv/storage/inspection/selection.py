@@ -114,7 +114,10 @@ def _has_expired(
 
 
 def _time_before(age: str | None, name: str) -> float | None:
-    return None if age is None else time.time() - parse_duration(age, name=name)
+    if age is None:
+        return None
+    age_s = parse_duration(age, name=name)
+    return time.time() - age_s
 
 
 def _size(size: str | None, name: str) -> int | None:

@@ -150,18 +150,24 @@ class _Histograms:
     """Requests of a store by age and by size."""
 
     def __init__(self) -> None:
-        self.ages = [Bin(name) for _, name in _AGES] + [Bin(None)]
-        self.sizes = [Bin(name) for _, name in _SIZES] + [Bin(None)]
+        self.ages = _bins(_AGES)
+        self.sizes = _bins(_SIZES)
         self._now = time.time()
 
     def add(self, manifest: RequestManifest) -> None:
         age = self._now - manifest.created
         size = manifest.raw_bytes
-        age_bin = self.ages[bisect_right(_AGES, age, key=itemgetter(0))]
-        size_bin = self.sizes[bisect_right(_SIZES, size, key=itemgetter(0))]
-        for found in (age_bin, size_bin):
+        age_place = bisect_right(_AGES, age, key=itemgetter(0))
+        size_place = bisect_right(_SIZES, size, key=itemgetter(0))
+        for found in (self.ages[age_place], self.sizes[size_place]):
             found.requests += 1
             found.raw_bytes += size
+
+
+def _bins(bounds: Sequence[tuple[int, str]]) -> list[Bin]:
+    """Return an empty bin below each bound, and one without a bound."""
+    bins = [Bin(name) for _, name in bounds]
+    return [*bins, Bin(None)]
 
 
 def store_totals(url: str, backend: Backend) -> StoreTotals:
@@ -197,7 +203,8 @@ def _free_totals(backend: Backend) -> FreeTotals | None:
     if free is None:
         return None
     outside = free.payload_bytes - free.largest_bytes
-    return FreeTotals(**asdict(free), fragmentation=_ratio(outside, free.payload_bytes))
+    fragmentation = _ratio(outside, free.payload_bytes)
+    return FreeTotals(**asdict(free), fragmentation=fragmentation)
 
 
 def _model_totals(spaces: Sequence[NamespaceTotals]) -> list[ModelTotals]:
@@ -211,7 +218,7 @@ def _model_totals(spaces: Sequence[NamespaceTotals]) -> list[ModelTotals]:
         totals.blocks += space.blocks
         totals.raw_bytes += space.raw_bytes
         totals.stored_bytes += space.stored_bytes
-    return sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True)
+    return sorted(models.values(), key=lambda totals: -totals.stored_bytes)
 
 
 def _namespace_totals(

@@ -138,10 +138,11 @@ class _Usage:
         return packs
 
     def uses(
-        self, names: Iterable[str]
+        self, names: Iterable[str], *, needed: bool = True
     ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
+        """See the function ``with_uses``."""
         manifests = (self.manifests[name] for name in names)
-        return with_uses(self._backend, self.namespace.id, manifests)
+        return with_uses(self._backend, self.namespace.id, manifests, needed=needed)
 
     def payload_bytes(self) -> int:
         return sum(table.payload_length for table in self.held.tables.values())
@@ -170,14 +171,8 @@ class _Usage:
         names = list(self.manifests)
         if named:
             names = self._with_copies(named)
-        # the use of a request costs more reads than its head
-        if not selection.needs_use:
-            for name in names:
-                if selection.takes(self.manifests[name]):
-                    self.chosen.add(name)
-            return
         ttl_s = self._backend.policy().ttl_s
-        for manifest, use in self.uses(names):
+        for manifest, use in self.uses(names, needed=selection.needs_use):
             if selection.takes(manifest, use, ttl_s):
                 self.chosen.add(manifest.id)
 

@@ -140,9 +140,12 @@ class Store:
         self._is_ending = False
         self._max_pack_bytes = MemoryShares.of(options.staging_bytes).transaction
 
+        # once: the digest of a whole identity takes some 50 µs
+        namespace = self.namespace
+
         def make_writer(segments: Sequence[Segment], tenant: str) -> PackWriter:
             return PackWriter(
-                identity.digest, codec, segments, threads.start, backend.seal, tenant
+                namespace, codec, segments, threads.start, backend.seal, tenant
             )
 
         # not a method: in a reference cycle, a closed store would keep the rows mapped

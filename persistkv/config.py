@@ -208,6 +208,18 @@ class StoreUrl:
         return cls(parts.scheme, location, _url_options(parts.query))
 
 
+def with_option(url: str, name: str, value: object) -> str:
+    """Return a URL with another option, which it must not have yet."""
+    mark = "&" if "?" in url else "?"
+    return f"{url}{mark}{name}={quote(str(value))}"
+
+
+def without_options(url: str) -> str:
+    """Return a URL without its options, which may name a key file."""
+    place, _, _ = url.partition("?")
+    return place
+
+
 def _split_url(url: str) -> SplitResult:
     try:
         return urlsplit(url)

@@ -252,6 +252,14 @@ class MissingExtraError(PersistKVError, ImportError):
         self.extra = extra
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text without unprintable characters; the name of its
+    class if it has no text."""
+    text = str(error).strip() or type(error).__name__
+    line, _, _ = text.partition("\n")
+    return printable(line)
+
+
 def printable(text: str) -> str:
     """Return the text with every unprintable character as its Python escape sequence, such as
     ``\\x1b``.

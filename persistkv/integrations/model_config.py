@@ -41,6 +41,11 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype of torch, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def plain(value: Any) -> Any:
     """Convert a value to JSON values; values without a JSON type become text."""
     if isinstance(value, dict):

@@ -26,6 +26,7 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
+from persistkv.config import without_options
 from persistkv.errors import ConfigurationError, PersistKVError
 from persistkv.integrations.lmcache.announcer import Announcer
 from persistkv.integrations.lmcache.content import Content
@@ -292,7 +293,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return {
             "is_healthy": not self._stores.any_failed(),
             "type": type(self).__name__,
-            "url": self.options.url.partition("?")[0],
+            "url": without_options(self.options.url),
             "layouts": len(stores),
             "locked_keys": len(self._leases),
             "stored_objects": stored_objects,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from persistkv.errors import ConfigurationError, MissingOptionError
+from persistkv.integrations.model_config import dtype_name
 from persistkv.integrations.sglang.options import WHERE, SGLangOptions
 from persistkv.memory.libc import memory_at
 from persistkv.storage.blocks import BlockIdentity
@@ -169,8 +170,7 @@ def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
 
     :raises MissingOptionError: the pool does not show it, and the option does not name it.
     """
-    shown = getattr(pool, "dtype", "")
-    dtype = str(shown).removeprefix("torch.")
+    dtype = dtype_name(getattr(pool, "dtype", ""))
     if dtype in ("", _OPAQUE) and not options.kv_cache_dtype:
         raise MissingOptionError(
             WHERE,

@@ -16,7 +16,7 @@ import torch
 
 from persistkv.base import Retention, check_labels
 from persistkv.config import one_of
-from persistkv.errors import ConfigurationError, printable
+from persistkv.errors import ConfigurationError, first_line
 from persistkv.integrations.request_options import RequestOptions
 from persistkv.tenants import request_tenant
 
@@ -228,7 +228,7 @@ def device(value: object) -> torch.device:
         torch.empty(1, device=found)
     # torch raises several kinds, AssertionError among them
     except Exception as error:
-        reason = printable(str(error).strip().partition("\n")[0])
+        reason = first_line(error)
         raise ConfigurationError(
             "device", value, f"a device of this machine, such as cpu ({reason})"
         ) from error

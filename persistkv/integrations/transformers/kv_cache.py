@@ -82,7 +82,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         attends to."""
         self._length = length
         first = self._first_visible(length)
-        self.keys, self.values = self._buffer[:, :, :, first:length]
+        visible = self._buffer[:, :, :, first:length]
+        self.keys, self.values = visible
 
     def _first_visible(self, length: int) -> int:
         """Return the position of the first token that the token at position ``length`` attends
@@ -128,7 +129,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self._buffer[1, :, :, start:stop] = value_states
         self.set_length(stop)
         first = self._first_visible(start)
-        keys, values = self._buffer[:, :, :, first:stop]
+        visible = self._buffer[:, :, :, first:stop]
+        keys, values = visible
         return keys, values
 
 
@@ -155,18 +157,21 @@ class RequestCache(Cache):  # type: ignore[misc]
         present tokens."""
         old = self.buffers
         self.buffers = self._allocate(capacity)
-        for group, before, after in zip(self._geometry, old, self.buffers, strict=True):
+        for number, group in enumerate(self._geometry):
             layers = [self.layers[layer_idx] for layer_idx in group.layers]
             # During a forward pass, the first layers have more tokens than the last ones.
             kept = max(layer.get_seq_length() for layer in layers)
-            after[:, :, :, :kept] = before[:, :, :, :kept]
-            for layer, buffer in zip(layers, after, strict=True):
-                layer.set_buffer(buffer, layer.get_seq_length())
+            enlarged = self.buffers[number]
+            enlarged[:, :, :, :kept] = old[number][:, :, :, :kept]
+            for layer, buffer in zip(layers, enlarged, strict=True):
+                length = layer.get_seq_length()
+                layer.set_buffer(buffer, length)
 
     def _allocate(self, capacity: int) -> list[torch.Tensor]:
         buffers = []
         for group in self._geometry:
-            shape = (len(group.layers), 2, group.num_heads, capacity, group.head_dim)
+            num_layers = len(group.layers)
+            shape = (num_layers, 2, group.num_heads, capacity, group.head_dim)
             buffer = torch.empty(shape, dtype=group.dtype, device=group.device)
             buffers.append(buffer)
         return buffers
@@ -319,11 +324,12 @@ class GroupPages:
             count = run.stop - run.start
             start = positions[run.start] * self.block_size
             stop = start + count * self.block_size
-            part = buffer[:, :, :, start:stop]
-            layers, two, heads, _, head_dim = part.shape
-            paged = part.view(layers, two, heads, count, self.block_size, head_dim)
-            page = block_ids[run.start]
-            yield paged, self.pages[page : page + count]
+            tokens = buffer[:, :, :, start:stop]
+            # from (layers, 2, heads, tokens, head size)
+            paged = tokens.unflatten(3, (count, self.block_size))
+            first = block_ids[run.start]
+            end = first + count
+            yield paged, self.pages[first:end]
 
 
 class PagedKVCache:
@@ -348,7 +354,10 @@ class PagedKVCache:
         tensors = []
         refs = []
         for index, group in enumerate(self.groups):
-            pages = group.pages.view(torch.int8).view(self.num_blocks, -1)
-            tensors.append(CanonicalKVCacheTensor(pages, group.page_bytes))
-            refs.append([CanonicalKVCacheRef(index, group.page_bytes)])
+            flat = group.pages.view(torch.int8)
+            pages = flat.view(self.num_blocks, -1)
+            tensor = CanonicalKVCacheTensor(pages, group.page_bytes)
+            ref = CanonicalKVCacheRef(index, group.page_bytes)
+            tensors.append(tensor)
+            refs.append([ref])
         return CanonicalKVCaches(tensors, refs)

@@ -21,8 +21,9 @@ from persistkv.errors import (
     ConfigurationError,
     UnsupportedModelError,
     UnsupportedReleaseError,
+    first_line,
 )
-from persistkv.integrations.model_config import plain_config
+from persistkv.integrations.model_config import dtype_name, plain_config
 from persistkv.integrations.transformers.interface import (
     DynamicCache,
     DynamicLayer,
@@ -115,8 +116,8 @@ def check_source(name: str, source: str | Path) -> None:
         return
     # no network: libraries raise kinds of their own
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        reason = f"there is no such directory, and Hugging Face cannot be asked ({first_line})"
+        why = first_line(error)
+        reason = f"there is no such directory, and Hugging Face cannot be asked ({why})"
     raise ConfigurationError(
         name,
         str(source),
@@ -136,7 +137,7 @@ def _load_error(
     error: Exception, source: str | Path, attn_implementation: str | None
 ) -> ConfigurationError:
     """Return an error of transformers in the words of the options of ``load_model``."""
-    reason = str(error).strip().partition("\n")[0]
+    reason = first_line(error)
     if attn_implementation is not None and "attn_implementation" in reason:
         expected = f"one for {source} ({reason})"
         return ConfigurationError("attn_implementation", attn_implementation, expected)
@@ -441,8 +442,8 @@ def model_identity(
         "architecture": type(model).__name__,
         "attention": str(getattr(model.config, "_attn_implementation", None)),
         "dtype": {
-            "model": _dtype_name(model.dtype),
-            "kv": _dtype_name(geometry[0].dtype),
+            "model": dtype_name(model.dtype),
+            "kv": dtype_name(geometry[0].dtype),
         },
         "kv_layout": KV_LAYOUT,
         "groups": [_group_identity(group) for group in geometry],
@@ -478,8 +479,4 @@ def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         # NumPy has no bfloat16
         data = flat.view(torch.uint8).numpy().data
-        yield name, _dtype_name(tensor.dtype), tuple(tensor.shape), data
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        yield name, dtype_name(tensor.dtype), tuple(tensor.shape), data

@@ -334,7 +334,8 @@ class PersistentCache(RequestCache):
                 self._row(store, row, group).copy_(block)
                 keys.append(group_keys[group][position])
                 positions.append(position)
-            store.put(request, keys, range(len(batch)), positions, self._tenant)
+            rows = range(len(batch))
+            store.put(request, keys, rows, positions, self._tenant)
             store.flush()  # before the rows are overwritten
 
     def _checked_length(self, tokens: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from persistkv.errors import ConfigurationError, printable
+from persistkv.errors import ConfigurationError, first_line
 
 TokenIds = Sequence[int] | torch.Tensor | Mapping[str, Any]
 Chat = Sequence[Mapping[str, Any]]
@@ -83,12 +83,6 @@ def _shown(value: object) -> str | None:
     return None if value is None else type(value).__name__
 
 
-def _reason(error: Exception) -> str:
-    """Return the first line of an error of transformers, without control characters."""
-    text = str(error).strip() or type(error).__name__
-    return printable(text.partition("\n")[0])
-
-
 class Tokenizer:
     """A tokenizer of transformers, or the reason why there is none.
 
@@ -111,7 +105,9 @@ class Tokenizer:
             return cls(tokenizer)
         # whatever is wrong with it, token ids do without
         except Exception as error:
-            return cls(None, f"{source} has none that can be loaded ({_reason(error)})")
+            return cls(
+                None, f"{source} has none that can be loaded ({first_line(error)})"
+            )
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt in any form. Text gets the special tokens of the
@@ -140,7 +136,9 @@ class Tokenizer:
         # tokenizers raise plain exceptions
         except Exception as error:
             raise ConfigurationError(
-                "prompt", "text", f"text that the tokenizer accepts ({_reason(error)})"
+                "prompt",
+                "text",
+                f"text that the tokenizer accepts ({first_line(error)})",
             ) from error
         return ids
 
@@ -158,7 +156,7 @@ class Tokenizer:
             )
         # a template is a program of the checkpoint: it may raise anything
         except Exception as error:
-            expected = f"messages that the chat template accepts ({_reason(error)})"
+            expected = f"messages that the chat template accepts ({first_line(error)})"
             raise ConfigurationError("prompt", shown, expected) from error
         return one_row(ids, "prompt")
 

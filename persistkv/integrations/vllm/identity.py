@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from persistkv.errors import ConfigurationError, MissingOptionError
-from persistkv.integrations.model_config import plain, plain_config
+from persistkv.errors import ConfigurationError, MissingOptionError, first_line
+from persistkv.integrations.model_config import dtype_name, plain, plain_config
 from persistkv.storage.identity import MODEL_NAME, fingerprint_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -251,7 +251,10 @@ def engine_identity(
         "weights": _weights(model, config.load_config, weights),
         "code_revision": plain(getattr(model, "code_revision", None)),
         "config": plain_config(model.hf_config.to_dict()),
-        "dtype": {"model": _dtype(model.dtype), "kv": _dtype(offloading.model.dtype)},
+        "dtype": {
+            "model": dtype_name(model.dtype),
+            "kv": dtype_name(offloading.model.dtype),
+        },
         "kv_cache": kv_cache,
         "quantization": plain(getattr(model, "quantization", None)),
         "attention": {
@@ -301,8 +304,7 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
                 local_files_only=True,
             )
         except (OSError, ValueError) as error:
-            first_line, _, _ = str(error).partition("\n")
-            what = f"no files on this machine ({first_line})"
+            what = f"no files on this machine ({first_line(error)})"
             raise _unknown_weights(what) from error
         directory = Path(found)
     logger.info("fingerprinting the weights in %s", directory)
@@ -327,7 +329,7 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
         raise MissingOptionError("secondary tier persistkv option adapters", expected)
     return {
         "name": name,
-        "dtype": _dtype(lora.lora_dtype),
+        "dtype": dtype_name(lora.lora_dtype),
         "target_modules": plain(getattr(lora, "target_modules", None)),
     }
 
@@ -350,7 +352,3 @@ def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
 
 def _fields(source: Any, *names: str) -> dict[str, Any]:
     return {name: plain(getattr(source, name, None)) for name in names}
-
-
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

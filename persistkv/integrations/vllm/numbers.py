@@ -8,6 +8,7 @@ from math import gcd
 from typing import Any, TypeVar
 
 from persistkv.config import NumberLayout, VectorLayout
+from persistkv.integrations.model_config import dtype_name
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def _dtype_name(cache: Any, attention: Any) -> str:
     """Return vLLM's name of the dtype of a group's KV."""
     if cache.cache_dtype != "auto":
         return str(cache.cache_dtype)
-    return str(getattr(attention, "dtype", "")).removeprefix("torch.")
+    return dtype_name(getattr(attention, "dtype", ""))
 
 
 def _has_fixed_numbers(engine: Any, offloading: Any, device: str) -> bool:

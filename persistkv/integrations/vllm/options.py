@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
 import msgspec
 
 from persistkv.base import check_labels
-from persistkv.config import StoreUrl, convert_options
+from persistkv.config import StoreUrl, convert_options, with_option
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.persistent import PersistentTierOptions
 
@@ -79,8 +78,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
                 raise ConfigurationError(
                     f"{_WHERE} option {name}", value, "none: the url has it too"
                 )
-            mark = "&" if "?" in url else "?"
-            url += f"{mark}{name}={quote(str(value))}"
+            url = with_option(url, name, value)
         options = {}
         for name in PersistentTierOptions.__struct_fields__:
             options[name] = getattr(self, name)

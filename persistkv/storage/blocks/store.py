@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from persistkv.base import GROUP_INDEX_BYTES, Retention, check_labels
-from persistkv.config import parse_size, store_url
+from persistkv.config import parse_size, store_url, without_options
 from persistkv.errors import (
     HostError,
     PersistKVError,
@@ -183,7 +183,7 @@ class BlockStore:
                 identity,
                 block_bytes,
                 options,
-                url=name.partition("?")[0],
+                url=without_options(name),
                 max_queue_bytes=queue_bytes,
                 tokens_per_block=tokens_per_block,
                 tenant_of=tenant_of,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from persistkv.config import store_url
+from persistkv.config import store_url, without_options
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
@@ -160,7 +160,7 @@ class StoreHandle:
         receipt, which is signed if the store has a key."""
         backend = self.writable()
         forgotten = backend.forget(tenant)
-        place, _, _ = self.url.partition("?")
+        place = without_options(self.url)
         return make_receipt(forgotten, place, backend.seal)
 
     def is_genuine(self, receipt: bytes) -> bool:

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from persistkv.config import StoreUrl
+from persistkv.config import StoreUrl, with_option
 from persistkv.errors import (
     ConfigurationError,
     StoreError,
@@ -186,8 +186,7 @@ class BackendConformance(BackendSuite):
         reader.close()
 
     def test_open_unknown_option_raises_and_creates_nothing(self, url: str) -> None:
-        separator = "&" if "?" in url else "?"
-        wrong_url = f"{url}{separator}no_such_option=1"
+        wrong_url = with_option(url, "no_such_option", 1)
         with pytest.raises(ConfigurationError, match="no_such_option"):
             self.open(wrong_url)
         with pytest.raises(StoreUnavailableError):

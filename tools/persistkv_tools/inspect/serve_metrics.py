@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, cast
 
+from persistkv.config import without_options
 from persistkv.errors import (
     ConfigurationError,
     MissingExtraError,
@@ -177,8 +178,7 @@ class StoreCollector:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        # options may name a key file, and are no part of the store's name
-        self._store = url.partition("?")[0]
+        self._store = without_options(url)
         # the server answers each scrape in a thread of its own; ``collect`` closes a failed store
         self._lock = threading.RLock()
         self._backend: Backend | None = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from persistkv.config import StoreUrl
+from persistkv.config import StoreUrl, with_option
 from persistkv.errors import PersistKVError
 from persistkv.storage import BACKENDS
 from persistkv.storage.backend import Backend, Namespace
@@ -190,8 +190,7 @@ class CopyPlan:
         wanted = max(source_capacity or 0, capacity_for(self.store_bytes))
         target_url = url
         if capacity < wanted and "capacity" not in parsed.options:
-            mark = "&" if "?" in url else "?"
-            target_url = f"{url}{mark}capacity={wanted}"
+            target_url = with_option(url, "capacity", wanted)
             capacity = wanted
         self.check_room(TargetRoom(capacity), url)
         return CopyTarget(target_url, capacity)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -174,27 +175,23 @@ def _allocate(fd: int, path: str, size: int) -> None:
             os.posix_fallocate(fd, 0, size)
             break
         except OSError as error:
-            space = os.statvfs(directory)
-            capacity = space.f_blocks * space.f_frsize
-            if size > capacity or time.monotonic() > deadline:
+            space = shutil.disk_usage(directory)
+            if size > space.total or time.monotonic() > deadline:
                 _unlink_if_at(fd, path)
                 expected = (
-                    f"at most the {_available(directory)} bytes free in {directory} "
+                    f"at most the {space.free} bytes free in {directory} "
                     f"({error.strerror})"
                 )
                 raise ConfigurationError("total_size_bytes", size, expected) from error
         logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
-        while _available(directory) < size and time.monotonic() <= deadline:
+        while shutil.disk_usage(directory).free < size:
+            if time.monotonic() > deadline:
+                break
             time.sleep(_POLL_SECONDS)
     if not use_huge_pages([fd], size):
         logger.info(
             "%s is not completely in huge pages: disk transfers are slower", path
         )
-
-
-def _available(directory: str) -> int:
-    space = os.statvfs(directory)
-    return space.f_bavail * space.f_frsize
 
 
 def _check_private(fd: int, path: str) -> None:

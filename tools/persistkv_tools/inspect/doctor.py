@@ -14,6 +14,7 @@ import mmap
 import os
 import resource
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -99,16 +100,11 @@ def doctor(url: str | None, *, json: bool) -> None:
         made.columns[-1].no_wrap = False
         for finding in findings:
             level = render.plain(finding.level.value, _STYLES[finding.level])
-            found = (
-                [finding.found, f"→ {finding.todo}"]
-                if finding.todo
-                else [finding.found]
-            )
-            made.add_row(
-                render.plain(finding.check),
-                level,
-                Text("\n").join(map(render.plain, found)),
-            )
+            found = render.plain(finding.found)
+            if finding.todo:
+                todo = render.plain(f"→ {finding.todo}")
+                found = Text("\n").join([found, todo])
+            made.add_row(render.plain(finding.check), level, found)
         render.console().print(made)
     if any(finding.level in (Level.WARNING, Level.PROBLEM) for finding in findings):
         raise SystemExit(1)
@@ -167,7 +163,7 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
     """Check the room in the directory of the primary tiers, and look for those of killed
     engines."""
     try:
-        status = os.statvfs(directory)
+        disk = shutil.disk_usage(directory)
     except OSError as error:
         yield Check(
             "shared memory",
@@ -176,23 +172,23 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
             "mount a tmpfs there",
         )
         return
-    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    found = (
-        f"{render.format_size(free)} of {render.format_size(total)} free in {directory}"
-    )
+    free = render.format_size(disk.free)
+    total = render.format_size(disk.total)
+    found = f"{free} of {total} free in {directory}"
     todo = (
         "it holds an engine's primary tier: enlarge it (docker run --shm-size, or remount "
         "with size=)"
     )
-    yield _passed("shared memory", free >= _MIN_SHARED, found, todo)
-    left = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
-    size = render.format_size(sum(path.stat().st_size for path in left))
-    found = (
-        f"{render.count(len(left), 'region')} of killed engines, {size}: "
-        f"{' '.join(map(str, left))}"
-    )
+    yield _passed("shared memory", disk.free >= _MIN_SHARED, found, todo)
+    left = list(filter(_is_left, sorted(directory.glob(REGIONS))))
+    found = "none"
+    if left:
+        regions = render.count(len(left), "region")
+        size = render.format_size(sum(path.stat().st_size for path in left))
+        names = " ".join(map(str, left))
+        found = f"{regions} of killed engines, {size}: {names}"
     todo = "the next engine removes them, or delete them by hand"
-    yield _passed("leftover regions", not left, found if left else "none", todo)
+    yield _passed("leftover regions", not left, found, todo)
 
 
 def _is_left(path: Path) -> bool:
@@ -370,18 +366,14 @@ def _pid_namespace() -> Check:
 
 def _space(location: Path, held: int, capacity: int | None) -> Check:
     """Check whether the disk has room for a store that grows up to its capacity."""
-    status = os.statvfs(location)
-    free = status.f_bavail * status.f_frsize
+    disk = shutil.disk_usage(location)
     grows = 0 if capacity is None else capacity - held
-    growth = (
-        f", and the store may grow by {render.format_size(grows)}"
-        if grows > free
-        else ""
-    )
+    fits = grows <= disk.free
+    found = f"{render.format_size(disk.free)} free"
+    if not fits:
+        found += f", and the store may grow by {render.format_size(grows)}"
     todo = "a full disk evicts content early: make room, or lower the capacity (persistkv set)"
-    return _passed(
-        "free disk", grows <= free, f"{render.format_size(free)} free{growth}", todo
-    )
+    return _passed("free disk", fits, found, todo)
 
 
 def _direct(location: Path) -> Check:

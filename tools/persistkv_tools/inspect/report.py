@@ -10,6 +10,7 @@ import html
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -184,20 +185,21 @@ def report_data(url: str, backend: Backend) -> ReportData:
     """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each
     block."""
     found = chosen_requests(backend, [], Selection(), None)
-    found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
+    found.sort(key=attrgetter("manifest.created", "manifest.id"))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
-    largest = [request.view(backend) for request in by_size]
-    tree, group = prefix_tree(backend, by_size[0], _NODES) if by_size else (None, 0)
-    periods, engines = _periods(backend, found), Watch(url, backend).look().engines
+    tree = None
+    group = 0
+    if by_size:
+        tree, group = prefix_tree(backend, by_size[0], _NODES)
     return ReportData(
         url,
         time.time(),
         store_totals(url, backend),
-        periods,
-        largest,
+        _periods(backend, found),
+        [request.view(backend) for request in by_size],
         tree,
         group,
-        engines,
+        Watch(url, backend).look().engines,
     )
 
 
@@ -215,7 +217,7 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
     for one in found:
         namespace = one.namespace
         request = one.manifest
-        keys = backend.manifest_keys(namespace.id, [request.id])[0]
+        (keys,) = backend.manifest_keys(namespace.id, [request.id])
         # deleted meanwhile, or damaged
         if keys is None:
             continue
@@ -343,17 +345,24 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
     """Return the section of the prefix tree: a bar for each node, from its first to its last
     block."""
     nodes = list(_walk(tree.children))
-    deepest = max((node.start + node.blocks for _, node in nodes), default=1)
+    deepest = max((node.end for _, node in nodes), default=1)
     rows = []
     for level, node in nodes:
-        text = f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
-        text += f", {node.hidden:,} more below, not shown" * bool(node.hidden)
-        begin, end = node.start / deepest, (node.start + node.blocks) / deepest
-        rows.append(
-            _bar(
-                node.key, text, end, begin, kind="tree", level=level, chosen=node.chosen
-            )
+        blocks = render.count(node.blocks, "block")
+        requests = render.count(node.requests, "request")
+        text = f"{blocks}, {requests}"
+        if node.hidden:
+            text += f", {node.hidden:,} more below, not shown"
+        bar = _bar(
+            node.key,
+            text,
+            node.end / deepest,
+            node.start / deepest,
+            kind="tree",
+            level=level,
+            chosen=node.chosen,
         )
+        rows.append(bar)
     note = (
         f"Runs of blocks that the same requests share (keys of group {group} of namespace"
         f" {request.namespace[:8]}). The path of the largest request, {request.id}, is highlighted."
@@ -374,18 +383,25 @@ def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, Tree
 
 def _groups(totals: StoreTotals) -> str:
     """Return a table of the codec ratios of all KV cache groups, with bars relative to the best."""
-    groups = [
-        (namespace.id[:8], group)
-        for namespace in totals.namespaces
-        for group in namespace.groups
-    ]
+    groups = []
+    for namespace in totals.namespaces:
+        for group in namespace.groups:
+            groups.append((namespace.id[:8], group))
+    # a group without blocks has no ratio
     largest = max((group.codec_ratio or 0 for _, group in groups), default=0) or 1
     rows = []
-    for namespace, group in groups:
-        sizes = f"{render.format_size(group.raw_bytes)} in {render.format_size(group.stored_bytes)}"
-        text = f"{render.format_ratio(group.raw_bytes, group.stored_bytes)} ({sizes})"
-        name = f"{namespace}, group {group.group}: {' '.join(group.codecs)}"
-        rows.append(_bar(name, text, (group.codec_ratio or 0) / largest))
+    for name, group in groups:
+        raw = render.format_size(group.raw_bytes)
+        stored = render.format_size(group.stored_bytes)
+        ratio = render.format_ratio(group.raw_bytes, group.stored_bytes)
+        codecs = " ".join(group.codecs)
+        share = (group.codec_ratio or 0) / largest
+        bar = _bar(
+            f"{name}, group {group.group}: {codecs}",
+            f"{ratio} ({raw} in {stored})",
+            share,
+        )
+        rows.append(bar)
     return _table(("namespace and group", "ratio", ""), rows)
 
 

@@ -107,6 +107,11 @@ class TreeNode(msgspec.Struct):
     children: list[TreeNode]
     hidden: int = 0
 
+    @property
+    def end(self) -> int:
+        """Depth of the first block behind the node."""
+        return self.start + self.blocks
+
 
 _GROUPS = render.columns(
     "group blocks missing raw=raw_bytes stored=stored_bytes ratio",
@@ -260,7 +265,7 @@ def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
 
 def _node_line(node: TreeNode, shorts: Mapping[str, str]) -> str:
     """Return the text of a node. As in a Python range, its blocks exclude the second number."""
-    line = f"{node.key} blocks {node.start:,} to {node.start + node.blocks:,}"
+    line = f"{node.key} blocks {node.start:,} to {node.end:,}"
     if node.requests > 1:
         line += f", {render.count(node.requests, 'request')}"
     if node.names:
@@ -445,7 +450,7 @@ def prefix_tree(
     waiting: list[tuple[TreeNode, Sequence[_Chain]]] = [(top, chains)]
     while waiting:  # first along the path of the chosen request, then level by level
         parent, below = waiting.pop(0)
-        depth = parent.start + parent.blocks
+        depth = parent.end
         branches = _branches(below, depth, chosen)
         shown = []
         for branch in branches[: min(node_limit, _BRANCHES)]:

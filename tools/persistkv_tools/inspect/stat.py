@@ -158,7 +158,8 @@ def _print_groups(namespaces: list[NamespaceTotals]) -> None:
     for space in namespaces:
         for group in space.groups:
             fields = msgspec.structs.asdict(group)
-            groups.append(SimpleNamespace(namespace=space.id, **fields))
+            row = SimpleNamespace(namespace=space.id, **fields)
+            groups.append(row)
     render.show_table(_GROUPS, groups, left="codecs")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import time
 from argparse import ArgumentParser
 from collections.abc import Mapping
@@ -166,9 +166,8 @@ def _consequences(
     missing = 0
     # only a local disk is this machine's to measure
     if after.capacity != before.capacity and location.is_dir():
-        status = os.statvfs(location)
-        free_bytes = status.f_bavail * status.f_frsize
-        missing = max(0, grows - free_bytes)
+        disk = shutil.disk_usage(location)
+        missing = max(0, grows - disk.free)
     expiring = 0
     if after.ttl_s not in (None, before.ttl_s):
         expiring = _expiring(backend, after)

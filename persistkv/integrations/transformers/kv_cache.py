@@ -326,7 +326,8 @@ class GroupPages:
             stop = start + count * self.block_size
             tokens = buffer[:, :, :, start:stop]
             # from (layers, 2, heads, tokens, head size)
-            paged = tokens.unflatten(3, (count, self.block_size))
+            shape = (count, self.block_size)
+            paged = tokens.unflatten(3, shape)  # type: ignore[no-untyped-call]
             first = block_ids[run.start]
             end = first + count
             yield paged, self.pages[first:end]

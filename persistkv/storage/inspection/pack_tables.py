@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, zip_longest
+from itertools import zip_longest
 
 from persistkv.batches import batched
 from persistkv.storage.backend import Backend
@@ -117,7 +117,10 @@ def keys_of(
         yield from zip(some, keys, strict=True)
 
 
-def all_keys(keys: ManifestKeys) -> list[bytes]:
-    """Return the keys of a request in all KV cache groups as one list, one group after the
-    other."""
-    return list(chain.from_iterable(group.unpack() for group in keys))
+def all_keys(keys: ManifestKeys | None) -> list[bytes]:
+    """Return the keys of a request in all KV cache groups as one list, one group after the other;
+    none if they are None, which means unreadable."""
+    found: list[bytes] = []
+    for group in keys or ():
+        found += group.unpack()
+    return found

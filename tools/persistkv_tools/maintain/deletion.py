@@ -134,7 +134,7 @@ class _Usage:
         # by key and not by the manifest's chain: a block may have moved to another pack
         packs: dict[str, set[bytes]] = {}
         for name, keys in keys_of(self._backend, self.namespace.id, self.manifests):
-            packs[name] = self.held.holding(all_keys(keys or ()))
+            packs[name] = self.held.holding(all_keys(keys))
         return packs
 
     def uses(
@@ -220,7 +220,7 @@ class _Usage:
         of_chosen: set[bytes] = set()
         of_others: set[bytes] = set()
         for name, keys in keys_of(self._backend, self.namespace.id, users):
-            found = pack_of.keys() & all_keys(keys or ())
+            found = pack_of.keys() & all_keys(keys)
             if name in self.chosen:
                 of_chosen |= found
             else:
@@ -235,7 +235,7 @@ class _Usage:
         added = self.present(backend) - self.manifests.keys()
         used: set[bytes] = set()
         for _, keys in keys_of(backend, self.namespace.id, added):
-            used |= self.held.holding(all_keys(keys or ()))
+            used |= self.held.holding(all_keys(keys))
         return used
 
     def present(self, backend: Backend) -> set[str]:

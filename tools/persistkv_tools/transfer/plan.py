@@ -211,7 +211,7 @@ class CopyPlan:
             if is_held and not finds_orphans:  # its keys are not needed
                 continue
             keys = source.keys(manifest.id)
-            named |= source.packs.holding(all_keys(keys or ()))
+            named |= source.packs.holding(all_keys(keys))
             if not is_held:
                 needed |= self._add(source, manifest, keys, lacking)
 

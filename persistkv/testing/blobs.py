@@ -34,8 +34,6 @@ T = TypeVar("T")
 METHODS = ("put", "read", "delete", "list")
 """Methods that can have faults."""
 
-T = TypeVar("T")
-
 
 class MemoryBlobs(Blobs):
     """Blobs in the memory of this process, for tests.

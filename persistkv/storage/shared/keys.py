@@ -8,7 +8,10 @@
    engines agree on it; a rotation does not change it.
 4. A rotation writes one blob for the new store key, then a blob ``replaced`` for the old one, then
    deletes the others of the old one. While one is left, the old key opens the store, so that a
-   rotation that was killed can be repeated. A handle that is open keeps its keys.
+   rotation that was killed can be repeated. A handle that is open keeps its keys. Of an old key
+   that has a blob ``replaced``, only the data keys that are under the new one, too, count: others
+   are from an engine whose request took effect after the rotation, and the new key cannot read
+   what they seal.
 5. No data key of the store is made where content is whose keys are missing, or for a key that was
    replaced.
 6. The data keys of tenants are blobs ``<keyring>/tenants/<data key>``, sealed records of the store:
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 KEYRINGS = "keyrings/"
 _REPLACED = "replaced"
 _MOST_LISTS = 3  # of the keys, while some are deleted
+_MOST_ROTATIONS = 1000  # that an old key is followed through
 _NAME_BYTES = 8  # random bytes in the name of a blob
 # between two searches for an unknown key of the store: junk may name any
 _RELOAD_S = 60.0
@@ -221,7 +225,7 @@ class StoreKeys:
         """
         if self._key is None:
             return True
-        wrapped = _joined(self._blobs(self._key))
+        wrapped = _joined(self._blobs(self._key.id))
         known = self._known().keys
         return bool(wrapped) and all(entry.id in known for entry in wrapped)
 
@@ -231,7 +235,7 @@ class StoreKeys:
 
         :raises StoreError: the medium failed.
         """
-        if self._key is None or self._successor(self._key):
+        if self._key is None or self._successor(self._key.id):
             return
         known = self._known()
         self._write(self._key, known)
@@ -270,7 +274,7 @@ class StoreKeys:
         self._medium.put(_blob(self._key.id, _REPLACED), [key.id.encode()])
         # After the blob ``replaced``: an engine that makes keys for the old store key either shows
         # them in this list, or sees that blob and does not use them.
-        old_blobs = self._blobs(self._key)
+        old_blobs = self._blobs(self._key.id)
         wrapped = _joined(old_blobs)
         if any(entry.id not in keyring.keys for entry in wrapped):
             self._write(key, self._unwrapped(self._key, wrapped))
@@ -278,7 +282,7 @@ class StoreKeys:
 
     def _refuse_content(self, key: StoreKey, keyring: Keyring) -> None:
         """Raise a ConfigurationError if a key wraps data keys of another keyring."""
-        present = _joined(self._blobs(key))
+        present = _joined(self._blobs(key.id))
         if any(entry.keyring != keyring.id for entry in present):
             raise ConfigurationError("new key", key.id, "a key without content")
 
@@ -310,9 +314,9 @@ class StoreKeys:
         if is_found or self._key is None or now < self._reloaded_at + _RELOAD_S:
             return
         self._reloaded_at = now
-        wrapped = _joined(self._blobs(self._key))
-        # none after a rotation, and then no other data key of the store is made
-        if not wrapped:
+        wrapped = _joined(self._blobs(self._key.id))
+        # after a rotation no other data key of the store is made
+        if not wrapped or self._successor(self._key.id):
             return
         present = self._unwrapped(self._key, wrapped)
         if present.of_store() != self._known().of_store():
@@ -344,33 +348,55 @@ class StoreKeys:
         self._medium.put(name, [self._records.sealed_key(key)])
 
     def _read(self, key: StoreKey) -> list[WrappedKey]:
-        """Return the data keys that are wrapped with a key.
+        """Return the data keys of the store that are wrapped with a key.
 
         :raises ConfigurationError: another key has replaced it.
         """
-        wrapped = _joined(self._blobs(key))
-        other = "" if wrapped else self._successor(key)
-        if other:
+        wrapped = _joined(self._blobs(key.id))
+        # after the blobs: a rotation that begins now has all of their data keys
+        successors = self._successors(key.id)
+        if not successors:
+            return wrapped
+        newer: set[bytes] = set()
+        for successor in successors:
+            newer.update(entry.id for entry in _joined(self._blobs(successor)))
+        usable = [entry for entry in wrapped if entry.id in newer]
+        if not newer:
+            # the store was rotated back, and the request for the blob ``replaced`` came late
+            usable = wrapped
+        if not usable:
             raise ConfigurationError(
-                "key", key.id, f"the key {other}, which has replaced it (rotate-key)"
+                "key",
+                key.id,
+                f"the key {successors[-1]}, which has replaced it (rotate-key)",
             )
-        return wrapped
+        return usable
 
-    def _successor(self, key: StoreKey) -> str:
+    def _successors(self, key_id: str) -> list[str]:
+        """Return the ids of the keys that have replaced this one, one after the other."""
+        found = [key_id]
+        while len(found) <= _MOST_ROTATIONS:
+            successor = self._successor(found[-1])
+            if not successor or successor in found:
+                break
+            found.append(successor)
+        return found[1:]
+
+    def _successor(self, key_id: str) -> str:
         """Return the id of the key that has replaced this one; empty: none has."""
         try:
-            marker = self._medium.whole(_blob(key.id, _REPLACED), MAX_SMALL_BYTES)
+            marker = self._medium.whole(_blob(key_id, _REPLACED), MAX_SMALL_BYTES)
         except BlobMissingError:
             return ""
         return bytes(marker).decode("ascii", "replace")
 
-    def _blobs(self, key: StoreKey) -> dict[str, list[WrappedKey]]:
+    def _blobs(self, key_id: str) -> dict[str, list[WrappedKey]]:
         """Return the blobs of a store key by name: all of one moment."""
         for _ in range(_MOST_LISTS):
             # a rotation deletes them: without one, a handle would lack some of the content
             with suppress(BlobMissingError):
-                infos = self._medium.listed(_blob(key.id, ""))
-                names = {info.name for info in infos} - {_blob(key.id, _REPLACED)}
+                infos = self._medium.listed(_blob(key_id, ""))
+                names = {info.name for info in infos} - {_blob(key_id, _REPLACED)}
                 return {name: self._wrapped(name) for name in sorted(names)}
         raise UnavailableError("the keys of the store are being replaced")
 
@@ -396,9 +422,9 @@ class StoreKeys:
                 f"{_blob(key.id, '')}: without these blobs, nothing can read it"
             )
         created = self._write(key, key.new_keyring())
-        keyrings = {entry.keyring for entry in _joined(self._blobs(key))}
+        keyrings = {entry.keyring for entry in _joined(self._blobs(key.id))}
         # a rotation from this key, or to it, has ended meanwhile
-        if self._successor(key) or keyrings != {key.id}:
+        if self._successor(key.id) or keyrings != {key.id}:
             self._medium.blobs.delete([created])
 
     def _write(self, key: StoreKey, keyring: Keyring) -> str:

@@ -24,6 +24,7 @@ from persistkv.storage.blobs import UnavailableError
 from persistkv.storage.format.keys import (
     STORE,
     DataKey,
+    Keyring,
     StoredKeys,
     StoreKey,
     encode_keys,
@@ -618,6 +619,66 @@ def test_late_deletion_of_rotation_destroys_no_keys_of_rotation_back(
     other_keyed(town).backend.rotate_key(OURS)
     assert first.blobs.run_postponed() == 1
     assert keyed(town).held() == first.held()
+
+
+def put_late_keyring(town: Town) -> Keyring:
+    """Write the data key of an engine that began to create the store before the rotation: its
+    request took effect late."""
+    late = OURS.new_keyring()
+    wrapped = [OURS.wrap(late.id, data_key) for data_key in late.of_store()]
+    content = encode_keys(StoredKeys(tuple(wrapped)))
+    town.server.put(f"keyrings/{OURS.id}/00112233445566aa", [content])
+    return late
+
+
+def test_open_with_replaced_key_despite_late_creation_raises(town: Town) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    first.backend.rotate_key(OTHER)
+    put_late_keyring(town)
+    with pytest.raises(ConfigurationError, match=OTHER.id):
+        keyed(town)
+    assert len(readable(other_keyed(town))) == 1
+
+
+def test_open_with_twice_replaced_key_despite_late_creation_raises(town: Town) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    first.backend.rotate_key(OTHER)
+    third = StoreKey(b"third" * 8)
+    other_keyed(town).backend.rotate_key(third)
+    put_late_keyring(town)
+    with pytest.raises(ConfigurationError, match=third.id):
+        keyed(town)
+
+
+def test_open_after_rotation_back_despite_late_mark_finds_content(town: Town) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    first.backend.rotate_key(OTHER)
+    (name,) = [name for name in town.names("replaced") if OURS.id in name]
+    mark = town.data(name)
+    other_keyed(town).backend.rotate_key(OURS)
+    # the request is executed again
+    town.server.put(name, [mark])
+    assert len(readable(keyed(town))) == 1
+
+
+def test_open_handle_after_rotation_and_late_creation_stores_for_new_key(
+    town: Town,
+) -> None:
+    first = keyed(town)
+    first.store(first.pack(1))
+    first.backend.rotate_key(OTHER)
+    late = put_late_keyring(town)
+    # an object that names the late data key: the handle searches it
+    pack = sample_pack(NAMESPACE, 9, content=66)
+    payload_of(pack)
+    forge(town, pack.table, KeySeal(lambda: late))
+    town.run(70)
+    first.store(first.pack(2))
+    assert len(readable(first)) == 2
+    assert len(readable(other_keyed(town))) == 2
 
 
 def test_store_deleted_after_rotation_is_not_written_for_replaced_key(

@@ -31,7 +31,9 @@ class Answers:
         self.probe_began: float | None = None
         """``time.monotonic`` time of the probe that the host has to answer; None: there is none."""
         self._token = GLANCE_TOKEN
+        """Token of the last ``ask``."""
         self._next_glance = 0.0
+        """``time.monotonic`` time from which ``may_glance`` returns True again."""
 
     def ask(self) -> int:
         """Return the token of a new question, for which a caller waits."""
@@ -42,7 +44,7 @@ class Answers:
     # Probes
 
     def begin_probe(self, now: float) -> None:
-        """A probe is sent. One at a time.
+        """Record that a probe is sent. There is one at a time.
 
         :param now: ``time.monotonic`` time.
         """
@@ -55,7 +57,8 @@ class Answers:
         self.probed = probed
 
     def fail_probe(self) -> None:
-        """The host has ended: a probe that was sent has read nothing."""
+        """End a probe that the host cannot answer any more, because it has ended: it has read
+        nothing."""
         if self.probe_began is not None:
             seconds = time.monotonic() - self.probe_began
             self.end_probe(protocol.Probed(0, seconds))
@@ -63,7 +66,8 @@ class Answers:
     # Totals
 
     def may_glance(self) -> bool:
-        """Return whether totals may be asked for without a waiting caller; at most every 5 s."""
+        """Return True, at most every 5 s, if totals may be asked for without a waiting caller. The
+        caller then asks."""
         now = time.monotonic()
         if now < self._next_glance:
             return False

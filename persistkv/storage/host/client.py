@@ -54,7 +54,7 @@ from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
-_OPEN_ATTEMPTS = 4
+_OPEN_ATTEMPTS = 4  # hosts that one call of ``open`` starts at most
 # reasons why a store does not open that may pass; all others are the caller's
 _TEMPORARY = (StoreError, HostError)
 _NAP_S = 0.0005  # between polls of the calls that wait
@@ -102,14 +102,18 @@ class _OpenFailures:
     place: str
     """URL of the store, without its options."""
     last: PersistKVError | None = None
-    """The host's error, until it is reported or raised."""
+    """Error in the last ``OpenFailed`` message, until it is reported or raised. None: no such
+    message has come from the present host, so if it has ended, it has died."""
     reported: type[PersistKVError] | None = None
     """Kind of the last logged error, until the store is open."""
 
     def may_retry(self, attempt: int) -> bool:
-        """Return whether another host process may help: the last one died, or found its PID in use
-        by another container. If the first one found damage, the next one checks the store before it
-        opens it.
+        """Return whether another host process may succeed where the last one failed.
+
+        It may if the last one died, or found its PID in use by another container. It may if the
+        first one found damage, because the next one checks the store before it opens it.
+
+        :param attempt: number of the failed attempt, from 0.
         """
         if self.last is None or isinstance(self.last, ProcessIdInUseError):
             return True
@@ -184,6 +188,7 @@ class StoreClient:
             host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s
         )
         self._pid = os.getpid()
+        """Process that created this client; a forked child has another id."""
         self.idle = IdleSupervision(self._look)
         """Looks after the host about once a second while there is no ``poll``."""
         self._stored_keys = StoredKeys(reports_events=hello.options.events)
@@ -231,18 +236,21 @@ class StoreClient:
         """
         if self.state is State.CLOSED:
             raise HostError("the client is closed, or its open failed: create another")
+        # a thread that hangs cannot be replaced later, so a required store must be open by now
         may_continue = not required or self.host.restartable
         try:
             error = self._try_to_open(timeout_s, may_continue=may_continue)
+            # ``poll`` tries again only what may succeed later, and only if a host can start again
             may_pass = isinstance(error, _TEMPORARY) and self.supervisor.may_restart
             if error is not None and (required or not may_pass):
                 raise error
         except BaseException:
+            # also after an interrupt: the caller gets no client that could end the host
             self.supervisor.abandon()
             raise
         if error is not None:
             self._open_failures.report(error)
-        # not before: until here this thread looks after the host
+        # not before: until here this thread itself checks the host
         self.idle.start()
 
     def _try_to_open(
@@ -259,6 +267,7 @@ class StoreClient:
             try:
                 self.supervisor.start()
             except HostError as not_started:
+                # no second attempt here: ``poll`` makes it after the backoff
                 self.supervisor.delay_start()
                 return not_started
             self._wait_while_opening(deadline)
@@ -281,12 +290,15 @@ class StoreClient:
         return error or HostError(f"the store's host {reason}")
 
     def _may_start_another(self, attempt: int) -> bool:
-        """Return whether another host process may help; wait for the exit of the last one."""
+        """Return whether to start another host process: it may succeed, and the last one has
+        exited, for which this call waits up to 5 s."""
         if not (self.host.restartable and self._open_failures.may_retry(attempt)):
             return False
         return self.host.wait(KILL_S)
 
     def _wait_while_opening(self, deadline: float) -> None:
+        """Process messages until the host has opened the store, has failed or has died; at most
+        until the deadline."""
         while self.state is State.OPENING and time.monotonic() < deadline:
             if not self._receive():
                 time.sleep(_NAP_S)
@@ -376,6 +388,7 @@ class StoreClient:
         self.supervisor.connection.send(message)
 
     def _refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
+        """Fail a job that is not sent: the next ``poll`` returns it with all of its keys failed."""
         self.counters.refused_jobs += 1
         self._in_flight.outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
 
@@ -427,16 +440,19 @@ class StoreClient:
     @_exclusive
     def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
         """Report that another tier loads blocks, so that the store does not count them as computed
-        by the engine."""
+        by the engine. If it was called while the store was not open, the store counts all keys as
+        loaded elsewhere."""
         self._others_load = True
+        # other stores do not ask: only these compare stored blocks with computed ones
         if self.wants_all and keys and self.state is State.OPEN:
             packed = PackedKeys.of(keys)
             self.supervisor.connection.send(protocol.Loaded(packed))
 
     @_exclusive
     def report_saved(self, saved: protocol.Saved) -> None:
-        """Report what a request restored, or a measured prefill, to the host, which adds them up
-        and records them with a delay. Ignored if the store is not open."""
+        """Send statistics of a request to the host: its restored tokens, or a measured prefill. The
+        host adds them up and records them with a delay. They are dropped if the store is not open
+        or a label cannot be encoded."""
         texts = (*saved.labels, *saved.labels.values())
         if self.state is State.OPEN and are_encodable(texts):
             self.supervisor.connection.send(saved)
@@ -464,13 +480,16 @@ class StoreClient:
         self.supervisor.connection.send(end)
 
     def _expect_reply(self) -> None:
-        """Start the watchdog for the next answer, unless an earlier answer is still due."""
+        """Start the watchdog for the next answer, unless an earlier answer is still due.
+
+        Call it before the new work is added to the work in flight, which makes an answer due.
+        """
         if not self._owes:
             self.supervisor.watchdog.restart_timer()
 
     @property
     def _owes(self) -> bool:
-        """Whether the host has to answer."""
+        """Whether the host has to answer a job, the end of a request or a probe."""
         return self._in_flight.owes or self._answers.probe_began is not None
 
     # The step
@@ -480,8 +499,8 @@ class StoreClient:
         """Process messages, supervise the host, and return the results of ended jobs. Call once per
         scheduler step.
 
-        Most steps of a decoding engine have nothing in flight: they skip the rest, unless the last
-        poll is too old.
+        Most steps of a decoding engine have nothing in flight. They skip the look after the host
+        unless it is due, which ``Host.idle_look_s`` decides.
         """
         now = self.idle.polled_at = time.monotonic()
         is_due = now >= self._next_look
@@ -493,19 +512,22 @@ class StoreClient:
 
     def _look(self) -> bool:
         """Process messages and supervise the host; return whether the store is open."""
-        # one that is not open is checked in each step: lookups miss meanwhile
+        # a host that is not open is checked in each step, because lookups miss until it is
         delay = self.supervisor.host.idle_look_s if self.state is State.OPEN else 0.0
         self._next_look = time.monotonic() + delay
         if self.supervisor.state in RUNNING and self._receive():
             self._next_look = 0.0  # more messages may be waiting
+        # ``_receive`` has set it if the host could not open the store
         if self._open_failures.last is not None:
             self._open_failures.report(self._open_failures.last)
             self._open_failures.last = None
         if self._stored_keys.touched:
             self._send_touched()
+        # a slice in each look: the memory of a whole replaced table takes 27 ms to release
         self.table.release_some()
         if self.state in RUNNING:
             return self.state is State.OPEN
+        # a lost host may use rows until it has exited, so its jobs fail only then
         if self.supervisor.has_exited():
             self.counters.lost_jobs += self._in_flight.fail_all()
             self._answers.fail_probe()
@@ -564,17 +586,20 @@ class StoreClient:
         return recent
 
     def _receive(self) -> bool:
-        """Handle the messages that have arrived; return whether there were any."""
+        """Handle the messages that have arrived, and give up the host if it is dead, silent or
+        malformed; return whether there were messages."""
         supervisor = self.supervisor
         messages: list[Any] = []
         try:
+            # a host sends nothing before it has the first message, which waits for its pidfd
             if supervisor.uses_rows or supervisor.send_hello():
                 messages = supervisor.connection.receive()
             if messages:
                 supervisor.watchdog.restart_timer()
             for message in messages:
                 if protocol.table_of(message) is not None and self.state not in RUNNING:
-                    discard([message])  # an earlier one of them had the host killed
+                    # an earlier message had the host killed: map no table of a lost host
+                    discard([message])
                     continue
                 handle = self._HANDLERS[type(message)]
                 handle(self, message)
@@ -594,6 +619,7 @@ class StoreClient:
         self._in_flight.answer_job(message)
 
     def _take_report(self, report: StoreReport) -> None:
+        """Add the changes of keys, and end the requests that the host has finished."""
         self._stored_keys.add_report(report)
         for request, whole in report.persisted:
             self._in_flight.answer_end(request, whole)
@@ -608,6 +634,7 @@ class StoreClient:
         self._answers.end_probe(message)
 
     def _open_failed(self, message: protocol.OpenFailed) -> None:
+        """Keep the error, which ``open`` raises or the next look reports, and end the host."""
         self._open_failures.last = message.error()
         self.supervisor.end_failed_open()
         self._stored_keys.forget()
@@ -623,6 +650,8 @@ class StoreClient:
         """Do nothing: the host has released the rows, and its connection ends."""
 
     def _map(self, table: protocol.Table) -> None:
+        """Look up keys in a new table, and tell the host, which then releases the previous one."""
+        # ``map`` closes the descriptor, also if it raises
         fd = table.fd
         table.fd = -1
         self.table.map(fd, table.slots)
@@ -634,14 +663,18 @@ class StoreClient:
         self.supervisor.opened()
         self._open_failures.end()
         self.wants_all = opened.wants_all
-        if self.wants_all and self._others_load:  # while the store was not open
+        # this host has received no earlier report of other tiers' loads: their keys are unknown
+        if self.wants_all and self._others_load:
             self.supervisor.connection.send(protocol.Loaded(PackedKeys()))
         self.prefill = opened.prefill
+        # a restarted host may send the same notice again
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)
 
     def _mark_lost(self) -> None:
+        """Have the host killed, and forget its keys: lookups miss until another host is open. Its
+        jobs stay in flight until it has exited."""
         self.supervisor.mark_lost()
         self._stored_keys.forget()
 
@@ -679,8 +712,11 @@ class StoreClient:
         question: Callable[[int], protocol.Flush | protocol.AskStats],
         timeout_s: float,
     ) -> protocol.Flushed | protocol.HostStats | None:
-        """Send a message with a new token, and return the answer; None if the store is not open or
-        does not answer."""
+        """Send a message with a new token, and wait for the answer with that token; return None if
+        the store is not open or does not answer in time.
+
+        :param question: makes the message from its token.
+        """
         deadline = time.monotonic() + timeout_s
         token = self._answers.ask()
         if self.state is State.OPEN:
@@ -709,8 +745,10 @@ class StoreClient:
         if self.state is State.OPEN:
             self.flush(timeout_s)
         self.table.clear()
+        # at least a second, also if the flush took it all: the host has to release the rows
         left_s = max(1.0, deadline - time.monotonic())
         exited = self.supervisor.close(left_s)
+        # a thread that did not exit may still use the rows of these jobs
         if not self.supervisor.uses_rows:
             self.counters.lost_jobs += self._in_flight.fail_all()
         return exited
@@ -729,7 +767,9 @@ class StoreClient:
         protocol.Ended: _ended,
         protocol.Notice: _log,
     }
+    """What to do with each class of message from the host."""
 
 
 def _joined(values: Sequence[int]) -> bytes:
+    """Return numbers as messages carry them: u32, joined."""
     return array("I", values).tobytes()

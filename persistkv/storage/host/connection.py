@@ -21,7 +21,7 @@ import msgspec
 from persistkv.errors import HostError
 from persistkv.storage.host.protocol import Table, ToEngine, ToStore, table_of
 
-_LENGTH = struct.Struct("<I")
+_LENGTH = struct.Struct("<I")  # before each message: bytes of its body
 _FD_BYTES = 4
 # four descriptors; more than one waits only if the host is fast
 _FD_SPACE = socket.CMSG_SPACE(4 * _FD_BYTES)
@@ -82,8 +82,12 @@ class SocketConnection(Connection):
         # ``recv`` would allocate one in each step of an engine
         self._arriving = bytearray(_RECEIVE_BYTES)
         self._inbox = bytearray()
+        """Received bytes that are not decoded yet; between calls, part of one message at most."""
         self._outbox: deque[tuple[memoryview, Table | None]] = deque()
+        """Messages to send: the rest of the encoded bytes, and the table whose descriptor must go
+        with them; None: no descriptor is left to send."""
         self._fds: deque[int] = deque()
+        """Received descriptors, in the order of the tables that they belong to."""
         self.outbox_bytes = 0
 
     def fileno(self) -> int:
@@ -112,6 +116,7 @@ class SocketConnection(Connection):
                     sent = self._socket.send(data)
                 else:
                     sent = socket.send_fds(self._socket, [data], [table.fd])
+                    # the kernel has a copy: if bytes are left, they are sent without it
                     table.discard()
                 self.outbox_bytes -= sent
                 self._outbox[0] = data[sent:], None
@@ -123,8 +128,9 @@ class SocketConnection(Connection):
             self._end_after_arrived()
 
     def _end_after_arrived(self) -> None:
-        """End a connection that cannot send. Its peer receives no more messages, and would wait for
-        them otherwise. ``receive`` returns the messages that have arrived, then sets ``ended``.
+        """End a connection on which a call to send has failed. The shutdown tells the peer, which
+        would wait for the dropped messages otherwise. ``receive`` first returns the messages that
+        have arrived, then sets ``ended``.
         """
         self._drop_outbox()
         with suppress(OSError):  # it is closed
@@ -156,6 +162,7 @@ class SocketConnection(Connection):
             size, ancillary, _, _ = self._socket.recvmsg_into(
                 [self._arriving], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )
+            # the kernel hands over descriptors beside the bytes
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     num_fds = len(data) // _FD_BYTES
@@ -164,6 +171,7 @@ class SocketConnection(Connection):
         except BlockingIOError:
             return False
         except OSError:
+            # a broken connection ends like a closed one: with no bytes
             size = 0
         with memoryview(self._arriving) as arrived:
             self._inbox += arrived[:size]
@@ -184,7 +192,8 @@ class SocketConnection(Connection):
                 end = body_at + length
                 if end > len(view):
                     break
-                # released, also if an error keeps it: else the inbox could not shrink
+                # ``with`` releases the view even if a traceback keeps it: a bytearray with a view
+                # cannot shrink
                 with view[body_at:end] as body:
                     message = self._decode(body)
                 messages.append(message)
@@ -257,7 +266,8 @@ class ThreadConnection(SocketConnection):
 
 
 class _HostThreadConnection(SocketConnection):
-    """The host's end of a connection between threads."""
+    """The host's end of a connection between threads. It sets ``has_bytes`` of the engine's end
+    whenever that may find bytes or the end."""
 
     def __init__(self, sock: socket.socket, engine: ThreadConnection) -> None:
         super().__init__(sock, ToStore)

@@ -32,7 +32,7 @@ class IdleSupervision:
         """Time of the engine's last poll, by ``time.monotonic``; the engine sets it."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        # a host without supervision would stay down for ever
+        # an exception must not end the thread: a host that dies later would stay down for ever
         self._isolation = Isolation("the idle supervision of a store's host")
 
     def start(self) -> None:
@@ -47,7 +47,8 @@ class IdleSupervision:
     def stop(self) -> None:
         """Wait for a running look, and make no further one. Idempotent."""
         self._stopped.set()
-        # a garbage collection in the thread itself may close the client that it looks after
+        # A garbage collection in the thread itself may close the client that it looks after, and a
+        # thread cannot join itself.
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
 
@@ -61,10 +62,11 @@ class IdleSupervision:
             look = self._look()
             if look is None:
                 return
+            # stays if ``look`` raises
             seconds = _RESTART_LOOK_S
             with self._isolation.guard("look", "it is repeated"), self.lock:
                 seconds = _IDLE_S if look() else _RESTART_LOOK_S
-            # the wait must not keep the object
+            # a bound method: the wait must not keep its object alive
             del look
             if self.callback is not None:
                 with self._isolation.guard("callback", "it is repeated"):

@@ -49,6 +49,7 @@ class _Job(NamedTuple):
     """Raw bytes of a store job; 0 for a load job."""
     is_load: bool
     begin: float
+    """``time.monotonic`` time of the submission."""
     deadline: float = math.inf
     """``time.monotonic`` time at which a load should have ended."""
 
@@ -65,8 +66,10 @@ class InFlight:
         """Raw bytes of the store jobs in flight."""
         self.num_loads = 0
         """Number of load jobs that the host has not answered."""
-        self._ends: dict[str, int] = {}  # bytes of the request ends in flight
+        self._ends: dict[str, int] = {}
+        """Bytes of the request ends in flight, by request id; ends with the same id add up."""
         self._end_bytes = 0
+        """Sum of ``_ends``."""
         self.outcomes: list[JobOutcome] = []
         """Outcomes of jobs, until they are taken; also of those that were not sent."""
         self.persisted: dict[str, bool] = {}
@@ -113,14 +116,17 @@ class InFlight:
 
     def answer_job(self, answer: protocol.JobDone) -> None:
         """Add the outcome of a job that the host has answered."""
+        # first, because it may raise: the job then stays in flight until the host is dead
         failed = None if answer.failed is None else answer.failed.unpack()
         job = self._jobs.pop(answer.job_id, None)
+        # only a malformed host answers a job that it does not have
         if job is None:
             return
         if failed is None:
             failed = list(job.keys)
         self.queued_bytes -= job.num_bytes
         self.num_loads -= job.is_load
+        # in proportion: the sizes of single blocks, which differ between groups, are not known here
         num_stored = len(job.keys) - len(failed)
         stored_bytes = job.num_bytes * num_stored // max(1, len(job.keys))
         num_bytes = answer.num_bytes + stored_bytes
@@ -140,7 +146,7 @@ class InFlight:
     def add_end(self, end: RequestEnd) -> None:
         """Add the end of a request that is sent to the host."""
         num_bytes = end.num_bytes
-        # of an earlier end with this id
+        # an earlier end with this id may be in flight; one answer ends both
         sent_bytes = self._ends.get(end.request, 0)
         self._ends[end.request] = sent_bytes + num_bytes
         self._end_bytes += num_bytes

@@ -43,7 +43,8 @@ _ERRORS: dict[str, type[PersistKVError]] = {
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
-    pass
+    """Base of all messages. On the wire, a message is an array of its class's name and its
+    fields."""
 
 
 # Engine to store
@@ -67,7 +68,7 @@ class Job(_Message):
     job_id: int
     keys: PackedKeys
     block_ids: bytes
-    """For each key, the row of the primary tier to read or to fill."""
+    """For each key, the row of the primary tier to read or to fill: u32, joined."""
 
 
 class StoreJob(Job):
@@ -76,7 +77,8 @@ class StoreJob(Job):
     request: str
     """The engine's request id."""
     depths: bytes = b""
-    """For each key, how many blocks of its group precede it in the request; empty if unknown."""
+    """For each key, how many blocks of its group precede it in the request: u32, joined; empty if
+    unknown."""
     tenant: str = DEFAULT_TENANT
     """Whose blocks these are."""
 
@@ -152,11 +154,13 @@ class AskStats(_Message):
 
 
 class AskRecent(_Message):
-    """Answer with keys of stored requests to prewarm (``Recent``). The parameters are those of
-    ``recent_contexts``."""
+    """Answer with keys of stored requests to prewarm (``Recent``), the most recently used request
+    first."""
 
     max_blocks: int
+    """Largest number of keys in the answer."""
     choice: Choice | None = None
+    """Only requests that this filter includes; None: no filter."""
 
 
 class Ping(_Message):
@@ -181,6 +185,7 @@ class Table(_Message):
     it."""
 
     def discard(self) -> None:
+        """Close the descriptor of a table that was sent or will not be delivered; idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -193,7 +198,8 @@ class Opened(_Message):
     notice: str
     """Message for the user if the namespace is new, see ``Store.notice``; may be empty."""
     prefill: tuple[int, float] = (0, 0.0)
-    """``SavingsRecorder.prefill``."""
+    """Tokens and seconds of this model's measured prefills, as recorded in the store; 0 if none
+    is."""
     wants_all: bool = False
     """Whether the engine must also send store jobs whose keys the lookup table contains: blocks are
     compared with those of another release, and adopted blocks are stored again."""
@@ -227,9 +233,11 @@ class OpenFailed(_Message):
             for kind in type(error).__mro__
             if _ERRORS.get(kind.__name__) is kind
         ]
+        # no class of persistkv: a ValueError
         if not known:
             error = ConfigurationError("store", None, "", str(error))
             known = [ConfigurationError.__name__]
+        # as text: drivers may give their errors attributes that msgspec cannot encode
         attributes: dict[str, Any] = {}
         for name, value in vars(error).items():
             attributes[name] = None if value is None else str(value)
@@ -294,8 +302,9 @@ class HostStats(_Message):
     token: int
     counters: StoreCounters
     held_blocks: int
-    """``EngineStatus.indexed_blocks``."""
+    """Number of blocks that a lookup finds; see ``EngineStatus.indexed_blocks``."""
     staged_bytes: int
+    """Raw bytes of staged copies that are waiting or being written."""
     disk_bytes: int | None
     """Bytes that the store, with all its namespaces, takes on the medium; None: the medium
     failed."""
@@ -307,7 +316,8 @@ class HostStats(_Message):
     """Requests sent to the medium since the store was opened, by HTTP method or other kind; empty
     if not counted."""
     breaker: str | None = None
-    """``EngineStatus.breaker``."""
+    """State of the medium's circuit breaker: ``closed``, ``open`` or ``half-open``; None: it has
+    none."""
 
 
 class Recent(_Message):
@@ -349,6 +359,7 @@ class Notice(_Message):
     """A log record of the host, for the engine's log."""
 
     level: int
+    """Level of the module ``logging``, such as 20 for INFO."""
     text: str
 
 

@@ -88,6 +88,7 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     """
     found = []
     seal = backend.seal
+    # a damaged row, or one that no key of this store has sealed, must not hide the others
     unreadable = (
         CorruptPackError,
         msgspec.DecodeError,

@@ -27,6 +27,8 @@ class StoredKeys:
         self.touched: set[bytes] = set()
         """Stored keys with a use that is not sent to the host yet; at most 65,536."""
         self._events = StoreReport()
+        """Changes since the last ``take_events``; only ``stored``, ``removed`` and ``lost`` are
+        set."""
 
     # Uses
 

@@ -141,6 +141,8 @@ class ProcessHost(Host):
         self._pidfd: int | None = None
         """Of the host process, which sends it; None: it runs no code of the host yet."""
         self._socket: socket.socket | None = None
+        """The engine's end of the connection until the pidfd arrives on it; None: ``ready`` has
+        nothing to receive."""
         self._spawner: subprocess.Popen[bytes] | None = None
         """The started interpreter, whose child is the host."""
 
@@ -148,13 +150,17 @@ class ProcessHost(Host):
         self._forget()
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
+            # otherwise a sender would soon have to queue messages in its own memory
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         environment = dict(os.environ)
+        # the host computes nothing with these libraries, whose threads would only take memory
         environment["OMP_NUM_THREADS"] = "1"
         environment["OPENBLAS_NUM_THREADS"] = "1"
+        # closed here at the end: the host's exit must close the last copy of its end
         with theirs:
             inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
             arguments = (self._region_bytes, *inherited)
+            # absolute: the host changes its directory, and imports modules later
             path = [os.path.abspath(entry) for entry in sys.path]
             program = _PROGRAM.format(start_s=_START_S, path=path, arguments=arguments)
             try:
@@ -188,6 +194,7 @@ class ProcessHost(Host):
             return False
         except OSError:
             data = b""
+        # whatever arrives from now on are messages, which the connection receives
         self._socket = None
         if pidfds:
             self.pid = int.from_bytes(data, "little")
@@ -196,6 +203,7 @@ class ProcessHost(Host):
         return True
 
     def kill(self) -> None:
+        # the pidfd may have arrived since the last look
         self.ready()
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
@@ -203,7 +211,8 @@ class ProcessHost(Host):
         self._reap_spawner()
 
     def wait(self, timeout_s: float) -> bool:
-        if self._pidfd is None:  # it was not sent a message
+        # without a pidfd it was sent no message, so it uses no rows (invariant 1)
+        if self._pidfd is None:
             self._reap_spawner()
             return True
         poller = select.poll()
@@ -257,6 +266,7 @@ class ThreadHost(Host):
 
     def __init__(self, rows_buffer: memoryview) -> None:
         self._buffer: memoryview | None = rows_buffer
+        """The rows; None: ``release`` was called."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> Connection:
@@ -304,11 +314,14 @@ class Watchdog:
         self._heard = 0.0
         """Monotonic time of the last message."""
         self._asked: float | None = None
-        """Time of the unanswered ping, less ``_cpu_wait_s`` at that time; None: there is none."""
+        """Monotonic time of the unanswered ping, less the host's CPU wait at that time; None: no
+        ping is unanswered. The same difference at a later time, less this one, is the time that the
+        host had since then without its waits for a CPU."""
         self._late_deadline = math.inf
-        """The deadline that has passed; infinity: there is none."""
+        """The passed deadline for which ``_late_since`` was recorded; infinity: none has passed."""
         self._late_since = 0.0
-        """Time since which it has passed, less ``_cpu_wait_s`` at that time."""
+        """Monotonic time at which it was found to have passed, less the host's CPU wait at that
+        time."""
 
     def restart_timer(self) -> None:
         """Restart the timer. Call it when the host has sent a message, or when an answer becomes
@@ -320,6 +333,7 @@ class Watchdog:
         """Return whether the host has been silent for the time limit, so that the caller must kill
         it.
 
+        :param ping: sends a ``Ping``; called once for each silence, after half of the limit.
         :param load_due: whether the host has to answer a load: then the limit is 2 s at most.
         """
         now = time.monotonic()
@@ -331,6 +345,7 @@ class Watchdog:
                 self._asked = now - self._cpu_wait_s()
                 ping()
             return False
+        # the second half of the limit: time since the ping in which the host had a CPU
         if now - self._cpu_wait_s() - self._asked <= patience_s / 2:
             return False
         logger.error("the host has not answered for %.1f s; killing it", patience_s)
@@ -346,6 +361,7 @@ class Watchdog:
         now = time.monotonic()
         if now <= deadline:
             return False
+        # a deadline that was not seen before: count its 2 s from now
         if deadline != self._late_deadline:
             self._late_deadline = deadline
             self._late_since = now - self._cpu_wait_s()
@@ -394,6 +410,7 @@ class _Event(enum.Enum):
     LOST = "lost"
     """The connection has ended, or the host was killed."""
     EXITED = "exited"
+    """The lost host is dead, and uses no rows."""
     CLOSED = "closed"
 
 
@@ -408,6 +425,7 @@ _NEXT_STATE = {
     (State.DYING, _Event.EXITED): State.DOWN,
     **{(state, _Event.CLOSED): State.CLOSED for state in State},
 }
+"""The state after an event in a state. A pair that is missing is a defect: it raises KeyError."""
 
 
 class Supervisor:
@@ -486,6 +504,7 @@ class Supervisor:
         self.host.kill()
         self.connection.close()
         self._enter(_Event.LOST)
+        # what ended a host after a minute is no reason to delay the next one for longer
         if (
             self._opened_at is not None
             and time.monotonic() - self._opened_at >= HEALTHY_S
@@ -500,7 +519,8 @@ class Supervisor:
         self._enter(_Event.EXITED)
         self.uses_rows = False
         seconds = self.delay_start()
-        if self.host.restartable and not self.open_failed:  # the client reports that
+        # the client itself reports a store that did not open
+        if self.host.restartable and not self.open_failed:
             logger.warning(
                 "the host process of %s ended; lookups miss until another one is open, in %.1f s "
                 "or more",
@@ -556,6 +576,7 @@ class Supervisor:
         while self._awaits_release() and time.monotonic() < deadline:
             time.sleep(_NAP_S)
         self.connection.close()
+        # a host that has released the rows is not killed: it commits accepted work
         left_s = max(0.0, deadline - time.monotonic())
         exited_in_time = self.host.wait(left_s)
         has_exited = exited_in_time
@@ -566,7 +587,9 @@ class Supervisor:
         return exited_in_time
 
     def _awaits_release(self) -> bool:
-        """Receive messages; return whether the host may still use rows, and send ``Ended``."""
+        """Receive messages, and note ``Ended``; return whether to go on waiting for it: the host
+        may still use rows, and its connection has not ended."""
+        # a malformed message ends the connection, and with it the wait
         with suppress(HostError):
             messages = self.connection.receive()
             if any(isinstance(message, protocol.Ended) for message in messages):
@@ -574,6 +597,10 @@ class Supervisor:
         return self.uses_rows and not self.connection.ended
 
     def _end(self, exited: bool) -> None:
+        """Enter the last state.
+
+        :param exited: whether the host is dead, so that it uses no rows.
+        """
         self.uses_rows &= not exited
         self.host.release()
         self._enter(_Event.CLOSED)
@@ -590,6 +617,7 @@ class Supervisor:
             return False
         if self.connection.ended:
             return True
+        # a host that owes nothing may be silent, and a thread cannot be killed
         if not (owes or self.state is State.OPENING) or not self.host.restartable:
             return False
         if load_due and self.watchdog.is_late(deadline):

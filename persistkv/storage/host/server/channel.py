@@ -29,9 +29,14 @@ class Channel:
         self._engine_pidfd = engine_pidfd
         self._loop = asyncio.get_running_loop()
         self._arrived: list[Any] = []
+        """Messages that ``receive`` has not returned yet."""
         self._error: Exception | None = None
+        """Error of the connection, which ``receive`` raises."""
         self._has_arrived = asyncio.Event()
+        """Set when there are messages or an error, or when the connection or the engine has ended;
+        ``receive`` clears it."""
         self._posted: deque[ToEngine] = deque(maxlen=_MOST_POSTED)
+        """Messages of ``post`` that are not sent yet."""
         self._engine_died = False
         self._loop.add_reader(connection.fileno(), self._receive)
         if engine_pidfd is not None:
@@ -51,7 +56,8 @@ class Channel:
     def send(self, message: ToEngine) -> None:
         """Send or queue a message. Never waits; drops the message after the end."""
         self._connection.send(message)
-        # almost never: the socket takes hundreds of answers
+        # Almost never: the socket takes hundreds of answers. The loop then calls ``_push`` whenever
+        # the socket accepts bytes again.
         if self._connection.outbox_bytes:
             self._loop.add_writer(self._connection.fileno(), self._push)
 
@@ -80,10 +86,12 @@ class Channel:
         return arrived
 
     def _receive(self) -> None:
-        # read here: the event loop would call this again while the bytes wait for a task
+        """Read what has arrived; the event loop calls this while the socket is readable."""
+        # here and not in ``receive``: until the bytes are read, the loop would call this again
         try:
             self._arrived += self._connection.receive()
-        except Exception as error:  # ``receive`` raises it
+        except Exception as error:
+            # raised here, it would only reach the handler of the loop
             self._error = error
         self._has_arrived.set()
 
@@ -106,16 +114,20 @@ class Channel:
         self._connection.close()
 
     def _note_death(self) -> None:
+        """Wake ``receive``: the engine's pidfd has become readable, so the engine is dead."""
         self._engine_died = True
         self._has_arrived.set()
 
     def _push(self) -> None:
+        """Send what is queued: the socket accepts bytes again."""
         self._connection.push()
         self._send_posted()
         if not self._connection.outbox_bytes:
             self._loop.remove_writer(self._connection.fileno())
 
     def _send_posted(self) -> None:
+        """Send messages of other threads while the engine receives them. The others wait for the
+        next ``_push`` or ``post``."""
         while self._posted and not self.is_congested:
             self.send(self._posted.popleft())
 

@@ -63,19 +63,25 @@ def main(
     rows = map_rows(region_fds, region_bytes)
     engine = socket.socket(fileno=socket_fd)
     own_pidfd = os.pidfd_open(os.getpid())
-    with suppress(BrokenPipeError):  # the loop finds the end of the connection
+    # The engine sends nothing before it has these. If it is gone, the event loop finds the end.
+    with suppress(BrokenPipeError):
         socket.send_fds(engine, [os.getpid().to_bytes(4, "little")], [own_pidfd])
     os.close(own_pidfd)
+    # the end of the alarm that the spawning program set: the engine can kill this process now
     signal.alarm(0)
     connection = SocketConnection(engine, ToStore)
     serve(connection, rows, engine_pidfd, _HostProcess(rows))
 
 
 class _HostProcess(Lifecycle):
+    """What the host process does beside the server: it prepares and unmaps the rows, forwards its
+    log, and limits the time of its end."""
+
     def __init__(self, rows: memoryview) -> None:
         self._address = libc.address_of(rows)
         self._num_bytes = len(rows)
         self._released = threading.Event()
+        """Set when the rows are unmapped."""
         thread = threading.Thread(
             target=self._ready_rows, name="persistkv-rows", daemon=True
         )
@@ -91,6 +97,8 @@ class _HostProcess(Lifecycle):
         keep_out_of_collections()
 
     def ending(self, *, remote: bool) -> None:
+        """Have the kernel end this process if the end takes too long: SIGALRM has its default
+        action."""
         signal.alarm(_REMOTE_END_S if remote else _END_S)
 
     def released(self) -> None:
@@ -113,8 +121,8 @@ class _HostProcess(Lifecycle):
             size = min(_STEP_BYTES, self._num_bytes - begin)
             # this also makes pages of /dev/shm writable
             failed = libc.madvise(address, size, libc.MADV_POPULATE_READ)
+            # a kernel before 5.14: there, the first use of each page maps it
             if failed:
-                # on an older kernel, pages are entered at the first use of each row
                 return
 
 
@@ -126,12 +134,14 @@ def _reset() -> None:
     cores, the engine's scheduler took 6 ms to send a job without it, and 0.2 ms with it (99th
     percentile; benchmarks.busy_scheduler).
     """
-    # Python ignores these two
+    # Python itself ignores these two. Whatever else is ignored here was ignored by the engine, and
+    # ``exec`` has kept it.
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    # soft limits that were set for the engine, such as for its CPU time
     for limit in _RAISED_LIMITS:
         _, most = resource.getrlimit(limit)
         resource.setrlimit(limit, (most, most))

@@ -55,14 +55,20 @@ class _Server:
     ) -> None:
         self._channel = channel
         self._buffer: memoryview | None = rows_buffer
+        """The rows; None: they are released."""
         self._lifecycle = lifecycle
         self._opener: ThreadPool | None = None
+        """The thread of the last ``_open``."""
         self._opening: asyncio.Task[None] | None = None
+        """Task of the last ``_open``, running or done."""
         self._store: Store | None = None
+        """The open store; ``_open_store`` sets it on the opener's thread."""
         self._session: Session | None = None
+        """Serves the open store; set by ``_open`` a little after ``_store``."""
         self._is_ending = False
+        """Whether the engine has sent ``End``."""
         self._has_begun_end = False
-        """See ``_begin_end``."""
+        """Whether ``_begin_end`` has been called."""
 
     async def run(self) -> None:
         """Serve the engine until it sends ``End``, closes the connection or dies; then close the
@@ -74,6 +80,7 @@ class _Server:
                 await self._end()
             is_sound = True
         finally:
+            # outside of the group: no task uses the store any more
             self._close(is_sound=is_sound)
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
@@ -84,7 +91,8 @@ class _Server:
                     self._handle(message, tasks)
         except HostError:
             logger.exception("the engine sent a malformed message; ending")
-        # store jobs that arrived with the end begin: their blocks may be copied and then committed
+        # One turn of the loop, in which store jobs that arrived together with the end begin. Jobs
+        # that have not begun are dropped; the blocks of these may be copied, and then committed.
         await asyncio.sleep(0)
 
     def _handle(self, message: Any, tasks: asyncio.TaskGroup) -> None:
@@ -112,6 +120,8 @@ class _Server:
     # Opening
 
     def _begin_opening(self, hello: protocol.Hello, tasks: asyncio.TaskGroup) -> None:
+        """Open the store in a task, for the first ``Hello`` and for one after a failure; refuse any
+        other."""
         if self._opening is None or (self._opening.done() and self._session is None):
             self._opening = tasks.create_task(self._open(hello, tasks))
             return
@@ -123,10 +133,11 @@ class _Server:
         opener = ThreadPool(1, "persistkv-opener")
         self._opener = opener
         try:
-            # no variable for the future: its error would be in a reference cycle
+            # No variable for the future: the traceback of its error refers to this frame, so they
+            # would form a cycle that keeps the rows mapped.
             store = await asyncio.wrap_future(opener.submit(self._open_store, hello))
         except (PersistKVError, ValueError) as error:
-            # its frames would keep the rows mapped
+            # the frames of its traceback reference the rows, which could not be unmapped
             traceback.clear_frames(error.__traceback__)
             self._channel.send(protocol.OpenFailed.of(error))
             return
@@ -151,10 +162,11 @@ class _Server:
             opened.callback(backend.close)
             threads = start_threads(backend, options)
             opened.callback(threads.close)
-            # set here: the task that waits for the store may be cancelled
+            # set on this thread: if the task that waits for it is cancelled, ``_close`` closes it
             self._store = Store(
                 backend, identity, rows, options, url=url, threads=threads
             )
+            # success: leave backend and threads open
             opened.pop_all()
         return self._store
 
@@ -163,7 +175,7 @@ class _Server:
     async def _end(self) -> None:
         """End the session, once a store that is being opened is open."""
         self._begin_end()
-        # its thread reads the rows, and the store that it opens has to be closed
+        # its thread may access the rows, and a store that it opens has to be closed
         if self._opening is not None:
             await self._opening
         if self._session is not None:
@@ -191,7 +203,7 @@ class _Server:
         try:
             if self._opener is not None:
                 self._opener.shutdown()
-            # not before: its thread may have been opening the store
+            # read after the shutdown, which has waited for a thread that was opening the store
             store = self._store
             self._store = None
             self._session = None
@@ -199,10 +211,11 @@ class _Server:
                 store.catalogue.threads.close()
                 store.close(is_sound=is_sound)
         finally:
-            # not before: cancelled tasks leave calls on threads, which may still use rows
+            # last: calls of cancelled tasks may use rows until the threads are closed
             self._release()
 
     def _release(self) -> None:
+        """Have the owner unmap the rows, and tell the engine that they are free. Idempotent."""
         if self._buffer is not None:
             self._buffer = None
             self._lifecycle.released()
@@ -215,6 +228,7 @@ async def _serve(
     engine_pidfd: int | None,
     lifecycle: Lifecycle,
 ) -> None:
+    """Run ``serve`` within its event loop."""
     channel = Channel(connection, engine_pidfd)
     lifecycle.connected(channel)
     try:
@@ -239,6 +253,7 @@ def serve(
     try:
         asyncio.run(_serve(connection, rows_buffer, engine_pidfd, lifecycle))
     except BaseException as error:
+        # the caller's traceback has this frame
         del rows_buffer
         _release_frames(error)
         raise

@@ -86,6 +86,7 @@ class Jobs:
         self.counts: Counter[JobState] = Counter()
         """Number of jobs in each state."""
         self._moved = asyncio.Event()
+        """Set when a job has entered another state, for ``_wait_until_none``."""
         self.num_loads = 0
         """Load jobs that are not answered yet."""
         self.load_counts: Counter[str] = Counter()
@@ -93,8 +94,10 @@ class Jobs:
         self.load_reports: deque[LoadReport] = deque(maxlen=_REPORTS)
         """The last of them."""
         self._queue: deque[_Job | RequestEnd | protocol.Flush] = deque()
+        """Work that ``run`` has not begun, in the order of arrival."""
         self._has_arrived = asyncio.Event()
-        # one more than can be read at once: its packs are looked up meanwhile
+        """Set when ``run`` has to look: the queue has work, or the engine ends."""
+        # one more than the threads read at once: it looks up its packs while they read
         self._load_slots = asyncio.Semaphore(store.catalogue.threads.readers + 1)
         self._is_ending = False
 
@@ -179,10 +182,11 @@ class Jobs:
                 message.request, keys, block_ids, depths, message.tenant
             )
         except (ValueError, CorruptPackError) as error:
-            # the error references rows
+            # as text: a log record with the error would keep the rows mapped
             logger.error("store job %d is refused: %s", message.job_id, str(error))
             self._answer(job, None)
             return
+        # a commit still reads the rows; the next job begins meanwhile
         if accepted.writes:
             self._move(job, JobState.WRITING)
             self._tasks.create_task(self._finish_store(job, accepted))
@@ -202,6 +206,7 @@ class Jobs:
         except ValueError as error:
             why = str(error)
             logger.error("the end of request %s is refused: %s", end.request, why)
+            # the engine waits for the result of each end
             self._store.catalogue.report.persisted.append((end.request, False))
 
     async def _flush(self, message: protocol.Flush) -> None:
@@ -224,7 +229,7 @@ class Jobs:
         message = job.message
         assert isinstance(message, protocol.LoadJob)
         try:
-            # loads before it may hang
+            # the loads that have the slots may hang; without a deadline (None), wait for ever
             async with asyncio.timeout_at(message.deadline):
                 await self._load_slots.acquire()
         except TimeoutError:
@@ -241,6 +246,7 @@ class Jobs:
         if self._is_ending:
             self._move(job, JobState.DROPPED)
             return
+        # ``NEXT_STATES`` has no other way to the answer
         self._move(job, JobState.READING)
         self._answer(job, None, is_late=True)
 
@@ -260,7 +266,8 @@ class Jobs:
             self._answer(job, None)
             return
         if outcome.failed:
-            # collisions first: the engine skips stores of keys that it counts as held
+            # First the report, which may name failed keys whose fingerprints equal those of held
+            # ones: the engine would count these keys as held, and not store their blocks.
             self._publisher.send_report()
         self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
 
@@ -291,7 +298,7 @@ class Jobs:
         """
         packed = None if failed is None else PackedKeys.of(failed)
         job_id = job.message.job_id
-        # before the state changes: the end of an engine waits for it, and sends nothing afterwards
+        # before the state changes: ``end`` waits for that, and no answer may follow ``Ended``
         self._channel.send(protocol.JobDone(job_id, packed, num_bytes, is_late))
         self._move(job, JobState.ANSWERED)
 
@@ -301,6 +308,7 @@ class Jobs:
         """Drop the jobs that have not begun; return when no row is in use. Ends of requests are
         passed to the store."""
         self._is_ending = True
+        # wakes ``run``, which returns
         self._has_arrived.set()
         # first, so that no commit begins to read the rows of jobs that get no answer
         self._store.refuse_rows()

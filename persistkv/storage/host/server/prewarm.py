@@ -12,7 +12,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.records import Choice
 
-_MANIFESTS_PER_CALL = 64
+_MANIFESTS_PER_CALL = 64  # bounds the memory and the time of one call of the backend
 
 
 def recent_contexts(
@@ -35,7 +35,8 @@ def recent_contexts(
     contexts: list[StoredContext] = []
     taken: set[bytes] = set()
     uses = _uses(backend, namespace, choice or Choice())
-    # each request with new keys has at least one
+    # Enough requests if each adds one key. Those that share keys with earlier ones may add none:
+    # then fewer keys than possible are promoted.
     latest = nlargest(max_blocks, uses)
     for request, keys in _with_keys(backend, namespace, latest):
         new_keys = (key for key in keys if key not in taken and holds(key))
@@ -44,7 +45,7 @@ def recent_contexts(
         if promoted:
             taken.update(promoted)
             contexts.append(StoredContext(request.tenant, promoted))
-        # before the keys of the next requests are read
+        # checked here, so that no keys of further requests are read
         if len(taken) == max_blocks:
             break
     return contexts

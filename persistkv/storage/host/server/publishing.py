@@ -22,10 +22,12 @@ class ReportPublisher:
         self._store = store
         self._channel = channel
         self._table_version = -1
+        """Version of the index whose table was shared last; -1: none was."""
         self._is_mapping = False
         """Whether the engine has not mapped the last table yet. The next one waits: an idle engine
         maps none for hours, and each table that was sent must be kept."""
         self._sent = asyncio.Event()
+        """Set after each report, for ``wait_until_sent``."""
 
     async def run(self) -> None:
         """Send new tables and reports until the task is cancelled."""
@@ -48,8 +50,8 @@ class ReportPublisher:
             try:
                 self._channel.send(self.share_table())
             except OSError as error:
-                # the engine uses the last table until a descriptor is free
-                # the error references rows
+                # The engine uses the last table until a descriptor is free. The error is logged as
+                # text: a log record with it would keep the rows mapped.
                 logger.warning("the new lookup table is not sent yet: %s", str(error))
                 is_sent = False
         if self._store.catalogue.report != StoreReport():
@@ -70,14 +72,16 @@ class ReportPublisher:
     def note_mapped(self) -> None:
         """Release replaced tables: the engine has mapped the last one that was sent."""
         self._is_mapping = False
-        # only now: the engine has read the replaced table until this message
+        # not before: the engine has read the replaced table until it sent this message
         self._store.index.release_retired()
+        # the committer releases a large table in slices, and ``run`` sends a table that has waited
         self._store.committer.has_work.set()
         self._store.committer.changed.set()
 
     async def wait_until_sent(self) -> None:
         """Wait until the engine has been sent all changes."""
         self.send_report()
+        # the rest is sent by ``run``, and after ``Mapped``
         while self._has_new_table or self._store.catalogue.report != StoreReport():
             self._sent.clear()
             await self._sent.wait()

@@ -40,6 +40,8 @@ def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
 
 
 async def _record_savings(savings: SavingsRecorder, catalogue: NamespaceView) -> None:
+    """Write the statistics of restored tokens and prefills periodically, until the task is
+    cancelled."""
     while True:
         await asyncio.sleep(savings.interval_s)
         await catalogue.call(savings.write)
@@ -67,6 +69,7 @@ class Session:
         self._publisher = ReportPublisher(store, channel)
         self._jobs = Jobs(store, channel, self._publisher, tasks)
         self._status = StatusPublisher(store, self._jobs, hello.engine_pid)
+        # the first message about the open store: the engine sends jobs only after it
         table = self._publisher.share_table()
         opened = protocol.Opened(
             table,
@@ -84,6 +87,7 @@ class Session:
             _record_savings(store.savings, store.catalogue),
         )
         self._running = list(map(tasks.create_task, endless))
+        """Tasks that run until ``end`` cancels them."""
         tasks.create_task(self._log_opening(hello))
 
     def handle(self, message: Any) -> None:
@@ -92,7 +96,7 @@ class Session:
             case protocol.Touch():
                 self.store.touch(_keys_of(message))
             case protocol.Loaded():
-                # unreadable keys: as if the engine did not know them
+                # no keys, such as unreadable ones, mean that they are unknown
                 self.store.sources.loaded_elsewhere(_keys_of(message))
             case protocol.Saved():
                 self.store.savings.add(
@@ -133,7 +137,8 @@ class Session:
         try:
             return await catalogue.call(catalogue.backend.stats)
         except StoreError as error:
-            # str: the exception references rows. Commits and lookups log the failure.
+            # Commits and lookups log this failure as a warning. As text: a log record with the
+            # exception would keep the rows mapped.
             logger.debug("totals cannot be read: %s", str(error))
             return None
 
@@ -181,23 +186,25 @@ class Session:
 
         :param released: called when no row is in use any more.
         """
-        # at once, also while a read hangs
+        # begun before the wait for jobs, which lasts as long as a read hangs
         flushing = self._tasks.create_task(self.store.flush())
         await self._jobs.end()
         released()
         await flushing
-        # what jobs added after the flush had taken its work: accepted blocks, and uses
+        # jobs that ended meanwhile have added work: blocks that they stored, and uses of blocks
         while not self.store.queue.is_empty or self.store.queue.uses:
             await self.store.flush()
-        # they wait; a refresh may still run on the writer's thread, but its result is not needed
+        # They only wait now. A refresh may still run on the writer's thread; nothing needs its
+        # result.
         for task in self._running:
             task.cancel()
         await self.store.catalogue.call(self.store.savings.write)
-        # after the last row, which may still be on its way to the writer's thread
+        # last: a status row that the cancelled task has handed to the writer's thread precedes it
         await self._status.withdraw()
 
 
 def _fill_level(totals: BackendStats) -> str:
+    """Return used space and capacity as text for a log line."""
     used_gib = totals.disk_bytes / _GIB
     if totals.capacity is None:
         return f"{used_gib:.1f} GiB"

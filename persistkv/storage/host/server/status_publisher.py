@@ -28,8 +28,10 @@ class StatusPublisher:
         self._engine_pid = engine_pid
         self._backend = store.catalogue.backend
         self._engine = uuid.uuid4().hex
+        """Random name of this row, ``EngineStatus.engine``."""
         self._started = time.time()
         self._failed = False
+        """Whether the last row was not written: of failures in a row, only the first is logged."""
 
     async def run(self) -> None:
         """Publish a row per interval until the task is cancelled; return at once if the store
@@ -88,5 +90,6 @@ class StatusPublisher:
             )
 
     async def _write(self, row: bytes | None) -> None:
+        """Replace the row of this engine; None: delete it."""
         publish = partial(self._backend.publish_status, self._engine, row)
         await self._store.catalogue.call(publish)

@@ -131,12 +131,14 @@ class PlanesCodec(Codec):
         import zstandard
 
         count = len(raw) // self.width
+        # fewer bytes than one value: the stored form is the tail alone
         if not count:
             return raw
         # Shifts and casts of whole values: NumPy's strided copies of single bytes reach a fifth of
         # that speed.
         values = np.frombuffer(raw, dtype=f"<u{self.width}", count=count)
         num_low_planes = self.width - 1
+        # first, because the compressed length determines the length of the stored form
         high = np.empty(count, dtype=np.uint8)
         np.right_shift(values, 8 * num_low_planes, out=high, casting="unsafe")
         compressor = zstandard.ZstdCompressor(compression_params=_huffman_only())
@@ -147,6 +149,7 @@ class PlanesCodec(Codec):
         stored = np.empty(high_at + len(compressed), dtype=np.uint8)
         for number in range(num_low_planes):
             start = number * count
+            # the cast to u8 keeps the lowest byte of each shifted value
             plane = stored[start : start + count]
             np.right_shift(values, 8 * number, out=plane, casting="unsafe")
         stored.data[tail_at:high_at] = tail
@@ -160,6 +163,7 @@ class PlanesCodec(Codec):
         num_low_planes = self.width - 1
         tail_at = num_low_planes * count
         high_at = tail_at + tail_bytes
+        # ``decompress_into`` checks whatever follows ``high_at``
         is_short = len(stored) < high_at
         # without values, no compressed plane follows the tail
         is_long = not count and len(stored) > high_at
@@ -207,7 +211,7 @@ def parse_codec(text: str) -> Codec:
         return make_codec()
     if name == RawCodec.name:
         raise ConfigurationError("codec", text, "raw, without an argument")
-    # ``int`` also accepts signs, spaces and digits of other scripts
+    # stricter than ``int``, which also accepts signs, spaces and digits of other scripts
     is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
     if is_number:
         return make_codec(int(argument))
@@ -249,8 +253,8 @@ def decompress_into(stored: Buffer, out: memoryview) -> None:
     """
     import zstandard
 
-    # A frame may claim a window larger than its content, which would be allocated: limit it to the
-    # next power of two.
+    # The header names a window, which is allocated, and may be larger than the content: limit it to
+    # the length of the content, rounded up to a power of two.
     power_of_two = 1 << (len(out) - 1).bit_length()
     window = max(_SMALLEST_WINDOW, power_of_two)
     filled = 0
@@ -261,6 +265,7 @@ def decompress_into(stored: Buffer, out: memoryview) -> None:
                 "frame", f"zstd names {claimed} bytes where {len(out)} belong"
             )
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
+        # across frames: otherwise a second frame behind the first one would not be noticed
         with decompressor.stream_reader(stored, read_across_frames=True) as reader:
             while filled < len(out):
                 count = reader.readinto(out[filled:])

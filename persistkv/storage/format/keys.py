@@ -36,10 +36,13 @@ TAG_BYTES = 16
 SECRET_BYTES = 32
 STORE = ""
 """``DataKey.tenant`` of the key that seals the store's own records."""
+# purposes of derived keys: a key of one purpose says nothing about those of another
 _STORE_KEY = b"persistkv store key 1"
 _WRAPPED = b"persistkv data key 1"
 _NAMES = b"persistkv names 1"
-_ZERO_NONCE = bytes(12)
+_ZERO_NONCE = bytes(
+    12
+)  # may be constant, because each derived key seals one record only
 _MAGIC = b"PKVKEYS1"
 
 
@@ -68,10 +71,13 @@ class WrappedKey(
     """The data key of a store, wrapped with the user's key."""
 
     keyring: str
+    """``Keyring.id``."""
     id: bytes
+    """``DataKey.id``."""
     store_key: str
     """``StoreKey.id`` of the key that unwraps it."""
     salt: bytes
+    """16 random bytes, from which the wrapping key is derived."""
     sealed: bytes
     """The secret, sealed with the store key under keyring and id."""
 
@@ -92,7 +98,9 @@ class StoredKeys(
     """The data keys of a store, as a file or blob holds them."""
 
     wrapped: tuple[WrappedKey, ...] = ()
+    """Data keys of the store itself."""
     tenants: tuple[TenantKey, ...] = ()
+    """Data keys of tenants."""
 
 
 class Keyring:
@@ -107,8 +115,9 @@ class Keyring:
         by_id = {key.id: key for key in keys}
         self.keys: Mapping[bytes, DataKey] = by_id
         """By id."""
-        # of several for one tenant, the one with the smallest id
         self._sealing: dict[str, DataKey] = {}
+        """By tenant: of several keys, the one with the smallest id, so that all engines choose the
+        same."""
         for key in sorted(by_id.values()):
             self._sealing.setdefault(key.tenant, key)
         store = self.of(STORE)
@@ -119,7 +128,7 @@ class Keyring:
 
     @cached_property
     def names_secret(self) -> bytes:
-        """Secret of the digests that stand for names of tenants."""
+        """Secret of the digests that replace tenants' names in a catalogue."""
         return derive(self.store.secret, b"", _NAMES)
 
     def of(self, tenant: str) -> DataKey | None:
@@ -159,12 +168,13 @@ class StoreKey:
     def __init__(self, secret: bytes) -> None:
         if find_spec("cryptography") is None:
             raise MissingExtraError("cryptography", "encryption")
+        # not the user's secret itself, which may serve another purpose
         self._secret = hmac.digest(_STORE_KEY, secret, "sha256")
         self.id = hmac.digest(self._secret, b"id", "sha256").hex()[:16]
         """16 hexadecimal digits, which identify the key without revealing it."""
 
     def wrap(self, keyring: str, key: DataKey) -> WrappedKey:
-        """Return a data key of a store as it keeps it."""
+        """Return a data key of a store in the form in which the store keeps it."""
         salt = os.urandom(SALT_BYTES)
         name = _wrapped_name(keyring, key.id)
         sealed = seal_record(self._wrapping_key(salt), name, key.secret)
@@ -196,6 +206,7 @@ class StoreKey:
         :raises CorruptPackError: one is damaged or missing.
         """
         entries = list(wrapped)
+        # no entries are an error, too
         keyrings = {entry.keyring for entry in entries}
         if len(keyrings) != 1:
             raise CorruptPackError("keys", f"they belong to {len(keyrings)} keyrings")
@@ -233,7 +244,8 @@ _DECODER = msgspec.msgpack.Decoder(StoredKeys)
 
 
 def derive(secret: bytes, salt: bytes, purpose: bytes) -> bytes:
-    """Return 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) of a secret."""
+    """Return a key of 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) of a secret."""
+    # extract, then expand to one block of output, whose number is 1
     extracted = hmac.digest(salt, secret, "sha256")
     return hmac.digest(extracted, purpose + b"\1", "sha256")
 

@@ -21,7 +21,7 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.tenants import DEFAULT_TENANT
 
 MANIFEST_VERSION = 1
-_PREFIX_BYTES = 9
+_PREFIX_BYTES = 9  # version (1) and checksum (8)
 
 T = TypeVar("T")
 
@@ -116,7 +116,10 @@ def _seal(body: bytes) -> bytes:
 
 
 def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
-    """Verify bytes that ``_seal`` returned, and decode their body."""
+    """Verify bytes that ``_seal`` returned, and decode their body.
+
+    :raises CorruptPackError: they are damaged, or of another version.
+    """
     view = memoryview(data)
     if len(view) < _PREFIX_BYTES:
         raise CorruptPackError("manifest", f"{len(view)} bytes are too few")

@@ -43,9 +43,11 @@ UNKNOWN_DEPTH = 0xFFFFFFFF
 PLAIN_KEY = bytes(KEY_ID_BYTES)
 NO_SALT = bytes(SALT_BYTES)
 
+# version, bytes of a key, numbers of frames and blocks, bytes of the codec's and the tenant's name,
+# payload length, raw length, namespace, pack id, data key, salt
 _HEADER = struct.Struct("<HHIIHHQQ16s16s8s16s")
-_FRAME = struct.Struct("<IIIIQQ16s")
-_TRAILER = struct.Struct("<QQ8s")
+_FRAME = struct.Struct("<IIIIQQ16s")  # the fields of ``Frame``
+_TRAILER = struct.Struct("<QQ8s")  # length of the table, its checksum, magic number
 TRAILER_BYTES = _TRAILER.size
 _MAGIC = b"PKVPACK1"
 SEALED_TABLE = b"PKVSEAL1"
@@ -135,7 +137,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         length = many[0].key_length if many else 0
         parts: list[bytes] = []
         for keys in many:
-            # malformed data is left to ``unpack``, whose error names the field
+            # Uneven keys are left to ``unpack``, and so is malformed data: its error names the
+            # field.
             if not length == keys.key_length > 0 or len(keys.data) % length:
                 unpacked = map(PackedKeys.unpack, many)
                 return list(chain.from_iterable(unpacked))
@@ -254,7 +257,7 @@ def _tenant_of(stored: bytes) -> str:
         tenant = stored.decode()
     except UnicodeDecodeError:
         raise CorruptPackError("tenant", "it is not text") from None
-    # the default tenant has no bytes: each table has one form
+    # the default tenant is stored as no bytes only, so that equal tables have equal bytes
     if tenant == DEFAULT_TENANT or not is_tenant(tenant):
         raise CorruptPackError("tenant", f"{tenant!r} is no name of a tenant")
     return tenant
@@ -272,8 +275,8 @@ def encoded_length(
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
-    """Return the raw length and the payload length that an encoded table claims, unverified; 0 if
-    it is too short."""
+    """Return the raw length and the payload length, in bytes, that the header of an encoded table
+    claims, unverified; 0 and 0 if the header is incomplete."""
     if len(data) < _HEADER.size:
         return 0, 0
     _, _, _, _, _, _, payload, raw, *_ = _HEADER.unpack_from(data)
@@ -300,7 +303,8 @@ def table_head(data: bytes) -> TableHead | None:
     """Return the head of an encoded table, unverified; None if it is malformed."""
     if len(data) < TRAILER_BYTES:
         return None
-    # no checksum: a catalogue reads the heads of all packs, and a load verifies the table
+    # The checksum is not computed: a catalogue reads the heads of all packs, and a load verifies
+    # the table that it uses.
     end = len(data) - TRAILER_BYTES
     length, _, magic = _TRAILER.unpack_from(data, end)
     if magic != _MAGIC or length != end or length < _HEADER.size:
@@ -401,7 +405,7 @@ class PackTable(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return table and trailer as stored."""
-        # lengths before content: a parser checks all of them before it reads anything else
+        # the lengths of all parts come first, so that a parser can check them before it reads on
         codec = self.codec.encode()
         tenant = _stored_tenant(self.tenant)
         header = _HEADER.pack(
@@ -438,8 +442,8 @@ class PackTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse_stored(cls, data: Buffer) -> PackTable:
-        """Parse a table that was valid when it was stored: verify only checksum and lengths, in
-        half of the time.
+        """Parse a table that was valid when it was stored, such as one in a local catalogue: verify
+        its checksum and lengths, without each frame and key. Takes half of the time.
 
         :raises CorruptPackError: as ``parse``.
         """
@@ -561,17 +565,17 @@ def _check_frames(table: PackTable) -> None:
 def _check_lengths(count: int, block_bytes: int, stored: int, codec: str) -> None:
     """Raise CorruptPackError if the lengths of a frame of ``count`` blocks are impossible."""
     raw = count * block_bytes
-    # a larger block is a frame of its own
+    # only a frame of one block may be larger
     is_too_long = raw > FRAME_BYTES and count > 1
     if not raw or is_too_long:
         raise CorruptPackError("frame length", f"{count} blocks of {block_bytes} bytes")
-    # a frame is decoded into memory of its raw length
+    # a frame is decoded into memory of its raw length, which a damaged table must not make huge
     if block_bytes > MAX_BLOCK_BYTES:
         raise CorruptPackError(
             "block length",
             f"{block_bytes} bytes; at most {MAX_BLOCK_BYTES} are possible",
         )
-    # Equal lengths mean that the frame is raw, whatever the codec of the pack.
+    # equal lengths mean that the frame is raw; a pack whose codec is raw has no other frames
     is_encoded = stored < raw
     if stored > raw or (is_encoded and codec == RawCodec.name):
         raise CorruptPackError(

@@ -86,6 +86,7 @@ class _StoredFrame(NamedTuple):
 
 
 _StoreFrame = Callable[[], _StoredFrame]
+"""Encodes and seals one frame, or waits for another thread that does; returns the result."""
 StartFrame = Callable[[_StoreFrame], _StoreFrame]
 """Starts a call in another thread; returns a function that waits for the call and returns its
 result."""
@@ -148,7 +149,8 @@ class NewPack(ABC):
 
 
 class PlacedPack(NewPack):
-    """A pack whose payload is in its place already: only its rows are written."""
+    """A pack whose payload the medium has already: a commit writes only its rows in the
+    catalogue."""
 
     def __init__(self, table: PackTable) -> None:
         super().__init__(
@@ -202,8 +204,10 @@ class PackCopy(NewPack):
             tenant=table.tenant,
         )
         self._copied = table
+        """Table in the other store."""
         self._payload = memoryview(payload)
         self._table: PackTable | None = None
+        """The new table; None: no stream has run to its end since the last ``restart``."""
 
     @property
     def table(self) -> PackTable:
@@ -213,6 +217,7 @@ class PackCopy(NewPack):
 
     def stream(self) -> Iterator[Buffer]:
         self.restart()
+        # of this attempt only, see ``PackWriter.stream``
         frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
         for placed in self._copied.placed_frames():
@@ -296,10 +301,12 @@ class PackWriter(NewPack):
         self.codec = codec
         self._start_frame = start_frame
         self._table: PackTable | None = None
-        # frames whose encoding has started in other threads, in order
+        """The table; None: ``_finish`` has not made it since the last ``restart``."""
         self._started: deque[_StoreFrame] = deque()
-        # makes the table of a stream that has run to its end; None once it is made
+        """Frames whose encoding has started in other threads, in order; each waits for its
+        result."""
         self._make_pending_table: Callable[[], PackTable] | None = None
+        """Makes the table of a stream that has run to its end; None: there is none to make."""
 
     @property
     def table(self) -> PackTable:
@@ -315,12 +322,12 @@ class PackWriter(NewPack):
         """Iterate over the payload. Raw frames are not copied: their pieces are views of the
         rows."""
         self.restart()
-        # a new one for each attempt, so that no key seals two attempts
+        # with a new salt for each attempt, because no key and nonce are used twice (see ``seal``)
         frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
         raw: dict[int, _StoredFrame] = {}
         for stored in self._stored_frames(frame_seal):
-            # its tag is still to be computed
+            # a raw frame without encryption: ``_make_table`` computes its tag
             if stored.keys:
                 raw[len(frames)] = stored
             frames.append(stored.frame)
@@ -376,7 +383,7 @@ class PackWriter(NewPack):
             self._table = make_table()
 
     def restart(self) -> None:
-        # before ``end_reads``, which would make the table of the attempt before
+        # first: ``end_reads`` would make the table of the previous attempt, which has no use
         self._make_pending_table = None
         super().restart()
         self._table = None
@@ -384,9 +391,10 @@ class PackWriter(NewPack):
     def end_reads(self) -> None:
         while self._started:
             wait_for_frame = self._started.popleft()
-            # of an abandoned stream: no caller needs the error
+            # the stream was abandoned, so no caller waits for this frame or its error
             with suppress(Exception):
                 wait_for_frame()
+        # the tags of raw frames are computed from the blocks, so this is the last chance
         self._finish()
 
     def release(self) -> None:
@@ -427,8 +435,8 @@ class PackWriter(NewPack):
         start: int,
         stop: int,
     ) -> _StoredFrame:
-        """Return frame ``number`` of the pack: blocks ``start`` to ``stop`` (exclusive) of a
-        segment."""
+        """Encode and seal frame ``number`` of the pack: blocks ``start`` to ``stop`` (exclusive) of
+        a segment. Without encryption, a raw frame is returned without its tag."""
         keys = segment.keys[start:stop]
         depth = segment.depth
         if depth != UNKNOWN_DEPTH:
@@ -446,7 +454,7 @@ class PackWriter(NewPack):
         encoded = self._encoded(segment, start, stop)
         if encoded is None:
             pieces: Sequence[Buffer] = segment.source.pieces(start, stop)
-            # views of the rows: they stay until the table is made
+            # these are views of the blocks, from which ``_make_table`` computes the tag later
             if not frame_seal.encrypts:
                 return _StoredFrame(frame, pieces, keys)
         else:

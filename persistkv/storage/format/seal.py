@@ -59,19 +59,23 @@ from persistkv.storage.format.pack import (
 )
 from persistkv.tenants import DEFAULT_TENANT
 
+# number of the frame in its pack; the zeros fill the 12 bytes of a nonce
 _NONCE = struct.Struct("<Q4x")
+# group, number of blocks, bytes of a block, depth, stored and raw length of a frame
 _PLACE = struct.Struct("<IIIIQQ")
+# start of a record and of a signature: id of the data key, salt
 _RECORD = struct.Struct(f"<{KEY_ID_BYTES}s{SALT_BYTES}s")
 RECORD_BYTES = _RECORD.size + TAG_BYTES
 """Bytes by which a key's seal makes a record longer."""
 _CHECKSUM_BYTES = 16
 # buffers of 1 MiB that are kept: those of a pack, and as many that wait to be written
 _MOST_FREE = 32
+# purposes of derived keys: a key of one purpose says nothing about those of another
 _PACK_PURPOSE = b"persistkv pack 1"
 _RECORD_PURPOSE = b"persistkv record 1"
 _RECEIPT_PURPOSE = b"persistkv receipt 1"
-_TABLE = b"table"
-_KEY = b"data key "
+_TABLE = b"table"  # name of each record that holds the table of a pack
+_KEY = b"data key "  # start of the names of records that hold the data keys of tenants
 
 
 class FrameSeal(ABC):
@@ -90,7 +94,7 @@ class FrameSeal(ABC):
     ) -> tuple[Sequence[Buffer], bytes]:
         """Return the bytes of a frame as stored, and its tag.
 
-        :param placed: the frame; its offset and tag do not count.
+        :param placed: the frame; its offset and tag are ignored.
         :param pieces: its bytes, encoded or raw, in order. They are not changed.
         """
 
@@ -122,7 +126,7 @@ class Seal(ABC):
     @property
     @abstractmethod
     def names_secret(self) -> bytes:
-        """Secret of the digests that stand for names of tenants; empty: no key."""
+        """Secret of the digests that replace tenants' names in a catalogue; empty: no key."""
 
     @abstractmethod
     def lacking(self, tenants: Iterable[str]) -> list[str]:
@@ -209,6 +213,8 @@ class Seal(ABC):
 
 
 class _PlainFrames(FrameSeal):
+    """Checksums of the frames of a pack without a key; the frames themselves stay unchanged."""
+
     encrypts = False
     key_id = PLAIN_KEY
     salt = NO_SALT
@@ -229,8 +235,9 @@ class _PlainFrames(FrameSeal):
             raise _wrong_frame(frame)
 
     def _checksum(self, keys: Iterable[bytes], pieces: Iterable[Buffer]) -> bytes:
-        """Return the checksum of a frame's bytes, which its namespace and keys seed."""
-        # as a seed: a checksum of seeds and bytes together would need a copy, or one more call
+        """Return the checksum of a frame's bytes. Its seed is a checksum of namespace and keys, so
+        the bytes do not verify at the place of another frame."""
+        # as a seed: to hash them in front of the bytes would take a copy, or one more call
         namespace_seed = int.from_bytes(self._namespace[:8], "little")
         seed = xxhash.xxh3_64_intdigest(b"".join(keys), seed=namespace_seed)
         digest = xxhash.xxh3_128(seed=seed)
@@ -317,26 +324,31 @@ class _Buffers:
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
+        """Buffers of ``FRAME_BYTES`` that no view is left of; at most ``_MOST_FREE``."""
 
     def take(self, length: int) -> memoryview:
         """Return memory of ``length`` bytes with any content. It is lent again when no view of it
         exists."""
         import numpy as np  # tools that seal nothing do not need numpy
 
-        # a block that is larger than a frame
+        # one block that is larger than ``FRAME_BYTES``: rare, so its memory is not kept
         if length > FRAME_BYTES:
             return memoryview(huge_memory(length))[:length]
         try:
             memory = self._free.pop()
         except IndexError:
+            # a huge page holds two buffers
             pair = memoryview(huge_memory(2 * FRAME_BYTES))
             memory = pair[:FRAME_BYTES]
             self._give(pair[FRAME_BYTES:])
+        # All views of ``lent.data``, and their slices, keep this array alive. When the last one is
+        # gone, the array is finalized, which gives its memory back.
         lent = np.frombuffer(memory, np.uint8)
         weakref.finalize(lent, self._give, memory).atexit = False
         return lent.data[:length]
 
     def _give(self, memory: memoryview) -> None:
+        """Keep a buffer for the next ``take``, unless enough are kept: then it is freed."""
         if len(self._free) < _MOST_FREE:
             self._free.append(memory)
 
@@ -357,13 +369,14 @@ class _KeyFrames(FrameSeal):
         self.salt = salt
         self._namespace = namespace
         self._buffers = buffers
-        # one for all frames: a derivation for each would cost as much as 20 KiB of encryption
+        # one AES key for all frames, told apart by their nonces: to derive one for each would cost
+        # as much as the encryption of 20 KiB
         self._key = derive(key.secret, salt, _PACK_PURPOSE)
 
     def seal(
         self, placed: PlacedFrame, pieces: Sequence[Buffer]
     ) -> tuple[Sequence[Buffer], bytes]:
-        # not over ``pieces``: they are rows, which the engine may be loading from
+        # not in place: ``pieces`` may be rows, which the engine still uses
         stored = self._buffers.take(placed.frame.stored_length)
         nonce = _NONCE.pack(placed.number)
         encryptor = gcm(self._key, nonce).encryptor()
@@ -393,7 +406,8 @@ class _KeyFrames(FrameSeal):
             raise _wrong_frame(frame) from None
 
     def _associated(self, placed: PlacedFrame) -> bytes:
-        """Return the associated data of a frame: namespace, fields and keys."""
+        """Return what the tag of a frame authenticates in addition to its bytes: namespace, fields
+        and keys. The frame opens only with the same."""
         frame = placed.frame
         fields = _PLACE.pack(
             frame.group,
@@ -414,9 +428,10 @@ class _KeyFrames(FrameSeal):
 class KeySeal(Seal):
     """Seal of a store with a key.
 
-    :param keyring: returns the keys of the store.
-    :param reload: searches the store for a key with this id, which ``keyring`` lacks, or for any;
-        called without a lock.
+    :param keyring: returns the known keys of the store.
+    :param reload: reads keys of the store that ``keyring`` lacks, and returns all that are known
+        then. Its parameter is the id of the wanted key; empty: any new one. Called without a lock.
+        None: no key is read again.
     """
 
     encrypts = True
@@ -470,7 +485,7 @@ class KeySeal(Seal):
         return _sealed(self._key(key_id), name, body)
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
-        # such as one of a store without a key
+        # such as a record from a time when the store had no key
         if len(record) < RECORD_BYTES:
             raise CorruptPackError("record", "it was not sealed with a key")
         key_id, salt = _RECORD.unpack_from(record)
@@ -504,7 +519,7 @@ class KeySeal(Seal):
         return PackTable.parse(self.opened(_TABLE, record))
 
     def stored_bytes(self, length: int) -> int:
-        # a trailer of its own: a rebuild finds tables without the key, and opens them with it
+        # the record has a trailer of its own, by which a rebuild finds it before it opens it
         return length + RECORD_BYTES + TRAILER_BYTES
 
     def sealed_key(self, key: DataKey) -> bytes:
@@ -524,16 +539,17 @@ class KeySeal(Seal):
         """Return the data key that seals new content of a tenant."""
         key = self._keyring().of(tenant)
         if key is None:
-            # another handle of the store has made it
+            # another process may have made it since the keys were read
             key = self._reload(b"").of(tenant)
         if key is None:
             raise CorruptPackError("key", "the tenant has none")
         return key
 
     def _key(self, key_id: bytes) -> DataKey:
-        """Return a data key; one that was made after the keys were read is searched once."""
+        """Return the data key with this id, which a pack or record names."""
         key = self._keyring().keys.get(key_id)
-        # several engines that create a store at once make keys, and junk may name any
+        # Another engine may have made it since the keys were read. They are read again only once,
+        # because a damaged record may name a key that does not exist.
         if key is None:
             key = self._reload(key_id).keys.get(key_id)
         if key is None:
@@ -554,7 +570,7 @@ def record_key(record: Buffer) -> bytes:
 
 def _sealed(key: DataKey, name: bytes, body: Buffer) -> bytes:
     """Return a record that a data key seals."""
-    # a record may be written again under its name, with another body
+    # a new salt for each writing: the nonce is constant, and a name may get another body
     salt = os.urandom(SALT_BYTES)
     of_record = derive(key.secret, salt, _RECORD_PURPOSE)
     sealed = seal_record(of_record, name, body)
@@ -562,7 +578,8 @@ def _sealed(key: DataKey, name: bytes, body: Buffer) -> bytes:
 
 
 def _record_checksum(name: bytes, body: Buffer) -> bytes:
-    # in pieces: an index of 10 million blocks is a record of 130 MB
+    """Return the checksum at the end of a record without a key."""
+    # in pieces, without a copy: an index of 10 million blocks is a record of 130 MB
     digest = xxhash.xxh3_128(name + b"\0")
     digest.update(body)
     return digest.digest()
